@@ -49,12 +49,8 @@ def take_apart(
                 name += '+'
             tensors[name], paths[name] = value.detach(), path
             return None
-        if value is None or isinstance(value, (bool, torch.dtype, torch.device, torch.Size)):
-            return value
-        plain: Any
-        for plain in (int, float, str, bytes):
-            if isinstance(value, plain):
-                return plain(value)  # numpy's float64 is a float, but could not be loaded
+        if (plain := _plain(value)) is not None or value is None:
+            return plain
         if type(value) in (dict, OrderedDict, Counter):
             return type(value)(
                 {
@@ -66,8 +62,6 @@ def take_apart(
             return type(value)([walk(item, (*path, i), where) for i, item in enumerate(value)])
         if type(value) is set and not any(isinstance(item, torch.Tensor) for item in value):
             return {walk(item, path, where) for item in value}
-        if hasattr(value, 'item') and getattr(value, 'shape', None) == ():
-            return value.item()  # a number of numpy
         raise BadInput(
             'A checkpoint holds only tensors, numbers, texts and containers of them, but '
             f'{where} has a {type(value).__name__}: '
@@ -76,6 +70,18 @@ def take_apart(
 
     rest = {key: walk(value, (key,), called.get(key, key)) for key, value in state.items()}
     return tensors, {'rest': rest, 'paths': paths}
+
+
+def _plain(value: Any) -> Any:
+    """A number, a text or a word of torch, of a type that can be loaded; None: it is none."""
+    if isinstance(value, (bool, torch.dtype, torch.device, torch.Size)):
+        return value
+    for plain in (int, float, str, bytes):
+        if isinstance(value, plain):
+            return plain(value)  # numpy's float64 is a float, but could not be loaded
+    if hasattr(value, 'item') and getattr(value, 'shape', None) == ():
+        return value.item()  # a number of numpy
+    return None
 
 
 def put_together(

@@ -1,4 +1,9 @@
-"""Loading the states of optimizers, and moving them to their parameters' device."""
+"""States of optimizers: loading them, moving them to their parameters' device, and keeping them by
+the names of parameters, so that they can be loaded where a model is divided differently.
+
+torch's own form numbers the parameters, and fits only an optimizer of the same parameters in the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
+from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types: bool) -> None:
@@ -67,3 +73,72 @@ def _placed(loaded: Any, saved: Any, parameter: torch.Tensor, keep_types: bool) 
         laid = torch.empty_like(own, dtype=kept.dtype, device=kept.device).copy_(kept)
         return divided_like(laid, loaded)
     return loaded
+
+
+def parameter_names(prepared: Prepared) -> dict[int, str]:
+    """Names by ``id`` of the parameter, such as '1.layers.3.weight'. They begin with the number of
+    the model.
+    """
+    return {
+        id(parameter): f'{i}.{name}'
+        for i, model in enumerate(prepared.models, 1)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """An optimizer's ``state_dict()`` with names instead of numbers. The names of a group are the
+    keys of a dict. Raises ValueError if it has a parameter that has no name.
+    """
+    state = optimizer.state_dict()
+    called = [
+        _name(parameter, names) for group in optimizer.param_groups for parameter in group['params']
+    ]
+    return {
+        **state,
+        'state': {called[number]: kept for number, kept in state['state'].items()},
+        'param_groups': [
+            {**group, 'params': dict.fromkeys(called[number] for number in group['params'])}
+            for group in state['param_groups']
+        ],
+    }
+
+
+def is_by_name(state: dict[str, Any]) -> bool:
+    """Whether a state is in the form of :func:`by_name`."""
+    return any(isinstance(group.get('params'), dict) for group in state.get('param_groups', ()))
+
+
+def by_number(
+    state: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> dict[str, Any]:
+    """The part of a state in the form of :func:`by_name` that concerns the optimizer's parameters,
+    in the form that ``optimizer.load_state_dict()`` takes. Raises ValueError if the state has other
+    groups, or lacks a parameter.
+    """
+    if len(state['param_groups']) != len(optimizer.param_groups):
+        raise ValueError(
+            f'{len(state["param_groups"])} groups of parameters there and '
+            f'{len(optimizer.param_groups)} here'
+        )
+    kept: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for now, then in zip(optimizer.param_groups, state['param_groups'], strict=True):
+        first = number
+        for name in (_name(parameter, names) for parameter in now['params']):
+            if name not in then['params']:
+                raise ValueError(f'parameter {name} is missing or in another group there')
+            if name in state['state']:
+                kept[number] = state['state'][name]
+            number += 1
+        groups.append({**then, 'params': list(range(first, number))})
+    return {**state, 'state': kept, 'param_groups': groups}
+
+
+def _name(parameter: torch.Tensor, names: dict[int, str]) -> str:
+    if id(parameter) not in names:
+        raise ValueError(
+            f'a parameter of shape {tuple(parameter.shape)} belongs to no model of ctx.prepare'
+        )
+    return names[id(parameter)]

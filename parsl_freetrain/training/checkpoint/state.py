@@ -17,7 +17,7 @@ from parsl_freetrain.training.checkpoint import optimizer_state
 from parsl_freetrain.training.checkpoint.block_digests import FileImage
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import Box
-from parsl_freetrain.training.checkpoint.parameter_names import (
+from parsl_freetrain.training.checkpoint.optimizer_state import (
     by_name,
     by_number,
     is_by_name,

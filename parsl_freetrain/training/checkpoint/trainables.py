@@ -48,34 +48,10 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
         If something is of another kind, there is no model or no optimizer, or a parameter belongs
         to no model.
     """
-    models, optimizers, schedulers, scalers, averages = [], [], [], [], []
+    sorted_out: dict[str, list[Any]] = {name: [] for name in Prepared.__dataclass_fields__}
     for thing in things:
-        if isinstance(thing, DistributedDataParallel):
-            raise BadInput(
-                'ctx.prepare was given a model that is wrapped in DistributedDataParallel already, '
-                'so its gradients would be averaged twice: give it the model itself '
-                f'(a {type(thing.module).__name__}).'
-            )
-        if type(thing).__module__.startswith('accelerate.'):
-            raise BadInput(
-                f'ctx.prepare was given an {type(thing).__name__} of accelerate: leave out '
-                'accelerator.prepare, and give ctx.prepare what was given to it.'
-            )
-        if isinstance(thing, AveragedModel):
-            averages.append(thing)
-        elif isinstance(thing, torch.nn.Module):
-            models.append(thing)
-        elif isinstance(thing, torch.optim.Optimizer):
-            optimizers.append(thing)
-        elif isinstance(thing, torch.amp.GradScaler):
-            scalers.append(thing)
-        elif all(hasattr(thing, name) for name in ('step', 'state_dict', 'load_state_dict')):
-            schedulers.append(thing)
-        else:
-            raise BadInput(
-                f'ctx.prepare was given a {type(thing).__name__}; it takes models, optimizers, '
-                'learning rate schedulers, gradient scalers and averaged models.'
-            )
+        sorted_out[_kind_of(thing)].append(thing)
+    models, optimizers = sorted_out['models'], sorted_out['optimizers']
     if not models or not optimizers:
         raise BadInput(
             f'ctx.prepare was given {len(models)} models and {len(optimizers)} '
@@ -96,8 +72,35 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
             'models: give it that model too, since trainers with shapes keep states of '
             'optimizers by the names of parameters in models.'
         )
-    return Prepared(
-        tuple(models), tuple(optimizers), tuple(schedulers), tuple(scalers), tuple(averages)
+    return Prepared(**{name: tuple(of_kind) for name, of_kind in sorted_out.items()})
+
+
+def _kind_of(thing: Any) -> str:
+    """The field of :class:`Prepared` that it belongs to."""
+    if isinstance(thing, DistributedDataParallel):
+        raise BadInput(
+            'ctx.prepare was given a model that is wrapped in DistributedDataParallel already, '
+            'so its gradients would be averaged twice: give it the model itself '
+            f'(a {type(thing.module).__name__}).'
+        )
+    if type(thing).__module__.startswith('accelerate.'):
+        raise BadInput(
+            f'ctx.prepare was given an {type(thing).__name__} of accelerate: leave out '
+            'accelerator.prepare, and give ctx.prepare what was given to it.'
+        )
+    for kind, field in (
+        (AveragedModel, 'averages'),
+        (torch.nn.Module, 'models'),
+        (torch.optim.Optimizer, 'optimizers'),
+        (torch.amp.GradScaler, 'scalers'),
+    ):
+        if isinstance(thing, kind):
+            return field
+    if all(hasattr(thing, name) for name in ('step', 'state_dict', 'load_state_dict')):
+        return 'schedulers'
+    raise BadInput(
+        f'ctx.prepare was given a {type(thing).__name__}; it takes models, optimizers, '
+        'learning rate schedulers, gradient scalers and averaged models.'
     )
 
 
