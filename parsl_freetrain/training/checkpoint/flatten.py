@@ -76,6 +76,7 @@ def _plain(value: Any) -> Any:
     """A number, a text or a word of torch, of a type that can be loaded; None: it is none."""
     if isinstance(value, (bool, torch.dtype, torch.device, torch.Size)):
         return value
+    plain: Any
     for plain in (int, float, str, bytes):
         if isinstance(value, plain):
             return plain(value)  # numpy's float64 is a float, but could not be loaded
