@@ -88,13 +88,13 @@ class LoopSaver:
             return None
         if self._model.watch.spoilt():
             raise BadInput(self._rollback.sentence())
-        if self._is_main:
-            self._state.user.text()  # raises BadInput if it cannot be saved
         content = division.collect(self._model.prepared)
         return None if content is None else division.part_of(self._state_of(content))
 
     def _state_of(self, content: Mapping[str, Any]) -> State:
         state = self._state
+        if self._is_main:
+            state.user.text()  # raises BadInput if it cannot be saved
         position = replace(
             self._position,
             samples=state.samples,
