@@ -152,7 +152,7 @@ def _peers() -> Peers:
     if dist.get_world_size() == 1:
         return Peers()
     gang = RankGroup.__new__(RankGroup)  # the process group is torchrun's
-    gang.rank, gang.world_size, gang._gathers_on_cpu = (
+    gang.rank, gang.world_size, gang.exchanges_on_cpu = (
         dist.get_rank(),
         dist.get_world_size(),
         ON_CPU,

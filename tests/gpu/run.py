@@ -178,6 +178,18 @@ def same_bits(machine: Machine) -> Figures:
     return {'same': True, 'runs': ['1 rank', *runs]}
 
 
+def two_on_one_device(machine: Machine) -> Figures:
+    """Two ranks that share a device: the bits of one, and what it costs to exchange by the CPU."""
+    one, two = (
+        final_weights(machine, 'mixed', count, mode='reproducible', share_devices=True)
+        for count in (1, 2)
+    )
+    differing = [name for name in one if not torch.equal(one[name], two[name])]
+    assert not differing, f'other bits in {differing}'
+    how: Figures = {'mode': 'reproducible', 'shards': 4, 'share_devices': True}
+    return {'same': True, **measure('gpt', machine, count=2, **how)}
+
+
 def other_seed_other_bits(machine: Machine) -> Figures:
     """That the comparison can fail."""
     one, other = (
@@ -280,6 +292,7 @@ CASES: dict[str, Callable[[Machine], Figures]] = {
     'same bits': same_bits,
     **speeds('resnet', more=False),
     'checkpoints and a kill': checkpoints_and_kill,
+    'two ranks on one device': two_on_one_device,
     'another seed, other bits': other_seed_other_bits,
     'page-locked batches': page_locked,
     **speeds('gpt', more=True),

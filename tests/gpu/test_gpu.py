@@ -16,7 +16,7 @@ from tests.gpu import run
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ('throughput', '1 shard', '4 micro-batches', 'same bits', 'kill')
+QUICK = ('throughput', '1 shard', '4 micro-batches', 'same bits', 'kill', 'two ranks')
 
 
 def cases(out: Path, *options: str) -> tuple[int, dict[str, Any]]:

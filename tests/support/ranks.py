@@ -72,7 +72,11 @@ def order(folder: Path, fragment: int = 1, **changes: Any) -> FragmentOrder:
         checkpoints=Checkpoints(
             every_s=changes.get('checkpoint_every_s', 3600.0), keep=changes.get('keep', 3)
         ),
-        ranks=RankSettings(threads=changes.get('threads', 1), per_node=changes.get('per_node', 1)),
+        ranks=RankSettings(
+            threads=changes.get('threads', 1),
+            per_node=changes.get('per_node', 1),
+            share_devices=changes.get('share_devices', False),
+        ),
     )
     own = {name: changes[name] for name in FragmentOrder.__dataclass_fields__ if name in changes}
     return FragmentOrder(

@@ -55,7 +55,7 @@ class SlotJobs:
         end: float | None,
         command: str,
         worker_init: str = '',
-        speeds: Mapping[str, float] | None = None,
+        variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> str:
         """Start a block. Raises FreeTrainError if the process cannot be started, or its files
         cannot be written.
@@ -72,8 +72,8 @@ class SlotJobs:
             What each slot runs, as a shell command.
         worker_init
             Shell lines that run once, before the slots start.
-        speeds
-            Of slots that train slower than this computer could.
+        variables
+            By slot, environment variables of its processes.
 
         Returns
         -------
@@ -82,7 +82,7 @@ class SlotJobs:
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'
-        block = _block_command(folder, name, nodes, end, speeds or {})
+        block = _block_command(folder, name, nodes, end, variables or {})
         try:
             with files.create(script) as file:
                 file.write(f'{worker_init}\nexec {block} {shlex.quote(command)}\n'.encode())
@@ -167,7 +167,11 @@ class SlotJobs:
 
 
 def _block_command(
-    folder: Path, name: str, nodes: Sequence[str], end: float | None, speeds: Mapping[str, float]
+    folder: Path,
+    name: str,
+    nodes: Sequence[str],
+    end: float | None,
+    variables: Mapping[str, Mapping[str, str]],
 ) -> str:
     """The program :mod:`parsl_freetrain.sites.local.slots`; the slots' command is still to follow.
 
@@ -177,12 +181,13 @@ def _block_command(
     words = [sys.executable, '-P', os.path.abspath(slots.__file__)]
     words += ['--folder', str(folder), '--job-name', name]
     words += ['--owner', f'{owner}:{start_of(owner)}']
+    for node, told in variables.items():
+        for variable, value in told.items():
+            words += ['--set', node, variable, value]
     if end is not None:
         words += ['--end', repr(end)]
     for node in nodes:
         words += ['--node', node]
-        if node in speeds:
-            words += ['--speed', node, repr(speeds[node])]
     return shlex.join([*words, '--'])
 
 

@@ -16,6 +16,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
+from parsl_freetrain.host import slot
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, check_class, read_schedule
 from parsl_freetrain.sites.local.jobs import SlotJobs
 from parsl_freetrain.sites.protocols import HoleGone
@@ -68,6 +69,11 @@ class LocalSite:
         0.5}``: their ranks wait after each micro-batch. Default: all slots are equally fast.
     poll_s
         Seconds between two questions about blocks and holes.
+    devices
+        Which of this computer's accelerators each slot uses. ``'share'``: as many of its own as
+        there are for each slot; where there are fewer than slots, several slots use one, and their
+        ranks exchange through the CPU, with the same bits. ``'own'``: as that, and where there are
+        fewer, training is refused. ``'none'``: slots train on CPUs.
     clock
         Wall-clock time in seconds.
 
@@ -95,6 +101,7 @@ class LocalSite:
         poll_s: float = 0.5,
         node_classes: Mapping[str, str] | None = None,
         class_speeds: Mapping[str, float] | None = None,
+        devices: str = slot.SHARE,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if taken not in TAKEN:
@@ -105,7 +112,10 @@ class LocalSite:
             refuse('LocalSite: notice_s', notice_s, 'a number of seconds, 0 or more')
         if not (math.isfinite(poll_s) and poll_s > 0):
             refuse('LocalSite: poll_s', poll_s, 'a number of seconds above 0')
+        if devices not in slot.DEVICES:
+            refuse('LocalSite: devices', devices, f'one of {", ".join(map(repr, slot.DEVICES))}')
         self.nodes = nodes
+        self.devices = devices
         self.schedule = schedule
         self.time_factor = time_factor
         self.taken = taken
@@ -145,7 +155,8 @@ class LocalSite:
                 )
 
     def __repr__(self) -> str:
-        names = 'nodes schedule time_factor taken notice_s seed poll_s node_classes class_speeds'
+        names = 'nodes schedule time_factor taken notice_s seed poll_s node_classes class_speeds '
+        names += 'devices'
         return (
             f'LocalSite({", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())})'
         )
@@ -224,14 +235,18 @@ class LocalSite:
                 end if math.isfinite(end) else None,
                 command,
                 worker_init,
-                {
-                    node: self.class_speeds[node_class]
-                    for node in names
-                    if (node_class := self.node_classes.get(node, '')) in self.class_speeds
-                },
+                {node: self._variables(node) for node in names},
             )
             self._open[job_id] = block
         return job_id
+
+    def _variables(self, node: str) -> dict[str, str]:
+        number = self.names.index(node)
+        told = {slot.DEVICES_VARIABLE: f'{self.devices} {number} {len(self.names)}'}
+        node_class = self.node_classes.get(node, '')
+        if node_class in self.class_speeds:
+            told[slot.SPEED_VARIABLE] = repr(self.class_speeds[node_class])
+        return told
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """How the blocks are; TIMEOUT for one whose slots were taken away."""

@@ -25,7 +25,6 @@ import psutil
 from parsl_freetrain.host import files
 from parsl_freetrain.host.leftovers import remove_leftovers
 from parsl_freetrain.host.processes import start_of
-from parsl_freetrain.host.slot_speed import SPEED_VARIABLE
 
 NODE_VARIABLE = 'FREETRAIN_NODE'
 # Every process of a block inherits this mark, even one that leaves its process group.
@@ -116,8 +115,8 @@ class SlotBlock:
     owner
         The process for which the block runs: its id, and its
         :func:`~parsl_freetrain.host.processes.start_of`.
-    speeds
-        By node, how fast it trains, relative to this computer; by default as fast.
+    variables
+        By node, environment variables of its processes.
     """
 
     def __init__(
@@ -126,13 +125,13 @@ class SlotBlock:
         job_name: str,
         end: float | None,
         owner: tuple[int, str],
-        speeds: Mapping[str, str] | None = None,
+        variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._folder = folder
         self._job_name = job_name
         self._end = end
         self._owner = owner
-        self._speeds = dict(speeds or {})
+        self._variables = variables or {}
         self._nodes: dict[int, str] = {}
         self._exit_codes: dict[str, int | None] = {}
         self._cancelled = False
@@ -189,9 +188,8 @@ class SlotBlock:
             BLOCK_VARIABLE: self._job_name,
             'SPT_NOENV': '1',
             'PATH': path,
+            **self._variables.get(node, {}),
         }
-        if node in self._speeds:
-            environment[SPEED_VARIABLE] = self._speeds[node]
         with self._output(node, 'out') as out, self._output(node, 'err') as err:
             process = subprocess.Popen(
                 ['/bin/bash', '-c', command],
@@ -285,14 +283,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--end', type=float, default=None, help='seconds since the epoch')
     parser.add_argument('--owner', required=True, help='PID:IDENTITY')
     parser.add_argument('--node', action='append', required=True, dest='nodes')
-    parser.add_argument('--speed', action='append', nargs=2, default=[], dest='speeds')
+    parser.add_argument('--set', action='append', nargs=3, default=[], dest='variables')
     parser.add_argument('command')
     given = parser.parse_args(arguments)
     os.umask(0o077)
     pid, _, start = given.owner.partition(':')
-    block = SlotBlock(
-        given.folder, given.job_name, given.end, (int(pid), start), dict(given.speeds)
-    )
+    variables: dict[str, dict[str, str]] = {}
+    for node, name, value in given.variables:
+        variables.setdefault(node, {})[name] = value
+    block = SlotBlock(given.folder, given.job_name, given.end, (int(pid), start), variables)
     return block.run(given.nodes, given.command)
 
 

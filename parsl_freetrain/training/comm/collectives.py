@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
 from parsl_freetrain.training.comm.device_faults import causes, device_fault
-from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
+from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here, may_share
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import PeerLost, Peers
@@ -55,10 +55,10 @@ class Subgroup(Peers):
         self._group: dist.ProcessGroup | None = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         # gloo can add up and broadcast tensors on GPUs, but nothing else.
-        self._gathers_on_cpu = dist.get_backend(group) == GLOO
+        self.exchanges_on_cpu = dist.get_backend(group) == GLOO
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        sent = row.cpu() if self._gathers_on_cpu else row
+        sent = row.cpu() if self.exchanges_on_cpu else row
         rows = sent.new_empty(self.world_size, len(sent))
         with as_peer_loss():
             dist.all_gather(list(rows), sent, group=self._group)
@@ -67,14 +67,14 @@ class Subgroup(Peers):
     def all_to_all(
         self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
     ) -> None:
-        with as_peer_loss(), on_cpu(into, self._gathers_on_cpu) as got:
+        with as_peer_loss(), on_cpu(into, self.exchanges_on_cpu) as got:
             own = row.to(got.device)
             dist.all_to_all_single(got, own, list(received), list(sent), group=self._group)
 
     def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
         """Gloo's all_gather would take as much memory again, and copy all rows."""
         group, mine = self._group, self.rank
-        with as_peer_loss(), on_cpu(rows, self._gathers_on_cpu) as here:
+        with as_peer_loss(), on_cpu(rows, self.exchanges_on_cpu) as here:
             others = [peer for peer in range(len(here)) if peer != mine]
             ops = [dist.P2POp(dist.irecv, here[i], group=group, group_peer=i) for i in others]
             ops += [dist.P2POp(dist.isend, here[mine], group=group, group_peer=i) for i in others]
@@ -97,8 +97,10 @@ class RankGroup(Subgroup):
         self._texts = SealedStore(store, secret)
         self._open: list[dist.Work] = []
         self._hang_s = order.hang_s
-        backend, earlier = self._agree_on_backend(gpu), connections()
-        self._gathers_on_cpu = backend == GLOO
+        # Divided models exchange by what gloo has for CPUs only.
+        shared = may_share(order.spec.ranks.share_devices) and not order.spec.shapes
+        backend, earlier = self._agree_on_backend(gpu, shared), connections()
+        self.exchanges_on_cpu = backend == GLOO
         with as_peer_loss(), lazy_dynamo.hidden():
             dist.init_process_group(
                 backend,
@@ -110,13 +112,15 @@ class RankGroup(Subgroup):
         self._connections = connections() - earlier
         guard_connections(order.hang_s)
 
-    def _agree_on_backend(self, gpu: str) -> str:
+    def _agree_on_backend(self, gpu: str, shared: bool) -> str:
         with as_peer_loss():
             self._texts.set(f'gpu/{self.rank}', gpu)
         return self.broadcast_object(
             'backend',
             lambda: backend_for(
-                [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)], kind_here()
+                [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)],
+                kind_here(),
+                shared=shared,
             ),
         )
 
@@ -145,7 +149,7 @@ class RankGroup(Subgroup):
         return wait
 
     def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
-        sent = row.cpu() if self._gathers_on_cpu else row
+        sent = row.cpu() if self.exchanges_on_cpu else row
         got = torch.empty_like(sent)
         with as_peer_loss():
             for work in dist.batch_isend_irecv(

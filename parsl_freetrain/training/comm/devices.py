@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.slot import NONE, OWN, SHARE, devices_here
+from parsl_freetrain.training.comm.device_faults import out_of_memory
 
 GLOO = 'gloo'
 _PART = 'MIG-'  # a part of a GPU
@@ -67,25 +69,60 @@ def kind_here() -> Kind | None:
     return XPU if found.type == 'xpu' else None
 
 
-def share_of(names: Sequence[str], local_rank: int, ranks_per_node: int) -> tuple[str, ...]:
+def share_of(
+    names: Sequence[str], local_rank: int, ranks_per_node: int, *, shared: bool = False
+) -> tuple[str, ...]:
     """A rank's share of its node's devices, as the environment variable names them. All ranks get
-    the same number. Raises BadInput if there are more ranks than devices.
+    the same number; of fewer devices than ranks, each gets one, and ``shared`` says that several
+    ranks may have the same. Raises BadInput if they may not.
     """
-    if 0 < len(names) < ranks_per_node:
+    if not 0 < len(names) < ranks_per_node:
+        each = len(names) // ranks_per_node
+        return tuple(names[local_rank * each : (local_rank + 1) * each])
+    if not shared:
         raise BadInput(
             f'There are {ranks_per_node} ranks on {platform.node()} and {len(names)} devices '
-            f'({", ".join(names)}), and two ranks cannot exchange tensors on one device: say '
-            f'ranks=Ranks(per_node={len(names)}), or use nodes with more devices.'
+            f'({", ".join(names)}): say ranks=Ranks(per_node={len(names)}), use nodes with more '
+            f'devices, or say Ranks(per_node={ranks_per_node}, share_devices=True), with which '
+            'ranks on one device exchange tensors through the CPU.'
         )
-    each = len(names) // ranks_per_node
-    return tuple(names[local_rank * each : (local_rank + 1) * each])
+    return (names[local_rank * len(names) // ranks_per_node],)
 
 
-def backend_for(names: Sequence[str], kind: Kind | None) -> str:
+def of_slot(names: Sequence[str]) -> Sequence[str]:
+    """The devices of this slot of the local site, whose slots divide those of the computer; of
+    anything else, all of them. Raises BadInput if each slot is to have its own and there are too
+    few.
+    """
+    told = devices_here()
+    if told is None or not names:
+        return names
+    how, number, slots = told
+    if how == NONE:
+        return []
+    if how == OWN and len(names) < slots:
+        raise BadInput(
+            f'This computer has {len(names)} devices ({", ".join(names)}) for {slots} slots: say '
+            f"LocalSite(nodes={len(names)}), or LocalSite(devices='share') so that several slots "
+            'use one.'
+        )
+    return share_of(names, number, slots, shared=True)
+
+
+def may_share(ranks_may: bool) -> bool:
+    """Whether several ranks may have one device: those of a trainer that says so, and of slots of
+    the local site.
+    """
+    told = devices_here()
+    return ranks_may or (told is not None and told[0] == SHARE)
+
+
+def backend_for(names: Sequence[str], kind: Kind | None, *, shared: bool = False) -> str:
     """The backends of torch.distributed: gloo for tensors on CPUs, and the kind's own for those on
-    accelerators. Parts of GPUs (MIG) use gloo, since NCCL does not support them. ``names``: what
-    :func:`name_of` gives, by rank. Raises BadInput if only some ranks have a device, two ranks have
-    the same one, or this torch has no backend for it.
+    accelerators. Parts of GPUs (MIG) use gloo, since NCCL does not support them, and so do ranks of
+    which several have one device. ``names``: what :func:`name_of` gives, by rank; ``shared``:
+    whether several may have the same. Raises BadInput if only some ranks have a device, two ranks
+    have the same one and may not, or this torch has no backend for it.
     """
     if kind is None or not any(names) or all(_PART in name for name in names):
         return GLOO
@@ -96,10 +133,12 @@ def backend_for(names: Sequence[str], kind: Kind | None) -> str:
             'use nodes of one kind, or hide the devices of all (CUDA_VISIBLE_DEVICES=).'
         )
     if len(set(names)) < len(names):
+        if shared:
+            return GLOO
         twice = next(name for name in names if names.count(name) > 1)
         raise BadInput(
             f'Several ranks have the device {twice}, and {kind.backend} allows one each: give each '
-            'block nodes of its own.'
+            'block nodes of its own, or say ranks=Ranks(share_devices=True).'
         )
     if not kind.has_backend():
         raise BadInput(
@@ -114,36 +153,71 @@ def count_visible() -> int:
     process.
     """
     kind = kind_here()
-    return 0 if kind is None else len(_visible(kind))
+    if kind is None:
+        return 0
+    visible = _visible(kind)
+    try:
+        return len(of_slot(visible))
+    except BadInput:  # the ranks say it
+        return len(visible)
 
 
-def take_devices(local_rank: int, ranks_per_node: int) -> torch.device:
+def take_devices(local_rank: int, ranks_per_node: int, *, shared: bool = False) -> torch.device:
     """Restrict this process to its share of the visible devices. Returns the device to train on:
     the first of them, or the CPU.
 
     Call it before anything in this process uses a device: the runtimes read their environment
-    variable once. Raises BadInput if there are more ranks than devices, or the variable names
-    devices that do not exist.
+    variable once. Raises BadInput if there are more ranks than devices and they are not ``shared``,
+    or the variable names devices that do not exist.
     """
     kind = kind_here()
     if kind is None:
         return torch.device('cpu')
-    visible = _visible(kind)
-    own = share_of(visible, local_rank, ranks_per_node)
+    all_visible = _visible(kind)
+    visible = of_slot(all_visible)
+    own = share_of(visible, local_rank, ranks_per_node, shared=shared)
     if not own:
         return torch.device('cpu')
     os.environ[kind.variable] = ','.join(own)
-    if local_rank == 0 and len(visible) > ranks_per_node:
-        print(
-            f'This node has {len(visible)} devices, and {ranks_per_node} are used, one by each '
-            f'rank: to use all, say ranks=Ranks(per_node={len(visible)}), and train on nodes that '
-            'have as many.'
-        )
+    if local_rank == 0:
+        _tell(all_visible, visible, ranks_per_node)
     _check(kind, own)
     device = torch.device(kind.device, 0)
     torch.accelerator.set_device_index(0)
     torch.zeros(1, device=device)  # starts the runtime, so that it can be seeded
     return device
+
+
+def _tell(all_visible: Sequence[str], visible: Sequence[str], ranks_per_node: int) -> None:
+    """Say what is unusual about how devices are used."""
+    told = devices_here()
+    if told is not None and len(all_visible) < told[2]:
+        print(
+            f'{told[2]} slots share {len(all_visible)} devices of this computer: ranks on one '
+            "device exchange tensors through the CPU. LocalSite(devices='none') trains on CPUs, "
+            f'LocalSite(nodes={len(all_visible)}) has a device for each slot.'
+        )
+    elif len(visible) < ranks_per_node:
+        print(f'{ranks_per_node} ranks share {len(visible)} devices, as share_devices=True says.')
+    elif len(visible) > ranks_per_node:
+        print(
+            f'This node has {len(visible)} devices, and {ranks_per_node} are used, one by each '
+            f'rank: to use all, say ranks=Ranks(per_node={len(visible)}), and train on nodes that '
+            'have as many.'
+        )
+
+
+def where_shared(message: str, ranks_may: bool) -> str:
+    """The message of an error, with what helps if a device that several ranks may share has no
+    memory left.
+    """
+    if not may_share(ranks_may) or not out_of_memory('', message):
+        return message
+    return (
+        f'{message} Several ranks may share this device and its memory: use fewer slots or ranks '
+        "(LocalSite(nodes=...), Ranks(per_node=...)), LocalSite(devices='none'), a smaller "
+        'batch, or more virtual shards.'
+    )
 
 
 def name_of(device: torch.device) -> str:

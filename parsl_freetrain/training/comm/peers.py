@@ -20,11 +20,13 @@ class PeerLost(FreeTrainError):
 
 class Peers:
     """All ranks of a fragment, including this one. All of them must make the same calls in the same
-    order. This class is for a fragment of one rank, without a process group.
+    order. This class is for a fragment of one rank, without a process group. ``exchanges_on_cpu``:
+    whether tensors of other devices are copied to the CPU for each exchange.
     """
 
     rank = 0
     world_size = 1
+    exchanges_on_cpu = True
 
     def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
         """The text that rank 0 gives to all ranks under a key; only there, ``value`` is called."""
@@ -97,11 +99,13 @@ def on_any_rank(peers: Peers, flag: bool) -> bool:
     return bool(peers.all_reduce_max((flag,))()[0])
 
 
-def gather_bytes(peers: Peers, own: bytes) -> list[bytes]:
-    """What each rank gave, in order of rank. All ranks call this."""
+def gather_bytes(peers: Peers, own: bytes, most: int | None = None) -> list[bytes]:
+    """What each rank gave, in order of rank. All ranks call this. ``most``: how many bytes there
+    are at most, where the ranks know that, which saves an exchange.
+    """
     if peers.world_size == 1:
         return [own]
-    (longest,) = peers.all_reduce_max((len(own),))()
+    (longest,) = (most,) if most is not None else peers.all_reduce_max((len(own),))()
     if not longest:
         return [b''] * peers.world_size
     data = len(own).to_bytes(_HEAD, 'little') + own

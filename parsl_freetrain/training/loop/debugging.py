@@ -24,6 +24,7 @@ from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import FromRank, ToRank
 from parsl_freetrain.training.spec.training import TrainingSpec
+from parsl_freetrain.training.steps.determinism import fill_new_memory
 
 
 def train_here(
@@ -45,17 +46,20 @@ def train_here(
     threads = torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = fill_new_memory(True)
     try:
         with tempfile.TemporaryDirectory(prefix='freetrain-debug-') as folder:
             order = FragmentOrder(name, 1, str(Path(folder, name)), spec.with_ranks(1), None)
             place = RankPlace(0, 1, 0, 1, '')
             device = set_up(order, place)
+            fill_new_memory(True)  # it finds what reads memory that was not written
             run = FragmentRun(begin(order, place, Peers(), channel, Inbox(channel), device))
             run.finish(function(FragmentContext(run), *args, **kwargs))
             outcome = run.outcome('finished', None)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        fill_new_memory(filled)
         # Workers of a loader may still hold the socket, too: to close it would not end the reader.
         ours.shutdown(socket.SHUT_RDWR)
         channel.close()

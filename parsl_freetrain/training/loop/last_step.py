@@ -21,6 +21,7 @@ from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.messages import StateLeft
+from parsl_freetrain.training.steps.buffers import copy_all
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,15 @@ class LastStep:
         # Not by its text, in which keys are strings and tuples are lists.
         state.user.put_back(copy.deepcopy(end.state))
         end.around.put_back(prepared)
-        for buffer, kept in zip(_buffers(prepared), end.buffers, strict=True):
-            buffer.copy_(kept)
+        copy_all(_buffers(prepared), end.buffers)
         return True
 
 
 def around_models(state: LoopState, prepared: Prepared) -> _End:
     """What surrounds the models now; raises BadInput if ctx.state cannot be saved."""
+    buffers = _buffers(prepared)
+    kept = [torch.empty_like(buffer) for buffer in buffers]
+    copy_all(kept, buffers)
     return _End(
         state.samples,
         state.epoch_due,
@@ -162,7 +165,7 @@ def around_models(state: LoopState, prepared: Prepared) -> _End:
         state.user.text(),
         copy.deepcopy(state.user.values),
         Surroundings.of(prepared),
-        [buffer.clone() for buffer in _buffers(prepared)],
+        kept,
         versions((*prepared.models, *prepared.averages)),
     )
 

@@ -5,8 +5,7 @@ what all ranks report in it.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -18,6 +17,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.spec.retention import BEST
+from parsl_freetrain.training.steps.notes import mean
 
 _Parts = dict[str, tuple[int, list[tuple[float, float]]]]
 """By metric: samples at the end of a global batch, and its parts as (weight, value)."""
@@ -97,18 +97,6 @@ class Reports:
     def forget(self) -> None:
         """Forget what was reported and not gathered, since training goes back."""
         self._parts, self._micro_batch = {}, None
-
-
-def mean(parts: Sequence[tuple[float, float]]) -> float:
-    """The mean of (weight, value) pairs, rounded once, whatever their order."""
-    first = parts[0][1]
-    if all(value == first for _, value in parts):
-        return first
-    try:
-        total = math.fsum(weight * value for weight, value in parts)
-    except (OverflowError, ValueError):  # infinities of both signs
-        return math.nan
-    return total / math.fsum(weight for weight, _ in parts)
 
 
 class Phase(Enum):

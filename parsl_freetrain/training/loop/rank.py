@@ -20,7 +20,13 @@ from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
 from parsl_freetrain.training.comm.device_faults import device_fault
-from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
+from parsl_freetrain.training.comm.devices import (
+    name_of,
+    peak_memory,
+    take_devices,
+    visible_as,
+    where_shared,
+)
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
@@ -36,7 +42,11 @@ from parsl_freetrain.training.process.linux import keep_freed_memory
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
-from parsl_freetrain.training.steps.determinism import demand_determinism, explained
+from parsl_freetrain.training.steps.determinism import (
+    demand_determinism,
+    explained,
+    fill_new_memory,
+)
 
 _LARGEST_EXCEPTION = 1_000_000
 
@@ -152,8 +162,9 @@ class _Rank:
             self._peers.abort()
         _log_error()
         self._error = _described(explained(raised))
-        if message := device_fault(raised) or worker:
-            self._error = replace(self._error, message=message)
+        shared = self._order.spec.ranks.share_devices
+        message = device_fault(raised) or worker or where_shared(self._error.message, shared)
+        self._error = replace(self._error, message=message)
 
     def _ending(self, raised: BaseException, worker: str) -> Ending:
         if self._run is not None and self._run.state.phase is Phase.STOPPED:
@@ -193,7 +204,8 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
         demand_determinism(warn_only=order.spec.mode.warn_only)
-    device = take_devices(place.local_rank, order.per_node)
+        fill_new_memory(False)
+    device = take_devices(place.local_rank, order.per_node, shared=order.spec.ranks.share_devices)
     print(
         f'Process {os.getpid()}: device {device} ({visible_as()}), '
         f'{order.spec.ranks.threads} threads'

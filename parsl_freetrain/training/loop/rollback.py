@@ -33,12 +33,15 @@ class Rollback:
 
     def spoilt_meanwhile(self) -> bool:
         """Whether a look at the state is due and finds it spoilt, on this rank."""
-        if self._checks_each_step or not self._watch.due():
+        if self._checks_each_step:
             return False
-        if self._watch.spoilt():
-            return True
-        self.fine_at = self._state.samples
-        return False
+        answer = self._watch.look(self._state.samples)
+        if answer is None:
+            return False
+        samples, spoilt = answer
+        if not spoilt:
+            self.fine_at = samples
+        return spoilt
 
     def due(self) -> bool:
         """Whether the state of any rank has numbers that are not finite. All ranks take part, so

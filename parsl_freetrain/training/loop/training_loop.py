@@ -11,7 +11,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import FragmentStarted
-from parsl_freetrain.host.slot_speed import wait_as_slow
+from parsl_freetrain.host.slot import wait_as_slow
 from parsl_freetrain.training.checkpoint.state import Position
 from parsl_freetrain.training.comm.consensus import Agreed
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device

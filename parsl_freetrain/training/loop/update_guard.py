@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.averages import PreparedAverage
 
@@ -35,7 +36,7 @@ class UpdateGuard:
     that changes but was not prepared would be lost at the end of the fragment.
 
     Every in-place operation is noticed, except those on ``parameter.data``, of which PyTorch keeps
-    no count. Sums of the numbers show these in the first, second, fourth, eighth, ... global batch
+    no count. Norms show these in the first, second, fourth, eighth, ... global batch
     of a fragment. ``others`` are modules around the loop that may not have been prepared, by name;
     ``averages`` are asked at the end of a micro-batch, too.
     """
@@ -61,7 +62,11 @@ class UpdateGuard:
             own = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
             self._add(own, lambda name, called=called: f'{called}.{name}')
         self._batches = 0
-        self._sums: list[torch.Tensor] | None = None
+        self._norms: list[torch.Tensor] | None = None
+        places: dict[torch.device, list[int]] = {}
+        for i, parameter in enumerate(self._watched):
+            places.setdefault(parameter.device, []).append(i)
+        self._where = list(places.values())
         self._versions: list[int] = []
 
     def _add(self, named: Iterable[tuple[str, torch.Tensor]], called: Any) -> None:
@@ -78,7 +83,7 @@ class UpdateGuard:
         """Call before a micro-batch."""
         self._versions = [parameter._version for parameter in self._watched]
         thorough = self._batches & (self._batches - 1) == 0
-        self._sums = self._sums_now() if thorough else None
+        self._norms = self._norms_now() if thorough else None
 
     def end_micro_batch(self) -> None:
         """Call after a micro-batch. Raises BadInput if a parameter has changed in it, or an average
@@ -90,13 +95,13 @@ class UpdateGuard:
         if now != self._versions:
             pairs = zip(now, self._versions, strict=True)
             self._refuse(next(i for i, (after, before) in enumerate(pairs) if after != before))
-        if self._sums is not None:
-            for i, (one, other) in enumerate(zip(self._sums, self._sums_now(), strict=True)):
-                if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
-                    self._refuse(i)
+        if self._norms is not None:
+            for i, before, after in zip(self._where, self._norms, self._norms_now(), strict=True):
+                if not torch.equal(before, after):
+                    self._refuse(i[int((before != after).nonzero()[0])])
 
-    def _sums_now(self) -> list[torch.Tensor]:
-        return [_sum(parameter.detach()) for parameter in self._watched]
+    def _norms_now(self) -> list[torch.Tensor]:
+        return [_norms([self._watched[i] for i in places]) for places in self._where]
 
     def _refuse(self, i: int) -> None:
         if i < self._prepared:
@@ -169,8 +174,10 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f'.{key}', one) for key, one in vars(value).items())
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if hasattr(tensor, 'to_local') else tensor
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    return local.sum(dtype=torch.float64).cpu()
+@torch.no_grad()
+def _norms(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The bits of the tensors' norms, as NaN does not equal itself; in few operations."""
+    found = [local(tensor) for tensor in tensors]
+    found = [torch.view_as_real(t) if t.is_complex() else t for t in found]
+    found = [t if t.is_floating_point() else t.double() for t in found]
+    return torch.stack(torch._foreach_norm(found, dtype=torch.float64)).view(torch.int64)

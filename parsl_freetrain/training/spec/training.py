@@ -77,11 +77,15 @@ class Ranks(Settings, frozen=True, kw_only=True):
         Keep one more process for each rank, which has run the function up to the first use of its
         fragment: it has loaded its data and holds its memory, on accelerators too. After a kill,
         the next fragment is made of these. By default there are some during a rescale only.
+    share_devices
+        Whether ``per_node`` may be more than the accelerators of a node. Ranks that share one
+        exchange tensors through the CPU, with the same bits.
     """
 
     per_node: AtLeast1 | None = None
     threads: AtLeast1 = 1
     ahead: bool = False
+    share_devices: bool = False
 
 
 class Scaling(Settings, frozen=True, kw_only=True):

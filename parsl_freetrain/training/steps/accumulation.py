@@ -143,6 +143,7 @@ class Accumulation:
 
     @torch.no_grad()
     def _take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        taken, sums, added = [], [], []
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -152,11 +153,17 @@ class Accumulation:
                     'ctx.loop was given micro_batch, which cannot add up sparse gradients: make '
                     'the embedding with sparse=False, or leave out micro_batch.'
                 )
-            weigh(gradient, self._weight)
-            if id(parameter) in self._sums:
-                self._sums[id(parameter)].add_(gradient)
-            else:
-                self._sums[id(parameter)] = gradient
+            taken.append(gradient)
+            known = self._sums.setdefault(id(parameter), gradient)
+            if known is not gradient:
+                sums.append(known)
+                added.append(gradient)
+        if taken and self._weight:
+            torch._foreach_mul_(taken, self._weight)
+        elif taken:
+            torch._foreach_zero_(taken)  # 0 x inf is not 0
+        if sums:
+            torch._foreach_add_(sums, added)
 
     def _once(self, plain: Callable[..., Any], number: int) -> Callable[..., Any]:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import groupby
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.peers import Peers
+
+_SMALL_BYTES = 4096
 
 
 class Buffers:
     """Remembers the buffers of models, and undoes what was done to them. A forward pass may also
     put other tensors in their places (``self.mean = ...``).
 
+    Floating-point ones (complex ones as pairs of numbers) can be added up, in rows: a flat tensor
+    with all values, and 1 for each value that has changed, 0 for the others. Nothing here reads a
+    number, or launches an operation for each buffer.
+
     Attributes
     ----------
-    floating, integers
-        Those of floating-point types (complex ones as pairs of numbers), and the others.
-    before
-        The ones of ``floating``, as they were when :meth:`remember` was called.
+    integers
+        Those of other types, the largest elements first.
+    changed_firsts
+        Numbers of those that may have changed in the first shard.
+    row_size
+        Number of elements of a row.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self, models: Iterable[torch.nn.Module], dtype: torch.dtype = torch.float32
+    ) -> None:
         self._places = [
             (module, name, buffer)
             for model in models
@@ -29,32 +42,72 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self.floating: list[torch.Tensor] = []
-        self.integers: list[torch.Tensor] = []
-        for buffer in {id(buffer): buffer for _, _, buffer in self._places}.values():
-            if buffer.is_complex():
-                self.floating.append(torch.view_as_real(buffer))
-            else:
-                (self.floating if buffer.is_floating_point() else self.integers).append(buffer)
-        self.before: list[torch.Tensor] = []
-        self._integers_before: list[torch.Tensor] = []
+        buffers = {id(buffer): buffer for _, _, buffer in self._places}.values()
+        self._floating = [
+            torch.view_as_real(buffer) if buffer.is_complex() else buffer
+            for buffer in buffers
+            if buffer.is_complex() or buffer.is_floating_point()
+        ]
+        self.integers = sorted(
+            (b for b in buffers if not (b.is_complex() or b.is_floating_point())),
+            key=lambda buffer: -buffer.element_size(),
+        )
+        self.dtype = reduce(torch.promote_types, (b.dtype for b in self._floating), dtype)
+        self._size = sum(buffer.numel() for buffer in self._floating)
+        self.row_size = 2 * self._size
+        device = self._floating[0].device if self._floating else None
+        self._before, self._now = torch.empty(2, self._size, dtype=self.dtype, device=device)
+        self._pieces_before, self._pieces_now = map(self._pieces, (self._before, self._now))
+        self._integers_before = [torch.empty_like(buffer) for buffer in self.integers]
+        self._firsts = [torch.empty_like(buffer) for buffer in self.integers]
+        self._versions: list[int] = []
+        self.changed_firsts: list[int] = []
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copy all buffers."""
-        self.before = [buffer.clone() for buffer in self.floating]
-        self._integers_before = [buffer.clone() for buffer in self.integers]
+        copy_all(self._pieces_before, self._floating)
+        copy_all(self._integers_before, self.integers)
+        self._versions = [buffer._version for buffer in self.integers]
 
     @torch.no_grad()
     def undo(self) -> None:
         """Make all buffers what they were when :meth:`remember` was called."""
         self.take()
-        for buffer, old in self._pairs():
-            buffer.copy_(old)
+        copy_all(self._floating, self._pieces_before)
+        self.undo_integers()
 
-    def changed(self) -> Iterator[torch.Tensor]:
-        """The buffers that are not what they were when :meth:`remember` was called."""
-        return (buffer for buffer, old in self._pairs() if not torch.equal(buffer, old))
+    def undo_integers(self) -> None:
+        """As :meth:`undo`, for the :attr:`integers` only."""
+        copy_all(self.integers, self._integers_before)
+
+    def note_first(self) -> None:
+        """Keep the present :attr:`integers` as those of the first shard, which count: they are not
+        added.
+        """
+        copy_all(self._firsts, self.integers)
+        # PyTorch does not count all changes, so small ones are always taken for changed.
+        self.changed_firsts = [
+            i
+            for i, buffer in enumerate(self.integers)
+            if buffer.nbytes <= _SMALL_BYTES or buffer._version != self._versions[i]
+        ]
+
+    def take_firsts(self, peers: Peers, first: int, changed: Sequence[int]) -> None:
+        """Set :attr:`integers` to those of the first shard, on all ranks, which call this together.
+        ``first``: the rank that has it; ``changed``: which it has changed.
+        """
+        if peers.world_size == 1:
+            copy_all(self.integers, self._firsts)
+            return
+        self.undo_integers()
+        here = [self.integers[i] for i in changed]
+        if here:
+            own = _bytes_of([self._firsts[i] for i in changed])
+            rows = peers.all_gather(torch.cat([own, own.new_empty(-len(own) % 8)]))
+            pieces = rows[first, : len(own)].split([buffer.nbytes for buffer in here])
+            typed = [p.view(b.dtype).view(b.shape) for p, b in zip(pieces, here, strict=True)]
+            copy_all(here, typed)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -75,6 +128,52 @@ class Buffers:
             buffer.copy_(now)
             module._buffers[name] = buffer
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        before = (*self.before, *self._integers_before)
-        return zip((*self.floating, *self.integers), before, strict=True)
+    def enter(self, row: torch.Tensor, weight: float) -> None:
+        """Write the present values, times a weight, into a row, and which of them have changed."""
+        copy_all(self._pieces_now, self._floating)
+        torch.mul(self._now, weight, out=row[: self._size])
+        # Weights add up to 1 only nearly, so a value that does not change would drift.
+        torch.ne(self._now, self._before, out=row[self._size :])
+
+    def settle(self, total: torch.Tensor) -> None:
+        """Set each value to that of a weighted sum of rows if it has changed in one of them, and
+        else to what it was.
+        """
+        changed = total[self._size :] > 0
+        torch.where(changed, total[: self._size], self._before, out=self._now)
+        copy_all(self._floating, self._pieces_now)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Numbers that are not zero if a buffer is not what it was."""
+        found = []
+        if self._floating:
+            copy_all(self._pieces_now, self._floating)
+            found.append(torch.ne(self._now, self._before).sum(dtype=torch.float64))
+        if self.integers:
+            both = (_bytes_of(self.integers), _bytes_of(self._integers_before))
+            found.append(torch.ne(*both).sum(dtype=torch.float64))
+        return found
+
+    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = flat.split([buffer.numel() for buffer in self._floating])
+        return [piece.view(b.shape) for piece, b in zip(pieces, self._floating, strict=True)]
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def copy_all(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others, all of the same types in one operation."""
+    for pairs in _alike(zip(into, source, strict=True)):
+        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+
+
+def _alike(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def types(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
+        return f'{pair[0].dtype} {pair[1].dtype}'
+
+    for _, alike in groupby(sorted(pairs, key=types), key=types):
+        yield list(alike)

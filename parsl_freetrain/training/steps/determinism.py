@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
+from torch.utils import deterministic
 
 from parsl_freetrain.core.model.errors import BadInput
+
+_SETTING: Any = deterministic  # torch makes its attributes at run time
 
 
 def demand_determinism(*, warn_only: bool) -> None:
@@ -35,6 +39,16 @@ def demand_determinism(*, warn_only: bool) -> None:
             stacklevel=1,
         )
         torch.backends.cudnn.benchmark = False
+
+
+def fill_new_memory(wanted: bool) -> bool:
+    """Whether deterministic torch fills memory that is not initialised; returns whether it did so.
+    It does by default, to find operations that read such memory, and that takes a tenth of a step's
+    time on a GPU.
+    """
+    before = bool(_SETTING.fill_uninitialized_memory)
+    _SETTING.fill_uninitialized_memory = wanted
+    return before
 
 
 def _use_deterministic_algorithms(warn_only: bool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,15 +35,18 @@ class GradientGuard:
     From backward() to the end of the micro-batch, parameters have another class. Packages other
     than torch get their ``grad`` as a tensor that can be cleared and refuses everything else.
     Parameters of an own class, such as those of sharded models, keep it. PyTorch does not count all
-    changes of sharded gradients, so their sums are compared too. ``whose``: what is said to the
-    user about the gradient.
+    changes of sharded gradients, so their norms are compared too, on the device: :meth:`changed`.
+    ``whose``: what is said to the user about the gradient.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
-        self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}')
+        self._taken: dict[int, torch.Tensor] = {}
+        self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken)
         self._left: dict[int, tuple[int, int]] = {}
-        self._sums: dict[int, torch.Tensor] = {}
+        self._divided: list[torch.Tensor] = []
+        self._norms: dict[int, tuple[torch.Tensor, int]] = {}
+        self._changed: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
         self._on = False
         for parameter in parameters:
@@ -52,43 +55,90 @@ class GradientGuard:
 
     def begin_micro_batch(self, of_several: bool) -> None:
         """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""
-        self._left, self._sums, self._on = {}, {}, of_several
+        self._left, self._norms, self._on = {}, {}, of_several
+        self._class.of_several = of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Call before the gradients of a micro-batch are taken. Raises BadInput if one was changed
         after backward().
         """
-        sums = []
+        divided: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for parameter in parameters:
             left, gradient = self._left.get(id(parameter)), parameter.grad
             if left is None or gradient is None:
                 continue
-            if left != _mark(gradient):
-                raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
-            if id(parameter) in self._sums:
-                sums.append(torch.stack([self._sums[id(parameter)], _sum(gradient)]))
-        if sums:
-            before, now = torch.stack(sums).unbind(1)
-            if not torch.allclose(before, now, rtol=0, atol=0, equal_nan=True):
-                raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
+            if left != (id(gradient), gradient._version):
+                self.refuse()
+            if id(parameter) in self._norms:
+                divided.append((gradient, *self._norms[id(parameter)]))
+        if divided:
+            # Those of one backward pass are together: mostly all of them, in its order.
+            divided.sort(key=lambda one: one[2])
+            norms = divided[0][1]
+            if len(norms) == len(divided) and all(one[1] is norms for one in divided):
+                before = norms
+            else:
+                before = torch.stack([norms[i] for _, norms, i in divided])
+            now = _norms_of([gradient for gradient, _, _ in divided])
+            # Not by their values, as NaN does not equal itself.
+            self._changed.append(before.view(torch.int64).ne(now.view(torch.int64)).any())
+
+    def took(self, parameters: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """Call when gradients were taken away from their parameters: to a reader they are still
+        there, until the end of the micro-batch.
+        """
+        for parameter, gradient in parameters:
+            if gradient is None or type(parameter) not in (torch.nn.Parameter, self._class):
+                continue
+            self._taken[id(parameter)] = gradient
+            if type(parameter) is torch.nn.Parameter:
+                parameter.__class__ = self._class
+                self._unreadable.append(parameter)
+
+    def changed(self) -> torch.Tensor | None:
+        """Whether a sharded gradient was changed since this was last asked, as a number on the
+        device; None: there were none.
+        """
+        flags, self._changed = self._changed, []
+        return torch.stack(flags).any() if flags else None
+
+    def refuse(self) -> NoReturn:
+        """Raise BadInput, since a gradient was changed."""
+        raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
 
     def end_micro_batch(self) -> None:
         """Call after a micro-batch."""
         for parameter in self._unreadable:
             parameter.__class__ = torch.nn.Parameter
         self._unreadable = []
+        self._taken.clear()
 
     def _note(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._left[id(parameter)] = _mark(parameter.grad)
-        if self._on and is_divided(parameter.grad):
-            self._sums[id(parameter)] = _sum(parameter.grad)
-        if self._on and type(parameter) is torch.nn.Parameter:
+        gradient = parameter.grad
+        assert gradient is not None
+        self._left[id(parameter)] = id(gradient), gradient._version
+        if not self._on:
+            return
+        if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = self._class
             self._unreadable.append(parameter)
+        elif is_divided(gradient):
+            if not self._divided:  # the norms of all, in few operations, when backward() ends
+                torch.autograd.Variable._execution_engine.queue_callback(self._take_norms)
+            self._divided.append(parameter)
+
+    @torch.no_grad()
+    def _take_norms(self) -> None:
+        divided, self._divided = self._divided, []
+        norms = _norms_of([p.grad for p in divided if p.grad is not None])
+        self._norms.update((id(parameter), (norms, i)) for i, parameter in enumerate(divided))
 
 
-def _unreadable(sentence: str) -> type[torch.nn.Parameter]:
+def _norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64))
+
+
+def _unreadable(sentence: str, taken: dict[int, torch.Tensor]) -> Any:
     plain = _TENSOR.grad
 
     class Unreadable(torch.Tensor):
@@ -103,16 +153,23 @@ def _unreadable(sentence: str) -> type[torch.nn.Parameter]:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     class UnreadableGrad(torch.nn.Parameter):
+        of_several = True
+
         @property
         def grad(self) -> torch.Tensor | None:
             found: torch.Tensor | None = plain.__get__(self)
             reader = sys._getframe(1).f_globals.get('__name__', '')
-            if found is None or reader.partition('.')[0] in _NO_USERS:
+            if reader.partition('.')[0] in _NO_USERS:
+                return found
+            if found is None and id(self) in taken:
+                found = taken[id(self)].clone()  # whatever is done to it, the sum stays
+            if found is None or not self.of_several:
                 return found
             return found.as_subclass(Unreadable)
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
+            taken.pop(id(self), None)
             plain.__set__(self, value)
 
         @grad.deleter
@@ -124,11 +181,3 @@ def _unreadable(sentence: str) -> type[torch.nn.Parameter]:
             return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
 
     return UnreadableGrad
-
-
-def _sum(gradient: torch.Tensor) -> torch.Tensor:
-    return local(gradient).sum(dtype=torch.float64)
-
-
-def _mark(gradient: torch.Tensor) -> tuple[int, int]:
-    return id(gradient), gradient._version

@@ -45,9 +45,9 @@ class GroupSettings:
         """The present settings."""
         return [settings_of(optimizer) for optimizer in self._optimizers]
 
-    def digest(self) -> list[int]:
-        """Eight numbers from 0 to 255 for the present settings."""
-        return list(hashlib.blake2b(repr(self.now()).encode(), digest_size=8).digest())
+    def digest(self) -> bytes:
+        """Eight bytes for the present settings."""
+        return hashlib.blake2b(repr(self.now()).encode(), digest_size=8).digest()
 
     def follow_steps(self) -> None:
         """From now on, :attr:`history` tells of every step of the optimizers."""

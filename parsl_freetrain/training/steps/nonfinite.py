@@ -45,15 +45,41 @@ class Watch:
         ]
         self._clock = clock
         self._looked_at = -math.inf
+        self._answer: Callable[[], float | None] | None = None
+        self._asked_at = 0
 
     def spoilt(self) -> bool:
         """Whether a number is no longer finite."""
         self._looked_at = self._clock()
         return not all_finite(self._tensors)
 
-    def due(self) -> bool:
-        """Whether the last check was at least :data:`LOOK_EVERY_S` seconds ago."""
-        return self._clock() - self._looked_at >= LOOK_EVERY_S
+    def look(self, samples: int) -> tuple[int, bool] | None:
+        """Look without waiting for a device: ask at most every :data:`LOOK_EVERY_S` seconds, and
+        answer in a later call. The answer is the ``samples`` of the call that asked, and whether a
+        number was no longer finite then.
+        """
+        if self._answer is None:
+            if self._clock() - self._looked_at < LOOK_EVERY_S:
+                return None
+            self._looked_at, self._asked_at = self._clock(), samples
+            found = [local(tensor) for tensor in self._tensors if tensor.is_floating_point()]
+            self._answer = when_known(get_total_norm(found)) if found else lambda: 0.0
+        norm = self._answer()
+        if norm is None:
+            return None
+        self._answer = None
+        return self._asked_at, not math.isfinite(norm) and self.spoilt()
+
+
+def when_known(number: torch.Tensor) -> Callable[[], float | None]:
+    """A function that gives a number of a device as soon as that has it, and until then None."""
+    if number.device.type == 'cpu':
+        return lambda: float(number)
+    here = torch.empty((), dtype=number.dtype, device='cpu', pin_memory=True)
+    here.copy_(number, non_blocking=True)
+    copied = torch.get_device_module(number.device).Event()
+    copied.record()
+    return lambda: float(here) if copied.query() else None
 
 
 class FirstNonFinite:

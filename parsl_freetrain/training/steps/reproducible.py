@@ -5,6 +5,7 @@ training is cut into fragments.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from typing import Any
@@ -13,16 +14,18 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch
-from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, shards_of_rank
+from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
+from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 from parsl_freetrain.training.steps.group_settings import GroupSettings
-from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
-from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
-from parsl_freetrain.training.steps.tree_exchange import TreeExchange
+from parsl_freetrain.training.steps.host_limit import HostLimit
+from parsl_freetrain.training.steps.reduction_tree import Node
+from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
+from parsl_freetrain.training.steps.tree_exchange import SumOverShards
 
 
 class ReproducibleSteps:
@@ -35,6 +38,7 @@ class ReproducibleSteps:
     """
 
     delay = 0  # the ranks decide at the end of the same global batch
+    adds_buffers = True
 
     def __init__(
         self,
@@ -57,23 +61,16 @@ class ReproducibleSteps:
                     'mode=Throughput(), or another optimizer.'
                 )
         self._prepared = prepared
-        self._peers = peers
+        self._peers = self._all = peers
         self._shards = shards
         self._in_hook = in_hook
         self._clip = clip_grad_norm
         self._device = device
-        self._tree = ShardTree(shards)
-        ranges = [
-            shards_of_rank(shards, peers.world_size, rank, speeds)
-            for rank in range(peers.world_size)
-        ]
-        self._mine = ranges[peers.rank]
         # In a micro-batch, ranks that divide parameters take neighbouring shards: how many, and
         # which of them this rank takes.
         self._width, self._place = 1, 0
-        self._covers = [self._tree.cover(shards_) for shards_ in ranges]
         parameters: dict[int, torch.nn.Parameter] = {}
-        self._of_optimizer: list[set[int]] = []
+        self._of_optimizer: list[list[int]] = []
         for optimizer in prepared.optimizers:
             own = {
                 id(parameter): parameter
@@ -81,25 +78,17 @@ class ReproducibleSteps:
                 for parameter in group['params']
             }
             parameters.update(own)
-            self._of_optimizer.append(set(own))
+            places = {key: i for i, key in enumerate(parameters)}
+            self._of_optimizer.append([places[key] for key in own])
         self._parameters = tuple(parameters.values())
-        self._buffers = Buffers(prepared.models)
-        # All parameters, frozen or not: the function may unfreeze some in another rank's
-        # micro-batch.
-        self._layout = Layout(
-            self._parameters,
-            self._buffers.floating,
-            self._buffers.integers,
-            len(prepared.optimizers),
-            len(prepared.schedulers),
-            device,
-            peers.world_size,
-        )
-        self._ranks = TreeExchange(self._tree, peers)
-        self._sums: dict[Node, Contribution | None] = {}
-        self._sizes: tuple[int, ...] = ()
+        summed = prepared.models if self.adds_buffers else ()
+        self._layout = ShardSums(self._parameters, summed, device, peers.world_size)
+        self._buffers = self._layout.buffers if self.adds_buffers else Buffers(prepared.models)
+        self._sum = SumOverShards(self._layout, peers, shards, speeds)
         self._micro_batch: MicroBatch | None = None
-        self._own = Contribution(torch.empty(0), torch.empty(0))
+        self._own = self._layout.empty()
+        self._limit, self._ended_at = HostLimit(shards), 0.0
+        self._waiting = False  # for the first micro-batch of a global batch
         self._guard = GradientGuard(self._parameters)
         self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
@@ -107,7 +96,8 @@ class ReproducibleSteps:
         self.kept_back = False
         self._culprit = ''
         self._stepped = [False] * len(prepared.optimizers)
-        self._scheduled: list[tuple[float | None, ...]] = [()] * len(prepared.schedulers)
+        self._any_stepped = bytearray(len(prepared.optimizers))
+        self._scheduled: dict[tuple[int, int], float | None] = {}
 
     def culprit(self) -> str:
         """The ranks whose gradients in the last batch were not finite, as part of a sentence."""
@@ -165,13 +155,10 @@ class ReproducibleSteps:
     @torch.no_grad()
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
         """Call before the micro-batches of a global batch. Steps are always guarded here."""
-        self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
-        self._sums = {}
+        self._sum.begin(list(map(len, shard(batch.indices, self._shards))), self._nodes())
         self._settings.begin_batch()
-        self.changed = False
-        for node in self._nodes():
-            if not any(self._sizes[slice(*node)]):
-                self._tree.add(self._sums, node, None, self._layout.plus)
+        self.changed, self._waiting = False, True
+        self._any_stepped, self._scheduled = bytearray(len(self._stepped)), {}
         self._buffers.remember()
 
     @torch.no_grad()
@@ -182,19 +169,20 @@ class ReproducibleSteps:
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        self._scheduled = [()] * len(self._scheduled)
         for parameter in self._parameters:
             parameter.grad = None
-        self._buffers.undo()
+        if not self._waiting:
+            self._buffers.undo()
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
         """Call after a micro-batch."""
         self._guard.end_micro_batch()
         micro_batch, layout = self._current_micro_batch, self._layout
-        for i, stepped in enumerate(self._stepped):
+        for number, stepped in enumerate(self._stepped):
+            self._any_stepped[number] |= stepped
             if not stepped and any(
-                p.grad is not None for p in layout.parameters if id(p) in self._of_optimizer[i]
+                layout.parameters[i].grad is not None for i in self._of_optimizer[number]
             ):
                 raise BadInput(
                     'An iteration of ctx.loop ended with gradients that were not used: call '
@@ -203,11 +191,11 @@ class ReproducibleSteps:
                 )
         self._settings.end_micro_batch()
         self._buffers.take()
-        layout.put_missing(self._own)
-        layout.put_buffers(self._own, self._buffers.before, micro_batch.weight)
-        layout.put_steps(self._own, self._stepped, self._scheduled, micro_batch.weight)
-        self._complete()
-        self._tree.add(self._sums, self._node_of(micro_batch), self._own, layout.plus)
+        if self._waiting:
+            self._buffers.note_first()
+            self._waiting = False
+        self._put_buffers(self._own, self._sum.weight(micro_batch.part))
+        self._sum.add(self._node_of(micro_batch), self._own)
         self._micro_batch = None
 
     @torch.no_grad()
@@ -215,22 +203,14 @@ class ReproducibleSteps:
         """Call after the micro-batches: exchange, then step once, unless the gradient is not
         finite. Returns the maximum of all ranks' wishes.
         """
-        layout = self._layout
-        # Checked before the sum over all ranks, which hides the culprit.
-        bad = not all(own is None or layout.is_finite(own) for own in self._sums.values())
-        decision, culprits = self._exchange(wish(), bad)
+        notes, total, culprits = self._exchange(wish())
         self.changed = True
-        total = self._tree.total(self._sums, layout.plus)
-        assert total is not None
-        self._sums = {}
-        self.kept_back = bool(culprits) or not layout.is_finite(total)
+        self.kept_back = culprits is not None
         self._culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
         if self.kept_back:
             self._buffers.undo()
-        else:
-            layout.take_buffers(total, self._buffers.before)
-        layout.take_gradients(total)
-        stepped, scheduled = layout.steps_in(total)
+        self._layout.give(total)
+        stepped = told.stepped_in(notes)
         self.stepped |= any(stepped)
         if not self.kept_back:
             for hook in self.before_step:
@@ -240,60 +220,90 @@ class ReproducibleSteps:
             for optimizer, wanted in zip(self._prepared.optimizers, stepped, strict=True):
                 if wanted:
                     optimizer.step()
+        scheduled = told.scheduled_in(notes, len(self._prepared.schedulers), self._sum.sizes)
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
             for value in calls:
                 scheduler.step(*(() if value is None else (value,)))
-        return decision
+        return max(one.wish for one in notes)
 
     def _nodes(self) -> list[Node]:
         """The shards of each micro-batch of this rank, and the neighbours that other ranks take."""
-        return [(s, s + self._width) for s in self._mine[:: self._width]]
+        return [(s, s + self._width) for s in self._sum.mine[:: self._width]]
 
     def _node_of(self, micro_batch: MicroBatch) -> Node:
         first = micro_batch.part - self._place
         return first, first + self._width
 
-    def _complete(self) -> None:
-        """Make the contribution of a micro-batch that of all its shards."""
+    def _put_buffers(self, into: Contribution, weight: float) -> None:
+        self._layout.put_buffers(into, weight)
 
     def _clip_gradients(self, largest: float) -> None:
         torch.nn.utils.clip_grad_norm_(
             [p for p in self._layout.parameters if p.grad is not None], largest
         )
 
-    def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
-        """Exchange sums with the other ranks. Returns the maximum wish, and the ranks whose sums
-        are not finite.
+    def _exchange(self, wish: int) -> tuple[list[told.Notes], Contribution, list[int] | None]:
+        """What all ranks know, the sum over all shards, and whose gradients are not finite (None:
+        all are). Takes over the buffers.
         """
-        if self._peers.world_size == 1:
-            return wish, [0] * bad
-        nodes = [[node for node in cover if self._has_samples(node)] for cover in self._covers]
-        mine = {node: own for node, own in self._sums.items() if own is not None}
-        firsts = self._layout.firsts_of([mine[node] for node in nodes[self._peers.rank][:1]])
-        head = [wish, bad, *self._settings.digest()]
-        row = torch.cat([firsts.new_tensor(head), firsts])
-        rows = self._peers.all_gather(row)
-        self._compare(rows[:, 2 : len(head)], self._peers)
-        into, *others = mine.values() if mine else [self._layout.empty()]
-        self._ranks.add_up(
-            {node: own.sums for node, own in mine.items()},
-            nodes,
-            [node for cover in self._covers for node in cover if not self._has_samples(node)],
-            into.sums,
+        notes = self._tell(wish)
+        total = self._sum.total(told.present_in(notes))
+        culprits = self._culprits(total)
+        if culprits is None:
+            self._take_buffers(total, notes)
+        return notes, total, culprits
+
+    def _tell(self, wish: int) -> list[told.Notes]:
+        """Exchange with all ranks what they know without their devices."""
+        notes = told.exchange(
+            self._all,
+            told.Notes(
+                wish,
+                self._settings.digest(),
+                self._sum.present(),
+                bytes(self._any_stepped),
+                [(part, i, value) for (part, i), value in self._scheduled.items()],
+                self._buffers.changed_firsts,
+            ),
+            self._sum.most,
+            len(self._prepared.schedulers),
+            len(self._buffers.integers),
         )
-        self._layout.release(others)
-        first = next(rank for rank, theirs in enumerate(nodes) if theirs)
-        self._sums = {self._tree.root: Contribution(into.sums, rows[first][len(head) :])}
-        return max(int(other[0]) for other in rows), [
-            rank for rank, other in enumerate(rows) if other[1]
-        ]
+        if any(one.settings != notes[0].settings for one in notes):
+            self._settings.agree(self._all)
+        return notes
 
-    def _compare(self, digests: torch.Tensor, peers: Peers) -> None:
-        if not bool((digests == digests[0]).all()):
-            self._settings.agree(peers)
+    def _culprits(self, total: Contribution) -> list[int] | None:
+        """None if all gradients are finite; otherwise the ranks that have found one that is not.
+        This is the only read of the device in a step.
+        """
+        layout, magnitude, now = self._layout, self._layout.magnitude(total), time.perf_counter()
+        size = float(magnitude)
+        if self._device.type != 'cpu':
+            self._note_wait(now, time.perf_counter())
+        if math.isfinite(size) or layout.is_finite(total):
+            return None
+        if self._all.world_size == 1:
+            return [0]
+        own = not all(math.isfinite(float(magnitude)) for magnitude in self._sum.magnitudes)
+        said = gather_bytes(self._all, bytes([own]), 1)
+        return [rank for rank, bad in enumerate(said) if bad[0]]
 
-    def _has_samples(self, node: Node) -> bool:
-        return any(self._sizes[slice(*node)])
+    def _note_wait(self, began: float, ended: float) -> None:
+        passes = sum(map(self._sum.has_samples, self._nodes()))
+        if self._ended_at and passes:
+            largest = max(self._sum.sizes)
+            self._limit.step_took(ended - self._ended_at, ended - began, passes, largest)
+        self._ended_at = ended
+
+    def _take_buffers(self, total: Contribution, notes: Sequence[told.Notes]) -> None:
+        """Set buffers to what the sums say, and the integer ones to those of the first shard that
+        is not empty.
+        """
+        if self._buffers.row_size:
+            self._buffers.settle(total.buffers)
+        first = self._sum.first_rank
+        self._buffers.take_firsts(self._peers, first, notes[first].integers)
 
     def _hand_over(self, number: int) -> Callable[[], None]:
         def hand_over() -> None:
@@ -305,21 +315,21 @@ class ReproducibleSteps:
                 )
             self._stepped[number] = True
             self._settings.wants_step(number)
-            self._guard.check(p for p in layout.parameters if id(p) in self._of_optimizer[number])
+            own = self._of_optimizer[number]
+            self._guard.check(layout.parameters[i] for i in own)
             with torch.no_grad():
-                for i, parameter in enumerate(layout.parameters):
-                    if id(parameter) in self._of_optimizer[number]:
-                        # FSDP has weighted the gradients that it has added up.
-                        layout.put_gradient(
-                            self._own, i, 1.0 if self._width > 1 else micro_batch.weight
-                        )
+                # FSDP has weighted the gradients that it has added up.
+                weight = 1.0 if self._width > 1 else self._sum.weight(micro_batch.part)
+                layout.take(self._own, own, weight)
+            gradients = self._own.gradients
+            self._guard.took((layout.parameters[i], gradients[i]) for i in own)
 
         return hand_over
 
     def _noting(self, number: int) -> Callable[[float | None], None]:
         def note(value: float | None) -> None:
             if self._micro_batch is not None:
-                self._scheduled[number] = (value,)
+                self._scheduled[self._micro_batch.part, number] = value
             elif self._in_hook():
                 self._prepared.schedulers[number].step(*(() if value is None else (value,)))
             else:

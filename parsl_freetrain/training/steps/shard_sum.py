@@ -1,22 +1,26 @@
-"""The contribution of a virtual shard to a global batch, as flat tensors that can be added and
-sent.
-"""
+"""What virtual shards contribute to a global batch: gradients and buffers, which are added up."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
-from torch.utils import deterministic
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
+from parsl_freetrain.training.steps.buffers import Buffers, copy_all
 
-_SETTING: Any = deterministic  # torch makes its attributes at run time
+
+@dataclass
+class Flat:
+    """Gradients and buffers in one tensor; ``pieces``: the gradients, in the memory layouts of the
+    parameters.
+    """
+
+    tensor: torch.Tensor
+    pieces: list[torch.Tensor]
 
 
 @dataclass
@@ -25,220 +29,212 @@ class Contribution:
 
     Attributes
     ----------
-    sums
-        One flat tensor; :class:`Layout` says what is where.
-    firsts
-        Bytes of the integer buffers of the first shard that is not empty. Integers are not added.
-    finite
-        Whether all gradients are finite, once that is known.
+    gradients
+        By parameter (this rank's part of it); None: no shard has one.
+    buffers
+        A row of :class:`~parsl_freetrain.training.steps.buffers.Buffers`.
+    flat
+        Memory that some of it, or all of it, is in.
     """
 
-    sums: torch.Tensor
-    firsts: torch.Tensor
-    finite: bool | None = None
+    gradients: list[torch.Tensor | None]
+    buffers: torch.Tensor
+    flat: Flat | None = None
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        """The gradients that there are."""
+        return [gradient for gradient in self.gradients if gradient is not None]
 
 
-class Layout:
-    """The layout of :attr:`Contribution.sums`.
+class ShardSums:
+    """Adds up contributions: gradients as backward() has left them, without a copy. For exchanges
+    they are copied into one flat tensor.
 
-    In order: weighted gradients; weighted floating-point buffers; for each parameter the number of
-    shards that have a gradient; for each such buffer the number of shards that changed it; for each
-    optimizer the number of shards that stepped it; for each scheduler the number of shards that
-    stepped it, the weight of those that did so with a value, and the weighted sum of these values.
-    Zeros fill it up to a multiple of ``ranks``.
+    Sums have at least single precision, so that those of half precision gradients lose none. All
+    operations are on all tensors together.
+
+    Attributes
+    ----------
+    parameters
+        Those that have gradients, frozen or not: the function may unfreeze some in another rank's
+        micro-batch.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        buffers: Sequence[torch.Tensor],
-        integers: Sequence[torch.Tensor],
-        optimizers: int,
-        schedulers: int,
+        models: Iterable[torch.nn.Module],
         device: torch.device,
         ranks: int = 1,
     ) -> None:
         self.parameters = tuple(parameters)
-        self.buffers = tuple(buffers)
-        self.integers = tuple(integers)
-        self._device = device
-        # At least float32, so that sums of half precision gradients lose no precision.
-        self._dtype = reduce(
-            torch.promote_types, (tensor.dtype for tensor in (*parameters, *buffers)), torch.float32
-        )
+        dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        self.buffers = Buffers(models, dtype)
+        self._dtype, self._device = self.buffers.dtype, device
         if self._dtype.is_complex:
             raise BadInput(
                 'Reproducible mode cannot add up complex gradients: use throughput mode '
                 'for a model with complex parameters.'
             )
-        self._starts = [0]
-        for tensor in (*self.parameters, *self.buffers):
-            self._starts.append(self._starts[-1] + local(tensor).numel())
-        at = self._starts[-1]
-        ends = []
-        for count in (
-            len(self.parameters),
-            len(self.buffers),
-            optimizers,
-            schedulers,
-            schedulers,
-            schedulers,
-        ):
-            ends.append((at, at + count))
-            at += count
-        self._has_grad, self._changed, self._opt, self._sched, self._with_value, self._values = ends
-        self._size = -(-at // ranks) * ranks
+        self._parts = [local(parameter) for parameter in self.parameters]
+        self._sizes = [part.numel() for part in self._parts]
+        self._elements = sum(self._sizes)
+        self._used = self._elements + self.buffers.row_size
+        self.flat_size = -(-self._used // ranks) * ranks
+        # Optimizers want gradients in their parameters' memory layout.
+        self._strides = [torch.empty_like(part, device='meta').stride() for part in self._parts]
         # Fresh memory of this size costs as much as an addition: it is used again.
-        self._spare: list[torch.Tensor] = []
-        self._first_bytes = [tensor.numel() * tensor.element_size() for tensor in self.integers]
+        self._spare: list[Flat] = []
+        self._rows: list[torch.Tensor] = []
+        self._nothing = self._fresh(0)
 
     def empty(self) -> Contribution:
-        """A contribution which the other methods fill; :meth:`put_missing` comes last."""
-        sums = self._spare.pop() if self._spare else self._fresh()
-        sums[self._starts[len(self.parameters)] :].zero_()
-        return Contribution(sums, torch.zeros(0, dtype=torch.uint8, device=self._device))
+        """A contribution without gradients; :meth:`take` and :meth:`put_buffers` fill it."""
+        return Contribution([None] * len(self.parameters), self._nothing)
 
-    def _fresh(self) -> torch.Tensor:
-        # Deterministic torch fills what is empty; here all of it is written.
-        fills = _SETTING.fill_uninitialized_memory
-        _SETTING.fill_uninitialized_memory = False
-        try:
-            return torch.empty(self._size, dtype=self._dtype, device=self._device)
-        finally:
-            _SETTING.fill_uninitialized_memory = fills
+    def take(self, into: Contribution, indices: Iterable[int], weight: float) -> None:
+        """Take the gradients of some parameters away from them, times a weight."""
+        taken, others = [], []
+        for i in indices:
+            parameter = self.parameters[i]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            parameter.grad = None
+            if gradient.layout is not torch.strided:
+                raise BadInput(
+                    'Reproducible mode cannot add up sparse gradients: make the embedding '
+                    'with sparse=False, or use throughput mode.'
+                )
+            gradient = local(gradient.detach() if gradient.requires_grad else gradient)
+            if gradient.dtype is not self._dtype:
+                others.append((i, gradient))
+                continue
+            into.gradients[i] = gradient
+            taken.append(gradient)
+        if others:
+            if into.flat is None:
+                into.flat = self.memory()
+            pieces = into.flat.pieces
+            copy_all([pieces[i] for i, _ in others], [gradient for _, gradient in others])
+            for i, _ in others:
+                into.gradients[i] = pieces[i]
+                taken.append(pieces[i])
+        if taken and weight != 1:
+            torch._foreach_mul_(taken, weight)
+
+    def put_buffers(self, into: Contribution, weight: float) -> None:
+        """Enter all buffers, times a weight."""
+        if not self.buffers.row_size:
+            return
+        into.buffers = self._rows.pop() if self._rows else self._fresh(self.buffers.row_size)
+        self.buffers.enter(into.buffers, weight)
 
     def plus(self, earlier: Contribution, later: Contribution) -> Contribution:
         """Add the contribution of later shards to that of earlier ones, and return it."""
-        earlier.sums.add_(later.sums)
-        earlier.finite = None
-        self.release([later])
+        ours, theirs, single = [], [], []
+        for i, (one, other) in enumerate(zip(earlier.gradients, later.gradients, strict=True)):
+            if one is not None and other is not None:
+                ours.append(one)
+                theirs.append(other)
+            elif (only := one if one is not None else other) is not None:
+                earlier.gradients[i] = only
+                single.append(only)
+        if ours:
+            torch._foreach_add_(ours, theirs)
+        if single:
+            # As where a rank sends zeros for it: -0.0 becomes 0.0.
+            torch._foreach_add_(single, 0.0)
+        if self.buffers.row_size:
+            earlier.buffers.add_(later.buffers)
+        if not single:
+            self.release(later)
         return earlier
 
-    def release(self, contributions: Iterable[Contribution]) -> None:
-        """Use their memory for others."""
-        self._spare.extend(contribution.sums for contribution in contributions)
+    def release(self, contribution: Contribution) -> None:
+        """Use its memory for others."""
+        if contribution.flat is not None:
+            self._spare.append(contribution.flat)
+        if contribution.buffers.numel():
+            self._rows.append(contribution.buffers)
 
-    def firsts_of(self, contributions: Sequence[Contribution]) -> torch.Tensor:
-        """The bytes of the integer buffers in the first contribution; zeros if there is none."""
-        if contributions:
-            return contributions[0].firsts
-        return torch.zeros(sum(self._first_bytes), dtype=torch.uint8, device=self._device)
+    def memory(self) -> Flat:
+        """Memory for gradients and buffers, with any content."""
+        return self._spare.pop() if self._spare else self._in_pieces(self._fresh(self.flat_size))
 
-    def put_gradient(self, into: Contribution, index: int, weight: float) -> None:
-        """Enter the gradient of parameter ``index``, if there is one."""
-        gradient = self.parameters[index].grad
-        if gradient is None:
-            return
-        if gradient.layout is not torch.strided:
-            raise BadInput(
-                'Reproducible mode cannot add up sparse gradients: make the embedding '
-                'with sparse=False, or use '
-                'throughput mode.'
-            )
-        gradient = local(gradient)
-        torch.mul(gradient.to(self._dtype), weight, out=self._piece(into, index, gradient.shape))
-        into.sums[self._has_grad[0] + index] = 1
+    def _fresh(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
-    def put_missing(self, into: Contribution) -> None:
-        """Enter zeros for the parameters without a gradient."""
-        for i, present in enumerate(into.sums[slice(*self._has_grad)].tolist()):
-            if not present:
-                into.sums[self._starts[i] : self._starts[i + 1]].zero_()
+    def pack(self, contribution: Contribution) -> torch.Tensor:
+        """Gradients and buffers in one flat tensor, with zeros where there is no gradient."""
+        flat = contribution.flat = contribution.flat or self.memory()
+        pairs = list(zip(flat.pieces, contribution.gradients, strict=True))
+        outside = [(piece, g) for piece, g in pairs if g is not None and g is not piece]
+        copy_all([piece for piece, _ in outside], [gradient for _, gradient in outside])
+        if zeros := [piece for piece, gradient in pairs if gradient is None]:
+            torch._foreach_zero_(zeros)
+        if self.buffers.row_size:
+            flat.tensor[self._elements : self._used].copy_(contribution.buffers)
+        if self.flat_size > self._used:
+            flat.tensor[self._used :].zero_()
+        return flat.tensor
 
-    def put_buffers(
-        self, into: Contribution, before: Sequence[torch.Tensor], weight: float
-    ) -> None:
-        """Enter all buffers. ``before``: the floating-point buffers before the micro-batch."""
-        for i, (buffer, old) in enumerate(zip(self.buffers, before, strict=True)):
-            torch.mul(
-                buffer.to(self._dtype),
-                weight,
-                out=self._piece(into, len(self.parameters) + i, buffer.shape),
-            )
-            # The weights add up to 1 only nearly, so an unchanged buffer would drift.
-            into.sums[self._changed[0] + i] = not torch.equal(buffer, old)
-        if self.integers:
-            into.firsts = torch.cat(
-                [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self.integers]
-            )
-
-    def put_steps(
-        self,
-        into: Contribution,
-        stepped: Sequence[bool],
-        scheduled: Sequence[tuple[float | None, ...]],
-        weight: float,
-    ) -> None:
-        """Enter which optimizers were stepped, and the calls of each scheduler's step, with a value
-        or None.
-        """
-        for i, done in enumerate(stepped):
-            into.sums[self._opt[0] + i] = done
-        for i, calls in enumerate(scheduled):
-            if not calls:
-                continue
-            into.sums[self._sched[0] + i] = 1
-            if calls[-1] is not None:
-                into.sums[self._with_value[0] + i] = weight
-                into.sums[self._values[0] + i] = weight * calls[-1]
-
-    def is_finite(self, contribution: Contribution) -> bool:
-        """Whether all gradients in it are finite."""
-        if contribution.finite is None:
-            gradients = contribution.sums[: self._starts[len(self.parameters)]]
-            # A sum is not finite if a term is not; it may also overflow when all terms are finite.
-            contribution.finite = math.isfinite(float(gradients.sum())) or bool(
-                torch.isfinite(gradients).all()
-            )
-        return contribution.finite
-
-    def take_gradients(self, total: Contribution) -> None:
-        """Set the parameters' gradients to the sums, or to None where no shard had one."""
-        present = total.sums[slice(*self._has_grad)].tolist()
-        for i, parameter in enumerate(self.parameters):
-            own, gradient = local(parameter), None
-            if present[i]:
-                piece = self._piece(total, i, own.shape).to(own.dtype)
-                if piece.stride() != own.stride():
-                    # Fused optimizers need the parameter's memory layout.
-                    piece = torch.empty_like(own).copy_(piece)
-                gradient = divided_like(piece, parameter)
-            parameter.grad = gradient
-
-    def take_buffers(self, total: Contribution, before: Sequence[torch.Tensor]) -> None:
-        """Set each buffer to the mean, or to its value before if no shard changed it; integer
-        buffers to those of the first shard.
-        """
-        changed = total.sums[slice(*self._changed)].tolist()
-        for i, (buffer, old) in enumerate(zip(self.buffers, before, strict=True)):
-            buffer.copy_(
-                self._piece(total, len(self.parameters) + i, buffer.shape) if changed[i] else old
-            )
-        at = 0
-        for tensor, size in zip(self.integers, self._first_bytes, strict=True):
-            tensor.copy_(
-                total.firsts[at : at + size].clone().view(tensor.dtype).reshape(tensor.shape)
-            )
-            at += size
-
-    def steps_in(self, total: Contribution) -> tuple[list[bool], list[tuple[float | None, ...]]]:
-        """Which optimizers to step, and how to step each scheduler: () not at all, else (value,)
-        with the mean of the values, or (None,) if there were none.
-        """
-        stepped = [count > 0 for count in total.sums[slice(*self._opt)].tolist()]
-        counts, weights, values = (
-            total.sums[slice(*place)].tolist()
-            for place in (self._sched, self._with_value, self._values)
-        )
-        scheduled: list[tuple[float | None, ...]] = [
-            () if not count else (value / weight if weight else None,)
-            for count, weight, value in zip(counts, weights, values, strict=True)
+    def unpack(self, flat: torch.Tensor, present: Sequence[bool]) -> Contribution:
+        """What is in a flat tensor."""
+        pieces = self._in_pieces(flat)
+        gradients = [
+            piece if there else None for piece, there in zip(pieces.pieces, present, strict=True)
         ]
-        return stepped, scheduled
+        return Contribution(gradients, flat[self._elements : self._used], pieces)
 
-    def values(self, contribution: Contribution) -> torch.Tensor:
-        """The weights and weighted sums of the values of schedulers' steps."""
-        return contribution.sums[self._with_value[0] : self._values[1]]
+    def scale(self, total: Contribution, factor: float) -> None:
+        """Multiply all of it."""
+        if factor == 1:
+            return
+        if total.present:
+            torch._foreach_mul_(total.present, factor)
+        if self.buffers.row_size:
+            total.buffers.mul_(factor)
 
-    def _piece(self, contribution: Contribution, index: int, shape: torch.Size) -> torch.Tensor:
-        return contribution.sums[self._starts[index] : self._starts[index + 1]].view(shape)
+    def magnitude(self, total: Contribution) -> torch.Tensor:
+        """A number that is not finite if a gradient is not. It may also overflow."""
+        if not total.present:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(torch._foreach_norm(total.present)).sum(dtype=torch.float64)
+
+    def is_finite(self, total: Contribution) -> bool:
+        """Whether all gradients are finite: one read for each."""
+        return all(bool(torch.isfinite(gradient).all()) for gradient in total.present)
+
+    def give(self, total: Contribution) -> None:
+        """Set the parameters' gradients to the sums, or to None where no shard had one."""
+        gradients = list(total.gradients)
+        others: dict[int, torch.Tensor] = {}
+        for i, (gradient, part) in enumerate(zip(gradients, self._parts, strict=True)):
+            if gradient is not None and (gradient.dtype, gradient.stride()) != (
+                part.dtype,
+                self._strides[i],
+            ):
+                others[i] = gradient
+        copies = [
+            torch.empty_strided(
+                gradient.shape, self._strides[i], dtype=self._parts[i].dtype, device=self._device
+            )
+            for i, gradient in others.items()
+        ]
+        copy_all(copies, list(others.values()))
+        for i, copied in zip(others, copies, strict=True):
+            gradients[i] = copied
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else divided_like(gradient, parameter)
+
+    def _in_pieces(self, flat: torch.Tensor) -> Flat:
+        pieces = flat[: self._elements].split(self._sizes)
+        return Flat(
+            flat,
+            [
+                piece.as_strided(part.shape, strides, piece.storage_offset())
+                for piece, part, strides in zip(pieces, self._parts, self._strides, strict=True)
+            ],
+        )

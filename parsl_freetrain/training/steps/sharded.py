@@ -188,7 +188,7 @@ class SumOfShards(ReduceScatter):
     Attributes
     ----------
     weights
-        Of the shards in the block, in order; 0: the shard is empty.
+        Of the shards in the block, in order, relative to the largest shard; 0: the shard is empty.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], parts: int) -> None:
@@ -211,10 +211,11 @@ class SumOfShards(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        input_tensor.mul_(self.weights[dist.get_rank(group)])
+        if (weight := self.weights[dist.get_rank(group)]) != 1:
+            input_tensor.mul_(weight)
         self._least = min(self._least, input_tensor.numel())
         if input_tensor.numel() == self._least:
-            self._seen.append(input_tensor.sum())
+            self._seen.append(input_tensor.sum(dtype=torch.float64))
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(self.add_up(received.view(len(self.weights), -1)))
@@ -228,10 +229,9 @@ class SumOfShards(ReduceScatter):
         assert total is not None
         return total
 
-    def saw_bad(self) -> bool:
-        """Whether this rank's smallest gradient was not finite since this was last asked. That is
-        enough to name the rank: a bad loss nearly always shows in all, and a bad sum is noticed in
-        any case.
+    def seen(self) -> list[torch.Tensor]:
+        """Sums of this rank's smallest gradients since this was last asked. That is enough to name
+        the rank: a bad loss nearly always shows in all, and a bad sum is noticed in any case.
         """
         seen, self._seen = self._seen, []
-        return bool(seen) and not math.isfinite(float(torch.stack(seen).sum()))
+        return seen

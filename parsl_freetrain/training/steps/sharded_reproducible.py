@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -14,7 +14,9 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.notes import Notes
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
+from parsl_freetrain.training.steps.shard_sum import Contribution
 from parsl_freetrain.training.steps.sharded import SumOfShards
 
 
@@ -27,6 +29,8 @@ class ShardedReproducibleSteps(ReproducibleSteps):
     the micro-batches, the tree, the order in which squares are added up for a norm, and the
     optimizer, which treats each element by itself.
     """
+
+    adds_buffers = False  # they are refused
 
     def __init__(
         self,
@@ -43,43 +47,47 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         super().__init__(prepared, copies, shards, clip_grad_norm, device, in_hook)
         self._all, self._mesh = peers, mesh
         self._width, self._place = shape.shard, mesh['shard'].get_local_rank()
-        self._sum = SumOfShards(prepared.models, shape.shard)
+        self._by_fsdp = SumOfShards(prepared.models, shape.shard)
+        self._buffer_changes: list[torch.Tensor] = []
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         super().begin_micro_batch(micro_batch)
-        sizes = self._sizes[slice(*self._node_of(micro_batch))]
-        self._sum.weights = [size / sum(self._sizes) for size in sizes]
+        self._by_fsdp.weights = list(map(self._sum.weight, range(*self._node_of(micro_batch))))
 
-    def _complete(self) -> None:
-        """Add up what FSDP has not: the numbers for schedulers."""
-        for buffer in self._buffers.changed():
+    def _put_buffers(self, into: Contribution, weight: float) -> None:
+        self._buffer_changes += self._buffers.changed()
+
+    def _take_buffers(self, total: Contribution, notes: Sequence[Notes]) -> None:
+        pass
+
+    def _culprits(self, total: Contribution) -> list[int] | None:
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        # In wider shapes, each rank has sums of several ranks' gradients.
+        whole = self._layout.magnitude(total)
+        own = (self._sum.magnitudes or [whole]) if self._width == 1 else self._by_fsdp.seen()
+        changed, self._buffer_changes = self._buffer_changes, []
+        gradients = self._guard.changed()
+        row = [
+            whole,
+            torch.stack(own).sum() if own else zero,
+            torch.stack(changed).sum() if changed else zero,
+            zero if gradients is None else gradients.double(),
+        ]
+        rows = self._all.all_gather(torch.stack(row)).tolist()
+        if any(row[2] for row in rows):
             raise BadInput(
-                f'A buffer of shape {tuple(buffer.shape)} has changed in a forward pass, as in '
-                'batch normalisation; reproducible mode cannot add up buffers of sharded '
-                'models: use a normalisation without running statistics, or '
-                'mode=Throughput().'
+                'A buffer has changed in a forward pass, as in batch normalisation; reproducible '
+                'mode cannot add up buffers of sharded models: use a normalisation without running '
+                'statistics, or mode=Throughput().'
             )
-        if self._width > 1 and any(calls and calls[-1] is not None for calls in self._scheduled):
-            values = self._layout.values(self._own)
-            rows = [torch.empty_like(values) for _ in range(self._width)]
-            dist.all_gather(rows, values.contiguous(), group=self._mesh.get_group('shard'))
-            sums = self._sum.add_up(rows)
-            values.copy_(sums)
-
-    def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
-        super()._exchange(wish, bad)
-        total = self._tree.total(self._sums, self._layout.plus)
-        assert total is not None
-        self._sums = {self._tree.root: total}
-        # Sums may overflow where no term is infinite, and only on the rank that has the parameter.
-        bad = bad or self._sum.saw_bad()
-        own = [wish, not self._layout.is_finite(total), bad, *self._settings.digest()]
-        said = self._all.all_gather(torch.tensor(own, dtype=torch.uint8, device=self._device))
-        self._compare(said[:, 3:], self._all)
-        rows = said.tolist()
-        spoilt = any(row[1] or row[2] for row in rows)
-        named = [rank for rank, row in enumerate(rows) if row[2]]
-        return max(row[0] for row in rows), named or list(range(len(rows))) * spoilt
+        if any(row[3] for row in rows):
+            self._guard.refuse()
+        if all(math.isfinite(row[0]) for row in rows):
+            return None
+        # Norms and sums may overflow where no number is infinite.
+        (spoilt,) = self._all.all_reduce_max((not self._layout.is_finite(total),))()
+        named = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
+        return (named or list(range(len(rows)))) if spoilt else None
 
     def _clip_gradients(self, largest: float) -> None:
         row_norm.clip(self._layout.parameters, self._mesh, largest)

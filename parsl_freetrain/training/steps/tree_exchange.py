@@ -1,4 +1,4 @@
-"""Adding up the ranks' sums along the tree of virtual shards."""
+"""Adding up the shards of a global batch along the tree of virtual shards, on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,100 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.data.sample_order import shards_of_rank
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
+from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
+
+
+class SumOverShards:
+    """The sum of the contributions of all shards, wherever they are.
+
+    Attributes
+    ----------
+    mine
+        The shards of this rank.
+    most
+        The largest number of shards of a rank.
+    sizes
+        Of the shards of the current global batch; sums are of shares of the largest one.
+    magnitudes
+        Of this rank's sums, before the sum over several ranks, which hides what is not finite.
+    """
+
+    def __init__(
+        self, sums: ShardSums, peers: Peers, shards: int, speeds: Sequence[float] = ()
+    ) -> None:
+        self._sums, self._peers, self._tree = sums, peers, ShardTree(shards)
+        ranges = [
+            shards_of_rank(shards, peers.world_size, rank, speeds)
+            for rank in range(peers.world_size)
+        ]
+        self.mine, self.most = ranges[peers.rank], max(map(len, ranges))
+        self.sizes: tuple[int, ...] = ()
+        self.magnitudes: list[torch.Tensor] = []
+        self._covers = [self._tree.cover(shards_) for shards_ in ranges]
+        self._exchange = TreeExchange(self._tree, peers)
+        self._of: dict[Node, Contribution | None] = {}
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that has the first shard."""
+        return next(rank for rank, cover in enumerate(self._covers) if cover)
+
+    def begin(self, sizes: Sequence[int], nodes: Sequence[Node]) -> None:
+        """A global batch begins, of which this rank has these nodes."""
+        self.sizes, self._of = tuple(sizes), {}
+        for node in nodes:
+            if not self.has_samples(node):
+                self.add(node, None)
+
+    def has_samples(self, node: Node) -> bool:
+        """Whether a shard of a node has samples."""
+        return any(self.sizes[slice(*node)])
+
+    def weight(self, part: int) -> float:
+        """A shard's samples by those of the largest shard, which is 1 for most."""
+        return self.sizes[part] / max(self.sizes)
+
+    def add(self, node: Node, own: Contribution | None) -> None:
+        """Add the contribution of a node of this rank; None: its shards are empty."""
+        self._tree.add(self._of, node, own, self._sums.plus)
+
+    def present(self) -> bytes:
+        """By parameter, whether this rank has a gradient."""
+        own = [sums.gradients for sums in self._of.values() if sums is not None]
+        return bytes(any(g[i] is not None for g in own) for i in range(len(self._sums.parameters)))
+
+    def total(self, present: Sequence[bool]) -> Contribution:
+        """The mean over all samples, on all ranks, which call this together. ``present``: the
+        parameters that have a gradient on any of them.
+        """
+        sums, peers = self._sums, self._peers
+        mine = {node: own for node, own in self._of.items() if own is not None}
+        self.magnitudes = []
+        if peers.world_size == 1:
+            total = self._tree.total(self._of, sums.plus)
+            assert total is not None
+        else:
+            self.magnitudes = [sums.magnitude(own) for own in mine.values()]
+            nodes = [list(filter(self.has_samples, cover)) for cover in self._covers]
+            empty = [n for cover in self._covers for n in cover if not self.has_samples(n)]
+            flats = {node: sums.pack(own) for node, own in mine.items()}
+            into = next(iter(flats.values())) if flats else sums.memory().tensor
+            if peers.exchanges_on_cpu and into.device.type != 'cpu':
+                # One copy each way. An addition has the same bits on every device.
+                here = {node: flat.cpu() for node, flat in flats.items()}
+                total_here = next(iter(here.values())) if here else into.cpu()
+                self._exchange.add_up(here, nodes, empty, total_here)
+                into.copy_(total_here)
+            else:
+                self._exchange.add_up(flats, nodes, empty, into)
+            for own in list(mine.values())[1:]:
+                sums.release(own)
+            total = sums.unpack(into, present)
+        self._of = {}
+        sums.scale(total, max(self.sizes) / sum(self.sizes))
+        return total
 
 
 class TreeExchange:

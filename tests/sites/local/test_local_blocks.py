@@ -34,7 +34,7 @@ echo $$ > "$FOLDER/$FREETRAIN_NODE.shell"
 (trap '' TERM; echo $BASHPID > "$FOLDER/$FREETRAIN_NODE.child"; while true; do sleep 600; done) &
 setsid bash -c 'trap "" TERM; echo $$ > "$FOLDER/$FREETRAIN_NODE.stray"
 while true; do sleep 600; done' &
-echo "I am $FREETRAIN_NODE"
+echo "I am $FREETRAIN_NODE, devices: $FREETRAIN_SLOT_DEVICES"
 while true; do sleep 600; done
 """
 KINDS = ('shell', 'child', 'stray')
@@ -97,7 +97,7 @@ def test_a_block_runs_the_command_once_per_node_in_sessions_of_their_own(blocks:
     assert blocks.status(job).state == JobState.RUNNING
     assert len({os.getsid(pid) for pid in (pids[0], pids[3])} | {os.getsid(0)}) == 3
     (out,) = blocks.folder.glob('block.*.slot01.out')
-    wait_until(lambda: out.read_text() == 'I am slot01\n')
+    wait_until(lambda: out.read_text() == 'I am slot01, devices: share 1 2\n')
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in blocks.folder.glob('block.*'))
 
 

@@ -244,6 +244,7 @@ def test_nothing_is_offered_before_the_start_and_no_hole_after_the_end() -> None
         ({'taken': 'gently'}, "'kill', 'notice', 'known', 'mixed'"),
         ({'notice_s': -1}, 'notice_s is -1'),
         ({'poll_s': 0}, 'poll_s is 0'),
+        ({'devices': 'all'}, "must be one of 'share', 'own', 'none'"),
         ({'class_speeds': {'slow': 0.5}}, "for the class 'slow'; it must have numbers"),
     ],
 )

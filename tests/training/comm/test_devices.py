@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain import BadInput
+from parsl_freetrain.host.slot import DEVICES_VARIABLE
 from parsl_freetrain.training.comm import devices
 from parsl_freetrain.training.comm.collectives import join
 from parsl_freetrain.training.comm.devices import (
@@ -28,6 +29,7 @@ from parsl_freetrain.training.comm.devices import (
     name_of,
     share_of,
     take_devices,
+    where_shared,
 )
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -146,6 +148,63 @@ def test_a_rank_sees_its_own_devices_before_the_runtime_starts(
     assert len(machine.asked_by) == (device.type != 'cpu')
     if device.type != 'cpu':
         assert os.uname().nodename in name_of(device)
+
+
+@pytest.mark.parametrize(
+    ('how', 'slots', 'count', 'devices_'),
+    [
+        ('share', 2, 0, ['', '']),
+        ('share', 2, 1, ['0', '0']),
+        ('share', 2, 2, ['0', '1']),
+        ('share', 2, 5, ['0,1', '2,3']),
+        ('share', 4, 2, ['0', '0', '1', '1']),
+        ('own', 2, 2, ['0', '1']),
+        ('none', 2, 2, ['', '']),
+    ],
+)
+def test_the_slots_of_this_computer_divide_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    slots: int,
+    count: int,
+    devices_: list[str],
+) -> None:
+    for number in range(slots):
+        Machine(CUDA, count).install(monkeypatch)
+        monkeypatch.setenv(DEVICES_VARIABLE, f'{how} {number} {slots}')
+        assert count_visible() == len(devices_[number].split(',')) * bool(devices_[number])
+        device = take_devices(0, 1)
+        assert device.type == ('cuda' if devices_[number] else 'cpu')
+        assert os.environ.get('CUDA_VISIBLE_DEVICES', '') == devices_[number]
+        told = f'{slots} slots share {count} devices' in capsys.readouterr().out
+        assert told == (how == 'share' and 0 < count < slots)
+
+
+def test_fewer_devices_than_slots_or_ranks_are_refused_unless_they_may_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Machine(CUDA, 1).install(monkeypatch)
+    monkeypatch.setenv(DEVICES_VARIABLE, 'own 1 2')
+    with pytest.raises(BadInput, match=r"say LocalSite\(nodes=1\), or LocalSite\(devices='share'"):
+        take_devices(0, 1)
+    monkeypatch.delenv(DEVICES_VARIABLE)
+    with pytest.raises(BadInput, match=r'Ranks\(per_node=2, share_devices=True\)'):
+        take_devices(0, 2)
+    assert take_devices(1, 2, shared=True).type == 'cuda'
+    assert os.environ['CUDA_VISIBLE_DEVICES'] == '0'
+    assert backend_for(['a 0', 'a 0'], CUDA, shared=True) == GLOO
+
+
+def test_memory_of_a_shared_device_that_runs_out_gets_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
+    no_memory = 'CUDA out of memory. Tried to allocate 2 GiB.'
+    assert where_shared(no_memory, False) == no_memory
+    monkeypatch.setenv(DEVICES_VARIABLE, 'share 0 2')
+    assert "LocalSite(devices='none')" in where_shared(no_memory, False)
+    assert where_shared('a is 0', False) == 'a is 0'
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.loop_state import mean
 from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.steps.notes import mean
 from tests.support.examples import in_this_process
 from tests.support.ranks import order, ranks
 from tests.support.waiting import wait_until

@@ -15,7 +15,7 @@ from parsl_freetrain.training.data.sample_order import shards_of_rank
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
-from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
+from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 from tests.support.properties import holds_for
 from tests.support.ranks import order, ranks
 
@@ -53,74 +53,101 @@ def test_the_sum_does_not_depend_on_the_ranks(
     assert len(gathered) <= max(world_size, 1) * 2 * max(shards.bit_length() - 1, 1)
 
 
-@holds_for(tries=20, seed=st.integers(0, 1000), integers=st.booleans(), half=st.booleans())
-def test_what_was_put_in_is_taken_out(seed: int, integers: bool, half: bool) -> None:
+@holds_for(tries=20, seed=st.integers(0, 1000), half=st.booleans(), flat=st.booleans())
+def test_what_was_put_in_is_taken_out(seed: int, half: bool, flat: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
+    # Its memory is not in the order of its dimensions.
     weight = torch.nn.Parameter(
-        torch.randn(3, 2, generator=generator).to(torch.bfloat16 if half else torch.float32)
+        torch.randn(2, 3, generator=generator).to(torch.bfloat16 if half else torch.float32).t()
     )
     unused = torch.nn.Parameter(torch.zeros(5))
-    mean = torch.randn(2, generator=generator, dtype=torch.float64)
-    counters = [torch.tensor(seed), torch.tensor([True, False])] if integers else []
-    layout = Layout([weight, unused], [mean], counters, 1, 1, torch.device('cpu'))
-    own = layout.empty()
-    weight.grad = torch.randn(3, 2, generator=generator).to(weight.dtype)
-    layout.put_gradient(own, 0, 0.25)
-    layout.put_gradient(own, 1, 0.25)
-    layout.put_buffers(own, [mean + 1], 0.25)
-    layout.put_missing(own)
-    layout.put_steps(own, [True], [(2.0,)], 0.25)
-    counted = [counter.clone() for counter in counters]
-    for counter in counters:
-        counter.zero_()
-    expected = weight.grad.clone().to(torch.float64) * 0.25
+    model = torch.nn.BatchNorm1d(2, dtype=torch.float64)
+    sums = ShardSums([weight, unused], [model], torch.device('cpu'), ranks=3)
+    sums.buffers.remember()
+    gradient = torch.randn(3, 2, generator=generator).to(weight.dtype)
+    weight.grad = torch.empty_like(weight).copy_(gradient)
+    assert model.running_mean is not None
+    assert model.running_var is not None
+    model.running_mean += 1
+    own = sums.empty()
+    sums.take(own, (0, 1), 0.25)
+    sums.put_buffers(own, 0.25)
+    assert weight.grad is None
+    if flat:
+        own = sums.unpack(sums.pack(own).clone(), [True, False])
+    sums.scale(own, 4.0)
+    sums.buffers.undo()
     with torch.no_grad():
-        layout.take_gradients(own)
-        layout.take_buffers(own, [mean + 1])
-    torch.testing.assert_close(
-        weight.grad.to(torch.float64), expected.to(weight.dtype).to(torch.float64)
-    )
+        sums.give(own)
+        sums.buffers.settle(own.buffers)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, gradient)
+    assert weight.grad.stride() == weight.stride()
     assert unused.grad is None
-    assert all(torch.equal(now, then) for now, then in zip(counters, counted, strict=True))
-    assert layout.steps_in(own) == ([True], [(2.0,)])
+    assert model.running_mean.tolist() == [1.0, 1.0]
+    assert model.running_var.tolist() == [1.0, 1.0]
 
 
-def test_memory_that_was_used_before_leaves_nothing_in_a_sum() -> None:
+@pytest.mark.parametrize('flat', [False, True])
+def test_memory_that_was_used_before_leaves_nothing_in_a_sum(flat: bool) -> None:
     """A parameter without a gradient counts as zero, whatever the memory held."""
     one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    layout = Layout([one, other], [], [], 1, 1, torch.device('cpu'))
+    sums = ShardSums([one, other], [], torch.device('cpu'))
 
     def contribution(*with_gradient: int) -> Contribution:
-        own = layout.empty()
+        own = sums.empty()
         one.grad, other.grad = torch.full((3,), 2.0), torch.full((3,), float('nan'))
-        for index in with_gradient:
-            layout.put_gradient(own, index, 0.5)
-        layout.put_missing(own)
-        layout.put_steps(own, [True], [(7.0,)], 0.5)
+        sums.take(own, with_gradient, 0.5)
+        if flat:
+            sums.pack(own)
         return own
 
-    layout.release([contribution(0, 1), contribution(1)])
-    total = layout.plus(contribution(0), contribution())
-    layout.take_gradients(total)
+    for used in (contribution(0, 1), contribution(1)):
+        sums.release(used)
+    total = sums.plus(contribution(0), contribution())
+    if flat:
+        total = sums.unpack(sums.pack(total), [True, False])
+    sums.give(total)
     assert one.grad is not None
     assert one.grad.tolist() == [1.0] * 3
     assert other.grad is None
-    assert layout.is_finite(total)
-    assert layout.steps_in(total) == ([True], [(7.0,)])
+    assert sums.magnitude(total).isfinite()
+    assert sums.is_finite(total)
 
 
-def test_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
-    constant = torch.tensor([0.1, float('inf'), 1 / 3])
-    layout = Layout([], [constant], [], 0, 0, torch.device('cpu'))
+def test_a_sum_has_the_same_bits_in_pieces_and_flat() -> None:
+    """Also the sign of zero, which a rank without a gradient loses by sending zeros."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    sums = ShardSums([parameter], [], torch.device('cpu'))
+
+    def contribution(*gradient: float) -> Contribution:
+        own = sums.empty()
+        parameter.grad = torch.tensor(gradient) if gradient else None
+        sums.take(own, [0], 1.0)
+        return own
+
+    pieces = sums.plus(contribution(-0.0, 1 / 3), contribution())
+    flat = sums.pack(contribution(-0.0, 1 / 3)).add_(sums.pack(contribution()))
+    assert pieces.present[0].view(torch.int32).tolist() == flat.view(torch.int32).tolist()
+
+
+def test_a_value_of_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
+    model, before = torch.nn.Module(), torch.tensor([0.1, float('inf'), 1 / 3, 7.0])
+    values = before.clone()
+    model.register_buffer('values', values)
+    sums = ShardSums([], [model], torch.device('cpu'))
+    sums.buffers.remember()
     total: Contribution | None = None
-    for _ in range(3):
-        own = layout.empty()
-        layout.put_buffers(own, [constant.clone()], 1 / 3)
-        total = own if total is None else layout.plus(total, own)
+    for number in range(3):
+        own = sums.empty()
+        sums.buffers.undo()
+        values[3] += number
+        sums.put_buffers(own, 1 / 3)
+        total = own if total is None else sums.plus(total, own)
     assert total is not None
-    before = constant.clone()
-    layout.take_buffers(total, [before])
-    assert torch.equal(constant, before)
+    sums.buffers.settle(total.buffers)
+    assert values[:3].tolist() == before[:3].tolist()
+    assert values[3] == pytest.approx(8.0)
 
 
 def counts_what_it_receives(ctx: FragmentContext, elements: int) -> None:

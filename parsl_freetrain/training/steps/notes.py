@@ -1,0 +1,81 @@
+"""What ranks know of a global batch without asking a device, and tell each other on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+
+_EACH, _HEAD = 32, 128  # bytes at most of a scheduler's step, and of what there is once
+
+
+class Notes(msgspec.Struct, array_like=True):
+    """One rank's notes.
+
+    Attributes
+    ----------
+    wish, settings
+        What the rank wants to happen next, and a digest of the settings of its optimizers.
+    present, stepped
+        By parameter, whether a shard has its gradient; by optimizer, whether the body has called
+        ``step()``.
+    scheduled
+        By call of a scheduler's ``step``: the shard, the scheduler, and the value or None.
+    integers
+        The integer buffers that have changed in the rank's first shard.
+    """
+
+    wish: int
+    settings: bytes
+    present: bytes
+    stepped: bytes
+    scheduled: list[tuple[int, int, float | None]]
+    integers: list[int]
+
+
+def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: int) -> list[Notes]:
+    """The notes of all ranks; each has ``shards`` shards at most."""
+    if peers.world_size == 1:
+        return [own]
+    most = len(own.present) + len(own.stepped) + _EACH * shards * schedulers + 5 * integers + _HEAD
+    said = gather_bytes(peers, msgspec.msgpack.encode(own), most)
+    return [msgspec.msgpack.decode(one, type=Notes) for one in said]
+
+
+def present_in(notes: Sequence[Notes]) -> list[bool]:
+    """By parameter, whether any rank has a gradient."""
+    return [any(flags) for flags in zip(*(one.present for one in notes), strict=True)]
+
+
+def stepped_in(notes: Sequence[Notes]) -> list[bool]:
+    """By optimizer, whether any rank's body has stepped it."""
+    return [any(flags) for flags in zip(*(one.stepped for one in notes), strict=True)]
+
+
+def scheduled_in(
+    notes: Sequence[Notes], schedulers: int, sizes: Sequence[int]
+) -> list[tuple[float | None, ...]]:
+    """How to step each scheduler: () not at all, else (value,) with the mean of the values over the
+    samples, or (None,) if there were none. ``sizes``: of the shards.
+    """
+    found: list[tuple[float | None, ...]] = []
+    for number in range(schedulers):
+        calls = [(shard, v) for one in notes for shard, i, v in one.scheduled if i == number]
+        values = [(float(sizes[shard]), v) for shard, v in calls if v is not None and sizes[shard]]
+        found.append(() if not calls else (mean(values) if values else None,))
+    return found
+
+
+def mean(parts: Sequence[tuple[float, float]]) -> float:
+    """The mean of (weight, value) pairs, rounded once, whatever their order."""
+    first = parts[0][1]
+    if all(value == first for _, value in parts):
+        return first
+    try:
+        total = math.fsum(weight * value for weight, value in parts)
+    except (OverflowError, ValueError):  # infinities of both signs
+        return math.nan
+    return total / math.fsum(weight for weight, _ in parts)

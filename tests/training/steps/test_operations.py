@@ -1,0 +1,143 @@
+"""How many operations and reads the project adds to a step. On a GPU each operation is a launch by
+the Python thread, and each read waits until all is done that was launched before; both can be
+counted on a CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parsl_freetrain import Shape
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import order, ranks
+
+FROM, TO, BATCH = 18, 26, 16  # between the 16th and the 32nd step, in which data are compared
+PER_MICRO_BATCH, PER_STEP = 12, 30
+
+
+def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False) -> None:
+    """Reports operations and reads a step, beside the passes and the optimizer's own."""
+    import sys
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from parsl_freetrain.training.comm import consensus
+    from parsl_freetrain.training.loop import wishes
+    from parsl_freetrain.training.steps import nonfinite
+
+    # What is done a few times a second: a look at the state, for whose answer nobody waits on a
+    # device, and agreements and reports of the ranks, which are on the CPU.
+    nonfinite.LOOK_EVERY_S = consensus.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
+    found = {'operations': 0, 'reads': 0}
+    users = [False]
+
+    def read(plain: Any) -> Any:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            where = sys._getframe(1).f_globals.get('__name__', '')
+            mine = where.startswith('parsl_freetrain') and '.comm.' not in where
+            found['reads'] += mine and not users[0] and '.data.' not in where
+            return plain(*args, **kwargs)
+
+        return note
+
+    for kind, names in (
+        (torch.Tensor, ('tolist', 'item', '__bool__', '__float__', '__int__', 'cpu', 'numpy')),
+        (torch, ('equal', 'allclose')),
+    ):
+        for name in names:
+            setattr(kind, name, read(getattr(kind, name)))
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            launches = not (func.is_view or 'empty' in str(func) or 'lift_fresh' in str(func))
+            if launches and func.namespace == 'aten':
+                found['operations'] += not users[0]
+            return func(*args, **(kwargs or {}))
+
+    class Optimizer(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            before, users[0] = users[0], True
+            try:
+                return super().step(closure)
+            finally:
+                users[0] = before
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), *[nn.BatchNorm1d(8)] * norm) for _ in range(layers))
+    )
+    if blocks:
+        model = ctx.shard(model, blocks=(nn.Linear,))
+    model, optimizer = ctx.prepare(
+        model, Optimizer(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    )
+    mode: Any = Count()  # type: ignore[no-untyped-call]
+    micro_batches = steps = 0
+    position = ctx.samples
+    for batch in ctx.loop(torch.randn(64, 8), BATCH):
+        if ctx.samples != position:
+            position, steps = ctx.samples, steps + 1
+            if steps == FROM:
+                found.update(operations=0, reads=0)
+                mode.__enter__()
+                micro_batches = 0
+            if steps == TO:
+                mode.__exit__(None, None, None)
+                each = {name: number / (TO - FROM) for name, number in found.items()}
+                ctx.report(**each, micro_batches=micro_batches / (TO - FROM))
+        micro_batches += 1
+        users[0] = True
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        users[0] = False
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ('mode', 'shards', 'count', 'norm', 'shape'),
+    [
+        ('reproducible', 4, 1, False, None),
+        ('reproducible', 4, 1, True, None),
+        ('reproducible', 3, 1, True, None),
+        ('reproducible', 4, 2, True, None),
+        ('throughput', 1, 1, True, None),
+        ('throughput', 1, 2, False, None),
+        ('reproducible', 4, 2, False, Shape(shard=2)),
+        ('reproducible', 4, 2, False, Shape(data=2, shard=1)),
+        ('throughput', 1, 2, False, Shape(shard=2)),
+    ],
+)
+def test_what_a_step_adds_does_not_grow_with_the_network(
+    fork_server: ForkClient,
+    tmp_path: Path,
+    mode: str,
+    shards: int,
+    count: int,
+    norm: bool,
+    shape: Shape | None,
+) -> None:
+    found = []
+    for layers in (3, 12):
+        changes: dict[str, Any] = {'total_samples': BATCH * 30, 'mode': mode, 'shards': shards}
+        if shape is not None:
+            changes |= {'shape': shape, 'shapes': {2: shape, 4: Shape(shard=4)}}
+        folder = tmp_path / str(layers)
+        function = (counted, layers, norm, shape is not None)
+        with ranks(fork_server, order(folder, **changes), count, folder, *function) as gang:
+            outcomes = gang.run()
+            assert outcomes[0].how == 'finished', gang.ranks[0].log.read_text()
+        found.append(outcomes[0].metrics)
+    small, large = found
+    assert large['operations'] == pytest.approx(small['operations'], abs=2.0)
+    assert large['operations'] <= PER_MICRO_BATCH * large['micro_batches'] + PER_STEP
+    assert large['reads'] <= (mode == 'reproducible')
