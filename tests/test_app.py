@@ -116,14 +116,14 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
             "resume is 'maybe'; it must be 'auto' or 'require'",
         ),
         ({'scaling': lambda: Scaling(rescale_up_s=-1.0)}, 'rescale_up_s is -1.0'),
-        ({'scaling': lambda: Scaling(rate={1: -1.0})}, 'rates of a scaling curve'),
+        ({'scaling': lambda: Scaling(rate={1: -1.0})}, 'rate of a scaling curve'),
         ({'scaling': lambda: Scaling(mixed=True)}, 'needs class_rates'),
         ({'scaling': MIXED, 'mode': Throughput()}, 'needs mode=Reproducible'),
         ({'scaling': MIXED, 'ranks': Ranks(ahead=True)}, 'do not go together'),
         ({'scaling': Scaling(rate={1: 0.0})}, 'rate 0 at every count'),
         (
             {'scaling': lambda: Scaling(efficiency={1: 2.0})},
-            'Statistical efficiency must be between 0 and 1',
+            'Statistical efficiency: value[0] is 2.0; it must be a number from 0 to 1',
         ),
         ({'owner': lambda: Owner(priority=0.0)}, 'priority is 0.0; it must be a number above 0'),
         (

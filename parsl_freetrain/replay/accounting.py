@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.replay.result import Outcome, Series
+from parsl_freetrain.replay.result import PoolResult, Series
 
 
 class Interruption(StrEnum):
@@ -129,11 +129,7 @@ class Accounts:
     used_node_s: float = 0.0
     idle_node_s: float = 0.0
     decision_s: list[float] = field(default_factory=list)
-    _times: list[float] = field(default_factory=list)
-    _idle: list[int] = field(default_factory=list)
-    _used: list[int] = field(default_factory=list)
-    _running: list[int] = field(default_factory=list)
-    _samples: list[float] = field(default_factory=list)
+    _instants: list[tuple[float, int, int, int, float]] = field(default_factory=list)
     _spans: list[tuple[str, float, float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -192,20 +188,16 @@ class Accounts:
         self.idle, self.unused = idle, unused
         if decision_s is not None:
             self.decision_s.append(decision_s)
-        self._times.append(self.now)
-        self._idle.append(idle)
-        self._used.append(self.used)
-        self._running.append(self.running)
-        self._samples.append(self.trained)
+        self._instants.append((self.now, idle, self.used, self.running, self.trained))
 
-    def outcome(self, runs: dict[str, RecordedJob]) -> Outcome:
+    def outcome(self, runs: dict[str, RecordedJob]) -> PoolResult:
         """Close the accounts and return the outcome."""
         for run in runs.values():
             self.train(run, 0, 0.0)
         self.close_instant(self.idle, self.unused, None)
         samples = sum(run.samples for run in runs.values())
         done = [run.done_s for run in runs.values() if run.done_s is not None]
-        return Outcome(
+        return PoolResult(
             samples=samples,
             start_s=self.start_s,
             end_s=self.now,
@@ -220,13 +212,5 @@ class Accounts:
             trainers_done=len(done),
             samples_by_trainer={name: run.samples for name, run in runs.items()},
             done_s={name: run.done_s for name, run in runs.items() if run.done_s is not None},
-            series=Series.of(
-                self._times,
-                self._idle,
-                self._used,
-                self._running,
-                self._samples,
-                self.decision_s,
-                self._spans,
-            ),
+            series=Series.of(self._instants, self.decision_s, self._spans),
         )

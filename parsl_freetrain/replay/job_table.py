@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.trace import Floats, Ints
+from parsl_freetrain.replay.trace import Floats, Ints, read_bytes
 
 logger = logging.getLogger(__name__)
 
-_GZIP_MAGIC = b'\x1f\x8b'
 # A longer time in a log means that the column holds something else.
 LONGEST_S = 10 * 366 * 86_400.0
 
@@ -191,13 +189,4 @@ def _machine(
 
 def read_lines(path: str | Path, what: str) -> list[str]:
     """The lines of a text file, plain or gzipped; errors say that it should be ``what``."""
-    path = Path(path)
-    try:
-        data = path.read_bytes()
-        if data.startswith(_GZIP_MAGIC):
-            data = gzip.decompress(data)
-        return data.decode('utf-8-sig', errors='replace').splitlines()
-    except FileNotFoundError:
-        raise BadInput(f'There is no file {path}; give {what}.') from None
-    except (OSError, EOFError, ValueError) as error:
-        raise BadInput(f'{path} cannot be read ({error}); give {what}.') from None
+    return read_bytes(path, what).decode('utf-8-sig', errors='replace').splitlines()

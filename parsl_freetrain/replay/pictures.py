@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from parsl_freetrain.replay.result import WHERE_THEY_WENT, Outcome, ReplayResult
+from parsl_freetrain.replay.result import WHERE_THEY_WENT, PoolResult, ReplayResult
 
 TOL_MUTED = (
     '#332288',
@@ -73,7 +73,7 @@ def plain(axes: Axes) -> None:
     axes.tick_params(colors=INK)
 
 
-def _nodes(outcome: Outcome, path: Path) -> Path:
+def _nodes(outcome: PoolResult, path: Path) -> Path:
     series = outcome.series
     # At most two bins for each step: more are of no use in a short trace.
     edges = np.linspace(
@@ -114,7 +114,7 @@ def _nodes(outcome: Outcome, path: Path) -> Path:
     return save(figure, path)
 
 
-def lanes(outcome: Outcome) -> list[tuple[Floats, Floats, Floats]]:
+def lanes(outcome: PoolResult) -> list[tuple[Floats, Floats, Floats]]:
     """Starts, ends and nodes of fragments, divided into lanes of trainers that ran one after the
     other. The number of lanes is the maximum number of trainers that ran at once.
 
@@ -164,7 +164,7 @@ def means(starts: Floats, ends: Floats, height: Floats, edges: Floats) -> Floats
     return found
 
 
-def _node_seconds(outcome: Outcome, path: Path) -> Path:
+def _node_seconds(outcome: PoolResult, path: Path) -> Path:
     figure = Figure(figsize=(8, 3.4), layout='constrained')
     axes = figure.subplots()
     there = [key for key in WHERE_THEY_WENT if outcome.node_s[key]]
@@ -186,7 +186,7 @@ def _node_seconds(outcome: Outcome, path: Path) -> Path:
     return save(figure, path)
 
 
-def _decisions(outcome: Outcome, path: Path) -> Path:
+def _decisions(outcome: PoolResult, path: Path) -> Path:
     took = outcome.series.decision_s * 1000
     figure = Figure(figsize=(10, 3.8), layout='constrained')
     left, right = figure.subplots(1, 2, sharey=True)

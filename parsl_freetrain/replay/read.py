@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from parsl_freetrain.replay.accounting_slurm import read_sacct
 from parsl_freetrain.replay.idle import part_of, read_idle
 from parsl_freetrain.replay.job_table_holes import PATIENCE_S, holes
 from parsl_freetrain.replay.swf import read_swf
-from parsl_freetrain.replay.trace import Trace
+from parsl_freetrain.replay.trace import Trace, read_bytes
 
-_GZIP_MAGIC = b'\x1f\x8b'
 # A job in Standard Workload Format: more numbers than an idle interval has columns.
 _SWF = re.compile(r';.*|\s*-?[\d.]+(\s+-?[\d.]+){4,}\s*')
 _READERS = {'swf': read_swf, 'sacct': read_sacct, 'pbs': read_pbs}
@@ -68,25 +66,9 @@ def kind_of(path: str | Path) -> str:
     """``'swf'``, ``'sacct'``, ``'pbs'`` or else ``'idle'``; raises BadInput if there is no such
     file.
     """
-    path = Path(path)
-    try:
-        with path.open('rb') as raw:
-            zipped = raw.read(2) == _GZIP_MAGIC
-        with gzip.open(path) if zipped else path.open('rb') as file:
-            first = next(
-                (
-                    line
-                    for raw_line in file
-                    if (line := raw_line.decode('utf-8-sig', errors='replace').strip())
-                ),
-                '',
-            )
-    except FileNotFoundError:
-        raise BadInput(f'There is no file {path}; give idle intervals, or a job log.') from None
-    except (OSError, EOFError, ValueError) as error:
-        raise BadInput(
-            f'{path} cannot be read ({error}); give idle intervals, or a job log.'
-        ) from None
+    data = read_bytes(path, 'idle intervals, or a job log', most=1 << 16)
+    lines = data.decode('utf-8-sig', errors='replace').splitlines()
+    first = next(filter(None, map(str.strip, lines)), '')
     if _SWF.fullmatch(first):
         return 'swf'
     if accounting_pbs.RECORD.fullmatch(first):

@@ -57,32 +57,32 @@ class Series:
     @classmethod
     def of(
         cls,
-        times: Sequence[float],
-        idle: Sequence[int],
-        used: Sequence[int],
-        running: Sequence[int],
-        samples: Sequence[float],
+        instants: Sequence[tuple[float, int, int, int, float]],
         decision_s: Sequence[float],
         spans: Sequence[tuple[str, float, float, int]],
     ) -> Series:
-        """Make a series from lists."""
-        names, starts, ends, nodes = zip(*spans, strict=True) if spans else ((), (), (), ())
+        """Make a series from rows: (time, idle, used, running, samples) and (trainer, start, end,
+        nodes).
+        """
+        times, idle, used, running, samples = np.array(instants, dtype=np.float64).T
+        names, *span = zip(*spans, strict=True) if spans else ((), (), (), ())
+        starts, ends, nodes = (np.array(column, dtype=np.float64) for column in span)
         return cls(
-            np.array(times),
-            np.array(idle, dtype=np.int64),
-            np.array(used, dtype=np.int64),
-            np.array(running, dtype=np.int64),
-            np.array(samples),
+            times,
+            idle.astype(np.int64),
+            used.astype(np.int64),
+            running.astype(np.int64),
+            samples,
             np.array(decision_s),
             tuple(names),
-            np.array(starts, dtype=np.float64),
-            np.array(ends, dtype=np.float64),
-            np.array(nodes, dtype=np.int64),
+            starts,
+            ends,
+            nodes.astype(np.int64),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class PoolResult:
     """The outcome of one replay on one pool of nodes.
 
     Attributes
@@ -167,7 +167,7 @@ class ReplayResult:
     Attributes
     ----------
     trace, constant
-        Outcome on the trace, and on the constant pool.
+        PoolResult on the trace, and on the constant pool.
     equivalent_nodes
         Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
     efficiency
@@ -187,8 +187,8 @@ class ReplayResult:
         U compares times.
     """
 
-    trace: Outcome
-    constant: Outcome
+    trace: PoolResult
+    constant: PoolResult
     equivalent_nodes: float
     efficiency: float | None
     compared: str

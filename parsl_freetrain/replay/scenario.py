@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.bound import most_samples
-from parsl_freetrain.replay.result import Oracle, Outcome, ReplayResult
+from parsl_freetrain.replay.result import Oracle, PoolResult, ReplayResult
 from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of
@@ -147,7 +147,7 @@ def replay(scenario: Scenario) -> ReplayResult:
     )
 
 
-def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
+def compare(outcome: PoolResult, constant: PoolResult) -> tuple[float | None, str]:
     """U, and what it compares; see :func:`replay`."""
     if outcome.finished_s is None and constant.finished_s is None:
         return (outcome.samples / constant.samples if constant.samples > 0 else None), 'samples'
@@ -157,7 +157,7 @@ def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
 
 
 def compare_work(
-    trainers: Sequence[ReplayTrainer], outcome: Outcome, constant: Outcome
+    trainers: Sequence[ReplayTrainer], outcome: PoolResult, constant: PoolResult
 ) -> float | None:
     """The ratio of the node-seconds that the trained samples would have taken on one node per
     trainer.
@@ -166,7 +166,7 @@ def compare_work(
     return _work(trainers, outcome) / there if there > 0 else None
 
 
-def _work(trainers: Sequence[ReplayTrainer], of: Outcome) -> float:
+def _work(trainers: Sequence[ReplayTrainer], of: PoolResult) -> float:
     # A trainer that hardly moves on few nodes is measured by its speed on its maximum number of
     # nodes; where nodes are unequal, by that on its slowest class.
     one_node = {}
@@ -178,7 +178,7 @@ def _work(trainers: Sequence[ReplayTrainer], of: Outcome) -> float:
     return sum(of.samples_by_trainer[name] / rate for name, rate in one_node.items())
 
 
-def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
+def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> PoolResult:
     runs = {}
     for t in scenario.trainers:
         trainer = scenario.costed(t.trainer)

@@ -14,7 +14,7 @@ from msgspec import ValidationError, convert
 
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.model.checked_settings import Settings, hints_of
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import (
     AtLeast1,
     Count,
@@ -24,6 +24,7 @@ from parsl_freetrain.core.model.checked_values import (
     Seconds,
     Share,
     check_value,
+    hints_of,
 )
 from parsl_freetrain.core.model.errors import BadInput
 

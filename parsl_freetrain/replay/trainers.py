@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from parsl_freetrain.core.model.checked_settings import Settings, read_settings
 from parsl_freetrain.core.model.checked_values import Name, Number
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-
-_GZIP_MAGIC = b'\x1f\x8b'
+from parsl_freetrain.replay.trace import read_bytes
 
 
 @dataclass(frozen=True)
@@ -82,15 +80,7 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     BadInput
         An unreadable file or an invalid trainer; the message names file and trainer.
     """
-    path = Path(path)
-    try:
-        data = path.read_bytes()
-        if data.startswith(_GZIP_MAGIC):
-            data = gzip.decompress(data)
-    except FileNotFoundError:
-        raise BadInput(f'There is no file {path}; give a JSON list of trainers.') from None
-    except (OSError, EOFError, ValueError) as error:
-        raise BadInput(f'{path} cannot be read ({error}); give a JSON list of trainers.') from None
+    data = read_bytes(path, 'a JSON list of trainers')
     try:
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.replay.accounting import Accounts, RecordedJob
-from parsl_freetrain.replay.result import Outcome
+from parsl_freetrain.replay.result import PoolResult
 from parsl_freetrain.replay.speed_measuring import CurveLearning, Measuring
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from parsl_freetrain.replay.world import World
@@ -77,7 +77,7 @@ def run(
     trainers: dict[str, RecordedJob],
     controller: Controller,
     learning: CurveLearning | None = None,
-) -> Outcome:
+) -> PoolResult:
     """Let ``controller`` train on a recorded pool.
 
     At each instant nodes leave first, then others join, trainers finish and trainers are submitted;

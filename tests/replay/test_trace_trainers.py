@@ -59,7 +59,7 @@ def test_a_trainer_with_all_it_can_have_and_one_with_what_it_must(tmp_path: Path
         ({'nodes': [0, 1]}, "trainer 'a': A scaling curve needs one rate for each node count"),
         (
             {'samples_per_s': [0, 10, -1]},
-            "trainer 'a': The rates of a scaling curve must be finite and not negative",
+            "trainer 'a': The rate of a scaling curve is [0.0, 10.0, -1.0]; it must be finite",
         ),
         (
             {'samples_per_s': [1, 10, 20]},
@@ -73,7 +73,7 @@ def test_a_trainer_with_all_it_can_have_and_one_with_what_it_must(tmp_path: Path
         ({'max_nodes': 1}, "Trainer 'a': min_nodes is 2 and max_nodes 1"),
         ({'rescale_up_s': -1}, "Trainer 'a': rescale_up_s is -1"),
         ({'total_samples': 0.5}, "trainer 'a': total_samples is 0.5"),
-        ({'total_samples': 0}, "Trainer 'a': the total to train is 0"),
+        ({'total_samples': 0}, "Trainer 'a': total_samples is 0"),
         ({'nodes': []}, "trainer 'a': A scaling curve needs"),
         ({'max_nodes': 'many'}, "trainer 'a': max_nodes is 'many'; it must be a whole number"),
         ({'maxnodes': 3}, "trainer 'a': there is no maxnodes"),

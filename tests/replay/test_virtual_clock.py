@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.result import Outcome
+from parsl_freetrain.replay.result import PoolResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
@@ -51,7 +51,7 @@ def trainer(
     return ReplayTrainer(Trainer(name, low, high, total, curve, up_s, down_s), submit_s, curve)
 
 
-def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> Outcome:
+def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> PoolResult:
     settings = ControllerSettings(
         **{k: more.pop(k) for k in list(more) if k in ControllerSettings.__struct_fields__}
     )
@@ -67,7 +67,7 @@ def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> Outcome:
     return outcome
 
 
-def spans(outcome: Outcome) -> list[tuple[str, float, float, int]]:
+def spans(outcome: PoolResult) -> list[tuple[str, float, float, int]]:
     s = outcome.series
     return list(
         zip(
@@ -350,7 +350,7 @@ def test_what_can_never_run_is_refused() -> None:
         Scenario(trace, (trainer('net', low=2),))
     with pytest.raises(BadInput, match='No trainer is submitted before 20 s'):
         Scenario(trace, (trainer('net', submit_s=20.0),))
-    with pytest.raises(BadInput, match='multiplied by nan'):
+    with pytest.raises(BadInput, match='rescale_cost is nan'):
         Scenario(trace, (trainer('net'),), rescale_cost=math.nan)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from msgspec import NODEFAULT, Struct, StructMeta, ValidationError, convert, structs
 
-from parsl_freetrain.core.model.checked_values import check_value, wrong_with
+from parsl_freetrain.core.model.checked_values import check_value, hints_of, wrong_with
 from parsl_freetrain.core.model.errors import BadInput, shown
 
 P = ParamSpec('P')
@@ -201,9 +201,3 @@ def checked_arguments(
         return checked
 
     return decorate
-
-
-@functools.cache
-def hints_of(of: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a class's fields or a function's arguments, with their bounds."""
-    return typing.get_type_hints(of, include_extras=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import EnumMeta
 from typing import Annotated, Any, NamedTuple
 
@@ -26,6 +27,20 @@ PositiveSeconds = Annotated[float, Meta(gt=0, le=MAX, description='a number of s
 Count = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, description='a text that is not empty')]
+
+
+@functools.cache
+def hints_of(of: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a class's fields or a function's arguments, with their bounds."""
+    return typing.get_type_hints(of, include_extras=True)
+
+
+def check_fields(where: str, record: object) -> None:
+    """Refuse a dataclass with a field beyond its bounds; the sentence begins with ``where``."""
+    kind: Callable[..., Any] = type(record)
+    for name, hint in hints_of(kind).items():
+        if Annotated in (typing.get_origin(part) for part in (hint, *typing.get_args(hint))):
+            check_value(f'{where}: {name}', getattr(record, name), hint)
 
 
 class Wrong(NamedTuple):

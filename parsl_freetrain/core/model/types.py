@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parsl_freetrain.core.model.charge import FREE, Charge
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_values import (
+    AtLeast1,
+    Number,
+    Positive,
+    Seconds,
+    Share,
+    check_fields,
+)
+from parsl_freetrain.core.model.errors import BadInput, refuse
 
 ASSUMED_RESCALE_S = 2.0
 """Assumed cost of a rescale until it is stated or measured, in seconds of the current rate."""
@@ -127,10 +135,7 @@ class ScalingCurve:
                 f'got {list(self.nodes)}.'
             )
         if any(not math.isfinite(r) or r < 0 for r in self.rate):
-            raise BadInput(
-                'The rates of a scaling curve must be finite and not negative: got '
-                f'{list(self.rate)}.'
-            )
+            refuse('The rate of a scaling curve', list(self.rate), 'finite and not negative')
         if self.nodes[0] == 0 and self.rate[0] != 0:
             raise BadInput(f'The rate of a scaling curve at 0 nodes must be 0: got {self.rate[0]}.')
 
@@ -167,7 +172,7 @@ class Efficiency:
     """
 
     nodes: tuple[int, ...]
-    value: tuple[float, ...]
+    value: tuple[Share, ...]
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.value) or not self.nodes:
@@ -182,10 +187,7 @@ class Efficiency:
                 'The node counts of statistical efficiency must increase from 1 on: got '
                 f'{list(self.nodes)}.'
             )
-        if any(not 0 <= value <= 1 for value in self.value):
-            raise BadInput(
-                f'Statistical efficiency must be between 0 and 1: got {list(self.value)}.'
-            )
+        check_fields('Statistical efficiency', self)
 
     def at(self, nodes: int) -> float:
         """Efficiency on ``nodes`` nodes."""
@@ -242,15 +244,15 @@ class Trainer:
     """
 
     name: str
-    min_nodes: int
+    min_nodes: AtLeast1
     max_nodes: int
-    total_samples: int | None = None
+    total_samples: AtLeast1 | None = None
     curve: ScalingCurve | None = None
-    rescale_up_s: float = ASSUMED_RESCALE_S
-    rescale_down_s: float = ASSUMED_RESCALE_S
-    priority: float = 1.0
+    rescale_up_s: Seconds = ASSUMED_RESCALE_S
+    rescale_down_s: Seconds = ASSUMED_RESCALE_S
+    priority: Positive = 1.0
     sizes: tuple[int, ...] = ()
-    finish_by_s: float | None = None
+    finish_by_s: Number | None = None
     efficiency: Efficiency | None = None
     user: str = ''
     group: str = ''
@@ -261,41 +263,16 @@ class Trainer:
     mixed_parts: int = 0
 
     def __post_init__(self) -> None:
-        if self.min_nodes < 1:
-            raise BadInput(
-                f'Trainer {self.name!r}: min_nodes is {self.min_nodes}; it must be at least 1.'
-            )
+        check_fields(f'Trainer {self.name!r}', self)
         if self.max_nodes < self.min_nodes:
             raise BadInput(
                 f'Trainer {self.name!r}: min_nodes is {self.min_nodes} and max_nodes '
                 f'{self.max_nodes}; max_nodes must be at least min_nodes.'
             )
-        if self.total_samples is not None and self.total_samples < 1:
-            raise BadInput(
-                f'Trainer {self.name!r}: the total to train is {self.total_samples} '
-                'samples; it must be at least 1.'
-            )
-        for what, seconds in (
-            ('rescale_up_s', self.rescale_up_s),
-            ('rescale_down_s', self.rescale_down_s),
-        ):
-            if not math.isfinite(seconds) or seconds < 0:
-                raise BadInput(
-                    f'Trainer {self.name!r}: {what} is {seconds}; it must be a number of '
-                    'seconds, 0 or more.'
-                )
-        if not 0 < self.priority < math.inf:
-            raise BadInput(
-                f'Trainer {self.name!r}: priority is {self.priority}; it must be a number above 0.'
-            )
         if self.sizes and not self.counts():
             raise BadInput(
                 f'Trainer {self.name!r}: none of its sizes {list(self.sizes)} is from min_nodes '
                 f'to max_nodes, {self.min_nodes} to {self.max_nodes}; one of them must be.'
-            )
-        if self.finish_by_s is not None and not math.isfinite(self.finish_by_s):
-            raise BadInput(
-                f'Trainer {self.name!r}: finish_by is {self.finish_by_s}; it must be a time.'
             )
         curves = {'': self.curve, **dict(self.class_curves)}
         for node_class, curve in curves.items():

@@ -687,7 +687,7 @@ def test_a_total_in_epochs_is_filled_in() -> None:
     history.tell(ev.TrainerSubmitted(0.0, Trainer('net', 1, 1)))
     history.tell(ev.TotalKnown(1.0, 'net', 1797))
     assert history.controller.state.trainers['net'].trainer == Trainer('net', 1, 1, 1797)
-    with pytest.raises(BadInput, match='total to train is 0 samples'):
+    with pytest.raises(BadInput, match='total_samples is 0'):
         history.tell(ev.TotalKnown(1.0, 'net', 0))
 
 

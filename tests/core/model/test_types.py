@@ -34,7 +34,7 @@ CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
         (lambda: ScalingCurve((0, 1), (5.0, 9.0)), 'at 0 nodes must be 0'),
         (lambda: Trainer('net', 0, 2), "'net': min_nodes is 0"),
         (lambda: Trainer('net', 3, 2), 'min_nodes is 3 and max_nodes 2'),
-        (lambda: Trainer('net', 1, 2, 0), 'total to train is 0'),
+        (lambda: Trainer('net', 1, 2, 0), 'total_samples is 0'),
         (lambda: Trainer('net', 1, 2, rescale_up_s=-1.0), 'rescale_up_s is -1.0'),
         (lambda: Trainer('net', 1, 2, rescale_down_s=math.inf), 'rescale_down_s is inf'),
         (
@@ -47,10 +47,10 @@ CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
             ),
             'rate 0 at every count',
         ),
-        (lambda: Trainer('net', 1, 1, finish_by_s=math.nan), 'finish_by is nan'),
+        (lambda: Trainer('net', 1, 1, finish_by_s=math.nan), 'finish_by_s is nan'),
         (lambda: Efficiency((1, 2), (1.0,)), 'got 2 node counts and 1 values'),
         (lambda: Efficiency((2, 1), (1.0, 1.0)), 'must increase from 1 on: got [2, 1]'),
-        (lambda: Efficiency((1,), (1.5,)), 'between 0 and 1: got [1.5]'),
+        (lambda: Efficiency((1,), (1.5,)), 'value[0] is 1.5; it must be a number from 0 to 1'),
         (lambda: Shape(data=0), 'has 0 ranks along data'),
         (lambda: Shape(spatial=(1, 0, 1)), 'has 0 ranks along height'),
         (lambda: Shape(spatial=(1, 1)), 'spatial is (1, 1); it must have 3 numbers'),  # type: ignore[arg-type]
