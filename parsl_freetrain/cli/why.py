@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.core.model.events import Decided
     from parsl_freetrain.core.model.state import Fragment, RunState, Training
     from parsl_freetrain.journal.read import Journal
-    from parsl_freetrain.report.shape_speeds import ShapeTried
+    from parsl_freetrain.report.learned import ShapeTried
 
 
 def why(
@@ -52,11 +52,11 @@ def explanation(
     """The output of ``freetrain why`` as data. Raises BadInput if there is no such run, or no such
     trainer in it.
     """
+    from parsl_freetrain.report.learned import shapes_tried
     from parsl_freetrain.report.life import life_of
     from parsl_freetrain.report.names import chosen, trainer_named
     from parsl_freetrain.report.outcome import outcomes
     from parsl_freetrain.report.reasons import decision_about, waits_for
-    from parsl_freetrain.report.shape_speeds import shapes_tried
     from parsl_freetrain.report.status import state_of
 
     history = journal.history()
@@ -189,7 +189,7 @@ def _reason(decided: Decided, trainer: str) -> Reason | None:
 
 
 def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
-    from parsl_freetrain.report.shape_speeds import compared
+    from parsl_freetrain.report.learned import compared
 
     by_count: dict[int, list[str]] = {}
     for one in compared(tried):
@@ -203,8 +203,8 @@ def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
+    from parsl_freetrain.report.learned import ShapeTried
     from parsl_freetrain.report.reasons import DecisionAbout, in_words, nodes
-    from parsl_freetrain.report.shape_speeds import ShapeTried
 
     name = found['trainer']
     total = found['total_samples']

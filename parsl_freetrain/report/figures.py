@@ -10,14 +10,20 @@ from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report.causes import Cause, causes
-from parsl_freetrain.report.clock import Clock
-from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
+from parsl_freetrain.report.learned import (
+    RescaleCost,
+    Scaling,
+    ShapeTried,
+    rescale_costs,
+    scalings,
+    shapes_tried,
+)
 from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
-from parsl_freetrain.report.shape_speeds import ShapeTried, shapes_tried
 from parsl_freetrain.report.status import RunStatus, snapshot, state_of
 from parsl_freetrain.report.summary import Efficiency, efficiency, summary
+from parsl_freetrain.report.timeline import Clock
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report.axes import drawable
-from parsl_freetrain.report.clock import Clock
-from parsl_freetrain.report.timeline import ending_of
+from parsl_freetrain.report.timeline import Clock, ending_of
 
 MOST_POINTS = 400
 """Maximum number of points of one trainer."""

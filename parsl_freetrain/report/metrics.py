@@ -10,7 +10,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.kept_metrics import KeptMetrics, began_in
 from parsl_freetrain.report.axes import drawable
-from parsl_freetrain.report.clock import Clock
+from parsl_freetrain.report.timeline import Clock
 
 AXES = ('samples', 'epochs', 'seconds')
 MOST_POINTS = 400

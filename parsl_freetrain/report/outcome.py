@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.model.events import (
     Decided,
     FragmentEnded,
@@ -28,7 +29,6 @@ from parsl_freetrain.core.model.events import (
     StopFragment,
 )
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
-from parsl_freetrain.report.costs import Costs
 from parsl_freetrain.report.speed import Place, Speed, place_of
 
 Points = list[tuple[float, float]]
@@ -114,7 +114,7 @@ def _of_trainer(
         old = known.speed.curve(max(was, count), known.class_at(at)) if was else curve
         if curve is not None and old is not None:
             held = decision.current.get(name, 0)
-            cost = known.costs.of(held, count) * old.rate_at(held)
+            cost = known.cost_s(held, count) * old.rate_at(held)
             expected = max(0.0, curve.rate_at(count) * seconds - cost)
             staying = old.rate_at(was) * seconds
         done = trained.until(at + seconds) - trained.until(at)
@@ -127,7 +127,8 @@ class _KnownThen:
     """What was known of a trainer's speed and costs at a time, which only goes on."""
 
     def __init__(self, run: RunState, training: Training) -> None:
-        self.speed, self.costs = Speed(training.trainer), Costs(training.trainer)
+        self.speed = Speed(training.trainer)
+        self._trainer, self._measured = training.trainer, Measured()
         places = {fragment.number: place_of(run, fragment) for fragment in training.fragments}
         self._classes = [places[fragment.number][1] for fragment in training.fragments]
         self._launched = [fragment.decided_at for fragment in training.fragments]
@@ -145,9 +146,16 @@ class _KnownThen:
             place, event = self._facts[self._seen]
             if isinstance(event, FragmentProgressed):
                 self.speed.observe(place, event.rate)
+            elif isinstance(event, Rescaled):
+                self._measured.rescaled(up=event.after > event.before, seconds=event.seconds)
             else:
-                self.costs.observe(event)
+                self._measured.timed(event.start_s, event.step_s, event.checkpoint_s)
             self._seen += 1
+
+    def cost_s(self, before: int, after: int) -> float:
+        """The assumed cost of this change, in seconds at the rate before it."""
+        up_s, down_s = self._measured.costs(self._trainer)
+        return 0.0 if before == after else up_s if after > before else down_s
 
     def class_at(self, at: float) -> str:
         """The node class of the last fragment that was launched before."""

@@ -15,9 +15,8 @@ from parsl_freetrain.report.cells import block_cells, trainer_cells
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
-from parsl_freetrain.report.limits import in_words
 from parsl_freetrain.report.metrics import MetricView
-from parsl_freetrain.report.status import RunStatus
+from parsl_freetrain.report.status import RunStatus, limit_in_words
 
 MOST_CARDS = 24
 """Maximum number of trainers with charts; all are in the table."""
@@ -116,7 +115,7 @@ def _at_present(status: RunStatus) -> dict[str, Any]:
         'blocks_now': _table(blocks[:MOST_BLOCKS]),
         'said_now': [
             *([f'And {more} more blocks.'] if more > 0 else []),
-            *map(in_words, status.limits),
+            *map(limit_in_words, status.limits),
         ],
     }
 

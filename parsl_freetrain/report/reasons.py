@@ -12,11 +12,10 @@ from parsl_freetrain.core.allocation.answer import relative_gap
 from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Reason
 from parsl_freetrain.core.allocation.problem import problem_in
-from parsl_freetrain.core.model.events import Decided
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.node_demand import in_need
 from parsl_freetrain.core.model.state import RunState, Training
 from parsl_freetrain.report.outcome import DecisionOutcome
-from parsl_freetrain.report.sentences import describe
 
 REFUSAL_S = 600.0
 """Maximum age in seconds of a site's refusal that is still relevant."""
@@ -95,7 +94,7 @@ class DecisionAbout:
 
 def decision_about(
     name: str,
-    decided: Decided,
+    decided: ev.Decided,
     now: float,
     reason: Reason | None = None,
     outcome: DecisionOutcome | None = None,
@@ -138,6 +137,26 @@ def decision_about(
     )
 
 
+def describe(action: ev.Action) -> str:
+    """An action in a few words."""
+    match action:
+        case ev.OpenBlock(request):
+            on_class = f' on {request.node_class}' if request.node_class else ''
+            return f'open a block of {request.nodes} nodes{on_class}'
+        case ev.CloseBlock(block, why):
+            return f'close block {block}: {why}'
+        case ev.ReleaseNodes(block, nodes, why):
+            return f'give {len(nodes)} nodes of block {block} back: {why}'
+        case ev.StartFragment(trainer, fragment, nodes):
+            return f'start fragment {fragment} of {trainer!r} on {len(nodes)} nodes'
+        case ev.StopFragment(trainer, fragment, why):
+            return f'stop fragment {fragment} of {trainer!r}: {why}'
+        case ev.AbandonFragment(trainer, fragment):
+            return f'abandon fragment {fragment} of {trainer!r}: some of its nodes are gone'
+        case ev.EndTrainer(trainer, state, why):
+            return f'end {trainer!r}: {state}{f", {why}" if why else ""}'
+
+
 def waits_for(run: RunState, training: Training, now: float) -> str | None:
     """A sentence on what a trainer of a live run waits for; None if it has nodes or has ended."""
     fragment = training.last()
@@ -175,7 +194,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
     return f"It waits because others do more with the pool's {nodes(last.nodes)}: {others}."
 
 
-def _limit(name: str, fewest: int, decided: Decided) -> str | None:
+def _limit(name: str, fewest: int, decided: ev.Decided) -> str | None:
     """The limit that keeps a trainer from free nodes; None: none, or the problem was not
     recorded.
     """

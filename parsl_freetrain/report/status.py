@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from parsl_freetrain.core.allocation.answer import Allocator, relative_gap
+from parsl_freetrain.core.allocation.constraints import EVERYBODY
+from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
+from parsl_freetrain.journal.usage import owners_in, used_until
 from parsl_freetrain.report.life import Liveness, life_of
-from parsl_freetrain.report.limits import LimitNow, limits_of
 from parsl_freetrain.report.names import run_named
 from parsl_freetrain.report.summary import efficiency
 from parsl_freetrain.report.timeline import ending_of
@@ -69,6 +71,18 @@ class DecisionNow:
 
 
 @dataclass(frozen=True)
+class LimitNow:
+    """A budget (``limit`` and ``used`` in node-seconds, earlier runs of the ledger included) or a
+    minimum share (nodes). ``whose``: 'trainer NAME', 'user NAME', 'group NAME' or 'total'.
+    """
+
+    kind: str
+    whose: str
+    limit: float
+    used: float
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """A run, with its trainers' counts summed over all runs of the ledger up to it.
 
@@ -122,7 +136,7 @@ def snapshot(
         ),
         blocks=_blocks(run, now) if going else (),
         decision=_last_decision(run, now) if going else None,
-        limits=limits_of(history, run, now, going),
+        limits=_limits(history, run, now, going),
         damage=tuple(history.damage),
     )
 
@@ -205,3 +219,36 @@ def _blocks(run: RunState, now: float) -> tuple[BlockNow, ...]:
             nodes = row.opened.request.nodes
             found.append(BlockNow(name, nodes, joined, tuple(trainers[name]), left_s))
     return tuple(found)
+
+
+def _limits(history: History, run: RunState, now: float, going: bool) -> tuple[LimitNow, ...]:
+    """The limits of a run at ``now`` (epoch seconds), ``going``: while it goes on."""
+    decides = DecisionSettings.of(run.began)
+    if decides is None:
+        return ()
+    settings, owners = decides.controller, owners_in(run)
+    used = used_until(history, run, now if going else None) if settings.budgets else {}
+    nodes: dict[str, int] = {}
+    for fragment in run.fragments.values():
+        if going and fragment.ended is None:
+            for key in owners.get(fragment.trainer, ()):
+                nodes[key] = nodes.get(key, 0) + len(fragment.nodes)
+    return (
+        *(
+            LimitNow('budget', key, limit, used.get(key, 0.0))
+            for key, limit in settings.budgets.items()
+        ),
+        *(
+            LimitNow('minimum share', key, least, nodes.get(key, 0))
+            for key, least in settings.min_shares.items()
+        ),
+    )
+
+
+def limit_in_words(limit: LimitNow) -> str:
+    """One line about a limit."""
+    whose = 'all trainers' if limit.whose == EVERYBODY else limit.whose
+    if limit.kind == 'budget':
+        spent = ', spent' if limit.used >= limit.limit else ''
+        return f'budget of {whose}: {limit.used:,.0f} of {limit.limit:,.0f} node-seconds{spent}'
+    return f'minimum share of {whose}: {limit.limit:.0f} nodes, has {limit.used:.0f}'

@@ -15,14 +15,9 @@ from parsl_freetrain.core.allocation.objectives import Candidate, speedup
 from parsl_freetrain.core.allocation.problem import Bid, Problem
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.report.causes import node_seconds_of
 from parsl_freetrain.report.intervals import length
-from parsl_freetrain.report.timeline import (
-    ending_of,
-    node_seconds_of,
-    offered,
-    phases_of,
-    struck_nodes,
-)
+from parsl_freetrain.report.timeline import ending_of, offered, phases_of, struck_nodes
 
 EVENNESS = 1e-3
 """How far, relatively, an even division of the constant pool may fall behind the best one and be
@@ -36,7 +31,7 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
     Parameters
     ----------
     now
-        As in :func:`~parsl_freetrain.report.timeline.node_seconds_of`.
+        As in :func:`~parsl_freetrain.report.causes.node_seconds_of`.
 
     Returns
     -------
@@ -46,7 +41,7 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
         total, None if unknown), ``samples_repeated`` (trained and not kept), and further
         ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
         ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
-        :func:`~parsl_freetrain.report.timeline.node_seconds_of`; ``wall_s`` (seconds, summed over
+        :func:`~parsl_freetrain.report.causes.node_seconds_of`; ``wall_s`` (seconds, summed over
         runs).
     """
     killed = [{node.block for node in struck_nodes(run)} for run in history.runs]

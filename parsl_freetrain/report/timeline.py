@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from parsl_freetrain.core.model.state import Fragment, History, Node, RunState
-from parsl_freetrain.report.intervals import Interval, clip, intersect, length, merge, subtract
+from parsl_freetrain.report.intervals import Interval, clip, merge, subtract
 
 BUSY_CLASSES = ('lost', 'checkpointing', 'trained', 'starting')
 """Classes of a node-second; where records overlap, the one named first counts. What is left of an
@@ -19,6 +19,36 @@ LOSING = frozenset({'preempted', 'failed'})
 """Endings after which work may be repeated."""
 
 Phases = dict[str, list[Interval]]
+
+
+class Clock:
+    """Seconds since the start of the first run, runs one behind the other.
+
+    Parameters
+    ----------
+    history
+        Whose runs these are.
+    now
+        When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
+    """
+
+    def __init__(self, history: History, now: float | None) -> None:
+        self.until = {r.id: history.until(r, now) for r in history.runs}
+        self._begun = {r.id: r.begun_at for r in history.runs}
+        self._offset: dict[int, float] = {}
+        self.length = 0.0
+        for run in history.runs:
+            self._offset[run.id] = self.length
+            self.length += self.until[run.id] - run.begun_at
+        self.joints = [self._offset[r.id] for r in history.runs[1:]]
+
+    def of(self, run: int, at: float) -> float:
+        """An epoch second of a run, as this clock shows it; not before the run's start nor after
+        its end.
+        """
+        return (
+            self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]
+        )
 
 
 def ending_of(fragment: Fragment, alive: bool) -> str | None:
@@ -120,39 +150,6 @@ def busy(history: History, run: RunState, until: float) -> dict[str, Phases]:
             for kind, times in parts_of[fragment.key].items():
                 found[one if place is None else place.name][kind].extend(clip(times, *here))
     return found
-
-
-def node_seconds_of(history: History, now: float | None = None) -> dict[str, float]:
-    """What became of every second of every node that was offered.
-
-    Parameters
-    ----------
-    history
-        Of one run or of all.
-    now
-        When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
-
-    Returns
-    -------
-    dict
-        Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
-        joined, a fragment before its first step), ``checkpointing``, ``lost`` (in a fragment that
-        was preempted or failed, after what its checkpoints, and ranks that were left, kept for the
-        next one) and ``idle``. The parts add up to ``offered``; what a node did outside an offer,
-        or after the end of the run, counts nowhere. A second with overlapping records counts once.
-    """
-    totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
-    for run in history.runs:
-        until = history.until(run, now)
-        doing = busy(history, run, until)
-        for name, rest in offered(run, until).items():
-            totals['offered'] += length(rest)
-            for kind in BUSY_CLASSES:
-                mine = merge(doing[name][kind]) if name in doing else []
-                totals[kind] += length(intersect(mine, rest))
-                rest = subtract(rest, mine)
-            totals['idle'] += length(rest)
-    return totals
 
 
 def struck_nodes(run: RunState) -> list[Node]:

@@ -21,13 +21,11 @@ from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.replay.forecast import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
-from parsl_freetrain.report.causes import causes
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs, scalings
 from parsl_freetrain.report.losses import MOST_POINTS
 from parsl_freetrain.report.metrics import CurvePoint, Curves, MetricView, smoothed, thinned
 from parsl_freetrain.report.page import report_page
-from parsl_freetrain.report.timeline import node_seconds_of
 from tests.support.browser import DESKTOP, PHONE, tab
 from tests.support.browser import browser as browser  # a fixture
 from tests.support.journals import demo_journal
@@ -143,21 +141,6 @@ def test_what_became_of_every_node_second(small: Path) -> None:
             ('idle', 'outside'): 10,
         }
     )
-
-
-@pytest.mark.parametrize(
-    'options', [{'runs': 2}, {'ended': False, 'nodes': 9, 'hole_s': (3.0, 9.0)}]
-)
-def test_causes_add_up_to_the_summary(tmp_path: Path, options: dict[str, Any]) -> None:
-    path = demo_journal(tmp_path / 'ledger.journal', seconds=60.0, **options)
-    history = Journal(path).history()
-    totals, found = node_seconds_of(history), causes(history)
-    for kind in set(totals) - {'offered'}:
-        assert sum(c.node_s for c in found if c.kind == kind) == pytest.approx(
-            totals[kind], abs=1e-3
-        ), kind
-    assert sum(c.node_s for c in found) == pytest.approx(totals['offered'], abs=1e-3)
-    assert totals['trained'] > 0 and totals['lost'] > 0
 
 
 def test_predictions_are_told_beside_what_came_true(small: Path) -> None:

@@ -34,8 +34,7 @@ from parsl_freetrain.report.cells import (
     trainer_cells,
     value_text,
 )
-from parsl_freetrain.report.limits import in_words
-from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow, snapshot
+from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow, limit_in_words, snapshot
 from parsl_freetrain.report.summary import CachedAllocator
 
 MOST_BLOCKS = 12
@@ -174,7 +173,7 @@ class _Screen:
                 )
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
-        yield from (Text(clean(in_words(limit)), 'dim') for limit in seen.limits)
+        yield from (Text(clean(limit_in_words(limit)), 'dim') for limit in seen.limits)
         for sentence in filter(None, (seen.life.sentence, *seen.damage)):
             yield Text(clean(sentence), 'yellow')
 

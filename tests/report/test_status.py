@@ -11,8 +11,7 @@ from rich.console import Console
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.report.limits import LimitNow
-from parsl_freetrain.report.status import as_document
+from parsl_freetrain.report.status import LimitNow, as_document
 from tests.support.told import Told
 
 
