@@ -7,27 +7,10 @@ from torch import Tensor
 
 
 class MicroBatches:
-    """The parts of a batch, and the sum of their losses so far.
-
-    Parameters
-    ----------
-    inputs, targets
-        Of shapes (samples, ...), at least one sample.
-    number
-        Number of parts; their sizes differ by at most 1. If there are fewer samples than parts,
-        some samples are repeated with weight 0.
-    device
-        Device of the loss.
-
-    Attributes
-    ----------
-    inputs, targets
-        By micro-batch.
-    weights
-        By micro-batch: its share of the batch's samples. The losses of micro-batches, which are
-        means, are added with these weights.
-    loss
-        The weighted sum so far.
+    """The parts of a batch of at least one sample, and the sum of their losses so far. Their sizes
+    differ by at most 1. If there are fewer samples than parts, some samples are repeated with
+    weight 0. ``weights`` are the shares of the batch's samples, with which the losses of
+    micro-batches, which are means, are added.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, number: int, device: torch.device) -> None:

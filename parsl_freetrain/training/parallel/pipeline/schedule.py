@@ -27,47 +27,26 @@ DOWN, UP = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One pass of a micro-batch through a stage: what a worker computes in a slot.
+    """One pass of a micro-batch through a stage: what a worker computes in a slot."""
 
-    Attributes
-    ----------
-    kind
-        :data:`FORWARD` or :data:`BACKWARD`.
-    stage
-        From 0, which takes the inputs, to the last, which computes the loss.
-    micro_batch
-        From 0.
-    direction
-        :data:`DOWN`: worker i has stage i; :data:`UP`: the i-th worker from the end has stage i.
-    """
-
-    kind: str
-    stage: int
+    kind: str  # FORWARD or BACKWARD
+    stage: int  # from 0, which takes the inputs, to the last, which computes the loss
     micro_batch: int
     direction: int = DOWN
+    """:data:`DOWN`: worker i has stage i; :data:`UP`: the i-th worker from the end has stage i."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The table of slots for a batch.
+    """The table of slots for a batch."""
 
-    Attributes
-    ----------
-    name
-        Name of the method.
-    stages
-        Number of stages, and of workers.
-    micro_batches
-        Number of micro-batches.
-    rows
-        By worker, by slot: the task; None if the worker waits (a bubble). All rows have the same
-        length, the makespan in slots.
-    """
-
-    name: str
-    stages: int
+    name: str  # of the method
+    stages: int  # as many as workers
     micro_batches: int
     rows: tuple[tuple[Task | None, ...], ...]
+    """By worker, by slot: the task; None if the worker waits (a bubble). All rows have the same
+    length, the makespan in slots.
+    """
 
     @property
     def slots(self) -> int:

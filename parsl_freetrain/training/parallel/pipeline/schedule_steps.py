@@ -20,14 +20,8 @@ RUN, POST, SEND, WAIT = 'run', 'post', 'send', 'wait'
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """The result of a task (activations or their gradients) on its way to the neighbouring stage.
-
-    Attributes
-    ----------
-    task
-        The task.
-    source, target
-        The workers that send and receive it.
+    """The result of a task (activations or their gradients) on its way to the neighbouring stage,
+    from one worker to another.
     """
 
     task: Task
@@ -37,16 +31,8 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class Step:
-    """One slot of a worker in which it does something.
-
-    Attributes
-    ----------
-    task
-        The task to compute; None: nothing.
-    receives, sends
-        The messages to exchange after it.
-    completes
-        The (direction, stage) whose gradients are complete then; None: none.
+    """One slot of a worker in which it does something: the task to compute, the messages to
+    exchange after it, and the (direction, stage) whose gradients are complete then.
     """
 
     task: Task | None
@@ -57,15 +43,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a worker.
-
-    Attributes
-    ----------
-    verb
-        :data:`RUN` a task; :data:`POST` a receive; :data:`SEND` a message, which waits for its
-        receive; :data:`WAIT` for a message.
-    what
-        The task or the message.
+    """One action of a worker: :data:`RUN` a task; :data:`POST` a receive; :data:`SEND` a message,
+    which waits for its receive; :data:`WAIT` for a message.
     """
 
     verb: str

@@ -12,15 +12,7 @@ from parsl_freetrain.core.model.errors import BadInput
 
 
 class Stage:
-    """Some consecutive layers.
-
-    Parameters
-    ----------
-    layers
-        At least one.
-    first, last
-        Whether it is the first, or the last, stage of the model.
-    """
+    """Some consecutive layers, at least one. ``first``, ``last``: it is that stage of the model."""
 
     def __init__(self, layers: Sequence[nn.Module], *, first: bool, last: bool) -> None:
         self._layers = tuple(layers)

@@ -33,16 +33,8 @@ _SENDING_AT_MOST = 8
 
 
 class Traffic:
-    """One worker's messages of one batch.
-
-    Parameters
-    ----------
-    group
-        The workers; their numbers are their ranks in it.
-    between
-        By micro-batch, by stage except the last: a tensor like the output; its content is not used.
-    device
-        Device of received tensors.
+    """One worker's messages of one batch. Workers are numbered as in ``group``; ``between`` has by
+    micro-batch, by stage except the last, a tensor like the output, whose content is not used.
     """
 
     def __init__(
@@ -66,15 +58,9 @@ class Traffic:
         value: Tensor | None,
         complete: tuple[int, list[nn.Parameter]] | None,
     ) -> None:
-        """Begin to receive and send the results of one slot.
-
-        Parameters
-        ----------
-        value
-            Content of the one message in ``sends``.
-        complete
-            Another worker, and parameters that both have, whose gradients are complete.
-            :meth:`finish` sums them.
+        """Begin to receive and send the results of one slot. ``value`` is the content of the one
+        message in ``sends``; ``complete`` another worker, and parameters that both have, whose
+        gradients are complete: :meth:`finish` sums them.
         """
         # Receives come first, and all are in one call. So neither gloo nor NCCL, which keeps the
         # order of calls, waits for ever.
@@ -137,19 +123,8 @@ def outputs_like(
     stage: Stage, inputs: Tensor, group: ProcessGroup, device: torch.device
 ) -> list[Tensor]:
     """By stage except the last: a tensor without content like its output. All workers call this
-    together.
-
-    Parameters
-    ----------
-    stage
-        The worker's own stage of direction :data:`.schedule.DOWN`.
-    inputs
-        A tensor like the model's input.
-
-    Raises
-    ------
-    BadInput
-        If a stage's output cannot be sent.
+    together, with their own stage of direction :data:`.schedule.DOWN` and a tensor like the model's
+    input. Raises BadInput if a stage's output cannot be sent.
     """
     between: list[Tensor] = []
     value = inputs.to('meta')

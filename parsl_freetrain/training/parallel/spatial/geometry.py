@@ -103,24 +103,12 @@ Reach = Window | TransposedWindow
 
 @dataclass(frozen=True)
 class Move:
-    """What one part needs along an axis, and what its neighbours need from it.
+    """What one part needs along an axis, and what its neighbours, before and after it, need."""
 
-    Attributes
-    ----------
-    keep
-        The range of its own positions that it needs.
-    send
-        The ranges of its positions that the part before and the part after need.
-    receive
-        Numbers of positions that come from the part before and from the part after.
-    pad
-        Numbers of positions before the beginning and after the end of the axis.
-    """
-
-    keep: Range
-    send: tuple[Range, Range]
-    receive: Range
-    pad: Range
+    keep: Range  # of its own positions, what it needs
+    send: tuple[Range, Range]  # of its own positions, what the neighbours need
+    receive: Range  # numbers of positions that come from the neighbours
+    pad: Range  # numbers of positions before the beginning and after the end of the axis
 
 
 @lru_cache(maxsize=4096)
@@ -143,13 +131,8 @@ def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
 @lru_cache(maxsize=4096)
 def moves(reach: Reach, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
     """What every part needs of the input, which has ``bounds``, for its part of the output, which
-    has the bounds ``out``.
-
-    Raises
-    ------
-    BadInput
-        If a part needs more than its neighbours have. All ranks find that, so none waits for
-        another.
+    has the bounds ``out``. Raises BadInput if a part needs more than its neighbours have, on all
+    ranks, so that none waits for another.
     """
     needs = [reach.need(*part) for part in pairwise(out)]
     return tuple(_move(reach, bounds, needs, part, axis) for part in range(len(needs)))

@@ -34,19 +34,10 @@ FIRST = 2
 def plan(
     reaches: Sequence[Reach], layout: Layout, grid: Grid, like: Layout | None = None
 ) -> tuple[Layout, Moves]:
-    """The layout of a layer's output, and what this rank needs for its part of it.
-
-    Parameters
-    ----------
-    reaches
-        How the layer acts on each axis.
-    like
-        The output's layout, if it shall not follow from the input's.
-
-    Raises
-    ------
-    BadInput
-        If a part of the output would be empty, or would need more than its neighbours have.
+    """The layout of a layer's output, and what this rank needs for its part. ``reaches``: how the
+    layer acts on each axis; ``like``: the output's layout, if it shall not follow from the input's.
+    Raises BadInput if a part of the output would be empty, or would need more than its neighbours
+    have.
     """
     out: list[Bounds] = []
     needed: list[Move | None] = []
