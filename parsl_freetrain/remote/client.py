@@ -123,6 +123,10 @@ class RemoteTraining(TrainingFuture):
         elif found.end:
             said = found.sentence or f'The endpoint answered {found.end!r} without a checkpoint.'
             self.fail((BadInput if found.end == BAD_INPUT else TrainerFailed)(said))
+        elif found.sentence:
+            logger.warning(
+                '%s cannot train %s now: %s', self._client.name, self.name, found.sentence
+            )
 
     def _cancel(self) -> None:
         self._cancelling = True

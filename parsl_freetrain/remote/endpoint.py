@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.executor.run_lock import FILE, refuse_live
@@ -163,13 +162,6 @@ def _takes_orders(desk: Desk) -> bool:
     """Whether the run that has the folder takes orders."""
     holder = read_holder(desk.checkpoint_dir / FILE)
     return holder is not None and holder.run.endswith(f' {LABEL}')
-
-
-def fail_all(desk: Desk, end: str, sentence: str) -> None:
-    """Every open trainer has ended, as its run cannot start."""
-    for name in desk.open_names():
-        known = desk.status(name) or TrainerStatus(desk.order(name).request)
-        desk.tell(name, structs.replace(known, state='failed', end=end, sentence=sentence))
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TrainerStatus(msgspec.Struct, frozen=True):
     """A trainer at the endpoint, started by this request. ``end`` is empty while it goes on, and
-    then says how it ended, with a ``sentence`` for the user.
+    then says how it ended; ``sentence`` is what is wrong.
     """
 
     request: str

@@ -27,7 +27,7 @@ from parsl_freetrain.executor.run_lock import refuse_live
 from parsl_freetrain.executor.settings import HtexOptions, Policy, Recording, Timeouts
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.host.processes import start_of
-from parsl_freetrain.remote.endpoint import LABEL, Desk, fail_all
+from parsl_freetrain.remote.endpoint import LABEL, Desk
 from parsl_freetrain.remote.orders import BAD_INPUT, CANCELLED, FAILED, OK, Order, TrainerStatus
 from parsl_freetrain.sites.named import site_described
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -132,7 +132,13 @@ def main(checkpoint_dir: str, worker: str, start: str) -> None:
             refuse_live(desk.checkpoint_dir)
         except BadInput:  # one that was quicker takes the orders
             return
-        fail_all(desk, *_how(error))
+        end, said = _how(error)
+        for name in desk.open_names():
+            known = desk.status(name) or TrainerStatus(desk.order(name).request)
+            if end == BAD_INPUT:
+                known = structs.replace(known, state='failed', end=end)
+            # Otherwise the next request tries it again: a scheduler may not have answered.
+            desk.tell(name, structs.replace(known, sentence=said))
         return
     run, idle_since = OrderedRun(desk, executor), time.monotonic()
     while not stop.wait(LOOK_S) and time.monotonic() - idle_since < LINGER_S:

@@ -236,6 +236,22 @@ def test_a_run_that_cannot_start_fails_its_trainers(connect: Connect) -> None:
         connect(horizon=3).submit(trainer()).result(LIMIT_S)
 
 
+def test_a_scheduler_that_does_not_answer_fails_no_trainer(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / 'bin' / 'scontrol'
+    scontrol.parent.mkdir()
+    scontrol.write_text('#!/bin/sh\nexit 1\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{scontrol.parent}:{os.environ["PATH"]}')
+    site = {'type': 'slurm', 'partition': 'batch'}
+    training = connect(site=site, look_every_s=60.0).submit(trainer())
+    desk = Desk(str(tmp_path / 'far'))
+    wait_until(lambda: (found := desk.status('fit')) is not None and 'scontrol' in found.sentence)
+    assert not training.done()
+    assert desk.open_names() == ['fit']
+
+
 def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> None:
     Desk(str(tmp_path))
     (tmp_path / '.orders').chmod(0o777)
