@@ -8,6 +8,7 @@ folder inside the checkpoint folder. A process of its own takes them, which the 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -55,16 +56,20 @@ class Desk:
         known = self.status(name)
         if known is not None and known.request == order.request:
             return
+        draft = self.path(secrets.token_hex(8), 'draft')  # the run must not read half of it
+        files.replace(draft, msgspec.msgpack.encode(order))
         try:
-            files.write_new(self.path(name, 'order'), msgspec.msgpack.encode(order))
+            os.link(draft, self.path(name, 'order'))
         except FileExistsError:
             if self.order(name).request == order.request:
                 return
             raise BadInput(
-                f'Trainer {name!r} is {"sent" if known is None else known.state} to this endpoint '
-                'already, from another submission: attach to it, cancel it first, or give this one '
-                'another trainer_name.'
+                f'Trainer {name!r} is {"queued" if known is None else known.state} at this '
+                'endpoint already, from another submission: attach to it, cancel it first, or give '
+                'this one another trainer_name.'
             ) from None
+        finally:
+            draft.unlink()
         self.tell(name, TrainerStatus(order.request))
 
     def open_names(self) -> list[str]:

@@ -140,7 +140,7 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     remote, other = connect(), connect()
     training = remote.submit(trainer(**SLOW), pause_s=0.02)
     wait_until(lambda: training.progress().samples > 100)
-    with pytest.raises(BadInput, match='is running to this endpoint already, from another'):
+    with pytest.raises(BadInput, match='is running at this endpoint already, from another'):
         other.submit(trainer(**SLOW)).result(LIMIT_S)
     with pytest.raises(BadInput, match='follows one of this name already'):
         remote.submit(trainer(), trainer_name='fit')

@@ -19,8 +19,7 @@ from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
-from parsl_freetrain.sites.batch.node_windows import windows
-from parsl_freetrain.sites.batch.offers import OfferLog
+from parsl_freetrain.sites.batch.node_windows import OfferLog, windows
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.queue_watch import (
     NEVER,

@@ -15,7 +15,7 @@ from parsl_freetrain.sites.batch.life import (
     ran_out_of_memory,
     status_of,
 )
-from parsl_freetrain.sites.batch.offers import OfferLog
+from parsl_freetrain.sites.batch.node_windows import OfferLog
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
 
 
