@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow
 
 LEAST_GAP = 1e-4
 """A decision that is at most this share of its worth off the best one counts as the best."""
+
+UNKNOWN = '–'
 
 CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
 """The columns of a trainer, beside its name, state and progress."""
@@ -25,6 +29,17 @@ def trainer_cells(t: TrainerNow) -> dict[str, str]:
         finish_text(t),
     )
     return dict(zip(CELLS, values, strict=True))
+
+
+def trainer_html(t: TrainerNow) -> str:
+    """What is known of a trainer as a table for a notebook, in the notebook's own colours."""
+    cells = {'trainer': t.name, 'state': t.state, **trainer_cells(t)}
+    known = {title: text for title, text in cells.items() if text != UNKNOWN}
+    head, row = (
+        ''.join(f'<{tag}>{escape(text)}</{tag}>' for text in texts)
+        for tag, texts in (('th', known), ('td', known.values()))
+    )
+    return f'<table><tr>{head}</tr><tr>{row}</tr></table>'
 
 
 def block_cells(block: BlockNow) -> dict[str, str]:
@@ -73,15 +88,15 @@ def count_text(n: int) -> str:
 
 
 def rate_text(rate: float | None) -> str:
-    return '–' if rate is None else f'{count_text(round(rate))}/s'
+    return UNKNOWN if rate is None else f'{count_text(round(rate))}/s'
 
 
 def value_text(value: float | None, how: str) -> str:
-    return '–' if value is None else format(value, how)
+    return UNKNOWN if value is None else format(value, how)
 
 
 def finish_text(t: TrainerNow) -> str:
-    return '–' if t.finish_s is None else duration_text(t.finish_s)
+    return UNKNOWN if t.finish_s is None else duration_text(t.finish_s)
 
 
 def left_text(block: BlockNow) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor.trainer.notebook import html_of
-
-MOST_LOSSES = 400
+from parsl_freetrain.report.cells import trainer_html
+from parsl_freetrain.report.status import TrainerNow
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class TrainingFuture(Future[Checkpoint]):
         self.checkpoint: Checkpoint | None = None
         self.checkpoints: list[Future[Checkpoint]] = []
         self._progress = Progress()
-        self._losses: list[tuple[int, float]] = []
         self._on_cancel: Callable[[], None] | None = None
         self._lock = threading.RLock()
         self._withdrawn = False  # cancelled before it was submitted
@@ -75,25 +72,17 @@ class TrainingFuture(Future[Checkpoint]):
         """The progress of the training, as of now."""
         return self._progress
 
-    def _progressed(self, samples: int, metrics: Mapping[str, float]) -> None:
-        """Record the loss for the chart. If there are too many values, drop every other one."""
-        loss = metrics.get('loss')
-        if loss is not None and math.isfinite(loss):
-            self._losses.append((samples, loss))
-            if len(self._losses) > MOST_LOSSES:
-                self._losses = self._losses[::2]
-
     def _repr_html_(self) -> str:
         """The representation in a notebook."""
-        return html_of(
-            self.name,
-            self.state,
-            self._progress.samples,
-            self._progress.total_samples,
-            self._progress.nodes,
-            self._progress.metrics,
-            tuple(self._losses),
-        )
+        now = self._progress
+        loss = now.metrics.get('loss')
+        counts = now.fragments, now.preempted, now.rescaled
+        return trainer_html(
+            TrainerNow(
+                self.name, self.state, now.nodes, now.samples, now.total_samples, loss, None, None,
+                *counts,
+            )
+        )  # fmt: skip
 
     def running(self) -> bool:
         return self.state == 'running'

@@ -76,7 +76,6 @@ class FutureUpdater:
                 _show(record, 'running', nodes=nodes, fragments=fragments, rescaled=rescaled)
             case ev.FragmentProgressed(samples=samples, metrics=metrics):
                 _show(record, samples=samples, metrics={**progress.metrics, **metrics})
-                record.future._progressed(samples, metrics)
             case ev.CheckpointSaved():
                 _has_checkpoint(record)
             case ev.FragmentEnded(ending=ending):
