@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parsl_freetrain.executor.run_lock import RunLock
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.process import fork_server
 from site_configs import laptop
 from tests.support import template
@@ -62,8 +62,8 @@ def test_a_smaller_search_over_settings(
     assert (
         float(found[2][3]) < float(found[1][3]) < float(found[0][3])
     )  # each round goes on where the one before stopped
-    with Reader(run_dir / 'checkpoints' / 'ledger.sqlite') as reader:
-        trainers = reader.history().trainers
+    with Journal(run_dir / 'checkpoints' / 'ledger.journal') as reader:
+        trainers = reader.history().trainings
     assert len(trainers) == 7 and {t.state for t in trainers} == {'finished'}
 
 

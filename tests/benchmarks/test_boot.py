@@ -16,7 +16,7 @@ import pytest
 
 from parsl_freetrain import Checkpoints, freetrain_app
 from parsl_freetrain.executor.block.block_executor import BlockExecutor
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.benchmarks.workload import MACHINE
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
@@ -50,10 +50,10 @@ def boot(folder: Path) -> list[float]:
         training = trainer(pause_s=0.01)
         wait_until(lambda: training.progress().samples)
         training.cancel()
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         history = ledger.history()
     node, fragment = history.nodes[0], history.fragments[0]
-    block = next(block for block in history.blocks if block.block == node.block)
+    block = next(block for block in history.blocks if block.name == node.block)
     times = (
         block.opened_at,
         float(begun.read_text()),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from parsl_freetrain import Checkpoints, LocalSite, Scaling, freetrain_app
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.benchmarks.workload import MACHINE, under_torchrun
 from tests.support.training import fit, freetrain
 
@@ -33,7 +33,7 @@ def cold_start(ranks: int) -> float:
 
 def fragment_starts(ledger: Path) -> list[float]:
     """Seconds from the decision to the first step, of every fragment."""
-    with Reader(ledger) as reader:
+    with Journal(ledger) as reader:
         return [
             f.started_at - f.decided_at
             for f in reader.history().fragments

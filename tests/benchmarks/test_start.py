@@ -30,7 +30,7 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.benchmarks.workload import BATCH, MACHINE, data, network, optimizer_of, under_torchrun
 from tests.support.ranks import Ranks, order, running_fork_server
@@ -187,15 +187,10 @@ def test_what_a_rescale_costs(
                 other.cancel()
             trains(training, 2)
             training.cancel()
-        with Reader(executor.ledger_path) as reader:
-            changes = [
-                e['detail']
-                for e in reader.events()
-                if e['kind'] == 'Rescaled' and e['trainer'] == 'long'
-            ]
+        run = Journal(executor.journal_path).history().runs[-1]
+        changes = run.trainers['long'].rescaled
         found[way] = [
-            ('up' if c['after'] > c['before'] else 'down', c['seconds'])
-            for c in changes[-2 * ROUNDS :]
+            ('up' if c.after > c.before else 'down', c.seconds) for c in changes[-2 * ROUNDS :]
         ]
     print(
         f'\nPause of a rescale between 1 and 2 ranks, state of {size}, data that take 2 '

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunHistory
+from parsl_freetrain.core.model.state import History
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.checkpoint.export import load_weights
 from tests.support.computers import Computer, computers
 from tests.support.login import SEED, SHARDS
@@ -28,16 +28,16 @@ CUT_S = float(os.environ.get('FREETRAIN_CUT_S', '0'))
 """Minimum length of the cut; it lasts at least until the node has been given up."""
 
 
-def reader_of(path: Path) -> Reader | None:
+def reader_of(path: Path) -> Journal | None:
     """None as long as the run has not made its ledger."""
     with suppress(BadInput):
-        return Reader(path)
+        return Journal(path)
     return None
 
 
 def cut_off_and_back(folder: Path, far: Computer) -> None:
     """Cut a node off when a fragment over both has saved a checkpoint, until it is given up."""
-    ledger_path = folder / 'checkpoints' / 'ledger.sqlite'
+    ledger_path = folder / 'checkpoints' / 'ledger.journal'
     reader = wait_until(lambda: reader_of(ledger_path))
     assert reader is not None
     with reader as ledger:
@@ -52,15 +52,14 @@ def cut_off_and_back(folder: Path, far: Computer) -> None:
         wait_until(lambda: len(ledger.history().fragments) > cut)
 
 
-def over_both(history: RunHistory) -> int | None:
+def over_both(history: History) -> int | None:
     """Number of the fragment that runs on both nodes, None as long as none has saved a checkpoint
     there. It need not be the first: on a busy computer nodes are silent for long enough to be given
     up.
     """
-    saved = {checkpoint.fragment for checkpoint in history.checkpoints}
     for fragment in history.fragments:
-        if fragment.ended_at is None and len(fragment.nodes) == 2 and fragment.fragment in saved:
-            return fragment.fragment
+        if fragment.ended is None and len(fragment.nodes) == 2 and fragment.checkpoints:
+            return fragment.number
     return None
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parsl_freetrain import FragmentContext, LocalSite, freetrain_app
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support import template
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
@@ -80,8 +80,8 @@ def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_av
         for fragment in (1, 2, 3)
         for rank, part in enumerate(PARTS)
     }
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         fragments = ledger.history().fragments
     assert [fragment.ending for fragment in fragments] == ['preempted', 'preempted', 'failed']
-    assert f' has a broken device: {FAULT};' in (fragments[0].error or '')
+    assert f' has a broken device: {FAULT};' in fragments[0].error
     assert any(f'{FAULT} (on 3 nodes: ' in note for note in raised.value.__notes__)

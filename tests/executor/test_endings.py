@@ -21,7 +21,7 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, slowness, wait_until
@@ -49,15 +49,16 @@ def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> N
         future = trainer(pause_s=0.03)
         assert future.result(LIMIT_S).samples == epochs * 96
         assert future.progress().preempted == 0
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         fragments = ledger.history().fragments
     first_end = fragments[0].ended_at
     assert first_end is not None
     assert [f.ending for f in fragments][:1] == ['stopped']
     assert fragments[0].samples == fragments[0].reached
     if taken == 'known':
-        assert fragments[0].deadline is not None
-        assert first_end < fragments[0].deadline
+        deadline = fragments[0].launched.deadline_s
+        assert deadline is not None
+        assert first_end < deadline
 
 
 def test_a_scheduler_that_does_not_answer_ends_nothing(
@@ -134,5 +135,5 @@ def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path
         freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets={'total': 3.0}),
     ):
         pass
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         assert len({fragment.run for fragment in ledger.history().fragments}) == 1

@@ -31,7 +31,7 @@ from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.event_gathering import gather
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -71,7 +71,7 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
             max_nodes=4, total_epochs=2, scaling=Scaling(rate={1: 1.0, 4: 4.0})
         )(fit)
         assert trainer().result(LIMIT_S).samples == 192
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         history = ledger.history()
         joined = [
             [len(event.nodes) for event in batch.events if isinstance(event, ev.NodesJoined)]
@@ -124,8 +124,8 @@ def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
         with pytest.raises(TrainerFailed, match='the first 3 nodes could not be used'):
             future.result(LIMIT_S)
         assert future.state == 'failed' and not future.cancelled()
-    with Reader(executor.ledger_path) as ledger:
-        (trainer,) = ledger.history().trainers
+    with Journal(executor.journal_path) as ledger:
+        (trainer,) = ledger.history().trainings
     assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
 
 
@@ -192,10 +192,10 @@ def test_whatever_ends_the_event_loop_fails_all_futures(
         task: Future[Checkpoint] = running.checkpoints[-1]
         assert task.result(LIMIT_S).trainer == 'fit'  # what the fragment has saved, if anything
         wait_until(lambda: not executor.connected_managers(), 'its nodes are not given back')
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         history = ledger.history()
     assert history.runs[0].how == 'error' and history.runs[0].ended_at is not None
-    assert {trainer.state for trainer in history.trainers} >= {'interrupted'}
+    assert {trainer.state for trainer in history.trainings} >= {'interrupted'}
 
 
 def test_a_start_that_fails_leaves_nothing_behind(
@@ -211,7 +211,7 @@ def test_a_start_that_fails_leaves_nothing_behind(
         freetrain(tmp_path, LocalSite(nodes=1)),
     ):
         pass
-    with Reader(tmp_path / 'checkpoints' / 'ledger.sqlite') as ledger:
+    with Journal(tmp_path / 'checkpoints' / 'ledger.journal') as ledger:
         (run,) = ledger.history().runs
     assert (run.how, run.ended_at is not None) == ('not started', True)
     wait_until(

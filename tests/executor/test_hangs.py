@@ -32,7 +32,7 @@ from parsl_freetrain import (
     TrainingFuture,
     freetrain_app,
 )
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.testing import kill_at, with_faults
 from tests.support.faults import slow_rank, stop_at
 from tests.support.processes import Started, command_line, forks, victims
@@ -44,7 +44,7 @@ EVER = 100_000  # epochs
 
 
 def fragments(executor: FreeTrainExecutor) -> list[Any]:
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         return list(ledger.history().fragments)
 
 

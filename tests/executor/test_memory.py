@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parsl_freetrain import FragmentContext, LocalSite, Scaling, freetrain_app
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -58,8 +58,8 @@ def test_a_rank_that_the_kernel_ends_for_lack_of_memory_needs_more_nodes(
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
         app = freetrain_app(sizes=(1, 2), total_epochs=2, scaling=Scaling(rate={1: 2.0, 2: 1.0}))
         app(train)(str(small)).result(LIMIT_S)
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         fragments = ledger.history().fragments
     assert [len(fragment.nodes) for fragment in fragments] == [1, 2]
     assert [fragment.ending for fragment in fragments] == ['failed', 'finished']
-    assert ' was ended by the kernel, since memory was full; ' in (fragments[0].error or '')
+    assert ' was ended by the kernel, since memory was full; ' in fragments[0].error

@@ -22,8 +22,8 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunHistory
+from parsl_freetrain.core.model.state import History
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
 
 def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) -> None:
     assert all(same_weights(one, other) for one, other in zip(found, undisturbed, strict=True))
-    with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
+    with Journal(folder / 'checkpoints' / 'ledger.journal') as ledger:
         history = ledger.history()
     assert len(history.fragments) > len(NETWORKS)
     assert all(node.name.startswith(('node0', 'nid000')) for node in history.nodes)
@@ -97,10 +97,10 @@ def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) 
 @pytest.mark.pbs
 def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
     """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
-    ledger_path = tmp_path / RUN / 'checkpoints' / 'ledger.sqlite'
+    ledger_path = tmp_path / RUN / 'checkpoints' / 'ledger.journal'
 
-    def history() -> RunHistory:
-        with Reader(ledger_path) as ledger:
+    def history() -> History:
+        with Journal(ledger_path) as ledger:
             return ledger.history()
 
     def disturb(futures: dict[str, TrainingFuture]) -> None:

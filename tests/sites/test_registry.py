@@ -10,7 +10,7 @@ import pytest
 
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.cli.doctor.measuring import programs
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.registry import site_types
 from tests.sites.batch_blocks import QUICK
@@ -51,7 +51,7 @@ def test_a_training_runs_in_a_block_of_the_other_package(lsf: Rehearsal, tmp_pat
     with freetrain(tmp_path / 'run', site, address='127.0.0.1'):
         trainer = freetrain_app(min_nodes=1, max_nodes=1, total_epochs=1)(fit)
         assert trainer().result(LONG).samples == 96
-    with Reader(tmp_path / 'run' / 'checkpoints' / 'ledger.sqlite') as ledger:
+    with Journal(tmp_path / 'run' / 'checkpoints' / 'ledger.journal') as ledger:
         [node] = ledger.history().nodes
     assert node.name.startswith('host')
     assert {job['how'] for job in lsf.jobs().values()} <= {'', 'deleted'}

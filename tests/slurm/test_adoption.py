@@ -18,7 +18,7 @@ import pytest
 
 from parsl_freetrain import LocalSite, Reproducible, freetrain_app, same_weights
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
@@ -69,16 +69,12 @@ def blocks(slurm: Cluster) -> dict[str, str]:
 def samples(folder: Path, least_runs: int) -> int:
     """Samples of the newest checkpoint, after this number of runs has trained."""
     try:
-        with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
+        with Journal(folder / 'checkpoints' / 'ledger.journal') as ledger:
             history = ledger.history()
     except BadInput:  # there is none yet, or nothing is in it yet
         return 0
-    trained = {checkpoint.run for checkpoint in history.checkpoints}
-    return (
-        max((c.samples for c in history.checkpoints), default=0)
-        if len(trained) >= least_runs
-        else 0
-    )
+    trained = [run.checkpoints for run in history.runs if run.checkpoints]
+    return max(c.samples for own in trained for c in own) if len(trained) >= least_runs else 0
 
 
 def wait(process: subprocess.Popen[str], folder: Path, least_runs: int, more_than: int = 0) -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunHistory
+from parsl_freetrain.core.model.state import History
+from parsl_freetrain.journal.read import Journal
 from tests.support import template
 from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S, wait_until
@@ -51,18 +51,18 @@ class Run:
     def __init__(self, folder: Path, process: subprocess.Popen[bytes], output: Path) -> None:
         self.process = process
         self._go = folder / 'go'
-        self._ledger = folder / 'out' / 'holes' / 'ledger.sqlite'
+        self._ledger = folder / 'out' / 'holes' / 'ledger.journal'
         self._output = output
 
-    def history(self) -> RunHistory:
+    def history(self) -> History:
         try:
-            with Reader(self._ledger) as ledger:
+            with Journal(self._ledger) as ledger:
                 return ledger.history()
         except BadInput:  # there is none yet, or nothing is in it yet
-            return RunHistory()
+            return History()
 
     def samples(self) -> int:
-        return sum(trainer.samples for trainer in self.history().trainers)
+        return sum(trainer.samples for trainer in self.history().trainings)
 
     def may_end(self) -> None:
         self._go.touch()
@@ -126,9 +126,9 @@ def take(slurm: Cluster, run: Run, nodes: int, seconds: float = 4.0) -> None:
     run.goes_on()
 
 
-def sizes(history: RunHistory) -> set[int]:
+def sizes(history: History) -> set[int]:
     """Numbers of nodes of the run's blocks."""
-    return {block.nodes for block in history.blocks}
+    return {block.opened.request.nodes for block in history.blocks}
 
 
 def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
         assert run.process.wait(LIMIT_S) == 0, run.said()
     history = run.history()
     print(
-        f'blocks of {[b.nodes for b in history.blocks]} nodes, {len(history.fragments)} fragments'
+        f'blocks of {[b.opened.request.nodes for b in history.blocks]} nodes, {len(history.fragments)} fragments'
     )
     assert len(history.blocks) >= BLOCKS
     assert len(sizes(history)) >= 3

@@ -6,15 +6,11 @@ is resumed appends to the same one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint, NodeOffer, Trainer
-
-T = TypeVar('T')
 
 FINAL_STATES = frozenset({'finished', 'failed', 'cancelled'})
 """States that a trainer does not leave within a run."""
@@ -141,6 +137,11 @@ class Fragment:
     def samples(self) -> int | None:
         """What the next one can go on from; None until it has ended."""
         return None if self.ended is None else self.ended.samples
+
+    @property
+    def error(self) -> str:
+        """What went wrong; empty: nothing, or it has not ended."""
+        return '' if self.ended is None else self.ended.error
 
     @property
     def reached(self) -> int | None:
@@ -290,21 +291,21 @@ class History:
         return History(chosen, self.latest, self.damage)
 
     @property
-    def trainings(self) -> Iterator[Training]:
+    def trainings(self) -> list[Training]:
         """All, run after run, in order of submission; as the following."""
-        return (one for run in self.runs for one in run.trainers.values())
+        return [one for run in self.runs for one in run.trainers.values()]
 
     @property
-    def fragments(self) -> Iterator[Fragment]:
-        return (one for run in self.runs for one in run.fragments.values())
+    def fragments(self) -> list[Fragment]:
+        return [one for run in self.runs for one in run.fragments.values()]
 
     @property
-    def blocks(self) -> Iterator[Block]:
-        return (one for run in self.runs for one in run.blocks.values())
+    def blocks(self) -> list[Block]:
+        return [one for run in self.runs for one in run.blocks.values()]
 
     @property
-    def nodes(self) -> Iterator[Node]:
-        return (one for run in self.runs for one in run.nodes.values())
+    def nodes(self) -> list[Node]:
+        return [one for run in self.runs for one in run.nodes.values()]
 
     def alive(self, run: RunState) -> bool:
         """Whether the run may still go on: nobody ended it and no other has begun since."""

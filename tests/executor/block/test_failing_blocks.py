@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain import BadInput, LocalSite, PbsSite, freetrain_app
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.pbspro import PALS
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
@@ -35,12 +35,8 @@ def test_three_failures_in_a_row_name_the_output_that_has_the_reason(
         future = trainer()
 
         def refused() -> str:
-            with Reader(executor.ledger_path) as ledger:
-                run = ledger.history().runs[-1]
-                said = [
-                    e['detail']['error'] for e in ledger.recent_events(run, ['BlockRefused'], 1)
-                ]
-            return said[0] if said else ''
+            said = Journal(executor.journal_path).history().runs[-1].refused
+            return said[-1].error if said else ''
 
         why = wait_until(refused)
         future.cancel()

@@ -19,7 +19,7 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -168,7 +168,7 @@ def test_fragments_have_allowed_counts_and_shapes(
             return said if status == 0 else ''
 
         def nodes_here() -> int:
-            with Reader(executor.ledger_path) as ledger:
+            with Journal(executor.journal_path) as ledger:
                 return sum(node.left_at is None for node in ledger.history().nodes)
 
         before = first(str(go))
@@ -197,15 +197,11 @@ def test_fragments_have_allowed_counts_and_shapes(
         'on 1 nodes': 1,
         'on 2 nodes': 2,
     }
-    with Reader(executor.ledger_path) as ledger:
+    with Journal(executor.journal_path) as ledger:
         history = ledger.history()
     assert [
         len(fragment.nodes) for fragment in history.fragments if fragment.trainer == 'halves'
     ] == [1, 2]
-    [spec] = [trainer.spec for trainer in history.trainers if trainer.name == 'halves']
-    assert (spec['min_nodes'], spec['max_nodes'], spec['sizes'], spec['stated_costs']) == (
-        1,
-        4,
-        [1, 2, 4],
-        ['up', 'down'],
-    )
+    own = history.runs[0].trainers['halves'].trainer
+    assert (*own.counts(),) == own.sizes == (1, 2, 4)
+    assert own.stated_costs == ('up', 'down')
