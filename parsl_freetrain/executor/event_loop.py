@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
-from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.controller.block_policy import nodes_wanted
 from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import Reply
+from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import commands as co
@@ -30,7 +30,9 @@ from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.offer_changes import OfferChanges
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.request_handler import RequestHandler
+from parsl_freetrain.executor.runtime import LiveRuntime
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.protocols import Site, Yielding
@@ -53,13 +55,6 @@ class EventLoop:
 
     Parameters
     ----------
-    statuses
-        Asks the batch system for the state of all blocks, through Parsl.
-    trouble
-        Returns a sentence if Parsl's own part of the executor has broken down, else an empty
-        string.
-    fail_all
-        Fails all tasks of Parsl, with that sentence.
     requests
         Handles what other programs of the user ask of this run.
     clock
@@ -74,9 +69,7 @@ class EventLoop:
         site: Site,
         blocks: BlockManager,
         fragments: FragmentRunner,
-        statuses: Callable[[], dict[str, JobStatus]],
-        trouble: Callable[[], str],
-        fail_all: Callable[[str], None],
+        parsl: ParslSide,
         requests: RequestHandler,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -86,9 +79,8 @@ class EventLoop:
         self._site = site
         self._blocks = blocks
         self._fragments = fragments
-        self._statuses = statuses
-        self._trouble = trouble
-        self._fail_all = fail_all
+        self._parsl = parsl
+        self._runtime = LiveRuntime(blocks, fragments)
         self._requests = requests
         self._clock = clock
         self._broken = ''  # why no trainer can continue
@@ -277,17 +269,17 @@ class EventLoop:
         """Compare the blocks with the batch system's answer."""
         if self._broken:
             return
-        self._blocks.poll(self._statuses(), now)
+        self._blocks.poll(self._parsl.statuses(), now)
         self._stream.emit(ev.Tick(now))
         self._blocks.look_for_needs(now)
         self._holes_wanted = True
 
     def _look(self, now: float) -> None:
         """Check Parsl's part, time limits, budgets, pauses, and requests of other programs."""
-        if not self._broken and (trouble := self._trouble()):
+        if not self._broken and (trouble := self._parsl.trouble()):
             self._broken = trouble
             self._abort_all(trouble, now)
-            self._guarded(self._fail_all, trouble)
+            self._guarded(self._parsl.fail_all, trouble)
         self._guarded(self._blocks.leaving.cancel, now)
         if silent := self._fragments.look(now):
             self._blocks.lose(silent, now)
@@ -312,11 +304,7 @@ class EventLoop:
                     raise
             finally:
                 self._stream.emit(self._decided(reply, now))
-            closing = [action for action in reply.actions if isinstance(action, ev.CloseBlock)]
-            for action in reply.actions:
-                self._guarded(self._carry_out, action, now)
-            if closing:
-                self._guarded(self._blocks.close, [action.block for action in closing], now)
+            carry_out(self._runtime, reply.actions, now, self._guarded)
             if any(isinstance(event, _URGENT) for event in events):
                 self._fragments.hurry(now)
 
@@ -331,24 +319,6 @@ class EventLoop:
         if keep:
             self._kept_problem_at = now
         return reply.decision.event(now, reply.actions, keep_problem=keep)
-
-    def _carry_out(self, action: ev.Action, now: float) -> None:
-        match action:
-            case ev.OpenBlock(request):
-                self._blocks.open(request, now)
-            case ev.CloseBlock(block, why):
-                logger.info('Giving block %s back: %s', block, why)  # with all others
-            case ev.ReleaseNodes(block, nodes, why):
-                logger.info('Giving %d nodes of block %s back: %s', len(nodes), block, why)
-                self._blocks.release(block, nodes, now)
-            case ev.StartFragment():
-                self._fragments.start(action, now)
-            case ev.StopFragment():
-                self._fragments.stop(action, now)
-            case ev.AbandonFragment():
-                self._fragments.abandon(action)
-            case ev.EndTrainer():
-                pass  # its future is settled by a subscriber
 
     def _note_offers(self, now: float, last: bool = False) -> None:
         since = max(self._begun_at, now - OFFERS_BACK_S)

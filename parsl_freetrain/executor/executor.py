@@ -13,17 +13,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
 
+from parsl.executors import HighThroughputExecutor
 from parsl.executors.high_throughput.executor import HTEXFuture
+from parsl.executors.status_handling import BlockProviderExecutor
+from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.controller.controller import Controller
-from parsl_freetrain.core.controller.settings import DecisionSettings
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.checked_values import Count
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
-from parsl_freetrain.executor.block.adoption import Adoption
-from parsl_freetrain.executor.block.block_executor import BlockExecutor
+from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.commands import (
     AdoptBlock,
@@ -43,6 +45,7 @@ from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process
 from parsl_freetrain.executor.metric_export import MetricExport
 from parsl_freetrain.executor.monitoring_export import MonitoringExport
+from parsl_freetrain.executor.parsl_side import HtexSide
 from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
@@ -57,7 +60,7 @@ from parsl_freetrain.executor.settings import (
     check_solver,
     check_trainer,
 )
-from parsl_freetrain.executor.stream import Stream
+from parsl_freetrain.executor.stream import Stream, Subscriber
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import TrainerNames
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
@@ -75,7 +78,7 @@ from parsl_freetrain.training.spec.retention import Resume
 logger = logging.getLogger(__name__)
 
 
-class FreeTrainExecutor(BlockExecutor):
+class FreeTrainExecutor(HighThroughputExecutor):
     """Runs trainers, and ordinary Parsl apps beside them, in blocks that fill a site's holes.
 
     Use it in a :class:`parsl.config.Config` with ``strategy='none'``, since it opens and closes its
@@ -158,6 +161,9 @@ class FreeTrainExecutor(BlockExecutor):
         self._loop: EventLoop | None = None
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
+        self._adoption: Adoption | None = None
+        self._parsl: HtexSide | None = None
+        self._environment_command = ''  # what unpacks the nodes' environment
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
         self._waiting: set[TrainingFuture] = set()  # for arguments
         self._metrics = MetricExport(recording.loggers)
@@ -195,112 +201,109 @@ class FreeTrainExecutor(BlockExecutor):
     def _start(self, undo: ExitStack) -> None:
         """Start everything. ``undo`` collects what to do if the start fails."""
         refuse_unquotable(self.logdir)
-        provider = self.provider
+        provider, folder = self.provider, Path(self.checkpoint_dir)
         assert isinstance(provider, BackfillProvider)
-        keep_others_out(Path(self.checkpoint_dir), self.run_dir)
+        keep_others_out(folder, self.run_dir)
         allow_open_files()
-        lock = self._lock = RunLock(Path(self.checkpoint_dir), f'{self.run_id} {self.label}')
+        lock = self._lock = RunLock(folder, f'{self.run_id} {self.label}')
         lock.take_folder()
         undo.callback(lock.free_folder)
-        self._adoption = Adoption(
-            provider, Path(self.checkpoint_dir), self.label, str(self.run_id), self.timeouts.adopt_s
+        adoption = self._adoption = Adoption(
+            provider, folder, self.label, str(self.run_id), self.timeouts.adopt_s
         )
-        self._adoption.begin()
+        adoption.begin()
         settings = controller_settings(
             self.policy, provider, self.journal_path, int(self.max_workers_per_node)
         )
-        ledger = Ledger(self.ledger_path)
-        undo.callback(ledger.close)
-        requests = Requests(requests_folder(self.ledger_path))
-        run = str(self.run_id)
-        ledger.begin_run(
-            run,
-            at=time.time(),
-            parsl_run_dir=str(self.run_dir),
-            command=shlex.join(sys.orig_argv),
-            about=about_this_process(self.checkpoint_dir),
-            settings=DecisionSettings(
-                settings, self.policy.solver_name, self.policy.solver_time_limit_s
-            ),
-        )
-        undo.callback(lambda: ledger.end_run(run, at=time.time(), how='not started'))
-        journal = JournalWriter(self.journal_path)
-        undo.callback(journal.close)
-        journal.begin_run(
-            ev.RunBegan(
-                time.time(),
-                run,
-                str(self.run_dir),
-                shlex.join(sys.orig_argv),
-                **about_this_process(self.checkpoint_dir),
-                settings=DecisionSettings(
-                    settings, self.policy.solver_name, self.policy.solver_time_limit_s
-                ).plain(),
-            )
-        )
-        undo.callback(lambda: journal.take(ev.RunEnded(time.time(), 'not started')))
+        records: dict[str, TrainerRecord] = {}
+        recorders = self._begin_journal(settings, records, undo)
         undo.callback(self.shutdown)
         self._environment_command = prepared(provider.environment, self.checkpoint_dir)
-        log_dir = str(Path(self.checkpoint_dir).absolute() / 'logs')
+        log_dir = str(folder.absolute() / 'logs')
+        agent = f'{self._environment_command} {adoption.node_command()}'.strip()
         if provider.site.is_local:
             # Nodes are processes of this computer, so torch is imported once for all of them.
             self._template = start_template(log_dir)
         else:
-            self._node_log_dir = log_dir
-        template = self._template.name if self._template is not None else None
+            agent += TEMPLATE.format(shlex.quote(log_dir))
+        parsl = self._parsl = HtexSide(self, agent, lock)
         super().start()  # type: ignore[no-untyped-call]
         provider.site.start()
-        adopted = self._adoption.take_over(self._register)
+        adopted = adoption.take_over(parsl)
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
-        records: dict[str, TrainerRecord] = {}
         shown = ProgressLine(sys.stderr, records, self.ledger_path)
-        old = LedgerWriter(ledger, run, records)
-        stream = Stream([FutureUpdater(records), lock, shown], [journal, old])
-        fragments = FragmentRunner(
-            control,
-            stream,
-            ControlEndpoint(
-                sorted(self.all_addresses),
-                control.port,
-                self.cert_dir,
-                provider.site.interface,
-                log_dir,
-                template,
-            ),
-            self.timeouts,
-            self._submit_inner,
-            records,
-        )
-        stream.subscribers.append(fragments)
-        blocks = BlockManager(
-            provider,
-            stream,
-            control,
-            log_dir,
-            self._open_block,
-            self._managers,
-            self._end_manager,
-            self._submit_inner,
-            template,
-            self.timeouts.join_s,
-        )
-        self._loop = EventLoop(
-            Controller(self.allocator, settings),
-            control,
-            stream,
-            provider.site,
-            blocks,
-            fragments,
-            self._ask_statuses,
-            lambda: lock.lost or self._trouble(),
-            lambda why: None if lock.lost else self._fail_all(why),  # ordinary apps go on
-            RequestHandler(requests, fragments, stream),
-        )
+        stream = Stream([FutureUpdater(records), lock, shown], recorders)
+        self._loop = self._event_loop(settings, parsl, control, stream, records, log_dir)
         for block in adopted:
             self._loop.post(AdoptBlock(block))
         self._loop.start()
-        self._metrics.start(self.journal_path, run)
+        self._metrics.start(self.journal_path, str(self.run_id))
+
+    def _begin_journal(
+        self, settings: ControllerSettings, records: dict[str, TrainerRecord], undo: ExitStack
+    ) -> list[Subscriber]:
+        """Begin this run in the journal."""
+        run, command = str(self.run_id), shlex.join(sys.orig_argv)
+        about = about_this_process(self.checkpoint_dir)
+        decisions = DecisionSettings(
+            settings, self.policy.solver_name, self.policy.solver_time_limit_s
+        )
+        ledger = Ledger(self.ledger_path)
+        undo.callback(ledger.close)
+        ledger.begin_run(
+            run,
+            at=time.time(),
+            parsl_run_dir=str(self.run_dir),
+            command=command,
+            about=about,
+            settings=decisions,
+        )
+        undo.callback(lambda: ledger.end_run(run, at=time.time(), how='not started'))
+        journal = JournalWriter(self.journal_path)
+        undo.callback(journal.close)
+        began = ev.RunBegan(
+            time.time(), run, str(self.run_dir), command, **about, settings=decisions.plain()
+        )
+        journal.begin_run(began)
+        undo.callback(lambda: journal.take(ev.RunEnded(time.time(), 'not started')))
+        return [journal, LedgerWriter(ledger, run, records)]
+
+    def _event_loop(
+        self,
+        settings: ControllerSettings,
+        parsl: HtexSide,
+        control: ControlServer,
+        stream: Stream,
+        records: dict[str, TrainerRecord],
+        log_dir: str,
+    ) -> EventLoop:
+        assert isinstance(self.provider, BackfillProvider)
+        site, template = self.provider.site, self._template.name if self._template else None
+        endpoint = ControlEndpoint(
+            sorted(self.all_addresses),
+            control.port,
+            self.cert_dir,
+            site.interface,
+            log_dir,
+            template,
+        )
+        fragments = FragmentRunner(control, stream, endpoint, self.timeouts, parsl, records)
+        stream.subscribers.append(fragments)
+        blocks = BlockManager(
+            self.provider, stream, control, log_dir, parsl, template, self.timeouts.join_s
+        )
+        requests = Requests(requests_folder(self.ledger_path))
+        return EventLoop(
+            Controller(self.allocator, settings),
+            control,
+            stream,
+            site,
+            blocks,
+            fragments,
+            parsl,
+            RequestHandler(requests, fragments, stream),
+        )
 
     def initialize_scaling(self) -> None:
         """Compose the launch command with one more worker than ordinary tasks use. The interchange
@@ -372,7 +375,8 @@ class FreeTrainExecutor(BlockExecutor):
                 'k': earlier.get('k', {}),
             },
         }
-        future = self._submit_inner(context, buffer)
+        assert self._parsl is not None
+        future = self._parsl.submit(context, buffer)
         self._post(OrdinaryTasks(+1))
         future.add_done_callback(lambda _: self._post(OrdinaryTasks(-1)))
         return future
@@ -380,6 +384,13 @@ class FreeTrainExecutor(BlockExecutor):
     def _post(self, command: Command) -> None:
         if (loop := self._loop) is not None:
             loop.post(command)
+
+    def status(self) -> dict[str, JobStatus]:
+        """The provider's answer. For a block that was taken before its nodes had started, Parsl
+        would report MISSING, which is a failure.
+        """
+        statuses: dict[str, JobStatus] = BlockProviderExecutor.status(self)
+        return statuses
 
     def quiesce(self) -> None:
         """Stop every fragment with a checkpoint, and start nothing afterwards. Waits at most
@@ -413,3 +424,12 @@ class FreeTrainExecutor(BlockExecutor):
             self._adoption.end()
         if self._lock is not None:
             self._lock.free_folder()
+
+    def _wait_for_blocks(self, timeout_s: float) -> None:
+        assert self.provider is not None
+        end = time.monotonic() + timeout_s
+        jobs = list(self.blocks_to_job_id.values())
+        while jobs and time.monotonic() < end:
+            if all(status.terminal for status in self.provider.status(jobs)):
+                return
+            time.sleep(0.1)

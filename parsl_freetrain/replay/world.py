@@ -11,16 +11,18 @@ from heapq import heappop, heappush
 from time import perf_counter
 
 from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
-from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.core.model.types import BlockRequest, Trainer
 from parsl_freetrain.replay.accounting import Accounts, Idle, Interruption, RecordedJob
 from parsl_freetrain.replay.idle_causes import why_unused
 from parsl_freetrain.replay.speed_measuring import Measuring
 
 
 class World:
-    """Nodes, fragments and their progress.
+    """Nodes, fragments and their progress: the runtime
+    (:class:`~parsl_freetrain.core.controller.runtime.Runtime`) of a replay.
 
     Parameters
     ----------
@@ -48,6 +50,7 @@ class World:
         self._runs = trainers
         self._interrupted: dict[str, tuple[tuple[int, float], Interruption]] = {}  # in this instant
         self._touched: dict[str, None] = {}
+        self._followed: list[ev.Event] = []  # of the actions of one decision
         self._completions: list[tuple[float, int, str]] = []
 
     def next_completion_s(self) -> float | None:
@@ -106,9 +109,10 @@ class World:
         began = perf_counter()
         while events:
             reply = self._controller.handle_all(events)
-            events = [
-                event for action in reply.actions if (event := self._obey(action, at)) is not None
-            ]
+            self._followed = []
+            carry_out(self, reply.actions, at)
+            self._refuse_failures(reply.actions)
+            events = self._followed
         thought_s = perf_counter() - began
         self._settle()
         pool = self._controller.state.pool
@@ -142,29 +146,50 @@ class World:
             self._interrupted.setdefault(name, (before, cause))
         return ev.FragmentEnded(at, name, run.fragment, max(int(run.samples), 0), ending)
 
-    def _obey(self, action: ev.Action, at: float) -> ev.Event | None:
-        match action:
-            case ev.StartFragment(name, fragment, nodes, deadline_s):
-                run = self._runs[name]
-                node_class = self._controller.state.pool.nodes[nodes[0]].node_class
-                curve = run.trainer.curve_on(node_class)
-                self._accounts.train(run, len(nodes), curve.rate_at(len(nodes)) if curve else 0.0)
-                run.fragment, run.deadline_s = fragment, deadline_s
-                self._touched[name] = None
-            case ev.StopFragment(name, fragment) if (
-                self._runs[name].nodes and self._runs[name].fragment == fragment
-            ):
-                return self._ended(name, at, Ending.STOPPED, Interruption.STOPPED)
-            case ev.AbandonFragment(name, fragment) if (
-                self._runs[name].nodes and self._runs[name].fragment == fragment
-            ):
-                return self._ended(name, at, Ending.PREEMPTED, Interruption.PREEMPTED)
-            case ev.EndTrainer(name, state, why) if (
-                state != 'finished' and not self._controller.settings.budgets
-            ):
-                raise AssertionError(f'In a replay trainer {name} ended as {state}: {why}')
-        # opening and closing blocks has no effect: the trace determines the nodes
-        return None
+    def open(self, request: BlockRequest, at: float) -> None:
+        """No effect, as of :meth:`close` and :meth:`release`: the trace determines the nodes."""
+
+    def close(self, blocks: Sequence[ev.CloseBlock], at: float) -> None:
+        """No effect."""
+
+    def release(self, nodes: ev.ReleaseNodes, at: float) -> None:
+        """No effect."""
+
+    def launch(self, fragment: ev.StartFragment, at: float) -> None:
+        """It trains from now on."""
+        run, count = self._runs[fragment.trainer], len(fragment.nodes)
+        node_class = self._controller.state.pool.nodes[fragment.nodes[0]].node_class
+        curve = run.trainer.curve_on(node_class)
+        self._accounts.train(run, count, curve.rate_at(count) if curve else 0.0)
+        run.fragment, run.deadline_s = fragment.fragment, fragment.deadline_s
+        self._touched[fragment.trainer] = None
+
+    def send(self, stop: ev.StopFragment, at: float) -> None:
+        """It stops at once."""
+        self._end(stop, at, Ending.STOPPED, Interruption.STOPPED)
+
+    def kill(self, fragment: ev.AbandonFragment, at: float) -> None:
+        """It ends at once."""
+        self._end(fragment, at, Ending.PREEMPTED, Interruption.PREEMPTED)
+
+    def _end(
+        self,
+        action: ev.StopFragment | ev.AbandonFragment,
+        at: float,
+        ending: Ending,
+        cause: Interruption,
+    ) -> None:
+        run = self._runs[action.trainer]
+        if run.nodes and run.fragment == action.fragment:
+            self._followed.append(self._ended(action.trainer, at, ending, cause))
+
+    def _refuse_failures(self, actions: Sequence[ev.Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.EndTrainer(name, state, why) if (
+                    state != 'finished' and not self._controller.settings.budgets
+                ):
+                    raise AssertionError(f'In a replay trainer {name} ended as {state}: {why}')
 
     def _settle(self) -> None:
         """Charge the costs of this instant, and predict completions again."""

@@ -107,12 +107,11 @@ def test_habits_and_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     held_up: dict[str, float] = {}
     often: dict[str, float] = {}
     used = 0.0
-    obey, ended = World._obey, World._ended
+    launch, ended = World.launch, World._ended
 
-    def starting(self: World, action: ev.Action, at: float) -> ev.Event | None:
-        if isinstance(action, ev.StartFragment):
-            often[action.trainer] = action.interruptions_per_s or 0.0
-        return obey(self, action, at)
+    def starting(self: World, action: ev.StartFragment, at: float) -> None:
+        often[action.trainer] = action.interruptions_per_s or 0.0
+        launch(self, action, at)
 
     def ending(self: World, name: str, at: float, how: Any, cause: Any) -> ev.FragmentEnded:
         nonlocal used
@@ -129,7 +128,7 @@ def test_habits_and_saving(monkeypatch: pytest.MonkeyPatch) -> None:
             held_up[way] = held_up.get(way, 0.0) + lasted_s // every_s * PAUSE_S * run.nodes
         return ended(self, name, at, how, cause)
 
-    monkeypatch.setattr(World, '_obey', starting)
+    monkeypatch.setattr(World, 'launch', starting)
     monkeypatch.setattr(World, '_ended', ending)
     print('\n' + shown('habits', trace, 10, learned, False))
     for way, node_s in lost.items():

@@ -19,6 +19,7 @@ from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember
+from tests.support.parsl_sides import NoParsl
 from tests.support.training import fit
 
 GRACE_S = 10.0
@@ -43,7 +44,7 @@ def training(tmp_path: Path) -> Iterator[FragmentRunner]:
         Stream([]),
         ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs'),
         Timeouts(),
-        lambda context, buffer: Future(),
+        NoParsl(),
     )
     runner.records['fit'] = record
     runner.start(ev.StartFragment('fit', 1, NODES[:1], None, 0), 0.0)

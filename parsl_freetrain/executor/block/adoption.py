@@ -8,9 +8,9 @@ import hashlib
 import logging
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.protocols import Adopting
@@ -20,6 +20,18 @@ from parsl_freetrain.training.process.block_lease import release, this_process, 
 logger = logging.getLogger(__name__)
 
 NODE = 'python3 -P -m parsl_freetrain.training.process.node_agent'
+
+
+TEMPLATE = ' --template {}'
+"""Option of it: the nodes import torch themselves, and write the logs of that into a folder."""
+
+
+class Registrar(Protocol):
+    """Knows the blocks of this run."""
+
+    def register(self, job_id: str) -> tuple[str, str]:
+        """Give a job the id of a block, and the command by which its nodes reach this run."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,9 +83,8 @@ class Adoption:
             f'{self._site.job_variable} --wait {self._wait_s:g}'
         )
 
-    def take_over(self, register: Callable[[str], tuple[str, str]]) -> list[AdoptedBlock]:
-        """Adopt what an earlier run has left, and tell its nodes. ``register``: gives a job the id
-        of a block, and the command by which its nodes reach this run. Raises FreeTrainError if the
+    def take_over(self, parsl: Registrar) -> list[AdoptedBlock]:
+        """Adopt what an earlier run has left, and tell its nodes. Raises FreeTrainError if the
         scheduler does not answer.
         """
         if self._site is None:
@@ -81,7 +92,7 @@ class Adoption:
         adopted, commands = [], {}
         now = time.time()
         for found in self._provider.adopt():
-            block, commands[found.job_id] = register(found.job_id)
+            block, commands[found.job_id] = parsl.register(found.job_id)
             request = BlockRequest(
                 found.nodes,
                 None if found.end_s is None else max(0.0, found.end_s - now),

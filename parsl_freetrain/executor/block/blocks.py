@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
@@ -22,6 +21,7 @@ from parsl_freetrain.executor.block.needs import nodes_needed
 from parsl_freetrain.executor.block.node_tasks import greeting
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
@@ -44,14 +44,6 @@ class BlockManager:
     ----------
     provider
         The site's provider.
-    launch
-        Opens a block through Parsl and returns (block id, job id); raises the site's errors.
-    managers
-        Returns Parsl's list of connected managers.
-    end_manager
-        Shuts a connected manager down.
-    submit
-        Sends one payload to the interchange.
     inbox
         Gets a :class:`GreetingReturned` when a node's first task has returned.
     template
@@ -65,10 +57,7 @@ class BlockManager:
         stream: Stream,
         inbox: CommandInbox,
         node_log_dir: str,
-        launch: Callable[[BlockRequest], tuple[str, str]],
-        managers: Callable[[], list[dict[str, Any]]],
-        end_manager: Callable[[str], None],
-        submit: Callable[[dict[str, Any], bytes], Future[Any]],
+        parsl: ParslSide,
         template: str | None = None,
         join_s: float = math.inf,
     ) -> None:
@@ -76,14 +65,11 @@ class BlockManager:
         self._stream = stream
         self._inbox = inbox
         self._node_log_dir = node_log_dir
-        self._launch = launch
-        self._managers = managers
-        self._end_manager = end_manager
-        self._submit = submit
+        self._parsl = parsl
         self._template = template
         self._join_s = join_s
         self.blocks: dict[str, BlockRecord] = {}
-        self.leaving = LeavingJobs(provider, submit)
+        self.leaving = LeavingJobs(provider, parsl)
         self._not_before = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self._refusals: list[str] = []
@@ -99,7 +85,7 @@ class BlockManager:
             return
         request = replace(request, avoid=tuple(sorted(self._avoided_at(at))))
         try:
-            block, job_id = self._launch(request)
+            block, job_id = self._parsl.open(request)
         except HoleGone:
             return
         except Exception as error:
@@ -183,19 +169,19 @@ class BlockManager:
         """Send a first task to managers that have registered since the last call, and end those
         whose blocks are over or have lost their nodes.
         """
-        for manager in self._managers():
+        for manager in self._parsl.managers():
             block_id, name = manager['block_id'], manager['manager']
             block = self.blocks.get(block_id)
             if not manager['active']:
                 continue
             if block is None or name in block.left:
-                self._end_manager(name)
+                self._parsl.end_manager(name)
                 continue
             if name in block.greeted:
                 continue
             block.greeted.add(name)
             block.answering.add(name)
-            greeted = self._submit(greeting(name, self._node_log_dir, self._template), b'')
+            greeted = self._parsl.submit(greeting(name, self._node_log_dir, self._template), b'')
             greeted.add_done_callback(
                 lambda done, b=block_id, m=name: self._inbox.post(GreetingReturned(b, m, done))  # type: ignore[misc]
             )
@@ -380,6 +366,6 @@ class BlockManager:
 
     def _end_managers(self, names: Collection[str]) -> None:
         """End managers that go on although their job does not."""
-        for manager in self._managers() if names else ():
+        for manager in self._parsl.managers() if names else ():
             if manager['active'] and manager['manager'] in names:
-                self._end_manager(manager['manager'])
+                self._parsl.end_manager(manager['manager'])

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor.block.block_record import BlockRecord
 from parsl_freetrain.executor.block.node_tasks import leaving
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.protocols import Yielding
@@ -33,20 +32,15 @@ class LeavingJobs:
 
     Parameters
     ----------
-    submit
-        Sends one payload to the interchange.
     clock
         Seconds since the epoch, as the times that the methods are given.
     """
 
     def __init__(
-        self,
-        provider: BackfillProvider,
-        submit: Callable[[dict[str, Any], bytes], Future[Any]],
-        clock: Callable[[], float] = time.time,
+        self, provider: BackfillProvider, parsl: ParslSide, clock: Callable[[], float] = time.time
     ) -> None:
         self._provider = provider
-        self._submit = submit
+        self._parsl = parsl
         self._clock = clock
         self._backoff = Backoff(AGAIN_S, LONGEST_AGAIN_S)
         self._until: dict[str, float] = {}  # by job id: then it is cancelled
@@ -59,7 +53,7 @@ class LeavingJobs:
         if isinstance(self._provider.site, Yielding):
             with suppress(TrainerFailed):  # the scheduler ends them
                 for manager in managers:
-                    self._submit(leaving(manager), b'')
+                    self._parsl.submit(leaving(manager), b'')
 
     def end(self, blocks: Sequence[BlockRecord], at: float) -> None:
         """End the jobs of these blocks. One whose nodes have not all joined is cancelled at

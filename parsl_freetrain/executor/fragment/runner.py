@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_ord
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
@@ -43,8 +44,8 @@ class FragmentRunner:
 
     Parameters
     ----------
-    submit
-        Sends one payload to the interchange: (context, buffer) -> future of the member's result.
+    records
+        All trainers of the run, by name.
 
     Attributes
     ----------
@@ -60,17 +61,17 @@ class FragmentRunner:
         stream: Stream,
         endpoint: ControlEndpoint,
         timeouts: Timeouts,
-        submit: Callable[[dict[str, Any], bytes], Future[Any]],
+        parsl: ParslSide,
         records: dict[str, TrainerRecord] | None = None,
     ) -> None:
         self._control = control
         self._stream = stream
         self._endpoint = endpoint
         self._timeouts = timeouts
-        self._submit = submit
+        self._parsl = parsl
         self._members = Members(control, timeouts.peer_s)
         self._listener = Listener(self._members, stream)
-        self._standby = StandbyLauncher(control, submit)
+        self._standby = StandbyLauncher(control, parsl)
         self._watchdog = Watchdog(timeouts)
         self.running: dict[tuple[str, int], RunningFragment] = {}
         self.records = {} if records is None else records
@@ -136,7 +137,7 @@ class FragmentRunner:
         for member in fragment.members:
             if member in fragment.lost:
                 continue
-            inner = self._submit(
+            inner = self._parsl.submit(
                 {
                     'resource_spec': {PIN: fragment.action.nodes[member]},
                     'task_executor': {

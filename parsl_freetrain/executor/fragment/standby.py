@@ -13,6 +13,7 @@ from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment, came_back
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.training.spec.messages import StartStandby
 
 logger = logging.getLogger(__name__)
@@ -26,20 +27,10 @@ _SPARE_S = 120.0
 
 
 class StandbyLauncher:
-    """Has ranks run ahead, and says when the fragment that trains may be asked to stop.
+    """Has ranks run ahead, and says when the fragment that trains may be asked to stop."""
 
-    Parameters
-    ----------
-    submit
-        Sends one payload to the interchange, as in
-        :class:`~parsl_freetrain.executor.fragment.runner.FragmentRunner`.
-    """
-
-    def __init__(
-        self, control: ControlServer, submit: Callable[[dict[str, Any], bytes], Future[Any]]
-    ) -> None:
-        self._control = control
-        self._submit = submit
+    def __init__(self, control: ControlServer, parsl: ParslSide) -> None:
+        self._control, self._parsl = control, parsl
 
     def send(
         self,
@@ -73,7 +64,7 @@ class StandbyLauncher:
             if fragment.awaited
             else ()
         ):
-            self._submit(
+            self._parsl.submit(
                 {
                     'resource_spec': {PIN: node},
                     'task_executor': {

@@ -21,6 +21,7 @@ from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.sites.batch.life import BlockLife, status_of
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
+from tests.support.parsl_sides import NoParsl
 
 
 class Told:
@@ -44,7 +45,7 @@ def test_the_nodes_of_a_job_that_ran_out_of_memory_are_gone_for_that_reason(
 ) -> None:
     told, nobody = Told(), cast(Any, None)
     provider = BackfillProvider(LocalSite(nodes=1))
-    blocks = BlockManager(provider, Stream([told]), nobody, '', nobody, list, nobody, nobody)
+    blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl())
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['b1'].nodes['n1'] = 'node01'
     blocks.poll({'b1': status_of('7', life)}, 1.0)
@@ -91,7 +92,7 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
         sent.append(context)
 
     provider = BackfillProvider(Shared())
-    blocks = BlockManager(provider, Stream([]), nobody, '', nobody, list, nobody, submit)
+    blocks = BlockManager(provider, Stream([]), nobody, '', NoParsl(submit))
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['b1'].greeted.add('n1')
     blocks.blocks['b1'].nodes['n1'] = 'node01'
@@ -112,8 +113,8 @@ def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself(back_s:
     site = Shared()
     provider = BackfillProvider(site)
     provider._jobs |= dict.fromkeys('78', None)
-    blocks = BlockManager(provider, Stream([]), nobody, '', nobody, list, nobody, nobody)
-    blocks.leaving = LeavingJobs(provider, lambda *_: nobody, lambda: now)
+    blocks = BlockManager(provider, Stream([]), nobody, '', NoParsl())
+    blocks.leaving = LeavingJobs(provider, NoParsl(), lambda: now)
     for name, job in (('joined', '7'), ('starting', '8')):
         blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['joined'].nodes['n1'] = 'node01'
@@ -135,8 +136,8 @@ def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> 
     site = Shared()
     provider = BackfillProvider(site, max_blocks=2)
     provider._jobs |= dict.fromkeys('78', None)
-    blocks = BlockManager(provider, Stream([]), nobody, '', nobody, list, nobody, nobody)
-    blocks.leaving = LeavingJobs(provider, lambda *_: nobody, lambda: now)
+    blocks = BlockManager(provider, Stream([]), nobody, '', NoParsl())
+    blocks.leaving = LeavingJobs(provider, NoParsl(), lambda: now)
     for name, job in (('joined', '7'), ('starting', '8')):
         blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['joined'].nodes['n1'] = 'node01'
@@ -168,9 +169,7 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
     told, nobody, site = Told(), cast(Any, None), Shared()
     provider = BackfillProvider(site)
     provider._jobs['7'] = None
-    blocks = BlockManager(
-        provider, Stream([told]), nobody, '', nobody, list, nobody, nobody, join_s=60.0
-    )
+    blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl(), join_s=60.0)
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 600.0)), 0.0)
     block = blocks.blocks['b1']
     waits, runs = JobStatus(JobState.PENDING), JobStatus(JobState.RUNNING)

@@ -48,6 +48,7 @@ from parsl_freetrain.training.spec.messages import (
     Stuck,
 )
 from parsl_freetrain.training.spec.messages import Ending as Ending_
+from tests.support.parsl_sides import NoParsl
 
 
 class Nobody:
@@ -609,7 +610,7 @@ def test_when_a_connection_ends_the_scheduler_is_asked_at_once_but_not_again_and
     nothing: Any = None
     loop = EventLoop(
         nothing, nothing, Stream([]), LocalSite(nodes=1, poll_s=30.0), nothing, runner,
-        dict, str, print, nothing,
+        NoParsl(), nothing,
     )  # fmt: skip
     asked = []
     for at in (100.0, 110.0, 131.0):

@@ -28,6 +28,7 @@ from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.checkpoint.identity import record_or_compare
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.training import TrainingSpec
+from tests.support.parsl_sides import NoParsl
 from tests.support.training import fit
 
 
@@ -72,7 +73,7 @@ def orders(tmp_path: Path) -> Iterator[tuple[FragmentRunner, list[FragmentOrder]
         Stream([]),
         ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs'),
         Timeouts(),
-        submit,
+        NoParsl(submit),
     )
     runner.records['fit'] = TrainerRecord(
         settings.trainer('fit'),

@@ -1,0 +1,155 @@
+"""What the event loop does and asks through Parsl: blocks, managers, tasks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import zmq
+from parsl.executors import HighThroughputExecutor
+from parsl.executors.high_throughput.executor import HTEXFuture
+from parsl.jobs.states import JobState, JobStatus
+
+from parsl_freetrain.core.model.errors import TrainerFailed
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor.run_lock import RunLock
+from parsl_freetrain.sites.provider import BackfillProvider
+
+INTERCHANGE_S = 30.0
+"""Seconds without an answer after which the interchange is considered dead."""
+_LOOK_MS = 200
+
+
+class ParslSide(Protocol):
+    """Only the event loop's thread calls it, but for :meth:`submit`."""
+
+    def open(self, request: BlockRequest) -> tuple[str, str]:
+        """Open a block; returns its block id and job id, or raises the site's errors."""
+        ...
+
+    def submit(self, context: dict[str, Any], buffer: bytes) -> Future[Any]:
+        """Send one payload to the interchange. Raises TrainerFailed if the interchange is gone."""
+        ...
+
+    def managers(self) -> list[dict[str, Any]]:
+        """The connected managers."""
+        ...
+
+    def end_manager(self, name: str) -> None:
+        """Have the interchange shut a manager down."""
+        ...
+
+    def statuses(self) -> dict[str, JobStatus]:
+        """The batch system's answer for all blocks, by block id."""
+        ...
+
+    def trouble(self) -> str:
+        """A sentence if nothing more can run; else empty."""
+        ...
+
+    def fail_all(self, why: str) -> None:
+        """Fail all tasks that Parsl waits for, and all that are still to come."""
+        ...
+
+
+class HtexSide:
+    """The side of a started HighThroughputExecutor.
+
+    Parameters
+    ----------
+    agent
+        What the command of a block's nodes begins with.
+    lock
+        The lock of the run's folder. If it is lost, trainers cannot go on, but ordinary apps do.
+    """
+
+    def __init__(self, executor: HighThroughputExecutor, agent: str, lock: RunLock) -> None:
+        self._executor, self._agent, self._lock = executor, agent, lock
+        self._submitting = threading.Lock()
+
+    def open(self, request: BlockRequest) -> tuple[str, str]:
+        """As in the protocol."""
+        executor = self._executor
+        assert isinstance(executor.provider, BackfillProvider)
+        block_id = str(executor._block_id_counter.get_id())
+        command = f'{self._agent} {executor._get_launch_command(block_id)}'
+        if request.walltime_s is not None:
+            # If --drain_period is given several times, the last one counts.
+            command += f' --drain_period={max(1, int(request.walltime_s))}'
+        name = f'parsl.{executor.label}.block-{block_id}'
+        job_id = executor.provider.open_block(request, command, name)
+        self._note_block(block_id, job_id)
+        return block_id, job_id
+
+    def register(self, job_id: str) -> tuple[str, str]:
+        """Assign a block id to an adopted job; returns it and the command that connects
+        its nodes.
+        """
+        block_id = str(self._executor._block_id_counter.get_id())
+        self._note_block(block_id, job_id)
+        return block_id, self._executor._get_launch_command(block_id)
+
+    def _note_block(self, block_id: str, job_id: str) -> None:
+        """Enter a block into Parsl's own records, as its ``scale_out_facade`` does."""
+        executor = self._executor
+        executor.blocks_to_job_id[block_id] = job_id
+        executor.job_ids_to_block[job_id] = block_id
+        executor._status[block_id] = JobStatus(JobState.PENDING)
+        executor.send_monitoring_info({block_id: executor._status[block_id]})
+
+    def submit(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
+        """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
+        loop both submit here. Without an interchange it would wait for ever.
+        """
+        with self._submitting:
+            while not self._executor.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):
+                if trouble := self._parsls_trouble():
+                    raise TrainerFailed(f'{trouble}.')
+            return HighThroughputExecutor.submit_payload(self._executor, context, buffer)
+
+    def managers(self) -> list[dict[str, Any]]:
+        """Parsl's own call would wait for ever if the interchange is gone."""
+        if self._parsls_trouble():
+            return []
+        ask: Callable[..., list[dict[str, Any]]] = self._executor.command_client.run
+        return ask('MANAGERS', timeout_s=INTERCHANGE_S)
+
+    def end_manager(self, name: str) -> None:
+        """The interchange does that with managers that are held."""
+        if not self._parsls_trouble():
+            ask: Callable[..., object] = self._executor.command_client.run
+            ask(['HOLD_MANAGER', name], timeout_s=INTERCHANGE_S)
+
+    def statuses(self) -> dict[str, JobStatus]:
+        """As in the protocol."""
+        self._executor._last_poll_time = 0.0  # Parsl compares clocks, which may be set back
+        self._executor.poll_facade()
+        return {
+            block: status
+            for block, status in self._executor.status_facade.items()
+            if status.state is not JobState.SCALED_IN
+        }
+
+    def trouble(self) -> str:
+        """As in the protocol."""
+        return self._lock.lost or self._parsls_trouble()
+
+    def _parsls_trouble(self) -> str:
+        interchange = self._executor.interchange_proc
+        if interchange is None:
+            return ''
+        if interchange.poll() is None:
+            if self._executor.command_client.ok:
+                return ''
+            return f"Parsl's interchange has not answered within {INTERCHANGE_S:g} s"
+        return (
+            f"Parsl's interchange has ended with status {interchange.returncode}; its log is "
+            f'{self._executor.logdir}/interchange.log, and a new run continues from the checkpoints'
+        )
+
+    def fail_all(self, why: str) -> None:
+        """As in the protocol; where only the folder is lost, ordinary apps go on."""
+        if not self._lock.lost and not self._executor.bad_state_is_set:
+            self._executor.set_bad_state_and_fail_all(TrainerFailed(f'{why}.'))
