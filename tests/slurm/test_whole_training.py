@@ -164,8 +164,8 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
         run.may_end()
         assert run.process.wait(LIMIT_S) == 0, run.said()
     history = run.history()
-    nodes = [block.opened.request.nodes for block in history.blocks]
-    print(f'blocks of {nodes} nodes, {len(history.fragments)} fragments')
+    asked = [block.opened.request.nodes for block in history.blocks]
+    print(f'blocks of {asked} nodes, {len(history.fragments)} fragments')
     assert len(history.blocks) >= BLOCKS
     assert len(sizes(history)) >= 3
     assert {'taken', 'lost'} & {node.how for node in history.nodes}
