@@ -198,7 +198,7 @@ class FreeTrainApp:
             ) from error
         if dfk.monitoring is not None:
             executor.monitoring_export.start(
-                dfk.monitoring.logging_endpoint, executor.journal_path, dfk.run_id
+                dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id
             )
         fragment = python_app(
             fragment_task, data_flow_kernel=dfk, executors=[executor.label], cache=False

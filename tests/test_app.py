@@ -403,8 +403,8 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
     with refused("'elsewhere'", "'freetrain'"):
         app(executor='elsewhere')()
     assert {path.name for path in root.iterdir()} <= {
-        'ledger.sqlite',
-        'ledger.sqlite-journal',  # while something is written
+        'ledger.journal',
+        'ledger.journal.part',  # while something is written
         'logs',
         'requests',
         'run.json',

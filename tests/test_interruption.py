@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -18,6 +17,9 @@ from pathlib import Path
 
 import psutil
 
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.state import History
+from parsl_freetrain.journal.read import Journal
 from tests.support.waiting import LIMIT_S, looks, under_load
 
 MARK = 'FREETRAIN_INTERRUPTION_TEST'
@@ -68,25 +70,22 @@ class Demo:
 
     def wait_for_progress(self) -> None:
         """Both trainers have committed a checkpoint in this run, and have gone on since."""
-        self._until(lambda: self._trainers('checkpoints', 'at > ?') == {'cnn', 'mlp'})
+        self._until(lambda: self._saved_since(self.begun_at) == {'cnn', 'mlp'})
         since = time.time()
-        self._until(lambda: 'cnn' in self._trainers('progress', 'at > ?', since))
+        self._until(lambda: 'cnn' in self._reported_since(since))
 
-    def _trainers(self, table: str, condition: str, since: float | None = None) -> set[str]:
-        with (
-            contextlib.suppress(sqlite3.Error),
-            contextlib.closing(
-                sqlite3.connect(f'file:{self.out}/holes/ledger.sqlite?mode=ro', uri=True)
-            ) as ledger,
-        ):
-            return {
-                name
-                for (name,) in ledger.execute(
-                    f'SELECT DISTINCT trainer FROM {table} WHERE {condition}',
-                    (since or self.begun_at,),
-                )
-            }
-        return set()
+    def _history(self) -> History:
+        with contextlib.suppress(BadInput):
+            return Journal(self.out / 'holes' / 'ledger.journal').history()
+        return History()
+
+    def _saved_since(self, at: float) -> set[str]:
+        saved = [c for run in self._history().runs for c in run.checkpoints]
+        return {checkpoint.trainer for checkpoint in saved if checkpoint.at > at}
+
+    def _reported_since(self, at: float) -> set[str]:
+        seen = [fragment.seen for fragment in self._history().fragments]
+        return {report.trainer for report in seen if report and report.at > at}
 
     def _until(self, condition: Callable[[], bool]) -> None:
         for _ in looks():

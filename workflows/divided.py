@@ -150,7 +150,7 @@ def train(
             name: result(future, site, LONGER)
             for name, future in ((DIVIDED, divided), (WHOLE, whole))
         }
-    history = Journal(executor.ledger_path.with_suffix('.journal')).history()
+    history = Journal(executor.ledger_path).history()
     told = summary(history)['trainers']
     nodes = [len(fragment.nodes) for fragment in history.fragments if fragment.trainer == DIVIDED]
     told[DIVIDED]['shapes'] = [str(shapes[count]) for count in nodes]

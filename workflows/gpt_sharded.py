@@ -202,7 +202,7 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         hurry.touch()
         found = {SHARDED: result(sharded, site, ADVICE)}
         found[ALONE] = result(submitted(ALONE, 1), site, ADVICE)
-    history = Journal(executor.ledger_path.with_suffix('.journal')).history()
+    history = Journal(executor.ledger_path).history()
     fragments = [f for f in history.fragments if f.trainer == SHARDED]
     summary = {
         'weights_equal': same_weights(found[SHARDED], found[ALONE]),

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, journal_of
+from parsl_freetrain.cli.where import JsonOption
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 
@@ -65,7 +65,7 @@ def _newest(ledger: Path) -> str | None:
     """The name of the newest run in a ledger."""
     from parsl_freetrain.journal.read import Journal
 
-    journal = journal_of(ledger)
+    journal = ledger
     if not journal.is_file():
         return None
     runs = Journal(journal, keep_progress=False).history().runs
@@ -106,7 +106,7 @@ def _close(ledger: Path, run: str, as_json: bool) -> None:
     from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.report.summary import summary
 
-    found = summary(Journal(journal_of(ledger), keep_progress=False).history(run))
+    found = summary(Journal(ledger, keep_progress=False).history(run))
     if as_json:
         print(json.dumps({'ledger': str(ledger), 'run': run, **found}))
     else:

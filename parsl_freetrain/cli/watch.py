@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import LedgerOption, RunOption, journal_of, ledger_at
+from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _awaited(given: Path | None, keep_progress: bool) -> Journal:
     said = ''
     while True:
         try:
-            path = journal_of(ledger_at(given))
+            path = ledger_at(given)
         except BadInput as error:
             why = str(error)
         else:

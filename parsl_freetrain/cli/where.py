@@ -71,9 +71,4 @@ def journal_at(given: Path | None, *, keep_progress: bool = True) -> Journal:
     """The journal of the run that is meant; see :func:`ledger_at`."""
     from parsl_freetrain.journal.read import Journal
 
-    return Journal(journal_of(ledger_at(given)), keep_progress=keep_progress)
-
-
-def journal_of(ledger: Path) -> Path:
-    """The file of a run's events."""
-    return ledger.with_suffix('.journal') if ledger.suffix == '.sqlite' else ledger
+    return Journal(ledger_at(given), keep_progress=keep_progress)

@@ -5,6 +5,8 @@ loop that runs trainers in them.
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import shlex
 import sys
 import threading
@@ -13,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
 
+import psutil
 from parsl.executors import HighThroughputExecutor
 from parsl.executors.high_throughput.executor import HTEXFuture
 from parsl.executors.status_handling import BlockProviderExecutor
@@ -42,7 +45,6 @@ from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
-from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process
 from parsl_freetrain.executor.metric_export import MetricExport
 from parsl_freetrain.executor.monitoring_export import MonitoringExport
 from parsl_freetrain.executor.parsl_side import HtexSide
@@ -60,14 +62,13 @@ from parsl_freetrain.executor.settings import (
     check_solver,
     check_trainer,
 )
-from parsl_freetrain.executor.stream import Stream, Subscriber
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import TrainerNames
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.journal.append import JournalWriter
-from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -170,17 +171,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     @property
     def ledger_path(self) -> Path:
-        """The SQLite file that records the run."""
+        """The journal of the run."""
         return (
             Path(self.recording.ledger)
             if self.recording.ledger
-            else Path(self.checkpoint_dir).absolute() / 'ledger.sqlite'
+            else Path(self.checkpoint_dir).absolute() / 'ledger.journal'
         )
-
-    @property
-    def journal_path(self) -> Path:
-        """The journal beside it."""
-        return self.ledger_path.with_suffix('.journal')
 
     @property
     def status_polling_interval(self) -> float:
@@ -213,10 +209,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
         adoption.begin()
         settings = controller_settings(
-            self.policy, provider, self.journal_path, int(self.max_workers_per_node)
+            self.policy, provider, self.ledger_path, int(self.max_workers_per_node)
         )
         records: dict[str, TrainerRecord] = {}
-        recorders = self._begin_journal(settings, records, undo)
+        journal = self._begin_journal(settings, undo)
         undo.callback(self.shutdown)
         self._environment_command = prepared(provider.environment, self.checkpoint_dir)
         log_dir = str(folder.absolute() / 'logs')
@@ -233,41 +229,36 @@ class FreeTrainExecutor(HighThroughputExecutor):
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
         shown = ProgressLine(sys.stderr, records, self.ledger_path)
-        stream = Stream([FutureUpdater(records), lock, shown], recorders)
+        stream = Stream([FutureUpdater(records), lock, shown], [journal])
         self._loop = self._event_loop(settings, parsl, control, stream, records, log_dir)
         for block in adopted:
             self._loop.post(AdoptBlock(block))
         self._loop.start()
-        self._metrics.start(self.journal_path, str(self.run_id))
+        self._metrics.start(self.ledger_path, str(self.run_id))
 
-    def _begin_journal(
-        self, settings: ControllerSettings, records: dict[str, TrainerRecord], undo: ExitStack
-    ) -> list[Subscriber]:
+    def _begin_journal(self, settings: ControllerSettings, undo: ExitStack) -> JournalWriter:
         """Begin this run in the journal."""
-        run, command = str(self.run_id), shlex.join(sys.orig_argv)
-        about = about_this_process(self.checkpoint_dir)
         decisions = DecisionSettings(
             settings, self.policy.solver_name, self.policy.solver_time_limit_s
         )
-        ledger = Ledger(self.ledger_path)
-        undo.callback(ledger.close)
-        ledger.begin_run(
-            run,
-            at=time.time(),
-            parsl_run_dir=str(self.run_dir),
-            command=command,
-            about=about,
-            settings=decisions,
-        )
-        undo.callback(lambda: ledger.end_run(run, at=time.time(), how='not started'))
-        journal = JournalWriter(self.journal_path)
+        journal = JournalWriter(self.ledger_path)
         undo.callback(journal.close)
-        began = ev.RunBegan(
-            time.time(), run, str(self.run_dir), command, **about, settings=decisions.plain()
+        journal.begin_run(
+            ev.RunBegan(
+                time.time(),
+                str(self.run_id),
+                str(self.run_dir),
+                shlex.join(sys.orig_argv),
+                platform.node(),
+                os.getpid(),
+                psutil.Process().create_time(),
+                os.getcwd(),
+                str(Path(self.checkpoint_dir).absolute()),
+                decisions.plain(),
+            )
         )
-        journal.begin_run(began)
         undo.callback(lambda: journal.take(ev.RunEnded(time.time(), 'not started')))
-        return [journal, LedgerWriter(ledger, run, records)]
+        return journal
 
     def _event_loop(
         self,

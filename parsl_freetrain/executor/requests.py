@@ -109,7 +109,7 @@ def ask(
     folder = requests_folder(ledger)
     if not ledger.is_file() or not folder.is_dir():
         raise BadInput(
-            f'There is no run with the ledger {ledger}: name the ledger.sqlite in the '
+            f'There is no run with the ledger {ledger}: name the ledger.journal in the '
             'checkpoint_dir of a running workflow.'
         )
     _refuse_others(folder)

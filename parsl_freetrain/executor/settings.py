@@ -125,7 +125,7 @@ class Recording(Settings, frozen=True, kw_only=True):
     Attributes
     ----------
     ledger
-        SQLite file that records the run. Default: ``ledger.sqlite`` in the executor's
+        File that records the run: its journal. Default: ``ledger.journal`` in the executor's
         checkpoint_dir.
     loggers
         Where metrics go too: loggers of ``parsl_freetrain.integrations``.

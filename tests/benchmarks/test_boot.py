@@ -49,7 +49,7 @@ def boot(folder: Path) -> list[float]:
         training = trainer(pause_s=0.01)
         wait_until(lambda: training.progress().samples)
         training.cancel()
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         history = ledger.history()
     node, fragment = history.nodes[0], history.fragments[0]
     block = next(block for block in history.blocks if block.name == node.block)

@@ -187,7 +187,7 @@ def test_what_a_rescale_costs(
                 other.cancel()
             trains(training, 2)
             training.cancel()
-        run = Journal(executor.journal_path).history().runs[-1]
+        run = Journal(executor.ledger_path).history().runs[-1]
         changes = run.trainers['long'].rescaled
         found[way] = [
             ('up' if c.after > c.before else 'down', c.seconds) for c in changes[-2 * ROUNDS :]

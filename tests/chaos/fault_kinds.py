@@ -68,7 +68,7 @@ def _newest(run: Run) -> Path:
 
 
 def _ledger(run: Run) -> Path:
-    return run.folder / 'checkpoints' / 'ledger.sqlite'
+    return run.folder / 'checkpoints' / 'ledger.journal'
 
 
 def _full_disk(run: Run, draw: random.Random) -> None:

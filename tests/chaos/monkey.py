@@ -13,7 +13,6 @@ import math
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.state import History
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos.disks import small_disk
@@ -114,26 +116,18 @@ class Run:
         if self.process is not None:
             self.process.wait()
 
-    def rows(self, query: str) -> list[tuple[object, ...]]:
-        """From the ledger; none as long as it cannot be read."""
-        with (
-            contextlib.suppress(sqlite3.Error),
-            contextlib.closing(
-                sqlite3.connect(f'file:{self.folder}/checkpoints/ledger.sqlite?mode=ro', uri=True)
-            ) as ledger,
-        ):
-            return ledger.execute(query).fetchall()
-        return []
-
-    def number(self, query: str) -> int:
-        found = self.rows(query)
-        return int(str(found[0][0] or 0)) if found else 0
+    def history(self) -> History:
+        """Of its journal; empty as long as that cannot be read."""
+        with contextlib.suppress(BadInput):
+            return Journal(self.folder / 'checkpoints' / 'ledger.journal').history()
+        return History()
 
     def fragments(self) -> int:
-        return self.number('SELECT COUNT(*) FROM fragments WHERE started_at IS NOT NULL')
+        return sum(fragment.started_at is not None for fragment in self.history().fragments)
 
     def saved(self) -> int:
-        return self.number('SELECT MAX(samples) FROM checkpoints')
+        saved = [c.samples for run in self.history().runs for c in run.checkpoints]
+        return max(saved, default=0)
 
 
 class Monkey:
@@ -188,15 +182,9 @@ class Monkey:
             )
             self.run.start(epochs)
         if time.monotonic() > since + LIMIT_S:
-            last = self.run.rows(
-                'SELECT run, fragment, nodes, from_samples, started_at, ended_at, '
-                'ending, error FROM fragments '
-                'ORDER BY run DESC, fragment DESC LIMIT 5'
-            )
-            nodes = self.run.rows(
-                'SELECT run, name, joined_at, left_at, how FROM nodes ORDER BY joined_at '
-                'DESC LIMIT 6'
-            )
+            history = self.run.history()
+            last = [(f.launched, f.started_at, f.ended) for f in history.fragments[-5:]]
+            nodes = history.nodes[-6:]
             alive = [
                 (p.pid, p.ppid(), p.status(), ' '.join(p.cmdline())[:90])
                 for p in self.run.processes()
@@ -283,12 +271,11 @@ def chaos(
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
             check(ended, undisturbed(folder / 'alone', epochs), epochs)
-            endings = Counter(
-                str(ending or 'cut off') for (ending,) in run.rows('SELECT ending FROM fragments')
-            )
+            all_fragments = run.history().fragments
+            endings = Counter(str(one.ending or 'cut off') for one in all_fragments)
             aside = len(list((run.store / 'bad').glob('ckpt-*')))
             say(
-                f'{run.number("SELECT COUNT(*) FROM fragments")} fragments '
+                f'{len(all_fragments)} fragments '
                 f'({dict(endings)}), {run.starts} starts of the workflow, '
                 f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} '
                 f'samples, {time.monotonic() - began:.0f} s; '

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support.programs import run_to_end
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
@@ -56,8 +56,7 @@ def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
         unknown = freetrain_preempt('cnn', *ledger)
         assert (unknown.returncode, unknown.stdout) == (2, '')
         assert "no trainer 'cnn' in this run; it has 'fit'" in unknown.stderr
-    with Reader(executor.ledger_path) as reader:
-        first, second, third = reader.history().fragments[:3]
+    first, second, third = Journal(executor.ledger_path).history().fragments[:3]
     assert (first.ending, first.samples) == ('stopped', first.reached)  # it had time to save
     assert first.samples
     assert second.ending == 'preempted'

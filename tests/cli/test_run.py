@@ -75,7 +75,7 @@ def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (
         'trained 64 a --b' in done.stderr
-        and f'freetrain watch --ledger {folder}/kept/ledger.sqlite' in done.stderr
+        and f'freetrain watch --ledger {folder}/kept/ledger.journal' in done.stderr
     )
     found = json.loads(done.stdout)
     assert (

@@ -80,7 +80,7 @@ def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_av
         for fragment in (1, 2, 3)
         for rank, part in enumerate(PARTS)
     }
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         fragments = ledger.history().fragments
     assert [fragment.ending for fragment in fragments] == ['preempted', 'preempted', 'failed']
     assert f' has a broken device: {FAULT};' in fragments[0].error

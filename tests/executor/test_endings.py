@@ -49,7 +49,7 @@ def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> N
         future = trainer(pause_s=0.03)
         assert future.result(LIMIT_S).samples == epochs * 96
         assert future.progress().preempted == 0
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         fragments = ledger.history().fragments
     first_end = fragments[0].ended_at
     assert first_end is not None
@@ -135,5 +135,5 @@ def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path
         freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets={'total': 3.0}),
     ):
         pass
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         assert len({fragment.run for fragment in ledger.history().fragments}) == 1

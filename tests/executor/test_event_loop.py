@@ -71,7 +71,7 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
             max_nodes=4, total_epochs=2, scaling=Scaling(rate={1: 1.0, 4: 4.0})
         )(fit)
         assert trainer().result(LIMIT_S).samples == 192
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         history = ledger.history()
         joined = [
             [len(event.nodes) for event in batch.events if isinstance(event, ev.NodesJoined)]
@@ -124,7 +124,7 @@ def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
         with pytest.raises(TrainerFailed, match='the first 3 nodes could not be used'):
             future.result(LIMIT_S)
         assert future.state == 'failed' and not future.cancelled()
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         (trainer,) = ledger.history().trainings
     assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
 
@@ -192,7 +192,7 @@ def test_whatever_ends_the_event_loop_fails_all_futures(
         task: Future[Checkpoint] = running.checkpoints[-1]
         assert task.result(LIMIT_S).trainer == 'fit'  # what the fragment has saved, if anything
         wait_until(lambda: not executor.connected_managers(), 'its nodes are not given back')
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         history = ledger.history()
     assert history.runs[0].how == 'error' and history.runs[0].ended_at is not None
     assert {trainer.state for trainer in history.trainings} >= {'interrupted'}

@@ -44,7 +44,7 @@ EVER = 100_000  # epochs
 
 
 def fragments(executor: FreeTrainExecutor) -> list[Any]:
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         return list(ledger.history().fragments)
 
 

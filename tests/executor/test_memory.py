@@ -58,7 +58,7 @@ def test_a_rank_that_the_kernel_ends_for_lack_of_memory_needs_more_nodes(
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
         app = freetrain_app(sizes=(1, 2), total_epochs=2, scaling=Scaling(rate={1: 2.0, 2: 1.0}))
         app(train)(str(small)).result(LIMIT_S)
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         fragments = ledger.history().fragments
     assert [len(fragment.nodes) for fragment in fragments] == [1, 2]
     assert [fragment.ending for fragment in fragments] == ['failed', 'finished']

@@ -22,7 +22,7 @@ from parsl_freetrain.executor.requests import (
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    path = tmp_path / 'run' / 'ledger.sqlite'
+    path = tmp_path / 'run' / 'ledger.journal'
     path.parent.mkdir()
     path.touch()
     return path
@@ -65,7 +65,7 @@ def test_a_run_that_is_over_does_not_answer_and_a_new_one_does_not_do_what_an_ol
 
 def test_without_a_run_there_is_nobody_to_ask(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match='no run with the ledger'):
-        ask(tmp_path / 'ledger.sqlite', Preempt('cnn'), 1)
+        ask(tmp_path / 'ledger.journal', Preempt('cnn'), 1)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
         alone = before.result(LIMIT_S)
 
         def moves() -> bool:
-            run = Journal(executor.journal_path).history().runs[0]
+            run = Journal(executor.ledger_path).history().runs[0]
             return len(run.trainers['moved'].fragments) > 1
 
         wait_until(moves, 'it does not move to the fast node')
@@ -94,7 +94,7 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
             trainer(other={1: 1.0})(str(go)).result(LIMIT_S)
     assert same_weights(result, alone)
     assert same_weights(both, alone)
-    journal = Journal(executor.journal_path)
+    journal = Journal(executor.ledger_path)
     class_of = {
         node: event.node_class
         for _, event in journal.events(ev.NodesJoined)
@@ -146,11 +146,11 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
         go.touch()
         result = first.result(LIMIT_S)
     assert same_weights(result, alone)
-    training = Journal(executor.journal_path).history().runs[0].trainers[first.name]
+    training = Journal(executor.ledger_path).history().runs[0].trainers[first.name]
     measured, history = training.rescaled, training.fragments
     assert [(m.before, m.after) for m in measured][:2] == [(1, 2), (2, 1)]
     assert all(m.seconds > 0 for m in measured)
-    up_s, down_s = costs_bid(executor.journal_path, 'long')
+    up_s, down_s = costs_bid(executor.ledger_path, 'long')
     assert up_s == 0.25  # as stated
     assert down_s == pytest.approx(measured[1].seconds)
     # It had rank 0 on the node that it began on. Which one stays goes by the nodes' names, which

@@ -36,7 +36,7 @@ with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
 def test_a_second_live_run_is_refused_and_status_sees_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = str(tmp_path / 'checkpoints' / 'ledger.sqlite')
+    ledger = str(tmp_path / 'checkpoints' / 'ledger.journal')
 
     def state() -> str:
         assert main(['status', '--json', '--ledger', ledger]) == 0

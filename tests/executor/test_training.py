@@ -51,7 +51,7 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
         assert first.result().metrics.keys() == {'loss'}
         assert same_weights(first.result(), second.result())
         assert all(f.result().samples <= 192 for f in first.checkpoints)
-    found = summary(Journal(executor.ledger_path.with_suffix('.journal')).history())
+    found = summary(Journal(executor.ledger_path).history())
     assert (
         found['trainers']['fit']['samples'] == found['trainers']['fit']['samples_expected'] == 192
     )

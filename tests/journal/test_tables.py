@@ -21,7 +21,6 @@ from tests.support.journals import demo_journal
 def test_a_user_gets_a_file_for_sql_or_for_pandas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / 'ledger.sqlite').touch()
     demo_journal(tmp_path / 'ledger.journal', seconds=20.0, runs=2)
     given = ('export', '--ledger', str(tmp_path))
     assert main([*given]) == 2

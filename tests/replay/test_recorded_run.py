@@ -76,7 +76,6 @@ def recorded(path: Path, settings: DecisionSettings | None = SETTINGS) -> Path:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    (tmp_path / 'ledger.sqlite').touch()
     return recorded(tmp_path / 'ledger.journal')
 
 
@@ -197,7 +196,7 @@ def test_every_decision_of_a_live_run_is_made_again(
         third.result(LONG)
         assert main(['cancel', 'second', *path]) == 0
         wait_until(second.done, 'the second trainer is not cancelled')
-    journal = Journal(executor.journal_path)
+    journal = Journal(executor.ledger_path)
     [run] = journal.history().runs
     fragments = list(run.fragments.values())
     events = {type(event) for batch in journal.batches(run) for event in batch.events}

@@ -28,7 +28,7 @@ from parsl_freetrain.executor.fragment.control_channel import (
 from parsl_freetrain.executor.run_folders import keep_others_out
 from parsl_freetrain.host import ownership
 from parsl_freetrain.host.ownership import refuse_replaceable
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.packed_environment import PackedEnvironment
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -119,22 +119,22 @@ def test_a_folder_of_another_user_is_not_read(
 
 
 def test_a_ledger_that_another_user_can_change_is_refused(tmp_path: Path, theirs: Path) -> None:
-    mine = tmp_path / 'mine.sqlite'
-    Ledger(mine).close()
+    mine = tmp_path / 'mine.journal'
+    JournalWriter(mine).close()
     before = mine.read_bytes()
     (tmp_path / 'link').symlink_to(mine)
     with pytest.raises(BadInput, match='not a regular file'):
-        Ledger(tmp_path / 'link')
-    Ledger(tmp_path / 'given.sqlite').close()
-    os.chown(tmp_path / 'given.sqlite', OTHER, OTHER)
+        JournalWriter(tmp_path / 'link')
+    JournalWriter(tmp_path / 'given.journal').close()
+    os.chown(tmp_path / 'given.journal', OTHER, OTHER)
     with pytest.raises(BadInput, match='belongs to another user'):
-        Ledger(tmp_path / 'given.sqlite')
+        JournalWriter(tmp_path / 'given.journal')
     theirs.chmod(0o777)
     with pytest.raises(BadInput, match='Other users may write'):
-        Ledger(theirs / 'new.sqlite')
+        JournalWriter(theirs / 'new.journal')
     give_away(theirs)
     with pytest.raises(BadInput, match='belongs to another user'):
-        Ledger(theirs / 'new.sqlite')
+        JournalWriter(theirs / 'new.journal')
     assert mine.read_bytes() == before and not list(theirs.iterdir())
 
 

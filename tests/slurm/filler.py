@@ -53,7 +53,7 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
         for future in futures:
             future.cancel()
         wait(futures, timeout=LIMIT_S)
-    history = Journal(executor.ledger_path.with_suffix('.journal')).history()
+    history = Journal(executor.ledger_path).history()
     names = {node.node: node.name for node in history.nodes}
     fragments = [
         [names[f.nodes[0]], f.started_at, f.ended_at] for f in history.fragments if f.started_at

@@ -8,7 +8,6 @@ from pathlib import Path
 from parsl_freetrain.sites.idle_schedule import write_schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
 from tests.support.journals import demo_journal
-from tests.support.ledgers import demo_ledger
 from tests.support.pages import all_blocks
 
 TRAINERS = 12
@@ -56,5 +55,4 @@ def prepare(folder: Path) -> None:
         'trainers': [problems[0]['trainers'][0] | {'name': 'b', 'rate': [0, 10, 19, -5, 70]}],
     }
     (folder / 'slip.jsonl').write_text(f'{json.dumps(problems[0])}\n{json.dumps(wrong)}\n')
-    demo_ledger(folder / 'checkpoints' / 'ledger.sqlite')
     demo_journal(folder / 'checkpoints' / 'ledger.journal')

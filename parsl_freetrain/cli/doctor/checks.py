@@ -131,7 +131,6 @@ def _file_system(one: Facts, _: Facts) -> Iterator[Finding]:
     yield judged('fsync', says, note=fsync > SLOW_FSYNC_MS)
     yield _exclusive('exclusive names', one['race'])
     yield judged('rename of a directory', 'works', bad='' if one['rename'] else 'does not work')
-    yield judged('SQLite locks', 'hold', bad=one['sqlite'])
     yield _clock('clock of the file server', one['mtime_skew_s'])
     free = one['free_bytes']
     yield judged('free space', f'{free / 2**30:.1f} GiB', note=free < FREE_BYTES)

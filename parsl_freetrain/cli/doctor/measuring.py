@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -78,7 +77,6 @@ def file_system(folder: Path) -> dict[str, Any]:
         (here / 'a').rename(here / 'b')
         found['rename'] = (here / 'b').is_dir()
         found['race'] = _local_race(here / 'race')
-        found['sqlite'] = _sqlite(here / 'ledger.sqlite')
     return found
 
 
@@ -126,27 +124,6 @@ def once_each(racers: Sequence[dict[str, list[int]]]) -> dict[str, bool]:
         kind: sorted(number for racer in racers for number in racer[kind]) == list(range(RACES))
         for kind in ('mkdir', 'create')
     }
-
-
-def _sqlite(path: Path) -> str:
-    """An error of SQLite's locks; '' if they exclude a second writer and then admit it."""
-    try:
-        with (
-            contextlib.closing(sqlite3.connect(path, isolation_level=None)) as one,
-            contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=0.1)) as other,
-        ):
-            one.execute('CREATE TABLE t (x)')
-            one.execute('BEGIN IMMEDIATE')
-            try:
-                other.execute('BEGIN IMMEDIATE')
-                return 'two writers held the lock at once'
-            except sqlite3.OperationalError:
-                pass
-            one.execute('COMMIT')
-            other.execute('INSERT INTO t VALUES (1)')
-    except sqlite3.Error as error:
-        return str(error)
-    return ''
 
 
 def free_ports(first: int, last: int) -> int:

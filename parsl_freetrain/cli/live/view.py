@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parsl_freetrain.cli.where import journal_of
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
@@ -106,7 +105,7 @@ def run_live(
     trainer is printed every ``plain_s`` seconds, and once at the end. Raises BadInput if the file
     is not a ledger, or is one of a newer version.
     """
-    journal = _wait_for(journal_of(Path(path)), stop, refresh_s)
+    journal = _wait_for(Path(path), stop, refresh_s)
     if journal is None:
         return
     view = LiveView(journal, allocator)

@@ -57,7 +57,6 @@ def test_what_is_measured_here(document: dict[str, Any]) -> None:
     assert files['race'] == {'mkdir': True, 'create': True}
     assert (
         files['rename']
-        and files['sqlite'] == ''
         and files['fsync_ms'] > 0
         and abs(files['mtime_skew_s']) < 1
     )
@@ -112,7 +111,6 @@ def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, str]:
             'exclusive names',
             'mkdir of one name succeeded twice',
         ),
-        ('file_system.sqlite', 'two writers held the lock at once', 'SQLite locks', 'two writers'),
         ('file_system.mtime_skew_s', -30.0, 'clock of the file server', '-30.00 s'),
         ('file_system.fsync_ms', 900.0, 'fsync', '900.00 ms'),
         ('file_system.free_bytes', 1000, 'free space', '0.0 GiB'),

@@ -35,7 +35,7 @@ def test_three_failures_in_a_row_name_the_output_that_has_the_reason(
         future = trainer()
 
         def refused() -> str:
-            said = Journal(executor.journal_path).history().runs[-1].refused
+            said = Journal(executor.ledger_path).history().runs[-1].refused
             return said[-1].error if said else ''
 
         why = wait_until(refused)

@@ -168,7 +168,7 @@ def test_fragments_have_allowed_counts_and_shapes(
             return said if status == 0 else ''
 
         def nodes_here() -> int:
-            with Journal(executor.journal_path) as ledger:
+            with Journal(executor.ledger_path) as ledger:
                 return sum(node.left_at is None for node in ledger.history().nodes)
 
         before = first(str(go))
@@ -197,7 +197,7 @@ def test_fragments_have_allowed_counts_and_shapes(
         'on 1 nodes': 1,
         'on 2 nodes': 2,
     }
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         history = ledger.history()
     assert [
         len(fragment.nodes) for fragment in history.fragments if fragment.trainer == 'halves'

@@ -48,7 +48,7 @@ def test_a_training_goes_on_while_the_scheduler_is_restarted(
             slurm.start_scheduler()
         assert future.result(LIMIT_S).samples == 12 * 96
         assert future.progress().preempted == 0
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         assert {node.name for node in ledger.history().nodes} <= {
             'node01',
             'node02',
@@ -71,7 +71,7 @@ def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None
         wide = slurm.submit('--nodes=4', '--time=1', '--partition=batch', seconds=2)
         slurm.wait(lambda: slurm.state(wide) == 'COMPLETED')
         assert future.result(LIMIT_S).samples == 60 * 96
-    with Journal(executor.journal_path) as ledger:
+    with Journal(executor.ledger_path) as ledger:
         history = ledger.history()
     fragments = history.fragments
     assert len(fragments) >= 2
@@ -105,7 +105,7 @@ def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoi
     ) as executor:
         future = trainer(str(go))
         until_training(future)
-        with Journal(executor.journal_path) as ledger:
+        with Journal(executor.ledger_path) as ledger:
             history = ledger.history()
         node = {node.node: node.name for node in history.nodes}[history.fragments[-1].nodes[0]]
         slurm.kill_node(node)

@@ -1,3 +1,0 @@
-"""What happened: every event, decision, block, fragment, checkpoint and node-second, in one SQLite
-file.
-"""
