@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from parsl_freetrain.core.allocation.constraints import keys_of
-from parsl_freetrain.core.controller.charges import Charges
+from parsl_freetrain.core.controller.budgets import Charges
 from parsl_freetrain.core.model.state import History, RunState
 from parsl_freetrain.journal.read import Journal
 

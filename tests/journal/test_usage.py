@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.model.charge import Charge
 from parsl_freetrain.core.model.events import (
     BlockClosed,
     BlockOpened,
@@ -20,7 +19,7 @@ from parsl_freetrain.core.model.events import (
     RunEnded,
     TrainerSubmitted,
 )
-from parsl_freetrain.core.model.types import BlockRequest, Trainer
+from parsl_freetrain.core.model.types import BlockRequest, Charge, Trainer
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.journal.usage import charged, used_node_s
 

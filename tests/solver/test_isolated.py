@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parsl_freetrain.core.allocation.feasibility import by_place
-from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.feasibility import by_place, stay_put
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.solver.isolated import IsolatedAllocator

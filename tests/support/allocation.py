@@ -16,8 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.feasibility import by_place, objections
-from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
 

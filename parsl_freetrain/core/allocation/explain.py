@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
-from parsl_freetrain.core.allocation.feasibility import by_place
-from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.feasibility import by_place, pinned
 from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 
 NOISE = 1e-9

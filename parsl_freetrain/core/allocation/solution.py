@@ -12,8 +12,7 @@ from typing import NamedTuple
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
 from parsl_freetrain.core.allocation.bounds import upper_bound
-from parsl_freetrain.core.allocation.feasibility import objections
-from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.feasibility import objections, stay_put
 from parsl_freetrain.core.allocation.problem import Problem
 
 # What gains less than this share of the objective is rounding, and no reason to move anything.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
-from parsl_freetrain.core.controller.charges import affordable
+from parsl_freetrain.core.controller.budgets import affordable
 from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
 from parsl_freetrain.core.controller.settings import ControllerSettings

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.problem import Problem, record_of
-from parsl_freetrain.core.controller.budgets import Budgets
-from parsl_freetrain.core.controller.charges import Charges
+from parsl_freetrain.core.controller.budgets import Budgets, Charges
 from parsl_freetrain.core.controller.class_profiles import ClassProfiles
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta
 
-from parsl_freetrain.core.model.charge import Charge
 from parsl_freetrain.core.model.checked_settings import Settings, read_settings
 from parsl_freetrain.core.model.checked_values import (
     MAX,
@@ -19,6 +18,7 @@ from parsl_freetrain.core.model.checked_values import (
     Seconds,
 )
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Charge
 
 Word = Annotated[
     str, Meta(pattern=r'^[^\s\x00-\x1f]+\Z', description='a text without spaces, not empty')

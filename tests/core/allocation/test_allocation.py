@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.block_groups import groups_of
-from parsl_freetrain.core.allocation.feasibility import by_place, objections
-from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked, Found
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator

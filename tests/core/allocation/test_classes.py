@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
-from parsl_freetrain.core.allocation.feasibility import by_place, objections
-from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
 from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator

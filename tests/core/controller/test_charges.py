@@ -12,9 +12,8 @@ from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.charge import Charge
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
+from parsl_freetrain.core.model.types import BlockRequest, Charge, Hole, Trainer
 
 QUARTER = Charge(0.25, 7200.0, 1.0)  # as Perlmutter's preempt
 

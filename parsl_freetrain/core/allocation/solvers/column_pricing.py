@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsl_freetrain.core.allocation.bounds import rates_at
-from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.feasibility import pinned
 from parsl_freetrain.core.allocation.problem import Problem
 
 Floats = NDArray[np.float64]

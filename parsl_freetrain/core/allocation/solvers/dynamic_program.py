@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.block_groups import groups_of, spread
 from parsl_freetrain.core.allocation.bounds import worth_by_count
-from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.feasibility import pinned
 from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked
 from parsl_freetrain.core.allocation.solvers.knapsack import Floats, best_counts
