@@ -29,8 +29,10 @@ DOWN, UP = 0, 1
 class Task:
     """One pass of a micro-batch through a stage: what a worker computes in a slot."""
 
-    kind: str  # FORWARD or BACKWARD
-    stage: int  # from 0, which takes the inputs, to the last, which computes the loss
+    kind: str
+    """:data:`FORWARD` or :data:`BACKWARD`."""
+    stage: int
+    """From 0, which takes the inputs, to the last, which computes the loss."""
     micro_batch: int
     direction: int = DOWN
     """:data:`DOWN`: worker i has stage i; :data:`UP`: the i-th worker from the end has stage i."""
@@ -40,8 +42,9 @@ class Task:
 class PipelineSchedule:
     """The table of slots for a batch."""
 
-    name: str  # of the method
-    stages: int  # as many as workers
+    name: str
+    stages: int
+    """Number of stages, and of workers."""
     micro_batches: int
     rows: tuple[tuple[Task | None, ...], ...]
     """By worker, by slot: the task; None if the worker waits (a bubble). All rows have the same
