@@ -30,7 +30,7 @@ def prepare_model(
     """The models on the device, in the state of the last checkpoint, and how they take a step.
     Raises BadInput if something cannot be trained, or the checkpoint belongs to another model.
     """
-    prepared = _restored(things, parts, division)
+    prepared = _restored(things, parts, division, clip_grad_norm)
     watch = Watch(prepared)
     if isinstance(mode := parts.order.spec.mode, Scaled):
         lr.scale_steps(
@@ -49,13 +49,15 @@ def prepare_model(
     return Model(prepared, division, steps, watch, hooks)
 
 
-def _restored(things: tuple[Any, ...], parts: RankParts, division: Division) -> Prepared:
+def _restored(
+    things: tuple[Any, ...], parts: RankParts, division: Division, clip_grad_norm: float | None
+) -> Prepared:
     prepared = sort_out(things, named=division.stated)
     for model in (*prepared.models, *prepared.averages):
         model.to(parts.device)
     for optimizer in prepared.optimizers:
         move_to_parameters(optimizer)
-    division.check(prepared, parts.order.spec.mode)
+    division.check(prepared, parts.order.spec.mode, clip_grad_norm)
     if parts.saved is not None:
         division.restore(prepared, parts.saved.load(prepared))
     else:

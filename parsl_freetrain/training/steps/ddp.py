@@ -38,7 +38,7 @@ class ThroughputSteps:
     Gradients are averaged over the ranks that hold the same parameters and train different samples.
     In a pipeline, that is done when the optimizer steps, since a schedule has many backward passes.
     ``adasum``: whether the ranks' gradients are combined by Adasum instead of their mean. Raises
-    BadInput if gradient clipping or a gradient scaler is asked for in a pipeline.
+    BadInput if a gradient scaler is asked for in a pipeline.
     """
 
     def __init__(
@@ -69,12 +69,6 @@ class ThroughputSteps:
         self._at_step = division.pipelined or any(
             getattr(model, 'many_backward_passes', False) for model in prepared.models
         )
-        if division.pipelined and clip_grad_norm is not None:
-            raise BadInput(
-                'ctx.prepare was given clip_grad_norm, but each rank of a pipeline holds the '
-                'gradients of its own stages only, and the norm is over all of them: leave it '
-                'out and clip in the model.'
-            )
         shared = division.pipelined or (self._at_step and division.shape.data > 1)
         if shared and any(scaler.is_enabled() for scaler in prepared.scalers):
             raise BadInput(

@@ -102,7 +102,12 @@ class Division:
         """The ranks that hold the same parameters and train different samples; None: all ranks."""
         return self.mesh.get_group('data') if self.grouped else None
 
-    def check(self, prepared: Prepared, mode: Reproducible | Throughput | Scaled) -> None:
+    def check(
+        self,
+        prepared: Prepared,
+        mode: Reproducible | Throughput | Scaled,
+        clip_grad_norm: float | None,
+    ) -> None:
         """Refuse what cannot be trained by this kind; raises BadInput."""
         for number, model in enumerate(prepared.models, 1):
             for name, parameter in model.named_parameters():
@@ -165,7 +170,12 @@ class ShardedDivision(Division):
 
     whole = False
 
-    def check(self, prepared: Prepared, mode: Reproducible | Throughput | Scaled) -> None:
+    def check(
+        self,
+        prepared: Prepared,
+        mode: Reproducible | Throughput | Scaled,
+        clip_grad_norm: float | None,
+    ) -> None:
         # Only here, as it imports FSDP2.
         from parsl_freetrain.training.steps.sharded import check_sharded
 
@@ -199,6 +209,20 @@ class StagedDivision(Division):
 
     whole = False
     pipelined = True
+
+    def check(
+        self,
+        prepared: Prepared,
+        mode: Reproducible | Throughput | Scaled,
+        clip_grad_norm: float | None,
+    ) -> None:
+        super().check(prepared, mode, clip_grad_norm)
+        if clip_grad_norm is not None:
+            raise BadInput(
+                'ctx.prepare was given clip_grad_norm, but each rank of a pipeline holds the '
+                'gradients of its own stages only, and the norm is over all of them: leave it '
+                'out and clip in the model.'
+            )
 
     def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
         groups = [
