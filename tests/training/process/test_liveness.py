@@ -135,7 +135,6 @@ def test_a_rank_whose_client_is_stopped_does_not_go_on(
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
 from pathlib import Path
-from parsl_freetrain import FragmentProgressed
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.core.model.events import FragmentProgressed
 from tests.support.ranks import order, ranks
