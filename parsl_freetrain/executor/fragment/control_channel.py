@@ -27,6 +27,9 @@ from parsl_freetrain.training.spec.messages import FromMember, MemberMessage, To
 HANDSHAKE_MS = 3000
 """Milliseconds after which a connection ends that has not proved who it is."""
 
+SEND_S = 15
+"""Seconds for which a member waits for its connection to take a message."""
+
 MemberKey = tuple[str, int, int]  # trainer, fragment, member
 
 
@@ -184,13 +187,18 @@ class ControlClient:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, os.urandom(12).hex().encode())
         self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.SNDTIMEO, 1000 * SEND_S)
         theirs, self.address = reachable(addresses, port)
         self.socket.connect(tcp_url(theirs, port))
         self._key = key
         self._decoder: Decoder[ToMember] = Decoder(ToMember, 'the executor')
 
     def send(self, message: MemberMessage) -> None:
-        self.socket.send(encode(FromMember(*self._key, message)))
+        try:
+            self.socket.send(encode(FromMember(*self._key, message)))
+        except zmq.Again:
+            said = f'The executor has taken no message of this node for {SEND_S} s.'
+            raise ConnectionError(said) from None
 
     def receive(self) -> ToMember | None:
         """The next message, or None if none is waiting."""
