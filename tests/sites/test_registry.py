@@ -11,7 +11,7 @@ import pytest
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.cli.doctor.measuring import programs
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.sites.named import site_in_table
+from parsl_freetrain.sites.named import site_described, site_in_table
 from parsl_freetrain.sites.registry import site_types
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
@@ -40,9 +40,8 @@ def test_another_package_adds_a_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures('lsf')
-def test_globus_compute_takes_the_type() -> None:
-    engine = pytest.importorskip('parsl_freetrain.executor.globus.engine')
-    made = engine.site_of({'type': 'lsf', 'queue': 'batch'})
+def test_a_client_from_afar_may_name_the_type() -> None:
+    made = site_described({'type': 'lsf', 'queue': 'batch'})
     assert type(made) is site_types()['lsf'].make
 
 

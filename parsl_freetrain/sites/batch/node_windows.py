@@ -136,7 +136,8 @@ def holes(
     least_s: float,
     classes: Mapping[str, str] | None = None,
 ) -> tuple[Hole, ...]:
-    """The holes that the blocks on their way leave free, the longest first.
+    """The holes that the blocks on their way leave free, the longest first. ``until_s`` is None
+    where nothing is planned; no hole has more nodes than a job of the partition may have.
 
     Parameters
     ----------
@@ -147,12 +148,6 @@ def holes(
         Minimum length of a hole, in seconds.
     classes
         The classes of the nodes by their names; None: all are alike.
-
-    Returns
-    -------
-    tuple of Hole
-        ``until_s`` is None where nothing is planned; no hole has more nodes than a job of the
-        partition may have.
     """
     if not partition.up:
         return ()

@@ -133,12 +133,7 @@ class QueueWatch:
         self, with_nodes: bool, newer_than: float = NEVER, done: Callable[[], None] | None = None
     ) -> bool:
         """Ask in a thread of its own, if the answers are old, and call ``done`` there at the end.
-
-        Returns
-        -------
-        bool
-            Whether it asks now; False if it need not or must not, or if a question waits for its
-            answer.
+        Returns whether it asks now: it need not, must not, or a question waits for its answer.
         """
         with self._lock:
             if self._steps.set_back_s():  # the times of all answers are still to come

@@ -57,8 +57,8 @@ class SlotJobs:
         worker_init: str = '',
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> str:
-        """Start a block. Raises FreeTrainError if the process cannot be started, or its files
-        cannot be written.
+        """Start a block; returns the id of its job. Raises FreeTrainError if the process cannot be
+        started, or its files cannot be written.
 
         Parameters
         ----------
@@ -74,11 +74,6 @@ class SlotJobs:
             Shell lines that run once, before the slots start.
         variables
             By slot, environment variables of its processes.
-
-        Returns
-        -------
-        str
-            The job's id.
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'

@@ -138,13 +138,14 @@ class EndpointProcess:
     def kill(self) -> None:
         """kill -9, also its workers; what was sent to it is lost without a word."""
         assert self._process is not None
-        of_engine = psutil.Process(self._process.pid).children(recursive=True)
-        for one in [*of_engine, *psutil.process_iter()]:  # workers are not its children for long
+        found = set()
+        for one in psutil.process_iter():  # workers are not its children for long
             with contextlib.suppress(psutil.Error):
-                words = ' '.join(one.cmdline())
-                if 'parsl_freetrain' not in words and (
-                    one in of_engine or str(self.folder) in words
-                ):
+                if one.pid == self._process.pid or str(self.folder) in ' '.join(one.cmdline()):
+                    found |= {one, *one.children(recursive=True)}
+        for one in found:
+            with contextlib.suppress(psutil.Error):
+                if 'parsl_freetrain.remote' not in ' '.join(one.cmdline()):
                     one.kill()
         self._process.kill()
         self._process.wait()
