@@ -96,13 +96,13 @@ def lines(path: Path) -> int:
 def test_the_house_stays_small() -> None:
     """A number here may sink, and rises only where something that is kept is worth it."""
     package, tests = modules('parsl_freetrain'), modules('tests')
-    assert sum(map(lines, package)) <= 63_100
-    assert sum(map(lines, tests)) <= 55_550
-    assert len(package) <= 443
+    assert sum(map(lines, package)) <= 59_900
+    assert sum(map(lines, tests)) <= 54_150
+    assert len(package) <= 407
     large = [str(path.relative_to(ROOT)) for path in package if lines(path) > 400]
     assert len(large) <= 4, large
     long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
-    assert len(long) <= 7, '\n'.join(long)
+    assert len(long) <= 4, '\n'.join(long)
 
 
 def long_ones(path: Path, most: int = 60) -> Iterator[str]:

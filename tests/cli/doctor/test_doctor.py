@@ -55,11 +55,7 @@ def test_what_is_measured_here(document: dict[str, Any]) -> None:
     assert here['versions']['python'] == '.'.join(map(str, sys.version_info[:3]))
     assert here['torch']['gloo_works'] and 'gloo' in here['torch']['backends']
     assert files['race'] == {'mkdir': True, 'create': True}
-    assert (
-        files['rename']
-        and files['fsync_ms'] > 0
-        and abs(files['mtime_skew_s']) < 1
-    )
+    assert files['rename'] and files['fsync_ms'] > 0 and abs(files['mtime_skew_s']) < 1
     assert files['type'] and files['mount'].startswith('/')
     assert all(f['state'] != 'bad' for f in document['findings']), document['findings']
 

@@ -96,7 +96,7 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
         ({'queue': 'batch', 'pin_nodes': True}, 'number of nodes'),
         ({'queue': 'batch', 'priority': 5000}, 'priority'),
         ({'queue': 'batch', 'filesystems': ('a:b',)}, 'filesystems'),
-        ({'queue': 'batch', 'pbs_options': ('l x=y',)}, 'is not an option'),
+        ({'queue': 'batch', 'pbs_options': ('l x=y',)}, 'must be an option'),
     ],
 )
 def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
