@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,7 +20,7 @@ from parsl_freetrain.training.comm.devices import peak_memory
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from tests.gpu.networks import WORKLOADS, Workload
 
-WARM_UP, PROFILED = 6, 2
+WARM_UP, PROFILED, PROFILED_IN_PYTHON = 6, 2, 8
 SAMPLES = TensorDataset(torch.arange(4096))
 
 
@@ -31,11 +33,14 @@ class Meter:
         self._device, self._steps, self._seconds = device, steps, seconds
         self._count, self._began, self._cpu = 0, 0.0, 0.0
         self._profile: Any = None
-        self.figures: dict[str, float] = {}
+        self._python: Any = None
+        self.figures: dict[str, Any] = {}
 
     def step_ends(self) -> bool:
         """Call after each step; returns whether all has been measured."""
         self._count += 1
+        if self._python is not None:
+            return self._count == PROFILED_IN_PYTHON and self._read_python()
         if self._profile is not None:
             return self._count == PROFILED and self._read_profile()
         timed = self._count - WARM_UP
@@ -77,6 +82,20 @@ class Meter:
             waits=(waits - 1) / PROFILED,  # one is ours
             python_share=1 - wait_us / wall_us,
         )
+        self._python, self._count = cProfile.Profile(), 0
+        self._python.enable()
+        return False
+
+    def _read_python(self) -> bool:
+        """The functions that take most of the time of the Python thread, in ms a step."""
+        self._python.disable()
+        rows = pstats.Stats(self._python).stats.items()  # type: ignore[attr-defined]
+        top = sorted(((row[2], row[0], where) for where, row in rows), reverse=True)[:25]
+        self.figures['python'] = [
+            f'{Path(file).name}:{line}:{name} {1e3 * own_s / PROFILED_IN_PYTHON:.3f} ms, '
+            f'{calls / PROFILED_IN_PYTHON:.0f} calls'
+            for own_s, calls, (file, line, name) in top
+        ]
         return True
 
     def _synchronise(self) -> None:

@@ -318,7 +318,7 @@ def table(found: dict[str, Figures]) -> str:
         text = ', '.join(
             f'{key} {value:.4g}' if isinstance(value, float) else f'{key} {value}'
             for key, value in figures.items()
-            if key not in ('failed', 'steps')
+            if key not in ('failed', 'steps', 'python')
         )
         workload, _, how = case.partition(' ')
         beside = found.get(f'{workload} {BESIDE.get(how, "")}', {})

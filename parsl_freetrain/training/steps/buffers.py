@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import groupby
 
 import torch
 
@@ -36,13 +35,13 @@ class Buffers:
         self, models: Iterable[torch.nn.Module], dtype: torch.dtype = torch.float32
     ) -> None:
         self._places = [
-            (module, name, buffer)
+            (module, module._buffers, name, buffer)
             for model in models
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        buffers = {id(buffer): buffer for _, _, buffer in self._places}.values()
+        buffers = {id(buffer): buffer for *_, buffer in self._places}.values()
         self._floating = [
             torch.view_as_real(buffer) if buffer.is_complex() else buffer
             for buffer in buffers
@@ -57,35 +56,41 @@ class Buffers:
         self.row_size = 2 * self._size
         device = self._floating[0].device if self._floating else None
         self._before, self._now = torch.empty(2, self._size, dtype=self.dtype, device=device)
-        self._pieces_before, self._pieces_now = map(self._pieces, (self._before, self._now))
-        self._integers_before = [torch.empty_like(buffer) for buffer in self.integers]
-        self._firsts = [torch.empty_like(buffer) for buffer in self.integers]
+        before, now = map(self._pieces, (self._before, self._now))
+        integers_before, firsts = (
+            [torch.empty_like(buffer) for buffer in self.integers] for _ in range(2)
+        )
+        self._integers_before, self._firsts = integers_before, firsts
+        self._to_before, self._to_now = Copies(before, self._floating), Copies(now, self._floating)
+        self._from_before, self._from_now = (
+            Copies(self._floating, before),
+            Copies(self._floating, now),
+        )
+        self._integers_to_before = Copies(integers_before, self.integers)
+        self._integers_from_before = Copies(self.integers, integers_before)
+        self._to_firsts = Copies(firsts, self.integers)
         self._versions: list[int] = []
         self.changed_firsts: list[int] = []
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copy all buffers."""
-        copy_all(self._pieces_before, self._floating)
-        copy_all(self._integers_before, self.integers)
+        self._to_before()
+        self._integers_to_before()
         self._versions = [buffer._version for buffer in self.integers]
 
     @torch.no_grad()
     def undo(self) -> None:
         """Make all buffers what they were when :meth:`remember` was called."""
         self.take()
-        copy_all(self._floating, self._pieces_before)
-        self.undo_integers()
-
-    def undo_integers(self) -> None:
-        """As :meth:`undo`, for the :attr:`integers` only."""
-        copy_all(self.integers, self._integers_before)
+        self._from_before()
+        self._integers_from_before()
 
     def note_first(self) -> None:
         """Keep the present :attr:`integers` as those of the first shard, which count: they are not
         added.
         """
-        copy_all(self._firsts, self.integers)
+        self._to_firsts()
         # PyTorch does not count all changes, so small ones are always taken for changed.
         self.changed_firsts = [
             i
@@ -100,7 +105,7 @@ class Buffers:
         if peers.world_size == 1:
             copy_all(self.integers, self._firsts)
             return
-        self.undo_integers()
+        self._integers_from_before()
         here = [self.integers[i] for i in changed]
         if here:
             own = _bytes_of([self._firsts[i] for i in changed])
@@ -114,9 +119,8 @@ class Buffers:
         """Call after a forward pass: copy tensors that are in the places of buffers into them.
         Raises BadInput if such a tensor has another shape or type.
         """
-        for module, name, buffer in self._places:
-            now = module._buffers.get(name)
-            if now is buffer:
+        for module, buffers, name, buffer in self._places:
+            if (now := buffers.get(name)) is buffer:
                 continue
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
                 other = 'nothing' if now is None else f'one of {tuple(now.shape)} and {now.dtype}'
@@ -126,11 +130,11 @@ class Buffers:
                     f'put {other} in its place: keep shape and type.'
                 )
             buffer.copy_(now)
-            module._buffers[name] = buffer
+            buffers[name] = buffer
 
     def enter(self, row: torch.Tensor, weight: float) -> None:
         """Write the present values, times a weight, into a row, and which of them have changed."""
-        copy_all(self._pieces_now, self._floating)
+        self._to_now()
         torch.mul(self._now, weight, out=row[: self._size])
         # Weights add up to 1 only nearly, so a value that does not change would drift.
         torch.ne(self._now, self._before, out=row[self._size :])
@@ -141,13 +145,13 @@ class Buffers:
         """
         changed = total[self._size :] > 0
         torch.where(changed, total[: self._size], self._before, out=self._now)
-        copy_all(self._floating, self._pieces_now)
+        self._from_now()
 
     def changed(self) -> list[torch.Tensor]:
         """Numbers that are not zero if a buffer is not what it was."""
         found = []
         if self._floating:
-            copy_all(self._pieces_now, self._floating)
+            self._to_now()
             found.append(torch.ne(self._now, self._before).sum(dtype=torch.float64))
         if self.integers:
             both = (_bytes_of(self.integers), _bytes_of(self._integers_before))
@@ -163,17 +167,20 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
+class Copies:
+    """Copies tensors into others when it is called, all of the same types in one operation."""
+
+    def __init__(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for one, other in zip(into, source, strict=True):
+            groups.setdefault((one.dtype, other.dtype), []).append((one, other))
+        self._groups = [tuple(map(list, zip(*pairs, strict=True))) for pairs in groups.values()]
+
+    def __call__(self) -> None:
+        for into, source in self._groups:
+            torch._foreach_copy_(into, source)
+
+
 def copy_all(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others, all of the same types in one operation."""
-    for pairs in _alike(zip(into, source, strict=True)):
-        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
-
-
-def _alike(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    def types(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
-        return f'{pair[0].dtype} {pair[1].dtype}'
-
-    for _, alike in groupby(sorted(pairs, key=types), key=types):
-        yield list(alike)
+    """Copy tensors into others, once."""
+    Copies(into, source)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,10 @@ _NO_USERS = ('torch', 'parsl_freetrain')
 """Packages that may read gradients: optimizers clear them, and changes are noticed."""
 
 _TENSOR: Any = torch.Tensor
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _TENSOR.grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__set__
+"""A parameter's own gradient, whatever its class says."""
+
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
 """What loops that clear gradients by hand call."""
 
@@ -62,15 +66,38 @@ class GradientGuard:
         """Call before the gradients of a micro-batch are taken. Raises BadInput if one was changed
         after backward().
         """
+        self._check([(parameter, grad_of(parameter)) for parameter in parameters])
+
+    def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+        """:meth:`check` gradients, and take them away from their parameters. To a reader they are
+        still there, until the end of the micro-batch.
+        """
+        pairs = [(parameter, grad_of(parameter)) for parameter in parameters]
+        self._check(pairs)
+        for parameter, gradient in pairs:
+            if gradient is None:
+                continue
+            set_grad(parameter, None)
+            kind = type(parameter)
+            if kind is torch.nn.Parameter:
+                parameter.__class__ = self._class
+                self._unreadable.append(parameter)
+            elif kind is not self._class:
+                continue
+            self._taken[id(parameter)] = gradient
+        return [gradient for _, gradient in pairs]
+
+    def _check(self, pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
         divided: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        for parameter in parameters:
-            left, gradient = self._left.get(id(parameter)), parameter.grad
+        noted, norms_of = self._left, self._norms
+        for parameter, gradient in pairs:
+            left = noted.get(id(parameter))
             if left is None or gradient is None:
                 continue
-            if left != (id(gradient), gradient._version):
+            if left[0] != id(gradient) or left[1] != gradient._version:
                 self.refuse()
-            if id(parameter) in self._norms:
-                divided.append((gradient, *self._norms[id(parameter)]))
+            if norms_of and id(parameter) in norms_of:
+                divided.append((gradient, *norms_of[id(parameter)]))
         if divided:
             # Those of one backward pass are together: mostly all of them, in its order.
             divided.sort(key=lambda one: one[2])
@@ -82,18 +109,6 @@ class GradientGuard:
             now = _norms_of([gradient for gradient, _, _ in divided])
             # Not by their values, as NaN does not equal itself.
             self._changed.append(before.view(torch.int64).ne(now.view(torch.int64)).any())
-
-    def took(self, parameters: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """Call when gradients were taken away from their parameters: to a reader they are still
-        there, until the end of the micro-batch.
-        """
-        for parameter, gradient in parameters:
-            if gradient is None or type(parameter) not in (torch.nn.Parameter, self._class):
-                continue
-            self._taken[id(parameter)] = gradient
-            if type(parameter) is torch.nn.Parameter:
-                parameter.__class__ = self._class
-                self._unreadable.append(parameter)
 
     def changed(self) -> torch.Tensor | None:
         """Whether a sharded gradient was changed since this was last asked, as a number on the
@@ -114,7 +129,7 @@ class GradientGuard:
         self._taken.clear()
 
     def _note(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
+        gradient = grad_of(parameter)
         assert gradient is not None
         self._left[id(parameter)] = id(gradient), gradient._version
         if not self._on:
@@ -139,8 +154,6 @@ def _norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _unreadable(sentence: str, taken: dict[int, torch.Tensor]) -> Any:
-    plain = _TENSOR.grad
-
     class Unreadable(torch.Tensor):
         @classmethod
         def __torch_function__(
@@ -157,7 +170,7 @@ def _unreadable(sentence: str, taken: dict[int, torch.Tensor]) -> Any:
 
         @property
         def grad(self) -> torch.Tensor | None:
-            found: torch.Tensor | None = plain.__get__(self)
+            found: torch.Tensor | None = grad_of(self)
             reader = sys._getframe(1).f_globals.get('__name__', '')
             if reader.partition('.')[0] in _NO_USERS:
                 return found
@@ -170,11 +183,11 @@ def _unreadable(sentence: str, taken: dict[int, torch.Tensor]) -> Any:
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
             taken.pop(id(self), None)
-            plain.__set__(self, value)
+            set_grad(self, value)
 
         @grad.deleter
         def grad(self) -> None:
-            plain.__delete__(self)
+            set_grad(self, None)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
             copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)

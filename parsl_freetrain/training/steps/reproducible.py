@@ -316,13 +316,11 @@ class ReproducibleSteps:
             self._stepped[number] = True
             self._settings.wants_step(number)
             own = self._of_optimizer[number]
-            self._guard.check(layout.parameters[i] for i in own)
+            gradients = self._guard.take([layout.parameters[i] for i in own])
             with torch.no_grad():
                 # FSDP has weighted the gradients that it has added up.
                 weight = 1.0 if self._width > 1 else self._sum.weight(micro_batch.part)
-                layout.take(self._own, own, weight)
-            gradients = self._own.gradients
-            self._guard.took((layout.parameters[i], gradients[i]) for i in own)
+                layout.put(self._own, own, gradients, weight)
 
         return hand_over
 

@@ -90,18 +90,21 @@ class ShardSums:
         self._nothing = self._fresh(0)
 
     def empty(self) -> Contribution:
-        """A contribution without gradients; :meth:`take` and :meth:`put_buffers` fill it."""
+        """A contribution without gradients; :meth:`put` and :meth:`put_buffers` fill it."""
         return Contribution([None] * len(self.parameters), self._nothing)
 
-    def take(self, into: Contribution, indices: Iterable[int], weight: float) -> None:
-        """Take the gradients of some parameters away from them, times a weight."""
+    def put(
+        self,
+        into: Contribution,
+        indices: Iterable[int],
+        gradients: Iterable[torch.Tensor | None],
+        weight: float,
+    ) -> None:
+        """Enter the gradients of some parameters, which are its own from now on, times a weight."""
         taken, others = [], []
-        for i in indices:
-            parameter = self.parameters[i]
-            gradient = parameter.grad
+        for i, gradient in zip(indices, gradients, strict=True):
             if gradient is None:
                 continue
-            parameter.grad = None
             if gradient.layout is not torch.strided:
                 raise BadInput(
                     'Reproducible mode cannot add up sparse gradients: make the embedding '
@@ -114,8 +117,7 @@ class ShardSums:
             into.gradients[i] = gradient
             taken.append(gradient)
         if others:
-            if into.flat is None:
-                into.flat = self.memory()
+            into.flat = into.flat or self.memory()
             pieces = into.flat.pieces
             copy_all([pieces[i] for i, _ in others], [gradient for _, gradient in others])
             for i, _ in others:
