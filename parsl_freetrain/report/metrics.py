@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -87,12 +87,16 @@ def smoothed(line: Sequence[tuple[float, float]], weight: float) -> list[tuple[f
     return found
 
 
-def metric_curves(history: History, clock: Clock) -> Curves:
-    """The curves of all trainers of some runs, thinned. Only finite values count; of a trainer that
-    began anew, the newest training.
+def metric_curves(
+    history: History, clock: Clock, trainers: Collection[str] | None = None
+) -> Curves:
+    """The curves of trainers of some runs, or of all, thinned. Only finite values count; of a
+    trainer that began anew, the newest training.
     """
     found: dict[str, dict[str, list[CurvePoint]]] = {}
     for name, newest in {one.name: one for one in history.trainings}.items():
+        if trainers is not None and name not in trainers:
+            continue
         total, epochs = newest.trainer.total_samples, newest.submitted.total_epochs
         in_epoch = total / epochs if total and epochs else None
         kept = KeptMetrics(name, began_in(history, name, newest.run))
@@ -125,14 +129,11 @@ def metrics_document(history: History, trainers: Sequence[str], now: float) -> d
     """The metrics of the first of these trainers, for ``freetrain status``: by metric and trainer,
     points as [samples, epochs or null, seconds, value].
     """
-    found = metric_curves(history, Clock(history, now))
-    shown = set(trainers[:MOST_TRAINERS])
-    document = {
+    found = metric_curves(history, Clock(history, now), trainers[:MOST_TRAINERS])
+    return {
         metric: {
             name: [astuple(point) for point in thinned(curve, MOST_POINTS // 2)]
-            for name, curve in curves.items()
-            if name in shown
+            for name, curve in found[metric].items()
         }
-        for metric, curves in found.items()
+        for metric in list(found)[:MOST_METRICS]
     }
-    return dict([item for item in document.items() if item[1]][:MOST_METRICS])

@@ -166,7 +166,7 @@ def test_how_to_resume_a_run_says_from_what(samples: dict[str, int], said: str) 
     told = Told()
     told.begin_run('r', at=0.0, command='python mine.py')
     for name, kept in samples.items():
-        told.submitted(name, at=0.0, spec={}, total_samples=100, samples=kept)
+        told.submitted(name, at=0.0, total_samples=100, samples=kept)
     life = life_of(told.history, told.history.runs[0], 9.0, lambda _: False)
     assert life.sentence.endswith(f'To resume, run python mine.py again; {said}')
 
@@ -236,9 +236,9 @@ def test_all_are_cancelled_though_one_ends_meanwhile(
 ) -> None:
     path = tmp_path / 'ledger.journal'
     ledger = Told(path)
-    ledger.begin_run('r0', at=time.time(), command='')
+    ledger.begin_run('r0', at=time.time())
     for name in ('first', 'second'):
-        ledger.submitted(name=name, at=1.0, spec={}, total_samples=9, samples=0)
+        ledger.submitted(name, at=1.0, total_samples=9)
     ledger.commit()
 
     def ask(path: Path, asked: Cancel, *_: object) -> str:
@@ -262,10 +262,8 @@ def test_watch_shows_the_end_of_a_run_last(
     """Also if the run ends between two looks at it."""
     shown: list[str] = []
     with closing(Told(tmp_path / 'ledger.journal')) as ledger:
-        ledger.begin_run('run-1', at=time.time(), command='')
-        ledger.submitted(
-            name='cnn', at=time.time(), spec={'min_nodes': 1}, total_samples=10, samples=0
-        )
+        ledger.begin_run('run-1', at=time.time())
+        ledger.submitted('cnn', at=time.time(), spec={'min_nodes': 1}, total_samples=10)
         ledger.commit()
         look = LiveView.snapshot
 
@@ -352,7 +350,7 @@ def test_a_run_elsewhere_that_has_long_been_silent(
     ledger.alive(time.time())
     ledger.commit()
     assert said(capsys, 'status', '--ledger', str(tmp_path))['state'] == 'running'
-    ledger.begin_run('r1', at=time.time(), command='')
+    ledger.begin_run('r1', at=time.time())
     ledger.close()
     assert said(capsys, 'status', '--ledger', str(tmp_path), '--run', 'r0')['state'] == 'died'
 
@@ -368,7 +366,7 @@ def test_into_a_pipe_there_are_no_control_characters(
     journal = Told(tmp_path / 'ledger.journal')
     journal.begin_run('run-2', at=1_790_000_500.0)
     for name in ('cnn', 'mlp'):
-        journal.submitted(name, at=1_790_000_500.0, spec={}, total_samples=10)
+        journal.submitted(name, at=1_790_000_500.0, total_samples=10)
     journal.over('mlp', at=1_790_000_501.0, state='failed', why='it \x1b[2J broke')
     journal.end_run(at=1_790_000_502.0, how='done')
     monkeypatch.setenv('COLUMNS', str(columns))

@@ -57,15 +57,15 @@ def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
         'stated_costs': ('up', 'down'),
         **more,
     }
-    ledger.submitted(name='t', at=1000.0, spec=spec, total_samples=10_000, samples=0)
+    ledger.submitted('t', at=1000.0, spec=spec, total_samples=10_000)
     for block, node, at, end in (('b0', 'n0', 1000.0, 1300.0), ('b1', 'n1', 1060.0, 1200.0)):
-        ledger.block_opened(block, at=at, nodes=1, walltime_s=None, names=[node])
+        ledger.block_opened(block, at=at, names=[node])
         ledger.joined(f'{block}/{node}', at=at + 5, block=block, name=node)
         if end < 1300:
             ledger.left(f'{block}/{node}', at=end, how='taken')
             ledger.block_closed(block, at=end, how='taken')
     decide(ledger, 1005.0, {'t': 0}, {'t': 1})
-    ledger.fragment_decided('t', 1, at=1005.0, nodes=('b0/n0',), deadline=None, from_samples=0)
+    ledger.fragment_decided('t', 1, at=1005.0, nodes=('b0/n0',))
     ledger.fragment_started('t', 1, at=1010.0, samples=0)
     for at in range(1020, 1101, 10):
         ledger.fragment_progress(
@@ -78,9 +78,7 @@ def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
     ledger.fragment_ended('t', 1, at=1102.0, ending='stopped', samples=920, reached=920, **took)
     started = StartFragment('t', 2, ('b0/n0', 'b0/n1'), None, 920)
     decide(ledger, 1102.0, {'t': 0}, {'t': 2}, started)
-    ledger.fragment_decided(
-        't', 2, at=1102.0, nodes=('b0/n0', 'b1/n1'), deadline=None, from_samples=920
-    )
+    ledger.fragment_decided('t', 2, at=1102.0, nodes=('b0/n0', 'b1/n1'), from_samples=920)
     ledger.fragment_started('t', 2, at=1106.0, samples=920)
     for at in range(1116, 1201, 10):
         ledger.fragment_progress(
@@ -94,7 +92,7 @@ def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
     ledger.checkpoint('t', 2, at=1150.0, samples=1800, seconds=1.0, pause_s=1.0)
     ledger.fragment_ended('t', 2, at=1200.0, ending='preempted', samples=1800, reached=2800)
     decide(ledger, 1200.0, {'t': 0}, {'t': 1})
-    ledger.fragment_decided('t', 3, at=1200.0, nodes=('b0/n0',), deadline=None, from_samples=1800)
+    ledger.fragment_decided('t', 3, at=1200.0, nodes=('b0/n0',), from_samples=1800)
     ledger.fragment_started('t', 3, at=1204.0, samples=1800)
     ledger.fragment_ended(
         't',
@@ -170,7 +168,7 @@ def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: 
     own share does not.
     """
     ledger = small_ledger(tmp_path / 'ledger.journal')
-    ledger.submitted(name='t-2', at=1200.0, spec={}, total_samples=None, samples=0)
+    ledger.submitted('t-2', at=1200.0)
     for at, more in (
         (1240.0, ()),
         (1241.0, ()),
@@ -220,17 +218,13 @@ def test_speeds_of_two_node_classes_are_told_apart(
 ) -> None:
     ledger = small_ledger(tmp_path / 'ledger.journal', fails=False, curve=None)
     for block, node_class in (('b0', 'fast'), ('b1', 'fast'), ('b2', 'slow'), ('b3', 'cpu')):
-        ledger.block_opened(
-            block, at=1000.0, nodes=1, walltime_s=None, names=[], node_class=node_class
-        )
+        ledger.block_opened(block, at=1000.0, nodes=1, node_class=node_class)
     ledger.joined('b2/s', at=1240.0, block='b2', name='s')
     start = StartFragment('t', 4, ('b2/s',), None, 1800)
     decide(ledger, 1235.0, {'t': 0}, {'t': 0}, start)
     for fragment, at in ((4, 1240.0), (5, 1270.0)):
         decide(ledger, at, {'t': 0}, {'t': 1}, start)
-        ledger.fragment_decided(
-            't', fragment, at=at, nodes=('b2/s',), deadline=None, from_samples=1800
-        )
+        ledger.fragment_decided('t', fragment, at=at, nodes=('b2/s',), from_samples=1800)
         ledger.fragment_started('t', fragment, at=at, samples=1800)
         ledger.fragment_progress('t', fragment, at=at + 20, samples=1860, rate=3.0)
     ledger.end_run(at=1300.0, how='done')
@@ -294,9 +288,9 @@ def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_num
 ) -> None:
     path = tmp_path / 'ledger.journal'
     ledger = Told(path)
-    ledger.begin_run('r', at=0.0, command='')
-    ledger.submitted(name='t', at=0.0, spec={}, total_samples=None, samples=0)
-    ledger.fragment_decided('t', 1, at=0.0, nodes=('n',), deadline=None, from_samples=0)
+    ledger.begin_run('r', at=0.0)
+    ledger.submitted('t', at=0.0)
+    ledger.fragment_decided('t', 1, at=0.0, nodes=('n',))
     for i in range(5000):
         odd = {7: math.nan, 8: math.inf, 9: 1e308, 10: -1e308, 1234: 99.0, 4321: -5.0}
         loss = odd.get(i, 1.0 + math.sin(i))
@@ -445,7 +439,7 @@ def test_metrics_that_cannot_be_drawn(
 def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / 'ledger.journal'
     ledger = small_ledger(path)
-    ledger.submitted(name=HOSTILE, at=1000.0, spec={}, total_samples=None, samples=0)
+    ledger.submitted(HOSTILE, at=1000.0)
     ledger.over(
         HOSTILE, at=1200.0, state='failed', why='</style><script>document.title="broken"</script>'
     )
@@ -505,11 +499,11 @@ def test_runs_in_which_little_happened(tmp_path: Path, capsys: pytest.CaptureFix
     ledger = Told(tmp_path / 'ledger.journal')
     assert main(['report', '--ledger', str(tmp_path), '--out', str(tmp_path / 'a.html')]) == 2
     assert 'has no run yet' in capsys.readouterr().err
-    ledger.begin_run('r', at=5.0, command='')
+    ledger.begin_run('r', at=5.0)
     ledger.commit()
     for more in (False, True):
         if more:
-            ledger.submitted(name='t', at=5.0, spec={}, total_samples=None, samples=0)
+            ledger.submitted('t', at=5.0)
             ledger.commit()
         assert main(['report', '--ledger', str(tmp_path), '--out', str(tmp_path / 'a.html')]) == 0
         assert 'No node was offered' in (tmp_path / 'a.html').read_text()

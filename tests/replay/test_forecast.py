@@ -199,14 +199,8 @@ def test_a_ledger_says_what_is_left_and_how_fast(tmp_path: Path) -> None:
 def test_a_ledger_says_which_node_counts_a_trainer_may_have(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'ledger.journal')
     ledger.begin_run('r', at=1.0)
-    ledger.submitted(
-        name='t',
-        at=1.0,
-        spec={'min_nodes': 2, 'max_nodes': 4, 'sizes': (2, 4)},
-        total_samples=None,
-        samples=0,
-    )
-    ledger.fragment_decided('t', 1, at=1.0, nodes=('x', 'y'), deadline=None, from_samples=0)
+    ledger.submitted('t', at=1.0, spec={'min_nodes': 2, 'max_nodes': 4, 'sizes': (2, 4)})
+    ledger.fragment_decided('t', 1, at=1.0, nodes=('x', 'y'))
     ledger.fragment_progress('t', 1, at=2.0, samples=20, rate=20.0)
     ledger.close()
     found = trainers_at(tmp_path / 'ledger.journal')
@@ -226,7 +220,7 @@ def test_files_that_say_too_little_get_a_sentence(
         if words == 'has no run yet':
             ledger.begin_run('r', at=1.0)
         else:
-            ledger.submitted(name='t', at=1.0, spec={}, total_samples=None, samples=0)
+            ledger.submitted('t', at=1.0)
         ledger.commit()
     ledger.close()
     with pytest.raises(BadInput, match='cannot be read'):

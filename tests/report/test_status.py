@@ -22,11 +22,9 @@ def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -
     )
     for run, begin in (('first', 1000.0), ('second', 2000.0)):
         ledger = Told(path)
-        ledger.begin_run(
-            run, at=begin, command='', settings=DecisionSettings(settings, 'auto', 10.0).plain()
-        )
+        ledger.begin_run(run, at=begin, settings=DecisionSettings(settings, 'auto', 10.0).plain())
         ledger.submitted('a', at=begin, spec={'user': 'anna'})
-        ledger.fragment_decided('a', 1, at=begin, nodes=['n0', 'n1'], deadline=None, from_samples=0)
+        ledger.fragment_decided('a', 1, at=begin, nodes=['n0', 'n1'])
         if run == 'first':
             ledger.end_run(at=begin + 50, how='interrupted')
         ledger.close()

@@ -23,20 +23,20 @@ def two_fragments(path: Path, *, end: bool = True) -> Path:
     that is left.
     """
     ledger = Told(path)
-    ledger.begin_run('r0', at=1000, command='')
+    ledger.begin_run('r0', at=1000)
     ledger.offered([('x', 1000, 1100), ('y', 1000, 1050)])
-    ledger.submitted(name='a', at=1000, spec=SPEC, total_samples=2000, samples=0)
+    ledger.submitted('a', at=1000, spec=SPEC, total_samples=2000)
     for block, name in (('b0', 'x'), ('b1', 'y')):
-        ledger.block_opened(block, at=1001, nodes=1, walltime_s=None, names=[name])
+        ledger.block_opened(block, at=1001, names=[name])
         ledger.joined(f'{block}/{name}', at=1004, block=block, name=name)
-    ledger.fragment_decided('a', 1, at=1005, nodes=['b0/x', 'b1/y'], deadline=None, from_samples=0)
+    ledger.fragment_decided('a', 1, at=1005, nodes=['b0/x', 'b1/y'])
     ledger.fragment_started('a', 1, at=1007, samples=0)
     ledger.checkpoint('a', 1, at=1027, samples=300, seconds=2.0, pause_s=2.0)
     ledger.fragment_progress('a', 1, at=1049, samples=640, rate=16.0, metrics={'loss': 1.0})
     ledger.left('b1/y', at=1047, how='taken')
     ledger.block_closed('b1', at=1047.5, how='taken')
     ledger.fragment_ended('a', 1, at=1049, ending='preempted', samples=300, reached=640)
-    ledger.fragment_decided('a', 2, at=1050, nodes=['b0/x'], deadline=None, from_samples=300)
+    ledger.fragment_decided('a', 2, at=1050, nodes=['b0/x'], from_samples=300)
     ledger.fragment_started('a', 2, at=1051, samples=300)
     ledger.fragment_progress('a', 2, at=1081, samples=600, rate=10.0, metrics={'loss': 0.5})
     if end:
@@ -79,11 +79,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_beside_it(
 ) -> None:
     """Copied from 38 to 40 s, written until 50 s: what is trained meanwhile is not in it."""
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=1000, command='')
+    ledger.begin_run('r0', at=1000)
     ledger.offered([('x', 1000, 1100)])
-    ledger.submitted(name='a', at=1000, spec=SPEC, total_samples=2000, samples=0)
+    ledger.submitted('a', at=1000, spec=SPEC, total_samples=2000)
     ledger.joined('b0/x', at=1000, block='b0', name='x')
-    ledger.fragment_decided('a', 1, at=1000, nodes=['b0/x'], deadline=None, from_samples=0)
+    ledger.fragment_decided('a', 1, at=1000, nodes=['b0/x'])
     ledger.fragment_started('a', 1, at=1000, samples=0)
     ledger.checkpoint('a', 1, at=1050, samples=380, seconds=10, pause_s=2)
     ledger.fragment_ended('a', 1, at=1100, ending=ending, samples=380, reached=980)
@@ -103,10 +103,10 @@ def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: P
         assert summary(journal.history(), 1090.0)['wall_s'] == 90
         assert node_seconds_of(journal.history(), 1090.0)['lost'] == 42
     ledger = Told(path)
-    ledger.begin_run('r1', at=5000, command='')
+    ledger.begin_run('r1', at=5000)
     ledger.offered([('x', 5000, 9999)])
-    ledger.submitted(name='a', at=5000, spec=SPEC, total_samples=2000, samples=300)
-    ledger.fragment_decided('a', 2, at=5001, nodes=['b0/x'], deadline=None, from_samples=200)
+    ledger.submitted('a', at=5000, spec=SPEC, total_samples=2000, samples=300)
+    ledger.fragment_decided('a', 2, at=5001, nodes=['b0/x'], from_samples=200)
     ledger.end_run(at=5010, how='done')
     ledger.close()
     with Journal(path) as journal:
@@ -138,20 +138,14 @@ def test_efficiency_by_hand(tmp_path: Path) -> None:
 
 def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=0, command='')
+    ledger.begin_run('r0', at=0)
     ledger.offered([(n, 0, None) for n in 'wxyz'])
     for name in ('a', 'b', 'late'):
         curve = {} if name == 'late' else {'curve': {'nodes': [2, 4], 'rate': [20, 22]}}
         ledger.submitted(
-            name=name,
-            at=80 if name == 'late' else 0,
-            spec={'max_nodes': 4, **curve},
-            total_samples=9,
-            samples=0,
+            name, at=80 if name == 'late' else 0, spec={'max_nodes': 4, **curve}, total_samples=9
         )
-        ledger.fragment_decided(
-            name, 1, at=80 if name == 'late' else 0, nodes=['w', 'x'], deadline=None, from_samples=0
-        )
+        ledger.fragment_decided(name, 1, at=80 if name == 'late' else 0, nodes=['w', 'x'])
         ledger.fragment_started(name, 1, at=80 if name == 'late' else 0, samples=0)
     for name in ('a', 'b'):
         ledger.fragment_ended(name, 1, at=50, ending='finished', samples=9, reached=9)
@@ -179,7 +173,7 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
 
 def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=0, command='')
+    ledger.begin_run('r0', at=0)
     ledger.offered([(n, 0, None) for n in 'uvwxyz'])
     for name, nodes in (('a', 'uv'), ('b', 'wx'), ('c', 'yz')):
         spec = (
@@ -187,8 +181,8 @@ def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) ->
             if name == 'a'
             else {'curve': {'nodes': [1, 6], 'rate': [1, 6] if name == 'b' else [500, 3000]}}
         )
-        ledger.submitted(name=name, at=0, spec=spec | {'max_nodes': 6}, total_samples=9, samples=0)
-        ledger.fragment_decided(name, 1, at=0, nodes=list(nodes), deadline=None, from_samples=0)
+        ledger.submitted(name, at=0, spec=spec | {'max_nodes': 6}, total_samples=9)
+        ledger.fragment_decided(name, 1, at=0, nodes=list(nodes))
         ledger.fragment_started(name, 1, at=0, samples=0)
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
@@ -199,12 +193,12 @@ def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) ->
 
 def test_equal_trainers_take_turns_with_an_odd_node(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=0, command='')
+    ledger.begin_run('r0', at=0)
     ledger.offered([(n, 0, None) for n in 'vwxyz'])
     spec = {'max_nodes': 4, 'curve': {'nodes': [1, 2, 3, 4], 'rate': [1, 1.9, 2, 3.4]}}
     for name, nodes in (('a', 'vw'), ('b', 'xy')):
-        ledger.submitted(name=name, at=0, spec=spec, total_samples=9, samples=0)
-        ledger.fragment_decided(name, 1, at=0, nodes=list(nodes), deadline=None, from_samples=0)
+        ledger.submitted(name, at=0, spec=spec, total_samples=9)
+        ledger.fragment_decided(name, 1, at=0, nodes=list(nodes))
         ledger.fragment_started(name, 1, at=0, samples=0)
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
@@ -215,12 +209,10 @@ def test_equal_trainers_take_turns_with_an_odd_node(tmp_path: Path) -> None:
 
 def test_efficiency_of_one_epoch_is_left_out(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=0, command='')
+    ledger.begin_run('r0', at=0)
     ledger.offered([('u', 0, None), ('v', 0, None)])
     for name, epochs in {'one': 1.0, 'two': 2.0}.items():
-        ledger.submitted(
-            name=name, at=0, spec={}, total_epochs=epochs, total_samples=None, samples=0
-        )
+        ledger.submitted(name, at=0, total_epochs=epochs)
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
         found = efficiency(journal.history(), 50.0, MilpAllocator()).by_trainer
@@ -231,8 +223,8 @@ def test_efficiency_of_one_epoch_is_left_out(tmp_path: Path) -> None:
 
 def test_efficiency_is_unknown_where_the_pool_has_nothing_for_a_trainer(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=0, command='')
-    ledger.submitted(name='a', at=0, spec={}, total_samples=None, samples=0)
+    ledger.begin_run('r0', at=0)
+    ledger.submitted('a', at=0)
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
         assert (

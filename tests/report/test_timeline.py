@@ -37,7 +37,7 @@ def stories(draw: st.DrawFn) -> History:
     for number in range(draw(st.integers(1, 2))):
         begun = draw(seconds)
         told.begin_run(f'r{number}', at=begun)
-        told.submitted('a', at=begun, spec={})
+        told.submitted('a', at=begun)
         for b in range(draw(st.integers(0, 3))):
             told.block_opened(f'b{b}', at=draw(seconds), names=draw(some))
             for n in range(draw(st.integers(0, 2))):
@@ -170,7 +170,7 @@ def test_what_survivors_keep_in_memory_is_not_lost(
 ) -> None:
     told = Told()
     told.begin_run('r', at=0.0)
-    told.submitted('a', at=0.0, spec={})
+    told.submitted('a', at=0.0)
     told.offered([('x', 0.0, 120.0)])
     told.fragment_decided('a', 1, at=0.0, nodes=['x'])
     told.fragment_started('a', 1, at=10.0, samples=0)
@@ -197,7 +197,7 @@ def killed(
     """How many blocks were killed under a fragment on two of them."""
     told = Told()
     told.begin_run('r', at=0.0)
-    told.submitted('a', at=0.0, spec={})
+    told.submitted('a', at=0.0)
     for node, gone, over, why in (('b/x', left, closed, how), ('c/y', 60.0, 60.0, 'taken')):
         block, name = node.split('/')
         told.block_opened(block, at=0.0)

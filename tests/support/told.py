@@ -104,12 +104,12 @@ class Told:
         name: str,
         *,
         at: float,
-        spec: Mapping[str, Any],
+        spec: Mapping[str, Any] | None = None,
         total_samples: int | None = None,
         samples: int = 0,
         total_epochs: float | None = None,
     ) -> None:
-        one = trainer(name, total_samples, spec)
+        one = trainer(name, total_samples, spec or {})
         self.take(ev.TrainerSubmitted(at, one, samples, total_epochs=total_epochs))
 
     def over(self, name: str, *, at: float, state: str, why: str = '') -> None:

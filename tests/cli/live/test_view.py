@@ -49,27 +49,21 @@ def running(path: Path) -> Told:
     1030.
     """
     ledger = Told(path)
-    ledger.begin_run('r0', at=1000, command='')
+    ledger.begin_run('r0', at=1000)
     ledger.offered((n, 1000, 1100) for n in 'xyz')
     for name in ('cnn', 'mlp'):
-        ledger.submitted(
-            name=name,
-            at=1000,
-            spec={'min_nodes': 1, 'max_nodes': 3},
-            total_samples=50_000,
-            samples=0,
-        )
+        ledger.submitted(name, at=1000, spec={'min_nodes': 1, 'max_nodes': 3}, total_samples=50_000)
     for block, names, walltime in (('b0', 'xy', 100.0), ('b1', 'z', None), ('b2', '', 60.0)):
         ledger.block_opened(
             block, at=1000, nodes=max(1, len(names)), walltime_s=walltime, names=list(names)
         )
         for name in names:
             ledger.joined(f'{block}/{name}', at=1001, block=block, name=name)
-    ledger.fragment_decided('cnn', 1, at=1002, nodes=['b0/x'], deadline=None, from_samples=0)
+    ledger.fragment_decided('cnn', 1, at=1002, nodes=['b0/x'])
     ledger.fragment_started('cnn', 1, at=1003, samples=0)
     ledger.fragment_ended('cnn', 1, at=1010, ending='preempted', samples=0, reached=700)
     nodes = ['b0/x', 'b0/y', 'b1/z']
-    ledger.fragment_decided('cnn', 2, at=1010, nodes=nodes, deadline=None, from_samples=0)
+    ledger.fragment_decided('cnn', 2, at=1010, nodes=nodes)
     ledger.fragment_started('cnn', 2, at=1012, samples=0)
     ledger.fragment_progress(
         'cnn', 2, at=1030, samples=12_500, rate=690.0, metrics={'loss': 0.4321}
@@ -151,8 +145,8 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
 def test_counts_go_on_over_a_resume(tmp_path: Path) -> None:
     running(tmp_path / 'l.db').close()
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r1', at=2000, command='')
-    ledger.submitted(name='cnn', at=2000, spec={}, total_samples=50_000, samples=9000)
+    ledger.begin_run('r1', at=2000)
+    ledger.submitted('cnn', at=2000, total_samples=50_000, samples=9000)
     ledger.close()
     with Journal(tmp_path / 'l.db') as journal:
         seen = LiveView(journal).snapshot(2001.0)
@@ -169,11 +163,9 @@ def test_counts_go_on_over_a_resume(tmp_path: Path) -> None:
 
 def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=1000, command='')
-    ledger.submitted(
-        name='[red]x[/red]\x1b[2J\r\n', at=1000, spec={}, total_samples=None, samples=0
-    )
-    ledger.block_opened('b\x07', at=1000, nodes=1, walltime_s=None, names=[])
+    ledger.begin_run('r0', at=1000)
+    ledger.submitted('[red]x[/red]\x1b[2J\r\n', at=1000)
+    ledger.block_opened('b\x07', at=1000, nodes=1)
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
         view = LiveView(journal)

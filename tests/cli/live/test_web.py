@@ -46,19 +46,16 @@ def live_run(folder: Path) -> Iterator[Told]:
     ledger.offered([('n0', now - 100, None), ('n1', now - 100, None)])
     for name in ('cnn', HOSTILE):
         ledger.submitted(
-            name=name,
+            name,
             at=now - 100,
             spec={'min_nodes': 1, 'max_nodes': 2, 'curve': CURVE},
             total_samples=20_000,
-            samples=0,
         )
     ledger.block_opened('b0', at=now - 100, nodes=2, walltime_s=3600.0, names=['n0', 'n1'])
     for node in ('n0', 'n1'):
         ledger.joined(f'b0/{node}', at=now - 90, block='b0', name=node)
-    ledger.block_opened('b1', at=now - 10, nodes=4, walltime_s=None, names=[])
-    ledger.fragment_decided(
-        'cnn', 1, at=now - 90, nodes=('b0/n0', 'b0/n1'), deadline=None, from_samples=0
-    )
+    ledger.block_opened('b1', at=now - 10, nodes=4)
+    ledger.fragment_decided('cnn', 1, at=now - 90, nodes=('b0/n0', 'b0/n1'))
     ledger.fragment_started('cnn', 1, at=now - 90, samples=0)
     ledger.fragment_progress('cnn', 1, at=now, samples=12_345, rate=137.0, metrics={'loss': 0.25})
     ledger.commit()
