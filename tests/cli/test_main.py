@@ -92,7 +92,7 @@ def test_a_defect_of_ours_is_one_line_and_a_traceback_only_on_demand(
     def broken(verb: str) -> object:
         raise RuntimeError('two\nlines')
 
-    monkeypatch.setattr(program, '_imported', broken)
+    monkeypatch.setattr(program, 'command_of', broken)
     assert main(['allocate', 'x']) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
@@ -109,7 +109,7 @@ def test_an_interrupt_ends_it_with_the_shells_status(
     def interrupted(verb: str) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(program, '_imported', interrupted)
+    monkeypatch.setattr(program, 'command_of', interrupted)
     assert main(['allocate', 'x']) == 130
     assert capsys.readouterr().err == ''
 

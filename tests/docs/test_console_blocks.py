@@ -88,6 +88,9 @@ def perform(
             sys, 'stdin', io.TextIOWrapper(io.BytesIO(Path(words[at + 1]).read_bytes()))
         )
         words = words[:at] + words[at + 2 :]
+    if 'study.toml' in words:
+        # As many processes as cores would take longer than the few replays.
+        words = [*words, '--jobs', '1']
     if words[0] == 'freetrain':
         capsys.readouterr()
         status = main(words[1:])
