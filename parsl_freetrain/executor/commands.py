@@ -6,12 +6,13 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
-from parsl_freetrain.executor.fragment.worker_tasks import Greeting
-from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
+from parsl_freetrain.executor.block.blocks import GreetingReturned
+from parsl_freetrain.executor.fragment.runner import MemberReturned
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,6 @@ class TaskArrived:
     context: Mapping[str, Any]
     buffer: bytes
     outer: Future[Checkpoint]
-
-
-@dataclass(frozen=True)
-class MemberReturned:
-    """The task of a fragment's member has returned."""
-
-    trainer: str
-    fragment: int
-    member: int
-    done: Future[Any]
-
-
-@dataclass(frozen=True)
-class GreetingReturned:
-    """A node's first task has returned."""
-
-    block: str
-    manager: str
-    done: Future[Greeting]
 
 
 @dataclass(frozen=True)
@@ -93,9 +75,3 @@ Command = (
     | Quiesce
     | Stop
 )
-
-
-class CommandInbox(Protocol):
-    """Takes commands from any thread."""
-
-    def post(self, item: Command) -> None: ...

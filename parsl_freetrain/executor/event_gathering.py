@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parsl_freetrain.executor import commands as co
+from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
@@ -45,7 +46,7 @@ def gather(control: ControlServer, timeout_s: float, expected: Callable[[], int]
 
 
 def _joins(item: Any) -> bool:
-    return isinstance(item, co.GreetingReturned) and item.done.exception() is None
+    return isinstance(item, GreetingReturned) and item.done.exception() is None
 
 
 def _urgent(item: Any) -> bool:

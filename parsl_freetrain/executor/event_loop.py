@@ -23,11 +23,11 @@ from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import commands as co
-from parsl_freetrain.executor.block.blocks import BlockManager
+from parsl_freetrain.executor.block.blocks import BlockManager, GreetingReturned
 from parsl_freetrain.executor.event_gathering import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
-from parsl_freetrain.executor.fragment.runner import FragmentRunner
+from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberReturned
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.offer_changes import OfferChanges
 from parsl_freetrain.executor.parsl_side import ParslSide
@@ -209,7 +209,7 @@ class EventLoop:
                 self._blocks.adopt(block, now)
             case co.TaskArrived(context, buffer, outer):
                 self._fragments.arrived(context, buffer, outer)
-            case co.MemberReturned(trainer, fragment, member, done):
+            case MemberReturned(trainer, fragment, member, done):
                 node = self._fragments.node_of(trainer, fragment, member)
                 if node and isinstance(done.exception(), ManagerLost):
                     self._blocks.lose({node}, now)
@@ -222,7 +222,7 @@ class EventLoop:
                     and now - self._polled_early_at >= self._site.poll_s
                 ):
                     self._polled_early_at = self._next_poll = now
-            case co.GreetingReturned(block, manager, done):
+            case GreetingReturned(block, manager, done):
                 if hopeless := self._blocks.greeted(block, manager, done, now):
                     self._abort_all(hopeless, now)
             case co.SchedulerAnswered() if self._asked:

@@ -45,6 +45,8 @@ from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.future_updates import FutureUpdater
 from parsl_freetrain.executor.metric_export import MetricExport
 from parsl_freetrain.executor.monitoring_export import MonitoringExport
 from parsl_freetrain.executor.parsl_side import HtexSide
@@ -65,8 +67,6 @@ from parsl_freetrain.executor.settings import (
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import TrainerNames
-from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
-from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.named import chosen_provider

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 
 EVERY_S = 0.5
 MOST_TRAINERS = 3

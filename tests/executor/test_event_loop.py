@@ -28,6 +28,7 @@ from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAlloca
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import commands as co
+from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.event_gathering import gather
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
@@ -50,10 +51,10 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes' greetings are held until all four have come, and passed on 10 ms apart."""
-    post, held = ControlServer.post, list[co.GreetingReturned]()
+    post, held = ControlServer.post, list[GreetingReturned]()
 
     def hold(self: ControlServer, item: Any) -> None:
-        if not isinstance(item, co.GreetingReturned):
+        if not isinstance(item, GreetingReturned):
             post(self, item)
             return
         held.append(item)
@@ -86,7 +87,7 @@ def test_only_nodes_that_are_expected_are_waited_for() -> None:
     control = ControlServer(None, '127.0.0.1', (50000, 60000))
     greeting: Future[Any] = Future()
     greeting.set_result({})
-    joins = co.GreetingReturned('b', 'm', greeting)
+    joins = GreetingReturned('b', 'm', greeting)
     try:
         for waiting, expected, at_least_s, most_s in (
             ((joins,), 1, 0.0, 0.04),

@@ -6,7 +6,8 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
@@ -19,7 +20,6 @@ from parsl_freetrain.executor.block.block_record import BlockRecord
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.block.needs import nodes_needed
 from parsl_freetrain.executor.block.node_tasks import greeting
-from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
@@ -35,6 +35,21 @@ LONGEST_BACKOFF_S = 300.0
 HOPELESS_GREETINGS = 3
 EQUAL_FAILURES = 3
 AVOID_S = 600.0  # a node with a broken device is not used for so long
+
+
+@dataclass(frozen=True)
+class GreetingReturned:
+    """A node's first task has returned."""
+
+    block: str
+    manager: str
+    done: Future[Greeting]
+
+
+class Inbox(Protocol):
+    """Takes what has returned, from any thread."""
+
+    def post(self, item: GreetingReturned) -> None: ...
 
 
 class BlockManager:
@@ -55,7 +70,7 @@ class BlockManager:
         self,
         provider: BackfillProvider,
         stream: Stream,
-        inbox: CommandInbox,
+        inbox: Inbox,
         node_log_dir: str,
         parsl: ParslSide,
         template: str | None = None,

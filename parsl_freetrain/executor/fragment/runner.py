@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor.commands import MemberReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.fragment_state import (
     FragmentResult,
@@ -24,17 +23,27 @@ from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember
 
 logger = logging.getLogger(__name__)
 
 FRAGMENT = 'freetrain_fragment'  # key of the resource specification that marks a fragment's task
+
+
+@dataclass(frozen=True)
+class MemberReturned:
+    """The task of a fragment's member has returned."""
+
+    trainer: str
+    fragment: int
+    member: int
+    done: Future[Any]
 
 
 class FragmentRunner:

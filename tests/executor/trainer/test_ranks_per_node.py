@@ -23,8 +23,8 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.checkpoint.identity import record_or_compare
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.training import TrainingSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
-from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 
 
 class FutureUpdater:
