@@ -63,14 +63,14 @@ def test_a_rescale_does_not_weaken_a_rehearsed_preemption(
     stop = ev.StopFragment('fit', 1, 'rescale from 1 to 2 nodes', NODES)
     if not rehearsed_first:
         runner.stop(stop, 2.0)
-        assert fragment.awaited == {
+        assert fragment.stopping.awaited == {
             0
         }  # it trains on until the ranks of the next fragment are ready
     runner.rehearse('fit', GRACE_S, 3.0)
     if rehearsed_first:
         runner.stop(stop, 4.0)
-    assert not fragment.awaited
+    assert not fragment.stopping.awaited
     runner.look(3.0 + GRACE_S)
-    assert not fragment.abandoned
+    assert not fragment.given_up.why
     runner.look(3.0 + GRACE_S + 0.5)
-    assert fragment.abandoned == f'it did not stop within {GRACE_S:g} s'
+    assert fragment.given_up.why == f'it did not stop within {GRACE_S:g} s'

@@ -16,6 +16,7 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import Ending, FragmentProgressed, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.fragment_parts import Contact, GivenUp, Stopping
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.comm.device_faults import out_of_memory
 from parsl_freetrain.training.spec.fragment_order import Handover
@@ -89,36 +90,18 @@ class RunningFragment:
     recorded_at: float = 0.0  # when its last report was recorded
     unrecorded: FragmentProgressed | None = None  # the last report, if it was not recorded
     metrics: Mapping[str, float] = field(default_factory=dict)  # what rank 0 said last
-    stop: str = ''  # why it was asked to stop
-    stop_at: float = 0.0
-    # until it is killed after a request to stop; None: the usual patience
-    grace_s: float | None = None
-    abandoned: str = ''  # why it was given up
-    abandoned_at: float | None = None  # when the watchdog first saw that
-    ended_before: frozenset[int] = frozenset()  # ranks that had ended when it was given up
+    stopping: Stopping = field(default_factory=Stopping)
+    given_up: GivenUp = field(default_factory=GivenUp)
+    contact: Contact = field(default_factory=Contact)
     task: bytes = b''  # what its members run
-    # members whose ranks of the next fragment it is kept training for
-    awaited: set[int] = field(default_factory=set)
-    goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
-    followed: bool = False  # the ranks of the next fragment are ready
-    leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
     begins_with: LeftState | None = None  # the state that it finds in memory
     keeps: bool = False  # its ranks leave their states in memory when one of them is lost
     uses_state: bool = False  # rank 0 has used ctx.state, which only its state has
-    spare_s: float = 0.0  # that its ranks had for leaving their states when it was given up
     trouble_at: float | None = None
-    asked_at: float | None = None  # when its members were asked whether they are there
-    asked_why: str = ''
     died: bool = False  # one of its ranks has died without a word
-    # rank -> the exchange in which it waits for too long, and when it last said so
-    stuck: dict[int, tuple[str, float]] = field(default_factory=dict)
     saving: bool = False  # rank 0 is writing a checkpoint
     stepped_at: float | None = None  # when rank 0 last told of a step or a checkpoint
     rendezvous: Rendezvous | None = None
-    heard: dict[int, float] = field(default_factory=dict)  # member -> when it was last heard of
-    # members whose connection has ended, and that have not been heard of since
-    disconnected: set[int] = field(default_factory=set)
-    names: dict[int, str] = field(default_factory=dict)  # member -> what people call its node
     # member -> its ranks that have ended, and when
     ended: dict[int, dict[int, float]] = field(default_factory=dict)
     settled: dict[int, list[RankResult] | BaseException] = field(default_factory=dict)
@@ -140,7 +123,7 @@ class RunningFragment:
 
     def leaves(self, member: int) -> bool:
         """Whether a member's node is given back when the fragment has stopped."""
-        return self.action.nodes[member] in self.leaving
+        return self.action.nodes[member] in self.stopping.leaving
 
     def over(self) -> bool:
         """Whether nothing more can come."""
@@ -181,40 +164,47 @@ class RunningFragment:
             elif member in cut_off:
                 found[node] = 'its connection ended, and all ranks elsewhere had lost touch with it'
             elif (
-                self.asked_at is not None
+                self.contact.asked_at is not None
                 and member in self.unanswered()
-                and at - self.asked_at > (answer_s := self._answer_s(member))
+                and at - self.contact.asked_at > (answer_s := self._answer_s(member))
             ):
-                found[node] = f'no sign of life for {answer_s:g} s after {self.asked_why}'
-            elif len(ended) < self.ranks_per_node and at - self.heard.get(member, at) > patience_s:
+                found[node] = f'no sign of life for {answer_s:g} s after {self.contact.asked_why}'
+            elif (
+                len(ended) < self.ranks_per_node
+                and at - self.contact.heard.get(member, at) > patience_s
+            ):
                 found[node] = f'no sign of life for {patience_s:g} s'
             elif (
-                self.abandoned_at is not None
-                and member in self.heard
-                and at - self.abandoned_at > patience_s + self.spare_s
+                self.given_up.seen_at is not None
+                and member in self.contact.heard
+                and at - self.given_up.seen_at > patience_s + self.given_up.spare_s
             ):
                 # SIGKILL ends a process only when it returns from the driver.
                 found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
-            elif self.abandoned and member not in self.heard and at - self.decided_at > start_s:
+            elif (
+                self.given_up.why
+                and member not in self.contact.heard
+                and at - self.decided_at > start_s
+            ):
                 # Its manager answers, but no worker of it takes the task.
                 found[node] = f'nothing was heard from it within {start_s:g} s'
         return found
 
     def unanswered(self) -> set[int]:
         """Members that were asked whether they are there, and have not answered yet."""
-        if self.asked_at is None:
+        if self.contact.asked_at is None:
             return set()
         return {
             member
-            for member, at in self.heard.items()
-            if at < self.asked_at and member not in self.settled and member not in self.lost
+            for member, at in self.contact.heard.items()
+            if at < self.contact.asked_at and member not in self.settled and member not in self.lost
         }
 
     def cut_off(self) -> set[int]:
         """Members whose computers have closed their connections: to here, and to the ranks of all
         others, which have ended because of it.
         """
-        gone = {member for member in self.disconnected if not self.ranks_ended(member)}
+        gone = {member for member in self.contact.disconnected if not self.ranks_ended(member)}
         return gone if self._ended_but(gone) else set()
 
     def _ended_but(self, members: set[int]) -> bool:
@@ -237,8 +227,14 @@ class RunningFragment:
 
     def deadlock(self, at: float) -> str:
         """Who waits in which exchange, if all ranks wait for each other; else empty."""
-        waiting = {rank: name for rank, (name, said) in self.stuck.items() if at - said < STUCK_S}
-        if len(waiting) < len(self.members) * self.ranks_per_node or self.stop or self.saving:
+        waiting = {
+            rank: name for rank, (name, said) in self.contact.stuck.items() if at - said < STUCK_S
+        }
+        if (
+            len(waiting) < len(self.members) * self.ranks_per_node
+            or self.stopping.why
+            or self.saving
+        ):
             return ''
         named = [f'rank {rank} in {waiting[rank]}' for rank in sorted(waiting)]
         more = f' and {len(named) - 8} more' if len(named) > 8 else ''
@@ -250,9 +246,13 @@ class RunningFragment:
     def nobody_listened(self, seconds: float) -> None:
         """Do not count these seconds as silence: the executor did not listen."""
         self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
-        self.asked_at = None if self.asked_at is None else self.asked_at + seconds
-        self.abandoned_at = None if self.abandoned_at is None else self.abandoned_at + seconds
-        self.heard = {member: at + seconds for member, at in self.heard.items()}
+        self.contact.asked_at = (
+            None if self.contact.asked_at is None else self.contact.asked_at + seconds
+        )
+        self.given_up.seen_at = (
+            None if self.given_up.seen_at is None else self.given_up.seen_at + seconds
+        )
+        self.contact.heard = {member: at + seconds for member, at in self.contact.heard.items()}
         self.ended = {
             member: {rank: at + seconds for rank, at in ranks.items()}
             for member, ranks in self.ended.items()
@@ -358,7 +358,7 @@ class RunningFragment:
         """The cause of the failure; the surest signs are checked first."""
         if self.lost:
             named = [
-                f'{self.names.get(m, self.action.nodes[m])} '
+                f'{self.contact.names.get(m, self.action.nodes[m])} '
                 f'({self.lost_why.get(m, "its manager or its block is gone")})'
                 for m in sorted(self.lost)
             ]
@@ -367,12 +367,12 @@ class RunningFragment:
             )
         for result in sorted(results, key=RankResult.suffers):
             # Those that it killed itself, when it was given up, are not to blame.
-            at_fault = not self.abandoned or result.rank in self.ended_before
+            at_fault = not self.given_up.why or result.rank in self.given_up.ended_before
             if result.how == 'hung' or (result.how == 'died' and at_fault):
                 what = result.killed or result.ended_how
                 return f'{result} {what}; its output is in {result.log}'
-        if self.abandoned:
-            return self.abandoned
+        if self.given_up.why:
+            return self.given_up.why
         for came in self.settled.values():
             if isinstance(came, BaseException):
                 return f'{type(came).__name__}: {came}'

@@ -45,11 +45,11 @@ class Listener:
         member = said.member
         if member not in fragment.members or not _is_its_own(said, fragment):
             return
-        fragment.heard[member] = at
-        fragment.disconnected.discard(member)
+        fragment.contact.heard[member] = at
+        fragment.contact.disconnected.discard(member)
         match said.message:
             case Hello(node):
-                fragment.names[member] = node
+                fragment.contact.names[member] = node
                 self._members.catch_up(fragment, member)
             case Rendezvous() as rendezvous:
                 fragment.rendezvous = rendezvous
@@ -65,12 +65,12 @@ class Listener:
                 fragment.uses_state = True
             case ev.FragmentProgressed(samples=samples) as report:
                 fragment.stepped_at = at
-                fragment.stuck.clear()
+                fragment.contact.stuck.clear()
                 fragment.reached = max(fragment.reached, samples)
                 fragment.metrics = report.metrics
                 self._progressed(report, fragment)
             case Stuck(rank, exchange):
-                fragment.stuck[rank] = exchange, at
+                fragment.contact.stuck[rank] = exchange, at
             case SavingCheckpoint():
                 fragment.saving = True
             case ev.CheckpointSaved(checkpoint=checkpoint) as saved:
@@ -79,16 +79,16 @@ class Listener:
                 last, fragment.unrecorded = fragment.unrecorded, None
                 self._stream.emit(*([last] if last else []))
                 self._stream.emit(saved)
-            case StandbyReady() if member in fragment.awaited:
-                fragment.awaited.discard(member)
-                if not fragment.awaited:
+            case StandbyReady() if member in fragment.stopping.awaited:
+                fragment.stopping.awaited.discard(member)
+                if not fragment.stopping.awaited:
                     self._members.ask_to_stop(fragment, at, followed=True)
             case RankEnded(rank, ok, died):
                 fragment.ended.setdefault(member, {}).setdefault(rank, at)
                 fragment.died = fragment.died or died
                 if not ok:
                     self._members.in_trouble(fragment, at)
-        if fragment.died and not fragment.saving and not fragment.stop:
+        if fragment.died and not fragment.saving and not fragment.stopping.why:
             # The others cannot train on. A checkpoint that is being written is worth the wait.
             self._members.give_up(fragment, 'one of its ranks died', spare=True)
 

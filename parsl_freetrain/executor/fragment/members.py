@@ -36,15 +36,17 @@ class Members:
         """Ask the fragment to save a checkpoint at the next step boundary and end. ``followed``:
         the ranks of the next one are ready.
         """
-        fragment.awaited.clear()
-        fragment.stop_at, fragment.followed = at, followed
+        fragment.stopping.awaited.clear()
+        fragment.stopping.at, fragment.stopping.followed = at, followed
         for member in fragment.members:
             self._ask_to_stop(fragment, member)
 
     def _ask_to_stop(self, fragment: RunningFragment, member: int) -> None:
         # State that is left in the memory of a node that is given back would be lost.
         stop = StopTraining(
-            fragment.stop, node_leaves=fragment.leaves(member), followed=fragment.followed
+            fragment.stopping.why,
+            node_leaves=fragment.leaves(member),
+            followed=fragment.stopping.followed,
         )
         self._control.send((fragment.name, fragment.number, member), stop)
 
@@ -52,11 +54,11 @@ class Members:
         """Kill the remaining ranks of a fragment. ``spare``: first they may leave their states in
         memory for the next fragment, if they can.
         """
-        if not fragment.abandoned:
-            fragment.abandoned = why
+        if not fragment.given_up.why:
+            fragment.given_up.why = why
             if spare and fragment.keeps:
-                fragment.spare_s = self._peer_s + LEAVING_S
-            fragment.ended_before = frozenset(
+                fragment.given_up.spare_s = self._peer_s + LEAVING_S
+            fragment.given_up.ended_before = frozenset(
                 rank for ranks in fragment.ended.values() for rank in ranks
             )
             self.tell_all(fragment, self._abandon(fragment))
@@ -70,21 +72,21 @@ class Members:
     def ask(self, fragment: RunningFragment, why: str, at: float) -> None:
         """Ask all members whether they are there."""
         if not fragment.unanswered():
-            fragment.asked_at, fragment.asked_why = at, why
+            fragment.contact.asked_at, fragment.contact.asked_why = at, why
         self.tell_all(fragment, AreYouThere())
 
     def catch_up(self, fragment: RunningFragment, member: int) -> None:
         """Tell a member that has just reported what the others were told before."""
         key = (fragment.name, fragment.number, member)
-        if fragment.abandoned:
+        if fragment.given_up.why:
             self._control.send(key, self._abandon(fragment))
-        elif fragment.stop and not fragment.awaited:
+        elif fragment.stopping.why and not fragment.stopping.awaited:
             self._ask_to_stop(fragment, member)
         if fragment.rendezvous:
             self._control.send(key, fragment.rendezvous)
 
     def _abandon(self, fragment: RunningFragment) -> Abandon:
-        return Abandon(fragment.abandoned, self._peer_s if fragment.spare_s else 0.0)
+        return Abandon(fragment.given_up.why, self._peer_s if fragment.given_up.spare_s else 0.0)
 
     def forget(self, fragment: RunningFragment) -> None:
         """Remove a fragment that has ended."""

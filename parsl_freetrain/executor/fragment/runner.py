@@ -13,6 +13,7 @@ from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
+from parsl_freetrain.executor.fragment.fragment_parts import Stopping
 from parsl_freetrain.executor.fragment.fragment_state import (
     FragmentResult,
     RunningFragment,
@@ -114,7 +115,7 @@ class FragmentRunner:
         except Exception as error:
             logger.exception('Fragment %s of %s could not be submitted', number, name)
             fragment.lost = set(fragment.members)
-            fragment.abandoned = f'it could not be submitted: {error}'
+            fragment.given_up.why = f'it could not be submitted: {error}'
         self._stream.emit(
             ev.FragmentLaunched(
                 at,
@@ -184,10 +185,11 @@ class FragmentRunner:
         once, wait until the next ranks are ready.
         """
         fragment = self.running.get((action.trainer, action.fragment))
-        if fragment is None or fragment.stop:
+        if fragment is None or fragment.stopping.why:
             return  # a rehearsed preemption does not wait for the next fragment
-        fragment.stop, fragment.stop_at = action.why, at
-        fragment.goes_on, fragment.leaving = bool(action.then), frozenset(action.leaving)
+        fragment.stopping = Stopping(
+            action.why, at, goes_on=bool(action.then), leaving=frozenset(action.leaving)
+        )
         if not self._standby.send(
             fragment,
             action.then,
@@ -200,7 +202,7 @@ class FragmentRunner:
         those that have just been told to stop, commit their states themselves.
         """
         for fragment in self.running.values():
-            if fragment.awaited or fragment.followed:
+            if fragment.stopping.awaited or fragment.stopping.followed:
                 self._members.ask_to_stop(fragment, at)
 
     def rehearse(self, name: str, grace_s: float, at: float) -> str:
@@ -218,7 +220,7 @@ class FragmentRunner:
             If the trainer has no running fragment.
         """
         fragment = next(
-            (f for f in self.running.values() if f.name == name and not f.abandoned), None
+            (f for f in self.running.values() if f.name == name and not f.given_up.why), None
         )
         if fragment is None:
             raise BadInput(f'No fragment of trainer {name!r} is running now.')
@@ -227,7 +229,8 @@ class FragmentRunner:
         if grace_s <= 0:
             self._members.give_up(fragment, 'a rehearsed preemption')
             return f'{which} is being killed.'
-        fragment.stop, fragment.grace_s = fragment.stop or 'a rehearsed preemption', grace_s
+        fragment.stopping.why = fragment.stopping.why or 'a rehearsed preemption'
+        fragment.stopping.grace_s = grace_s
         self._members.ask_to_stop(fragment, at)
         return f'{which} has its notice, and is killed if it is still there in {grace_s:g} s.'
 
@@ -335,9 +338,11 @@ class FragmentRunner:
         fragment = self.running.get((gone.trainer, gone.fragment))
         if fragment is None or fragment.ranks_ended(gone.member):
             return False
-        if gone.member in fragment.heard:  # what it has said before is no answer
-            fragment.heard[gone.member] = min(fragment.heard[gone.member], at - LOOK_S)
-        fragment.disconnected.add(gone.member)
+        if gone.member in fragment.contact.heard:  # what it has said before is no answer
+            fragment.contact.heard[gone.member] = min(
+                fragment.contact.heard[gone.member], at - LOOK_S
+            )
+        fragment.contact.disconnected.add(gone.member)
         self._members.ask(fragment, 'its connection had ended', at)
         return True
 

@@ -58,10 +58,10 @@ class StandbyLauncher:
         for member in fragment.members:
             if fragment.action.nodes[member] in nodes and member not in fragment.lost:
                 self._control.send((fragment.name, fragment.number, member), StartStandby(wait_s))
-                fragment.awaited.add(member)
+                fragment.stopping.awaited.add(member)
         for node in (
             [node for node in nodes if node not in fragment.action.nodes]
-            if fragment.awaited
+            if fragment.stopping.awaited
             else ()
         ):
             self._parsl.submit(
@@ -74,7 +74,7 @@ class StandbyLauncher:
                 },
                 fragment.task,
             ).add_done_callback(_log_failure)
-        return bool(fragment.awaited)
+        return bool(fragment.stopping.awaited)
 
 
 def _log_failure(done: Future[Any]) -> None:
@@ -85,4 +85,4 @@ def _log_failure(done: Future[Any]) -> None:
 
 def overdue(fragment: RunningFragment, at: float) -> bool:
     """Whether a fragment has been kept training for those that run ahead for long enough."""
-    return bool(fragment.awaited) and at - fragment.stop_at > AHEAD_S
+    return bool(fragment.stopping.awaited) and at - fragment.stopping.at > AHEAD_S

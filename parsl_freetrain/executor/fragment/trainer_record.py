@@ -105,7 +105,7 @@ class TrainerRecord:
         stepped_at = outcome.stepped_at if outcome is not None else 0.0
         self.paused = (
             (len(fragment.members), stepped_at)
-            if fragment.goes_on and result.ending is Ending.STOPPED and stepped_at
+            if fragment.stopping.goes_on and result.ending is Ending.STOPPED and stepped_at
             else None
         )
 

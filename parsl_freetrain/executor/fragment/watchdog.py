@@ -72,8 +72,8 @@ class Watchdog:
         for fragment in fragments:
             if late:
                 fragment.nobody_listened(away_s)
-            if fragment.abandoned and fragment.abandoned_at is None:
-                fragment.abandoned_at = at
+            if fragment.given_up.why and fragment.given_up.seen_at is None:
+                fragment.given_up.seen_at = at
             found += [
                 NodeSilent(node, why)
                 for node, why in fragment.silent(
@@ -95,13 +95,17 @@ class Watchdog:
             return 'some of its ranks ended in trouble and the others did not notice'
         if why := fragment.deadlock(at):
             return why
-        if fragment.awaited:
+        if fragment.stopping.awaited:
             return ''
-        stop_s = limits.stop_s if fragment.grace_s is None else fragment.grace_s
-        if fragment.stop and at - fragment.stop_at > stop_s:
+        stop_s = limits.stop_s if fragment.stopping.grace_s is None else fragment.stopping.grace_s
+        if fragment.stopping.why and at - fragment.stopping.at > stop_s:
             return f'it did not stop within {stop_s:g} s'
         if fragment.started_at is None and at - fragment.decided_at > limits.start_s:
-            quiet = [fragment.action.nodes[m] for m in fragment.members if m not in fragment.heard]
+            quiet = [
+                fragment.action.nodes[m]
+                for m in fragment.members
+                if m not in fragment.contact.heard
+            ]
             return f'it did not start within {limits.start_s:g} s' + (
                 f'; nothing was heard from {", ".join(quiet)}' if quiet else ''
             )
@@ -118,9 +122,11 @@ def _set_back(fragment: RunningFragment, seconds: float) -> None:
     """By the clock's new time, all that has happened was so much earlier."""
     fragment.nobody_listened(-seconds)
     fragment.decided_at -= seconds
-    fragment.stop_at -= seconds
+    fragment.stopping.at -= seconds
     if fragment.started_at is not None:
         fragment.started_at -= seconds
     if fragment.trouble_at is not None:
         fragment.trouble_at -= seconds
-    fragment.stuck = {rank: (where, at - seconds) for rank, (where, at) in fragment.stuck.items()}
+    fragment.contact.stuck = {
+        rank: (where, at - seconds) for rank, (where, at) in fragment.contact.stuck.items()
+    }

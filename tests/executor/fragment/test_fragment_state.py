@@ -262,10 +262,10 @@ def test_the_culprit_is_named_before_those_who_suffer() -> None:
 def test_a_node_that_never_says_anything_is_lost_when_its_fragment_was_given_up() -> None:
     """Its manager lives, and has no worker any more."""
     fragment = running_fragment(2)
-    fragment.heard[1] = fragment.decided_at + 125.0
+    fragment.contact.heard[1] = fragment.decided_at + 125.0
     late = fragment.decided_at + 121.0
     assert fragment.silent(late, 12.0, 120.0) == {}
-    fragment.abandoned = 'it did not start within 120 s'
+    fragment.given_up.why = 'it did not start within 120 s'
     assert fragment.silent(late - 2.0, 12.0, 120.0) == {}
     assert fragment.silent(late, 12.0, 120.0) == {
         fragment.action.nodes[0]: 'nothing was heard from it within 120 s'
@@ -274,7 +274,7 @@ def test_a_node_that_never_says_anything_is_lost_when_its_fragment_was_given_up(
 
 def test_what_it_was_given_up_for_is_the_cause_and_not_the_ranks_killed_for_it() -> None:
     fragment = running_fragment(1)
-    fragment.abandoned = 'it did not stop within 2 s'
+    fragment.given_up.why = 'it did not stop within 2 s'
     fragment.settled = {0: [result(0, status=-9)]}
     assert fragment.result().error == 'it did not stop within 2 s'
 
@@ -295,11 +295,11 @@ def test_the_rank_that_was_killed_is_named_before_those_that_abort_for_it() -> N
 
 def test_a_rank_that_does_not_end_after_sigkill_loses_its_node() -> None:
     fragment, watchdog = running_fragment(2), Watchdog(Timeouts(hang_s=10.0))
-    fragment.heard = {0: 100.0, 1: 100.0}
+    fragment.contact.heard = {0: 100.0, 1: 100.0}
     members.give_up(fragment, 'it did not stop within 2 s')
     fragment.settled[0] = [result(0, status=-9)]
     for second in range(100, 120):
-        fragment.heard[1] = float(second)  # the node itself is alive
+        fragment.contact.heard[1] = float(second)  # the node itself is alive
         found = watchdog.look([fragment], float(second))
         if second <= 108:
             assert found == []
@@ -345,7 +345,7 @@ def test_a_broken_device_is_a_preemption_unless_it_is_so_on_three_nodes() -> Non
 
 def test_lost_nodes_are_named_with_the_reason() -> None:
     fragment = running_fragment(3)
-    fragment.names = {1: 'nid007'}
+    fragment.contact.names = {1: 'nid007'}
     fragment.lose({'n1', 'n2'}, {'n1': 'no sign of life for 12 s'})
     assert fragment.result().error == (
         '2 of its 3 nodes were lost: nid007 (no sign of life for 12 s), n2 (its manager '
@@ -355,7 +355,7 @@ def test_lost_nodes_are_named_with_the_reason() -> None:
 
 def test_silence_counts_only_while_somebody_listens() -> None:
     fragment = running_fragment(2)
-    fragment.heard = {0: 100.0, 1: 108.0}
+    fragment.contact.heard = {0: 100.0, 1: 108.0}
     assert fragment.silent(111.0, 12.0, 120.0) == {}
     assert fragment.silent(112.5, 12.0, 120.0).keys() == {'n0'}
     fragment.nobody_listened(60.0)  # a computer that slept, or a decision that took long
@@ -367,7 +367,7 @@ def test_silence_counts_only_while_somebody_listens() -> None:
 
 def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_is_stuck() -> None:
     fragment = running_fragment(1)
-    fragment.heard, fragment.ended = {0: 100.0}, {0: {0: 101.0}}
+    fragment.contact.heard, fragment.ended = {0: 100.0}, {0: {0: 101.0}}
     assert fragment.silent(112.0, 12.0, 120.0) == {}
     assert 'manager' in fragment.silent(113.5, 12.0, 120.0)['n0']
 
@@ -571,8 +571,8 @@ def test_nodes_whose_connections_have_all_ended_are_lost_at_once() -> None:
 def test_all_connections_may_have_ended_here() -> None:
     """Then nothing is known of any node."""
     _, _, fragment = listening()
-    fragment.heard = dict.fromkeys(range(3), 10.0)
-    fragment.disconnected = {0, 1, 2}
+    fragment.contact.heard = dict.fromkeys(range(3), 10.0)
+    fragment.contact.disconnected = {0, 1, 2}
     assert Watchdog(Timeouts(hang_s=100.0)).look([fragment], 10.1) == []
 
 
@@ -580,14 +580,14 @@ def test_answers_are_not_missed_while_the_executor_does_not_listen() -> None:
     """A wrong verdict would only cost the node a new greeting; but there is no need for it."""
     _, listener, fragment = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
-    fragment.heard = {0: 10.0, 1: 10.0, 2: 10.0}
+    fragment.contact.heard = {0: 10.0, 1: 10.0, 2: 10.0}
     fragment.settled = {0: [], 1: []}
     watchdog.look([fragment], 10.4)
     listener._members.in_trouble(fragment, 10.5)
     assert watchdog.look([fragment], 10.5) == []
     assert watchdog.look([fragment], 13.0) == []  # a slow decision, or a loaded machine
     assert looks(watchdog, fragment, 13.1, 13.3) == []
-    fragment.heard[2] = 13.3
+    fragment.contact.heard[2] = 13.3
     assert looks(watchdog, fragment, 13.3, 15.0) == []
 
 
@@ -595,7 +595,7 @@ def test_when_a_connection_ends_before_its_ranks_its_member_must_answer() -> Non
     told, fragment = Told(), running_fragment(2)
     runner = FragmentRunner(told, Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
     runner.running['cnn', 7] = fragment
-    fragment.heard, fragment.ended = {0: 10.0, 1: 10.0}, {0: {0: 10.0}}
+    fragment.contact.heard, fragment.ended = {0: 10.0, 1: 10.0}, {0: {0: 10.0}}
     assert not runner.disconnected(MemberDisconnected('cnn', 6, 1), 10.0)
     assert not runner.disconnected(MemberDisconnected('cnn', 7, 0), 10.0)  # it was done
     assert runner.look(10.0) == set() and told.messages == []
@@ -636,11 +636,11 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
         hear(0, SavingCheckpoint())
     hear(1, RankEnded(1, ok=False, died=True))
     if saving:
-        assert not fragment.abandoned
+        assert not fragment.given_up.why
         hear(0, CheckpointSaved(10.0, Checkpoint('cnn', '/c', 8, 7, at=10.0)))
-    assert fragment.abandoned == 'one of its ranks died'
+    assert fragment.given_up.why == 'one of its ranks died'
     assert [message for _, message in told.messages][-1] == Abandon(
-        fragment.abandoned, spare_s=5.0 if keeps else 0.0
+        fragment.given_up.why, spare_s=5.0 if keeps else 0.0
     )
     fragment.settled = {
         0: [result(0, 'n0', status=-9)],
