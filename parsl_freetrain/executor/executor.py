@@ -39,7 +39,6 @@ from parsl_freetrain.executor.commands import (
     SubmitTrainer,
     TaskArrived,
 )
-from parsl_freetrain.executor.controller_settings import controller_settings
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
@@ -49,7 +48,7 @@ from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.future_updates import FutureUpdater
 from parsl_freetrain.executor.metric_export import MetricExport
 from parsl_freetrain.executor.monitoring_export import MonitoringExport
-from parsl_freetrain.executor.parsl_side import HtexSide
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
@@ -63,6 +62,7 @@ from parsl_freetrain.executor.settings import (
     check_classes,
     check_solver,
     check_trainer,
+    controller_settings,
 )
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
@@ -163,7 +163,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
         self._adoption: Adoption | None = None
-        self._parsl: HtexSide | None = None
+        self._parsl: ParslSide | None = None
         self._environment_command = ''  # what unpacks the nodes' environment
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
         self._waiting: set[TrainingFuture] = set()  # for arguments
@@ -222,7 +222,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._template = start_template(log_dir)
         else:
             agent += TEMPLATE.format(shlex.quote(log_dir))
-        parsl = self._parsl = HtexSide(self, agent, lock)
+        parsl = self._parsl = ParslSide(self, agent, lock)
         super().start()  # type: ignore[no-untyped-call]
         provider.site.start()
         adopted = adoption.take_over(parsl)
@@ -263,7 +263,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
     def _event_loop(
         self,
         settings: ControllerSettings,
-        parsl: HtexSide,
+        parsl: ParslSide,
         control: ControlServer,
         stream: Stream,
         records: dict[str, TrainerRecord],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from parsl.executors import HighThroughputExecutor
@@ -22,40 +21,9 @@ INTERCHANGE_S = 30.0
 _LOOK_MS = 200
 
 
-class ParslSide(Protocol):
-    """Only the event loop's thread calls it, but for :meth:`submit`."""
-
-    def open(self, request: BlockRequest) -> tuple[str, str]:
-        """Open a block; returns its block id and job id, or raises the site's errors."""
-        ...
-
-    def submit(self, context: dict[str, Any], buffer: bytes) -> Future[Any]:
-        """Send one payload to the interchange. Raises TrainerFailed if the interchange is gone."""
-        ...
-
-    def managers(self) -> list[dict[str, Any]]:
-        """The connected managers."""
-        ...
-
-    def end_manager(self, name: str) -> None:
-        """Have the interchange shut a manager down."""
-        ...
-
-    def statuses(self) -> dict[str, JobStatus]:
-        """The batch system's answer for all blocks, by block id."""
-        ...
-
-    def trouble(self) -> str:
-        """A sentence if nothing more can run; else empty."""
-        ...
-
-    def fail_all(self, why: str) -> None:
-        """Fail all tasks that Parsl waits for, and all that are still to come."""
-        ...
-
-
-class HtexSide:
-    """The side of a started HighThroughputExecutor.
+class ParslSide:
+    """The side of a started HighThroughputExecutor. Only the event loop's thread calls it, but for
+    :meth:`submit`.
 
     Parameters
     ----------
@@ -70,7 +38,7 @@ class HtexSide:
         self._submitting = threading.Lock()
 
     def open(self, request: BlockRequest) -> tuple[str, str]:
-        """As in the protocol."""
+        """Open a block; returns its block id and job id, or raises the site's errors."""
         executor = self._executor
         assert isinstance(executor.provider, BackfillProvider)
         block_id = str(executor._block_id_counter.get_id())
@@ -101,7 +69,8 @@ class HtexSide:
 
     def submit(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
-        loop both submit here. Without an interchange it would wait for ever.
+        loop both submit here. Without an interchange it would wait for ever. Raises TrainerFailed
+        if the interchange is gone.
         """
         with self._submitting:
             while not self._executor.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):
@@ -110,20 +79,20 @@ class HtexSide:
             return HighThroughputExecutor.submit_payload(self._executor, context, buffer)
 
     def managers(self) -> list[dict[str, Any]]:
-        """Parsl's own call would wait for ever if the interchange is gone."""
+        """Those that are connected. Parsl's own call would wait for ever without an interchange."""
         if self._parsls_trouble():
             return []
         ask: Callable[..., list[dict[str, Any]]] = self._executor.command_client.run
         return ask('MANAGERS', timeout_s=INTERCHANGE_S)
 
     def end_manager(self, name: str) -> None:
-        """The interchange does that with managers that are held."""
+        """Have the interchange shut a manager down, which it does with those that are held."""
         if not self._parsls_trouble():
             ask: Callable[..., object] = self._executor.command_client.run
             ask(['HOLD_MANAGER', name], timeout_s=INTERCHANGE_S)
 
     def statuses(self) -> dict[str, JobStatus]:
-        """As in the protocol."""
+        """The batch system's answer for all blocks, by block id."""
         self._executor._last_poll_time = 0.0  # Parsl compares clocks, which may be set back
         self._executor.poll_facade()
         return {
@@ -133,7 +102,7 @@ class HtexSide:
         }
 
     def trouble(self) -> str:
-        """As in the protocol."""
+        """A sentence if nothing more can run; else empty."""
         return self._lock.lost or self._parsls_trouble()
 
     def _parsls_trouble(self) -> str:
@@ -150,6 +119,6 @@ class HtexSide:
         )
 
     def fail_all(self, why: str) -> None:
-        """As in the protocol; where only the folder is lost, ordinary apps go on."""
+        """Fail all tasks of Parsl, also those to come. Ordinary apps survive a lost folder."""
         if not self._lock.lost and not self._executor.bad_state_is_set:
             self._executor.set_bad_state_and_fail_all(TrainerFailed(f'{why}.'))

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, structs
@@ -13,10 +14,11 @@ from parsl.data_provider.staging import Staging
 from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
 from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.allocation.constraints import EVERYBODY
 from parsl_freetrain.core.allocation.objectives import objective_named
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.controller.bids import candidate_of
-from parsl_freetrain.core.controller.settings import DecisionPolicy
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionPolicy
 from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import MAX, PositiveSeconds, Seconds
@@ -24,7 +26,9 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
 from parsl_freetrain.integrations.metric_logger import MetricLogger
+from parsl_freetrain.journal.usage import charged, used_node_s
 from parsl_freetrain.sites.protocols import HoleSource, Site
+from parsl_freetrain.sites.provider import BackfillProvider
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
 # Parsl does not quote the paths in it.
@@ -246,3 +250,28 @@ def check_classes(trainer: Trainer, site: HoleSource) -> None:
                 f'{name!r}; '
                 f'the site {has}.'
             )
+
+
+def controller_settings(
+    policy: Policy, provider: BackfillProvider, ledger: Path, workers_per_node: int
+) -> ControllerSettings:
+    """Put them together. The ledger, which need not exist, says what was used before. Raises
+    BadInput if that is the budget of all trainers, so that nothing can run.
+    """
+    budgets, total = policy.budgets, policy.budgets.get(EVERYBODY, math.inf)
+    used_before = used_node_s(ledger) if budgets else {}
+    if used_before.get(EVERYBODY, 0.0) >= total:
+        raise BadInput(
+            f'The budget of all trainers is {total:.6g} node-seconds, and earlier runs of {ledger} '
+            f'have used {used_before.get(EVERYBODY, 0.0):.6g}; raise it to go on from the last '
+            'checkpoints.'
+        )
+    return ControllerSettings(
+        **policy.decisions(),
+        used_before={key: used_before[key] for key in budgets if key in used_before},
+        charged_before=charged(ledger) if policy.charge_budget is not None else 0.0,
+        min_hole_s=provider.min_hole_s,
+        max_blocks=provider.max_blocks,
+        spans_blocks=provider.site.spans_blocks,
+        workers_per_node=max(1, workers_per_node),
+    )

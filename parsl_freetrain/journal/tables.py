@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -49,11 +50,7 @@ def _blocks(run: RunState) -> Iterator[Row]:
 
 
 def _nodes(run: RunState) -> Iterator[Row]:
-    for one in run.nodes.values():
-        yield {
-            'run': run.id, 'node': one.node, 'block': one.block, 'name': one.name,
-            'joined_at': one.joined_at, 'left_at': one.left_at, 'how': one.how,
-        }  # fmt: skip
+    return map(asdict, run.nodes.values())
 
 
 def _fragments(run: RunState) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
-from parsl_freetrain.core.model.types import BlockRequest, Trainer
+from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import Accounts, Idle, Interruption, RecordedJob
 from parsl_freetrain.replay.idle_causes import why_unused
 from parsl_freetrain.replay.speed_measuring import Measuring
@@ -146,14 +146,10 @@ class World:
             self._interrupted.setdefault(name, (before, cause))
         return ev.FragmentEnded(at, name, run.fragment, max(int(run.samples), 0), ending)
 
-    def open(self, request: BlockRequest, at: float) -> None:
-        """No effect, as of :meth:`close` and :meth:`release`: the trace determines the nodes."""
+    def open(self, block: object, at: float) -> None:
+        """No effect, as of the next two: the trace determines the nodes."""
 
-    def close(self, blocks: Sequence[ev.CloseBlock], at: float) -> None:
-        """No effect."""
-
-    def release(self, nodes: ev.ReleaseNodes, at: float) -> None:
-        """No effect."""
+    close = release = open
 
     def launch(self, fragment: ev.StartFragment, at: float) -> None:
         """It trains from now on."""

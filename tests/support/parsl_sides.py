@@ -7,15 +7,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor.parsl_side import ParslSide
 
 
-class NoParsl:
+class NoParsl(ParslSide):
     """Has no managers, and starts nothing. ``submit`` gets the payloads."""
 
     def __init__(
         self, submit: Callable[[dict[str, Any], bytes], Any] = lambda context, buffer: Future()
     ) -> None:
-        self._submit = submit
+        self._sent = submit
 
     def open(self, request: BlockRequest) -> tuple[str, str]:
         raise AssertionError(f'A block was to be opened: {request}')
@@ -24,7 +25,7 @@ class NoParsl:
         return f'block-{job_id}', f'run {job_id}'
 
     def submit(self, context: dict[str, Any], buffer: bytes) -> Any:
-        return self._submit(context, buffer)
+        return self._sent(context, buffer)
 
     def managers(self) -> list[dict[str, Any]]:
         return []

@@ -180,33 +180,17 @@ def _decided(run: RunState, event: ev.Decided) -> None:
                 run.decisions[late] = structs.replace(run.decisions[late], problem=b'')
 
 
-def _refused(run: RunState, event: ev.BlockRefused) -> None:
-    run.refused.append(event)
-
-
-def _unusable(run: RunState, event: ev.NodeUnusable) -> None:
-    run.unusable.append(event)
-
-
-def _needed(run: RunState, event: ev.NodesNeeded) -> None:
-    run.needed = event
-
-
-def _ended(run: RunState, event: ev.RunEnded) -> None:
-    run.ended = event
-
-
 _STEPS: dict[type[ev.Event], Callable[[RunState, Any], None]] = {
     ev.BlockOpened: _block_opened,
     ev.BlockStarted: _block_started,
     ev.BlockRequeued: _block_requeued,
     ev.BlockEndKnown: _block_end_known,
     ev.BlockClosed: _block_closed,
-    ev.BlockRefused: _refused,
+    ev.BlockRefused: lambda run, event: run.refused.append(event),
     ev.NodesJoined: _nodes_joined,
     ev.NodesLeft: _nodes_left,
-    ev.NodeUnusable: _unusable,
-    ev.NodesNeeded: _needed,
+    ev.NodeUnusable: lambda run, event: run.unusable.append(event),
+    ev.NodesNeeded: lambda run, event: setattr(run, 'needed', event),
     ev.OffersSeen: _offers_seen,
     ev.TrainerSubmitted: _submitted,
     ev.TotalKnown: _total_known,
@@ -218,5 +202,5 @@ _STEPS: dict[type[ev.Event], Callable[[RunState, Any], None]] = {
     ev.FragmentEnded: _fragment_ended,
     ev.TrainerInterrupted: _interrupted,
     ev.Decided: _decided,
-    ev.RunEnded: _ended,
+    ev.RunEnded: lambda run, event: setattr(run, 'ended', event),
 }

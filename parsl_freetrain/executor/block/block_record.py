@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from parsl.jobs.states import JobState, JobStatus
 
-from parsl_freetrain.core.model.events import BlockStarted, NodesJoined
+from parsl_freetrain.core.model.events import BlockStarted, NodesJoined, NodesNeeded
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
 
 
@@ -92,3 +94,36 @@ class BlockRecord:
             return self.start(name, at)
         self.waited_at = at
         return []
+
+
+def nodes_needed(
+    at: float,
+    demands: Iterable[NodeDemand],
+    held: Iterable[BlockNodes],
+    blocks: Mapping[str, BlockRecord],
+) -> NodesNeeded:
+    """The demands, with blocks and managers in place of jobs and host names. A node that has not
+    joined has a name of its own.
+    """
+    of_job = {block.job_id: (name, block) for name, block in blocks.items()}
+    known = [(*of_job[nodes.block], nodes) for nodes in held if nodes.block in of_job]
+    manager: dict[str, str] = {}
+    for name, block, nodes in known:
+        manager |= {host: block.managers.get(host, f'{name} {host}') for host in nodes.nodes}
+
+    def managers(hosts: frozenset[str]) -> frozenset[str]:
+        return frozenset(manager[host] for host in hosts & manager.keys())
+
+    return NodesNeeded(
+        at,
+        tuple(replace(d, among=managers(d.among), spare=managers(d.spare)) for d in demands),
+        tuple(
+            BlockNodes(
+                name,
+                tuple(manager[host] for host in nodes.nodes),
+                managers(nodes.releasable),
+                block.noticed,
+            )
+            for name, block, nodes in known
+        ),
+    )

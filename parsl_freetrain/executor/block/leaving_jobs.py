@@ -1,5 +1,5 @@
-"""Jobs whose nodes end them: a scheduler that is told to end a job looks for its processes with
-pauses, soon of a second, and has the nodes free that much later.
+"""A node's first task and its last; and jobs that their nodes end: a scheduler's cancel frees the
+nodes about a second later.
 """
 
 from __future__ import annotations
@@ -7,10 +7,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor.block.block_record import BlockRecord
-from parsl_freetrain.executor.block.node_tasks import leaving
+from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.host.clock_steps import ClockSteps
@@ -96,3 +97,21 @@ class LeavingJobs:
         else:
             # Not from ``at`` on: the command itself may have taken long.
             self._again = self._clock() + self._backoff.failed()
+
+
+_GREETING_S = 120.0
+
+
+def greeting(manager: str, node_log_dir: str, template: str | None) -> dict[str, Any]:
+    """Starts the node's fork server, and describes the node."""
+    return _task(manager, 'greet', node_log_dir, _GREETING_S, template)
+
+
+def leaving(manager: str) -> dict[str, Any]:
+    """Ends the node."""
+    return _task(manager, 'leave')
+
+
+def _task(manager: str, function: str, *arguments: Any) -> dict[str, Any]:
+    hook = {'f': f'parsl_freetrain.executor.fragment.worker_tasks.{function}', 'a': arguments}
+    return {'resource_spec': {PIN: manager}, 'task_executor': hook}

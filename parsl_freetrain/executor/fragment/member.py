@@ -15,12 +15,12 @@ from parsl_freetrain.executor.fragment.control_channel import ControlClient
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.node_fork_server import (
     FORK_SERVER_READY_S,
+    NodeStandby,
     fork_server_of_node,
     manager_lives,
     node_name,
     start_standby,
 )
-from parsl_freetrain.executor.fragment.node_standby import NodeStandby
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.host.memory import OomWatch
 from parsl_freetrain.training.process.channel import Channel

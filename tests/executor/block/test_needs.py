@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.executor.block.block_record import BlockRecord
-from parsl_freetrain.executor.block.needs import nodes_needed
+from parsl_freetrain.executor.block.block_record import BlockRecord, nodes_needed
 
 
 def test_hosts_become_managers_and_jobs_become_blocks() -> None:
