@@ -25,8 +25,8 @@ _LARGEST = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Holder:
-    """A run, its process (``born`` tells it from a later one with the same id), and, by the ids of
-    the jobs that it has adopted, the shell command that each node of a job runs.
+    """A run and its process (``born`` tells it from a later one with the same id), and by adopted
+    job the shell command of each of its nodes.
     """
 
     run: str
@@ -36,25 +36,22 @@ class Holder:
     commands: Mapping[str, str] = field(default_factory=dict)
 
     def lives(self) -> bool:
-        """Whether its process is a living process of this computer. Processes of other computers
-        cannot be checked and count as dead.
-        """
+        """Whether its process lives on this computer. Those of other computers count as dead."""
         return self.host == platform.node() and self.born == start_of(self.pid) != ''
 
 
 def this_process(run: str, commands: Mapping[str, str] | None = None) -> Holder:
-    """A holder for this process."""
     return Holder(run, platform.node(), os.getpid(), start_of(os.getpid()), commands or {})
 
 
 def write_holder(path: Path, holder: Holder) -> None:
-    """Write the holder of the blocks, atomically: readers see the old file or the new one."""
+    """Atomically: readers see the old file or the new one."""
     files.replace(path, msgspec.json.encode(holder))
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The holder of the blocks; None if there is none. Raises BadInput if other users can access
-    the file, or it is damaged, so that its commands must not be run.
+    """None if there is none. Raises BadInput if its commands must not be run: other users can
+    access the file, or it is damaged.
     """
     try:
         return msgspec.json.decode(files.read(path, _LARGEST), type=Holder)
@@ -67,7 +64,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def release(path: Path, run: str) -> None:
-    """Remove the holder file at the normal end of a run."""
+    """Remove the file at the normal end of a run."""
     with contextlib.suppress(BadInput):
         holder = read_holder(path)
         if holder is not None and holder.run == run:
@@ -75,9 +72,7 @@ def release(path: Path, run: str) -> None:
 
 
 class LeasedCommands:
-    """The commands for one node, from one holder after the other: of the holder file at ``path``,
-    those of the node's ``job``.
-    """
+    """The commands for the nodes of ``job``, from one holder of the file after the other."""
 
     def __init__(self, path: Path, job: str) -> None:
         self._path = path
@@ -85,9 +80,7 @@ class LeasedCommands:
         self._served: set[str] = set()
 
     def claim(self) -> str | None:
-        """The command of a holder that has adopted this job, once per holder; None if there is
-        none.
-        """
+        """The command of a holder that has adopted this job, once per holder."""
         try:
             holder = read_holder(self._path)
         except BadInput:

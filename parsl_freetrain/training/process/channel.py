@@ -38,21 +38,15 @@ class Channel(Generic[T]):
         self._decoder = decoder
 
     def fileno(self) -> int:
-        """For ``select`` and ``multiprocessing.connection.wait``: readable when a message or the
-        end can be read.
-        """
+        """Readable when a message or the end can be read."""
         return self._socket.fileno()
 
     def peer_pid(self) -> int:
-        """Process id of the other end, or of the process that listened there, according to the
-        kernel.
-        """
-        return peer_pid(self._socket)
+        """Of the other end, or of the process that listened there, according to the kernel."""
+        return _credentials(self._socket)[0]
 
     def send(self, message: Struct, *, wait: bool = True) -> bool:
-        """Send a message that the other end expects; False if that is gone. Without ``wait``, a
-        message that cannot be sent at once is dropped, and the answer is False.
-        """
+        """False if the other end is gone, or without ``wait`` it cannot be sent at once."""
         return self.send_bytes(encode(message), wait=wait)
 
     def send_bytes(self, data: bytes, *, wait: bool = True) -> bool:
@@ -69,13 +63,13 @@ class Channel(Generic[T]):
         return True
 
     def recv(self) -> T | None:
-        """Wait for the next message; None if it is not an expected one. Raises EOFError if the
-        other end is gone.
+        """The next message; None if it is not an expected one. Raises EOFError: the other end is
+        gone.
         """
         return self._decoder.decode(self.recv_bytes())
 
     def recv_bytes(self) -> bytes:
-        """The next message as bytes; raises EOFError as :meth:`recv`."""
+        """Raises EOFError as :meth:`recv`."""
         parts: list[bytes] = []
         while True:
             try:
@@ -97,9 +91,7 @@ class Channel(Generic[T]):
         socket.send_fds(self._socket, [data], [fd], 0 if wait else socket.MSG_DONTWAIT)
 
     def recv_fd(self, size: int = 1, *, wait: bool = True) -> tuple[bytes, int | None]:
-        """Receive at most ``size`` bytes, and the file descriptor that came with them, if any;
-        raises OSError if that fails.
-        """
+        """At most ``size`` bytes and the file descriptor that came with them; raises OSError."""
         flags = 0 if wait else socket.MSG_DONTWAIT
         data, fds, _, _ = socket.recv_fds(self._socket, size, 1, flags)
         return data, fds[0] if fds else None
@@ -110,7 +102,7 @@ class Channel(Generic[T]):
         os.close(fd)
 
     def receiving(self, decoder: Decoder[U]) -> Channel[U]:
-        """A channel over the same socket that expects other messages."""
+        """The same socket, expecting other messages."""
         return Channel(self._socket, decoder)
 
     def hung_up(self) -> bool:
@@ -126,7 +118,7 @@ class Channel(Generic[T]):
         return bool(poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
-        """Close the socket; may be called more than once."""
+        """May be called more than once."""
         self._socket.close()
 
     def _send_packet(self, packet: bytes, flags: int) -> bool:
@@ -137,24 +129,15 @@ class Channel(Generic[T]):
         return True
 
 
-def peer_pid(sock: socket.socket) -> int:
-    """Process id of the other end when it connected, according to the kernel."""
-    return int(
-        struct.unpack(
-            '3i', sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize('3i'))
-        )[0]
-    )
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """User id of the process at the other end, according to the kernel."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize('3i'))
-    return int(struct.unpack('3i', credentials)[1])
+def _credentials(sock: socket.socket) -> tuple[int, ...]:
+    """Process, user and group of the other end when it connected, according to the kernel."""
+    size = struct.calcsize('3i')
+    return struct.unpack('3i', sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
 
 
 def is_ours(sock: socket.socket) -> bool:
     """Whether the other end runs as the same user as this process."""
-    return peer_uid(sock) == os.geteuid()
+    return _credentials(sock)[1] == os.geteuid()
 
 
 def address_of(name: str) -> bytes:
@@ -164,7 +147,7 @@ def address_of(name: str) -> bytes:
 
 
 def listen(name: str) -> socket.socket | None:
-    """Listen as the fork server ``name``; None if another process does."""
+    """None if another process does."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(address_of(name))
@@ -179,7 +162,7 @@ def listen(name: str) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket | None:
-    """Connect to the fork server ``name``; None if none listens."""
+    """None if no fork server of this name listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(address_of(name))

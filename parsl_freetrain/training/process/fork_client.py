@@ -1,6 +1,4 @@
-"""The client of a node's fork server, which starts ranks in a fraction of a second, and the ranks
-that it has launched. It does not import torch.
-"""
+"""The client of a node's fork server, and the ranks that it has launched. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,10 +33,7 @@ _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
 
 class RankProcess:
-    """A rank: its messages, and its end.
-
-    Closing it kills the rank if it still runs, since nobody would receive its messages.
-    """
+    """A rank: its messages, and its end."""
 
     def __init__(self, channel: Channel[FromRank], pid: int) -> None:
         self.pid = pid
@@ -53,24 +48,22 @@ class RankProcess:
         return self._channel.fileno()
 
     def send(self, message: ToRank) -> bool:
-        """Send a message to the rank; False if it is gone."""
+        """False if the rank is gone."""
         return self._channel.send(message)
 
     def recv(self) -> FromRank | None:
-        """Wait for the rank's next message; the last one is an
-        :class:`~parsl_freetrain.training.spec.messages.Exit`. None: the message was not understood.
-        Raises EOFError, after the exit, or if the fork server is gone (and the rank with it).
+        """The next message; the last one is an ``Exit``. None: it was not understood. Raises
+        EOFError after the exit, or if the fork server is gone (and the rank with it).
         """
         return self._channel.recv()
 
     def kill(self) -> None:
-        """SIGKILL the rank, unless it has ended."""
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the connection, which ends the rank; may be called more than once."""
+        """End the rank, whose messages nobody would receive; may be called more than once."""
         self._channel.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -123,11 +116,9 @@ class ForkClient:
     def start_template(
         cls, name: str, owner_pid: int, log: str, new_session: bool = True
     ) -> ForkClient:
-        """As :meth:`start`, for a template of other fork servers. They can ask it as soon as this
-        returns.
-
-        With a session of its own no signal from a terminal reaches it. Without, its fork servers
-        stay in this one too, which the scheduler may stop as a whole.
+        """As :meth:`start`, for a template, which other fork servers can ask as soon as this
+        returns. No signal from a terminal reaches it in a session of its own. Without one, its fork
+        servers stay in this session too, which the scheduler may stop as a whole.
         """
         parent = cls(name, log)
         parent._owner_pid = owner_pid
@@ -213,17 +204,12 @@ class ForkClient:
         log: str,
         wait_s: float,
     ) -> Channel[FromRank]:
-        """Fork a standby rank, which runs until it needs its fragment and then waits.
-        :meth:`launch` uses it if it matches.
-
-        It is used even if it does not wait yet. It is killed when another trainer's rank is
-        launched here. ``order`` is that of an earlier fragment of the trainer; ``local_rank``,
-        ``payload`` and ``env`` are as in the later launch. ``log`` is for its output until then,
-        and ``wait_s`` the maximum seconds that it waits before it ends.
-
-        The channel that is returned becomes readable, or ends, when the rank waits; closing it does
-        not end the rank. Raises FreeTrainError if the fork server is gone or cannot fork, or ranks
-        of another trainer run here.
+        """Fork a standby rank, which :meth:`launch` uses if it matches, even if it does not wait
+        yet. It is killed when another trainer's rank is launched here. ``order`` is that of an
+        earlier fragment of the trainer; ``log`` is for its output until it is used, and after
+        ``wait_s`` seconds of waiting it ends. The channel that is returned becomes readable, or
+        ends, when the rank waits; closing it does not end the rank. Raises FreeTrainError if the
+        fork server is gone or cannot fork, or ranks of another trainer run here.
         """
         place = RankPlace(-1, 0, local_rank, 0, log)
         request = fork.Launch(order, place, env, _digest(payload), wait_s)
@@ -231,9 +217,7 @@ class ForkClient:
         return channel
 
     def _ask_for(self, request: fork.Launch, payload: bytes) -> tuple[Channel[FromRank], int]:
-        """A rank's channel and process id. The payload is sent only when the rank exists and reads
-        it.
-        """
+        """A rank's channel and process id. The payload is sent once the rank reads it."""
         decoder: Decoder[FromRank] = Decoder(FromRank, f'a rank of {request.order.trainer}')
         channel = self._connect(decoder)
         if channel is None:
@@ -254,7 +238,6 @@ class ForkClient:
             raise
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the fork server and its ranks at once, without waiting for its owner's end."""
         if self._asked is not None:
             self._asked.close()  # a template forks nothing for a caller that has gone
             self._asked = None
@@ -271,7 +254,7 @@ class ForkClient:
                 self._process.wait()
 
     def _handle_answer(self, template: Channel[fork.ForkAnswer]) -> None:
-        """Handle the template's answer; if it refused, start a process that imports torch."""
+        """If the template refused, start a process that imports torch."""
         try:
             answer = template.recv()
         except EOFError:
@@ -284,9 +267,7 @@ class ForkClient:
             raise self._failure(f'ended with status {answer.status} before it was ready')
 
     def _ask(self, template: str) -> Channel[fork.ForkAnswer] | None:
-        """Ask a template for this fork server; None if there is no template of this user. The
-        answer may take as long as the template's imports.
-        """
+        """Ask a template, whose answer may take as long as its imports; None: there is none."""
         sock = connect(template)
         if sock is None:
             return None
@@ -322,10 +303,8 @@ class ForkClient:
         self.pid, self.devices = answer.pid, answer.devices
 
     def _answer(self, channel: Channel[Any], kind: type[T], timeout_s: float) -> T | None:
-        """The first message of this kind; None if there is none in time.
-
-        A stopped fork server would never answer. It is killed, so that the next caller starts
-        another.
+        """The first message of this kind; None if there is none in time. A stopped fork server
+        never answers: it is killed, so that the next caller starts another.
         """
         deadline = time.monotonic() + timeout_s
         watch = StopWatch(channel.peer_pid())

@@ -1,6 +1,4 @@
-"""Requests to a fork server of this computer to fork another one, with the settings of the
-requesting process.
-"""
+"""Requests to fork another fork server, with the settings of the requesting process."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ _PACKAGES = ('torch', 'numpy', 'cloudpickle', 'tblib', 'parsl_freetrain')
 
 
 def request_of_this_process(name: str, owner_pid: int, log: str) -> ForkServerWanted:
-    """A request for a fork server as this process would start it. Raises OSError if the working
-    directory is gone.
-    """
+    """Raises OSError if the working directory is gone."""
     return ForkServerWanted(
         name,
         owner_pid,
@@ -53,9 +49,8 @@ def request_of_this_process(name: str, owner_pid: int, log: str) -> ForkServerWa
 
 
 def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
-    """Why a fork of this process cannot serve as the requested fork server; empty if it can.
-
-    ``started_with`` is the environment with which this process was started.
+    """Why a fork of this process, started in the environment ``started_with``, cannot serve as the
+    requested fork server; empty if it can.
     """
     if (request.prefix, request.version) != (sys.prefix, sys.version):
         return f'it runs Python {request.version} of {request.prefix}'
@@ -76,10 +71,8 @@ def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
 
 
 def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> None:
-    """Make this newly forked process what it would be if the requesting process had started it.
-
-    ``started_with`` is the environment with which the forking process was started. Raises OSError
-    if the working directory or the log cannot be used, or none of the CPUs.
+    """Make this new fork of a process what it would be if the requesting process had started it.
+    Raises OSError if the working directory, the log or the CPUs cannot be used.
     """
     os.chdir(request.cwd)
     log = open_log(request.log)
@@ -99,7 +92,7 @@ def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> N
 
 
 def start_environment() -> dict[str, str]:
-    """This process's environment for a fork server: with our modules, and safe for forks."""
+    """This process's environment, with our modules, and safe for forks."""
     # numpy's threads would not survive a fork; the order sets the ranks' torch threads.
     return {
         **os.environ,

@@ -25,16 +25,11 @@ from parsl_freetrain.host.files import open_log
 from parsl_freetrain.host.memory import end_me_first
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.process import lazy_dynamo
+from parsl_freetrain.training.process import standby_slots as standby
 from parsl_freetrain.training.process.channel import Channel, is_ours, listen
 from parsl_freetrain.training.process.fork_request import obstacle, take_effect
 from parsl_freetrain.training.process.linux import die_with_parent, end_session
 from parsl_freetrain.training.process.rank_children import RankChildren
-from parsl_freetrain.training.process.standby_slots import (
-    FORK_SERVER_VARIABLE,
-    StandbyRank,
-    StandbySlots,
-    key_of,
-)
 from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import RankPid, ToRank
@@ -59,9 +54,7 @@ _LOOK_MS = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until the owner ends. Returns 0 at once if another process serves this name, and 3 if
-    the owner is gone.
-    """
+    """Returns 0 at once if another process serves this name, 3 if the owner is gone."""
     parser = argparse.ArgumentParser(prog='parsl_freetrain.training.process.fork_server')
     parser.add_argument('--name', required=True)
     parser.add_argument('--owner-pid', required=True, type=int)
@@ -97,10 +90,7 @@ def _watch(owner_pid: int) -> int | None:
 
 
 class ForkServer:
-    """Forks a rank, or another fork server, per connection.
-
-    It has one thread and runs no torch operation, so that forks are clean.
-    """
+    """Forks a rank or a fork server per connection; one thread, no torch: its forks are clean."""
 
     def __init__(
         self, listener: socket.socket, owner: int, started_with: Mapping[str, str]
@@ -113,14 +103,13 @@ class ForkServer:
             fork.ForkRequest, 'a client of the fork server'
         )
         self._ranks = RankChildren(self._poll)
-        self._standby = StandbySlots()
+        self._standby = standby.StandbySlots()
         self._servers: dict[int, int] = {}  # process ids of forked fork servers, by pidfd
         self._devices: int | None = None  # asked for by the first client
         self._poll.register(listener, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
 
     def serve(self) -> None:
-        """Serve until the owner ends."""
         gc.collect()
         # a garbage collection in a rank would copy all pages that it shares with this process
         gc.freeze()
@@ -153,12 +142,12 @@ class ForkServer:
         match request:
             case fork.Launch(order=order, wait_s=None):
                 self._standby.make_way(order.trainer)
-                if (standby := self._standby.claim(request, channel)) is not None:
-                    self._ranks.add(standby.pid, standby.pidfd, channel, order)
+                if (rank := self._standby.claim(request, channel)) is not None:
+                    self._ranks.add(rank.pid, rank.pidfd, channel, order)
                 else:
                     self._fork(channel, request)
                 return True
-            case fork.Launch(order=order) if not self._ranks.trains_another(order.trainer):
+            case fork.Launch(order=order) if self._ranks.trainers() <= {order.trainer}:
                 self._fork(channel, request)
                 return True
             case fork.ForkServerWanted():
@@ -207,19 +196,16 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         pidfd = os.pidfd_open(pid)
         self._poll.register(pidfd, select.POLLIN)
-        order = request.order
         if ours is None or theirs is None:
-            self._ranks.add(pid, pidfd, channel, order)
+            self._ranks.add(pid, pidfd, channel, request.order)
             return
         theirs.close()
         channel.close()
+        key, trainer, log = standby.key_of(request), request.order.trainer, request.place.log
         waiting = Channel(ours, self._requests)
-        self._standby.add(
-            StandbyRank(key_of(request), order.trainer, pid, pidfd, waiting, request.place.log)
-        )
+        self._standby.add(standby.StandbyRank(key, trainer, pid, pidfd, waiting, log))
 
     def _import_for(self, request: fork.Launch) -> None:
-        """Import once what each rank would import."""
         if not request.order.spec.sharded or sys.modules.keys() >= set(_FOR_SHARDED):
             return
         for module in _FOR_SHARDED:
@@ -231,7 +217,7 @@ class ForkServer:
         channel: Channel[fork.ForkRequest],
         request: fork.Launch,
         parent: int,
-        standby: socket.socket | None,
+        waits: socket.socket | None,
     ) -> NoReturn:
         status = 1
         try:
@@ -240,10 +226,10 @@ class ForkServer:
                 os._exit(1)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             end_me_first()
-            os.environ[FORK_SERVER_VARIABLE] = self._listener.getsockname()[1:].decode()
+            os.environ[standby.FORK_SERVER_VARIABLE] = self._listener.getsockname()[1:].decode()
             self._forget()
             channel.send(RankPid(os.getpid()))
-            status = _run(channel, request, standby)
+            status = _run(channel, request, waits)
         except BaseException:  # a rank must not go on as its parent
             traceback.print_exc()
         finally:
@@ -329,7 +315,7 @@ def _serve_as_asked(channel: Channel[fork.ForkRequest], request: fork.ForkServer
 
 
 def _run(
-    channel: Channel[fork.ForkRequest], request: fork.Launch, standby: socket.socket | None
+    channel: Channel[fork.ForkRequest], request: fork.Launch, waits: socket.socket | None
 ) -> int:
     from parsl_freetrain.training.loop.rank import run_rank
     from parsl_freetrain.training.loop.standby_context import StandbyPlace
@@ -344,9 +330,9 @@ def _run(
     os.environ.update(request.env)
     payload = channel.recv_bytes()
     decoder: Decoder[ToRank] = Decoder(ToRank, 'the node agent')
-    if standby is None or request.wait_s is None:
+    if waits is None or request.wait_s is None:
         return run_rank(order, place, payload, channel.receiving(decoder))
-    waiting = Channel(standby, decoder)
+    waiting = Channel(waits, decoder)
     return run_rank(order, place, payload, waiting, StandbyPlace(waiting, channel, request.wait_s))
 
 

@@ -20,23 +20,21 @@ _UNKILLABLE_S = 5.0  # a process that waits for a dead file system does not end
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends (precisely: the parent's
-    thread that forked it). Raises OSError if the kernel refuses.
+    """Have the kernel send a signal when the parent's thread that forked this process ends. Raises
+    OSError if the kernel refuses.
     """
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, whatever session it is in. Raises
-    OSError if the kernel refuses.
-    """
+    """Become the parent of descendants that lose theirs, in any session. Raises OSError as well."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep memory that is freed, up to 1 GiB, in place of returning it to the kernel at
-    once. Gradients and activations are freed in every step: their pages would be given back, asked
-    for and zeroed again. Does nothing where the environment tunes malloc, or without glibc.
+    """Have glibc keep up to 1 GiB of freed memory: gradients and activations are freed in every
+    step, and their pages would be given back, asked for and zeroed again. Not where the environment
+    tunes malloc, or without glibc.
     """
     if any(name.startswith('MALLOC_') or name == 'GLIBC_TUNABLES' for name in os.environ):
         return
@@ -106,7 +104,7 @@ def end_session() -> None:
 
 
 def _kill_if(pid: int, condition: Callable[[ProcessStatus], bool]) -> bool:
-    """Kill a process if the condition holds; False if it does not, or the process has ended."""
+    """False if the condition does not hold, or the process has ended."""
     with contextlib.suppress(OSError):
         # Opened before the check, so that the checked process is the one that is killed.
         pidfd = os.pidfd_open(pid)

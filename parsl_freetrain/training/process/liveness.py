@@ -1,7 +1,5 @@
-"""Liveness checks: whether a process of this computer is stopped, and TCP connections that break
-when the other end is gone.
-
-Neither asks the watched process: a stopped one cannot answer, and a computing one need not.
+"""Whether a process of this computer is stopped, and TCP connections that break when the other end
+is gone. Neither asks the watched process: a stopped one cannot answer.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ _TIMEOUT_SHARE = 0.6  # of hang_s; the rest is for the end of the other ranks
 
 
 class StopWatch:
-    """Measures for how long a process has been stopped without interruption. A short stop, as of a
-    suspended job, does no harm.
-    """
+    """For how long a process has been stopped. A short stop (a suspended job) does no harm."""
 
     def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._pid = pid
@@ -27,8 +23,8 @@ class StopWatch:
         self._since: float | None = None
 
     def stopped_s(self) -> float:
-        """Check once more. Returns seconds since the first of the consecutive checks that found the
-        process stopped, or 0 if it runs.
+        """Check once more: seconds since the first check in a row that found it stopped; 0: it
+        runs.
         """
         now = self._clock()
         if not is_stopped(self._pid):
@@ -56,13 +52,10 @@ def end_connections(which: Collection[tuple[object, object]]) -> None:
 
 
 def guard_connections(hang_s: float) -> int:
-    """Have the kernel break every TCP connection of this process whose other end no longer
-    acknowledges.
-
-    A connection counts as dead when data or probes have not been acknowledged for about 0.6
-    ``hang_s`` seconds, which are at least 2. A computing or stopped peer still acknowledges through
-    its kernel, so slow steps break nothing. A lost node or network does. Returns the number of
-    guarded connections.
+    """Have the kernel break TCP connections of this process, and return their number. One counts as
+    dead when data or probes are not acknowledged for about 0.6 ``hang_s`` seconds, which are at
+    least 2. A computing or stopped peer's kernel still acknowledges, so slow steps break nothing; a
+    lost node or network does not.
     """
     guarded = 0
     patience_s = _TIMEOUT_SHARE * hang_s

@@ -57,22 +57,20 @@ _FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's
 
 
 def ignore_notices() -> None:
-    """Make this process, and the processes that it starts, ignore a scheduler's notices."""
+    """Also in the processes that this one starts."""
     for number in NOTICES:
         signal.signal(number, signal.SIG_IGN)
 
 
 def heed_notices() -> None:
-    """Undo :func:`ignore_notices`: processes started from here end on SIGTERM, as
-    programs expect.
-    """
+    """Undo :func:`ignore_notices`: programs started from here expect to end on SIGTERM."""
     for number in NOTICES:
         signal.signal(number, signal.SIG_DFL)
 
 
 def template_of_node() -> str | None:
-    """The name of the template of fork servers that this node's first process has started, or
-    whoever started that one; None if there is none.
+    """The template of fork servers that this node's first process, or who started that, has
+    started.
     """
     name = os.environ.get(TEMPLATE_VARIABLE)
     sock = connect(name) if name else None
@@ -83,10 +81,7 @@ def template_of_node() -> str | None:
 
 
 def listen_for_notices() -> Channel[Notice] | None:
-    """Subscribe to the scheduler's notices; None if no such process runs this node.
-
-    While the channel is open, the node is not ended.
-    """
+    """None if no such process runs this node. While the channel is open, the node is not ended."""
     name = os.environ.get(NOTICE_VARIABLE)
     if not name:
         return None
@@ -103,9 +98,7 @@ def listen_for_notices() -> Channel[Notice] | None:
 
 
 def leave() -> None:
-    """Have the first process of this node end the node, once no member is at work. Nothing happens
-    if no such process runs it.
-    """
+    """Have the first process of this node, if any, end it once no member is at work."""
     channel = listen_for_notices()
     if channel is not None:
         channel.send(Leave())
@@ -114,7 +107,7 @@ def leave() -> None:
 
 class Node:
     """Runs one command until it ends, and then those of later holders of the node, which ``leased``
-    reads and for which it waits at most ``wait_s`` seconds.
+    reads, after at most ``wait_s`` seconds each.
     """
 
     def __init__(
@@ -139,8 +132,8 @@ class Node:
         self._wake_writer = wake
 
     def run(self) -> int:
-        """The last command's exit status; 128 + SIGTERM if SIGTERM ended the node, 0 if it was
-        left before.
+        """The last command's exit status; 128 + SIGTERM if that ended the node, 0 if it was left
+        before.
         """
         for number in NOTICES:
             signal.signal(number, self._on_signal)
@@ -230,10 +223,7 @@ class Node:
 
 
 def end_with_shell() -> bool:
-    """End when the shell of this node ends; False if it has ended already.
-
-    True without doing anything where no such shell has started this process.
-    """
+    """End when this node's shell, if one has started this process, ends; False: it has ended."""
     shell = os.environ.pop(SHELL_VARIABLE, '')
     if not shell:
         return True
@@ -297,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start_template(folder: Path) -> None:
-    """Start importing torch; without it the node's fork server does that later."""
+    """Without it, the node's fork server imports torch later."""
     name = f'template-{secrets.token_hex(8)}'
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

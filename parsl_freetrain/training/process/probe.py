@@ -35,7 +35,7 @@ SOCKET_NAME = 'x' * 40
 
 
 def versions() -> dict[str, str | None]:
-    """By package, the version that is installed here, None if none is."""
+    """None for a package that is not installed."""
     found: dict[str, str | None] = {'python': platform.python_version()}
     for name in PACKAGES:
         try:
@@ -46,7 +46,7 @@ def versions() -> dict[str, str | None]:
 
 
 def of_torch() -> dict[str, Any]:
-    """The abilities of torch on this computer; only an ``error`` if it cannot be used."""
+    """Only an ``error`` if torch cannot be used."""
     begun = time.monotonic()
     try:
         import torch
@@ -80,7 +80,7 @@ def of_torch() -> dict[str, Any]:
 
 
 def of_gpus() -> list[str]:
-    """The GPUs that nvidia-smi or a similar program lists; empty without GPUs or such a program."""
+    """As nvidia-smi or a similar program lists them."""
     for command in (['nvidia-smi', '-L'], ['rocm-smi', '--showproductname']):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -92,11 +92,8 @@ def of_gpus() -> list[str]:
 
 
 def race(folder: Path) -> dict[str, list[int]]:
-    """Make directories and files with given names, exclusively. Returns the numbers of those made
-    here.
-
-    Each caller takes the names in another order, so that one that comes slightly later still finds
-    free names.
+    """Make directories and files exclusively; the numbers of those made here. Each caller takes the
+    names in another order, so that a slightly later one still finds free names.
     """
     made: dict[str, list[int]] = {'mkdir': [], 'create': []}
     for number in random.sample(range(RACES), RACES):
@@ -125,8 +122,8 @@ def appears(path: Path, patience_s: float = PATIENCE_S) -> float | None:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a question, which may have ``folder``, a folder of the other side on a file
-    system that both should see, and ``addresses`` and ``port``, where the other side listens.
+    """``folder``: of the other side, on a file system that both should see; ``addresses`` and
+    ``port``: where the other side listens.
     """
     found: dict[str, Any] = {
         'host': platform.node(),
@@ -154,7 +151,6 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def connects(address: str, port: int) -> bool:
-    """Whether something listens there."""
     try:
         with socket.create_connection((address, port), 3.0):
             return True
@@ -163,7 +159,7 @@ def connects(address: str, port: int) -> bool:
 
 
 def of_tmpdir() -> dict[str, str]:
-    """The folder for temporary files, and why no socket can be in it; empty if one can."""
+    """The folder for temporary files, and why no socket can be in it (empty: one can)."""
     where = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(dir=where) as folder, socket.socket(socket.AF_UNIX) as one:
@@ -174,7 +170,6 @@ def of_tmpdir() -> dict[str, str]:
 
 
 def of_accelerators() -> int:
-    """Number of accelerators that torch sees."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -40,7 +40,7 @@ class RankChildren:
         return bool(self._children)
 
     def add(self, pid: int, pidfd: int, channel: Channel[Any], order: FragmentOrder) -> None:
-        """Add a rank whose pidfd is polled already; its client listens on the channel."""
+        """Its pidfd is polled already; its client listens on the channel."""
         client = StopWatch(channel.peer_pid())
         child = _Child(pid, order.trainer, channel, client, order.hang_s)
         self._children[pidfd] = child
@@ -49,7 +49,6 @@ class RankChildren:
         self._poll.register(channel, 0)
 
     def handle(self, fd: int) -> None:
-        """Handle a ready file descriptor, if it is one of these ranks'."""
         if fd in self._children:
             self._reap(fd)
         elif fd in self._by_channel:
@@ -58,23 +57,15 @@ class RankChildren:
             self._send_exit(fd)
 
     def trainers(self) -> set[str]:
-        """Those that have a rank here."""
         return {child.trainer for child in self._children.values()}
 
-    def trains_another(self, trainer: str) -> bool:
-        """Whether a rank of another trainer runs here."""
-        return bool(self.trainers() - {trainer})
-
     def end_forsaken(self) -> None:
-        """Kill ranks whose client is stopped, since the executor has given up this node and trains
-        elsewhere.
-        """
+        """Kill ranks whose client is stopped: the executor trains elsewhere."""
         for child in self._children.values():
             if child.client.stopped_s() > child.hang_s:
                 os.kill(child.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill all of them."""
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
 

@@ -37,9 +37,7 @@ _Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class StandbyRank:
-    """A standby rank. ``key``: only a launch with this key gets it (empty: none does); ``log``: the
-    file of its output.
-    """
+    """Only a launch with its ``key`` gets it (empty: none does); ``log``: file of its output."""
 
     key: str
     trainer: str
@@ -70,33 +68,22 @@ class StandbySlots:
         return bool(self._ranks or self._states)
 
     def add(self, rank: StandbyRank) -> None:
-        """Add a forked rank, and kill an earlier one with the same key."""
+        """Also kills an earlier one with the same key."""
         self._dismiss(other for other in self._ranks.values() if other.key == rank.key)
         self._ranks[rank.pidfd] = rank
 
     def make_way(self, trainer: str) -> None:
-        """Kill other trainers' standby ranks, since this trainer has the node now and they hold
-        memory, also on GPUs.
-        """
+        """Kill other trainers' standby ranks, which hold memory, also on GPUs."""
         self._dismiss(rank for rank in self._ranks.values() if rank.trainer != trainer)
 
     def claim(self, request: fork.Launch, channel: Channel[Any]) -> StandbyRank | None:
         """Pass the connection of a launch to a matching standby rank, which need not wait yet; None
-        if there is none.
-
-        The launching client is answered here, because the rank reads the connection only when it
+        if there is none. The client is answered here: the rank reads the connection only when it
         waits.
         """
         key = key_of(request)
-        rank = next(
-            (
-                rank
-                for rank in self._ranks.values()
-                if rank.key == key and not _has_ended(rank.pidfd)
-            ),
-            None,
-        )
-        if rank is None:
+        found = (r for r in self._ranks.values() if r.key == key and not _has_ended(r.pidfd))
+        if (rank := next(found, None)) is None:
             return None
         del self._ranks[rank.pidfd]
         with suppress(OSError):
@@ -110,7 +97,7 @@ class StandbySlots:
         return rank
 
     def ended(self, pidfd: int) -> bool:
-        """Reap a process that has ended if it was a standby rank; False if it was not."""
+        """Reap a process if it was a standby rank; False if it was not."""
         rank = self._ranks.pop(pidfd, None)
         if rank is None:
             return False
@@ -122,8 +109,8 @@ class StandbySlots:
         return True
 
     def wants(self, offer: fork.OfferState) -> bool:
-        """Whether no state as good has been offered by another rank of this node, so that only one
-        of them makes a copy.
+        """Whether it is the best so far of this node's ranks, so that only one of them makes a
+        copy.
         """
         if _rank_of(offer) <= self._best(offer):
             return False
@@ -134,7 +121,7 @@ class StandbySlots:
         return self._offers.get((offer.trainer, offer.part), (-1, -1, False))
 
     def keep(self, request: fork.KeepState, channel: Channel[Any]) -> bool:
-        """Keep a file in memory, in place of an earlier one of its trainer and name."""
+        """Keep a file, in place of an earlier one of its trainer and name."""
         _, fd = channel.recv_fd(wait=False)
         if fd is None:
             return False
@@ -159,22 +146,19 @@ class StandbySlots:
                 return
 
     def drop_old_states(self) -> None:
-        """Drop states that have been kept for too long."""
         now = time.monotonic()
         for name in [name for name, kept in self._states.items() if now >= kept.until]:
             self._drop(name)
 
     def dismiss_forsaken(self, trainers: Collection[str], now: float) -> None:
-        """Kill standby ranks of trainers that have left the node. ``trainers``: those that have a
-        rank here at ``now``, in seconds of ``time.monotonic()``.
-        """
+        """Kill standby ranks of trainers without a rank here (``trainers`` have one at ``now``)."""
         alone = {rank.trainer for rank in self._ranks.values()}.difference(trainers)
         self._alone_since = {name: self._alone_since.get(name, now) for name in alone}
         gone = {name for name, since in self._alone_since.items() if now - since > ALONE_S}
         self._dismiss(rank for rank in self._ranks.values() if rank.trainer in gone)
 
     def forget(self) -> None:
-        """In a forked child: close everything, since it belongs to the parent."""
+        """In a forked child: close what belongs to the parent."""
         for rank in self._ranks.values():
             rank.channel.close()
             os.close(rank.pidfd)
@@ -182,13 +166,12 @@ class StandbySlots:
             self._drop(name)
 
     def kill(self) -> None:
-        """Kill the ranks."""
         for rank in self._ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL)
 
     def _dismiss(self, ranks: Iterable[StandbyRank]) -> None:
-        """Kill ranks. They stay registered until they are reaped."""
+        """They stay registered until they are reaped."""
         for rank in list(ranks):
             os.kill(rank.pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
             self._ranks[rank.pidfd] = replace(rank, key='')
@@ -200,9 +183,7 @@ class StandbySlots:
 
 
 def key_of(request: fork.Launch) -> str:
-    """The part of a request that must be the same for a standby rank to be usable: everything that
-    affects what is done before the fragment is known.
-    """
+    """What must be the same for a standby rank to be usable: all that affects what it has done."""
     order = request.order
     return json.dumps(
         [
