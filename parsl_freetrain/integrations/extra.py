@@ -18,23 +18,22 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 @dataclass(frozen=True)
 class StepCount:
-    """StepCount of the optimizer over a dataset of ``size`` samples, ``batch`` in each."""
+    """Of the optimizer over a dataset of ``size`` samples, ``batch`` in each."""
 
     size: int
     batch: int
 
     @property
     def in_epoch(self) -> int:
-        """Number of steps in an epoch."""
         return math.ceil(self.size / self.batch)
 
     def at(self, samples: int) -> int:
-        """Number of steps after a number of samples."""
+        """After a number of samples."""
         epochs, rest = divmod(samples, self.size)
         return epochs * self.in_epoch + math.ceil(rest / self.batch)
 
     def total_of(self, spec: TrainingSpec) -> int:
-        """Number of samples that the app trains."""
+        """Samples that the app trains."""
         if spec.total_samples is not None:
             return spec.total_samples
         assert spec.total_epochs is not None
@@ -51,9 +50,8 @@ class StepCount:
 
 class Memory:
     """The plain attributes (numbers, texts, and lists and dicts of them) of callbacks, kept in
-    ``ctx.state[key]`` so that the next fragment goes on with them. The callbacks are the same, in
-    the same order, in every fragment. Raises BadInput if one has another model than the one that is
-    trained, which would be lost.
+    ``ctx.state[key]`` for the next fragment, whose callbacks are the same, in the same order.
+    Raises BadInput if one has another model than the trained one, which would be lost.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Memory:
                     )
 
     def restore(self) -> dict[str, Any]:
-        """Set the attributes to what was kept. Returns what else was kept."""
+        """Returns what else was kept."""
         kept = self._ctx.state.get(self._key, {})
         for name, attributes in kept.get('callbacks', {}).items():
             for attribute, value in attributes.items():
@@ -82,7 +80,7 @@ class Memory:
         return dict(kept.get('more', {}))
 
     def keep(self, more: Mapping[str, Any]) -> None:
-        """Keep the attributes as they are now, and more plain values."""
+        """The attributes as they are now, and more plain values."""
         callbacks = {name: _plain(vars(one)) for name, one in self._callbacks.items()}
         self._ctx.state[self._key] = {'callbacks': callbacks, 'more': _plain(more)}
 

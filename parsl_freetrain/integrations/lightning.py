@@ -132,7 +132,6 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Number of steps of the optimizer so far."""
         return self._steps.at(self.ctx.samples)
 
     @property

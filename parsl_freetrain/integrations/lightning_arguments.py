@@ -57,7 +57,6 @@ _HOW = {
 
 
 def unsupported(what: str, how: str = '') -> BadInput:
-    """The error that something is not supported, and what to do instead."""
     return Unsupported(
         f'{what} is not supported by parsl_freetrain.integrations.lightning'
         f'{f": {how}" if how else ""}.'
@@ -69,12 +68,12 @@ class Unsupported(BadInput, AttributeError):
 
 
 def is_own(name: str, thing: Any, base: type[Any]) -> bool:
-    """Whether the class of a thing has its own method in place of that of ``base``."""
+    """Whether a thing's class has its own method in place of that of ``base``."""
     return getattr(type(thing), name, None) is not getattr(base, name, None)
 
 
 def check_options(kind: str, ctx: Any, precision: Any, options: dict[str, Any]) -> None:
-    """Check arguments of a ``Trainer`` or ``Fabric``. Raises BadInput if one is not supported."""
+    """Of ``Trainer`` or ``Fabric``. Raises BadInput if one is not supported."""
     if not isinstance(ctx, FragmentContext):
         raise BadInput(
             f'The first argument of {kind} is a {type(ctx).__name__}; it must be the fragment '
@@ -96,8 +95,8 @@ def _nearest(name: str) -> str:
 
 
 def check_module(module: Any, datamodule: Any) -> None:
-    """Check a module and its data module. Raises BadInput if one has something that is not called,
-    or that would depend on the nodes.
+    """Raises BadInput if it, or its data module, has something that is not called here, or that
+    would depend on the nodes.
     """
     for thing, kind in ((module, LightningModule), (datamodule, LightningDataModule)):
         if thing is None and kind is LightningDataModule:
@@ -124,7 +123,7 @@ def check_module(module: Any, datamodule: Any) -> None:
 
 
 def check_callback(callback: Any) -> None:
-    """Check that a callback waits for no event that does not come. Raises BadInput if it does."""
+    """Raises BadInput if a callback waits for an event that does not come."""
     kind = type(callback).__name__
     if not isinstance(callback, Callback):
         raise BadInput(f'Trainer was given {kind} as a callback; it is none of Lightning.')

@@ -19,8 +19,7 @@ with needs('lightning'):
 
 class Log:
     """In the place of ``LightningModule.log``. In a training step, the mean over the last global
-    batch counts; in an evaluation, the mean over all samples. ``metrics``, what was logged last, is
-    kept up to date.
+    batch counts; in an evaluation, over all samples. ``metrics``: what was logged last.
     """
 
     def __init__(self, ctx: FragmentContext, metrics: dict[str, torch.Tensor]) -> None:
@@ -73,7 +72,6 @@ class Log:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around a training step."""
         self._where = 'training'
         try:
             yield
@@ -82,7 +80,7 @@ class Log:
 
     @contextmanager
     def evaluation(self, batch: Any) -> Iterator[dict[str, tuple[float, float]]]:
-        """Around a step of an evaluation; gives the sums of what is logged in it."""
+        """Around a step; gives the sums of what is logged in it."""
         self._where, self._batch, self._sums = 'evaluation', batch, {}
         try:
             yield self._sums

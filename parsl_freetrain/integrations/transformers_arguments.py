@@ -59,8 +59,8 @@ _EVENTS = {
 
 
 def check_arguments(args: Any, ctx: FragmentContext) -> None:
-    """Check a ``TrainingArguments`` against what is supported and what the app says. Raises
-    BadInput if it asks for something else.
+    """Raises BadInput if a ``TrainingArguments`` asks for what is not supported or the app does not
+    say.
     """
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), _DEFAULTS.get(field.name, field.default)
@@ -98,7 +98,7 @@ def check_overrides(trainer: type[Any], ours: type[Any]) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Check that callbacks wait for no event that does not come. Raises BadInput if one does."""
+    """Raises BadInput if a callback waits for an event that does not come."""
     for callback in callbacks:
         for name in dir(transformers.TrainerCallback):
             own = getattr(type(callback), name) is not getattr(transformers.TrainerCallback, name)
@@ -110,7 +110,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def unsupported(what: str, name: str = '', *, how: str = '') -> BadInput:
-    """The error that something is not supported, and what to do instead."""
     said = how or _HOW.get(name, '')
     return BadInput(
         f'{what} is not supported by parsl_freetrain.integrations.transformers'

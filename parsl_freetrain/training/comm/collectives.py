@@ -47,8 +47,8 @@ _MARKS = (
 
 
 class Subgroup(Peers):
-    """The ranks of a process group, numbered as in the group. Only :meth:`all_gather`,
-    :meth:`all_to_all`, :meth:`all_gather_into_tensor` and :meth:`broadcast` exchange.
+    """The ranks of a process group, numbered as in it. Only ``all_gather``, ``all_to_all``,
+    ``all_gather_into_tensor`` and ``broadcast`` exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -207,8 +207,8 @@ def on_cpu(tensor: torch.Tensor, wanted: bool) -> Iterator[torch.Tensor]:
 
 
 def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:
-    """``torch.distributed.broadcast`` for any memory layout. gloo sends as many bytes as the tensor
-    has, from where it begins, and NCCL refuses other layouts.
+    """For any memory layout. gloo sends as many bytes as the tensor has, from where it begins, and
+    NCCL refuses other layouts.
     """
     dense = tensor.contiguous()
     dist.broadcast(dense, **source)
@@ -219,11 +219,9 @@ def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:
 def join(
     order: FragmentOrder, place: RankPlace, channel: Channel[ToRank], inbox: Inbox, gpu: str
 ) -> Callable[[], Peers]:
-    """Begin to connect to the other ranks. Returns a function that waits for them.
-
-    Rank 0 opens the store and sends its address to the node agent; the other ranks wait for that
-    address. ``gpu`` is this rank's GPU, as :func:`~parsl_freetrain.training.comm.devices.name_of`
-    names it.
+    """Begin to connect to the other ranks. Returns a function that waits for them. Rank 0 opens the
+    store and sends its address to the node agent; the others wait for that. ``gpu`` is this rank's
+    GPU, as :func:`~parsl_freetrain.training.comm.devices.name_of` names it.
     """
     if place.world_size == 1:
         return Peers
@@ -272,7 +270,7 @@ def join(
 
 
 def _listens_at(order: FragmentOrder, place: RankPlace) -> tuple[str, str | None]:
-    """The address and the network interface by which the other ranks reach this one."""
+    """The address and the interface by which the other ranks reach this one."""
     if order.interface is not None or place.nodes == 1:
         interface = order.interface or 'lo'
         return address_of(interface), interface
@@ -283,7 +281,6 @@ def _listens_at(order: FragmentOrder, place: RankPlace) -> tuple[str, str | None
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an exception, or one of its causes, means that another rank is gone.
-
     torch.distributed raises mostly plain RuntimeErrors, which are recognised by their texts.
     """
     lost = (PeerLost, SealBroken, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)

@@ -30,9 +30,8 @@ class Agreed(IntEnum):
 
 
 def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
-    """Number of steps from one agreement to the next: as many as fit into :data:`EVERY_S`, at least
-    1. Towards the end (``time_left_s``) agreements are more frequent, since steps may suddenly
-    become slow.
+    """Steps from one agreement to the next: as many as fit into :data:`EVERY_S`, at least 1.
+    Towards the end (``time_left_s``) there are fewer, since steps may suddenly become slow.
     """
     every_s = min(EVERY_S, max(time_left_s, 0.0) / _CAREFUL)
     return max(1, int(every_s / step_s)) if step_s > 0 else 1
@@ -40,11 +39,9 @@ def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
 
 class Agreement:
     """Finds the maximum of all ranks' wishes while training continues: the ranks ask after one step
-    and read the answer after the next.
-
-    All ranks must call :meth:`after_step` the same number of times. The ranks also agree on the
-    number of steps to the next agreement, which is the minimum that a rank asks for. ``same`` gives
-    a number that must be the same on all ranks; otherwise they are :attr:`Agreed.DIFFERENT`.
+    and read the answer after the next. All must call :meth:`after_step` equally often. They also
+    agree on the steps to the next agreement, the fewest that a rank asks for. ``same`` gives a
+    number that must be the same on all ranks; otherwise they are :attr:`Agreed.DIFFERENT`.
     """
 
     def __init__(
@@ -67,9 +64,8 @@ class Agreement:
         return 0 if self._peers.world_size == 1 else self._between + 1
 
     def after_step(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """The decision that is due now, or :attr:`Agreed.GO_ON`.
-
-        ``wish`` and ``time_left`` (seconds) are called only when an agreement begins.
+        """The decision that is due now, or :attr:`Agreed.GO_ON`. ``wish`` and ``time_left``
+        (seconds) are called only when an agreement begins.
         """
         if self._peers.world_size == 1:
             return wish()

@@ -32,9 +32,7 @@ _DEVICE_LOST = 'ERROR_DEVICE_LOST'
 
 
 def device_fault(error: BaseException) -> str:
-    """The first line of the message of the error, or of one of its causes, that says that a device
-    is broken; empty if there is none.
-    """
+    """The first line of the error, or of its cause, that says that a device is broken; or empty."""
     for cause in causes(error):
         text = str(cause)
         known = any(name in text for name in _RUNTIMES) and any(part in text for part in _TEXTS)
@@ -44,8 +42,8 @@ def device_fault(error: BaseException) -> str:
 
 
 def out_of_memory(kind: str, message: str) -> bool:
-    """Whether an error says that there was too little memory, from the name of its class and its
-    message: of an accelerator, of torch's allocator on the CPU, of Python and of the system.
+    """Whether an error, by its class and message, says that there was too little memory: of an
+    accelerator, of torch's allocator on the CPU, of Python or of the system.
     """
     return kind.endswith('MemoryError') or any(text in message for text in _NO_MEMORY)
 

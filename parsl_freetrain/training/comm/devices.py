@@ -47,7 +47,7 @@ class Kind:
         return given[0] if given else self.variables[0]
 
     def has_backend(self) -> bool:
-        """Whether this torch has the backend."""
+        """Whether this torch has it."""
         return bool(getattr(dist, f'is_{self.backend}_available')())
 
 
@@ -58,9 +58,7 @@ XPU = Kind('xpu', ('ZE_AFFINITY_MASK',), 'xccl')
 
 
 def kind_here() -> Kind | None:
-    """The kind of accelerator that this torch is built for; None: only CPUs. It starts no device
-    runtime.
-    """
+    """What this torch is built for; None: only CPUs. It starts no device runtime."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -72,9 +70,9 @@ def kind_here() -> Kind | None:
 def share_of(
     names: Sequence[str], local_rank: int, ranks_per_node: int, *, shared: bool = False
 ) -> tuple[str, ...]:
-    """A rank's share of its node's devices, as the environment variable names them. All ranks get
-    the same number; of fewer devices than ranks, each gets one, and ``shared`` says that several
-    ranks may have the same. Raises BadInput if they may not.
+    """A rank's share of its node's devices, as many as the others'; of fewer devices than ranks,
+    each gets one, and ``shared`` says that several may have the same. Raises BadInput if they may
+    not.
     """
     if not 0 < len(names) < ranks_per_node:
         each = len(names) // ranks_per_node
@@ -91,8 +89,7 @@ def share_of(
 
 def of_slot(names: Sequence[str]) -> Sequence[str]:
     """The devices of this slot of the local site, whose slots divide those of the computer; of
-    anything else, all of them. Raises BadInput if each slot is to have its own and there are too
-    few.
+    anything else, all. Raises BadInput if each slot is to have its own and there are too few.
     """
     told = devices_here()
     if told is None or not names:
@@ -110,9 +107,7 @@ def of_slot(names: Sequence[str]) -> Sequence[str]:
 
 
 def may_share(ranks_may: bool) -> bool:
-    """Whether several ranks may have one device: those of a trainer that says so, and of slots of
-    the local site.
-    """
+    """Whether several ranks may have one device: a trainer's that says so, and local slots'."""
     told = devices_here()
     return ranks_may or (told is not None and told[0] == SHARE)
 
@@ -149,9 +144,7 @@ def backend_for(names: Sequence[str], kind: Kind | None, *, shared: bool = False
 
 
 def count_visible() -> int:
-    """Number of devices that the ranks of this node can share. It starts no device runtime in this
-    process.
-    """
+    """How many the ranks of this node can share. It starts no device runtime in this process."""
     kind = kind_here()
     if kind is None:
         return 0
@@ -163,12 +156,10 @@ def count_visible() -> int:
 
 
 def take_devices(local_rank: int, ranks_per_node: int, *, shared: bool = False) -> torch.device:
-    """Restrict this process to its share of the visible devices. Returns the device to train on:
-    the first of them, or the CPU.
-
-    Call it before anything in this process uses a device: the runtimes read their environment
-    variable once. Raises BadInput if there are more ranks than devices and they are not ``shared``,
-    or the variable names devices that do not exist.
+    """Restrict this process to its share of the visible devices. Returns the first of them, or the
+    CPU. Call it before anything uses a device: the runtimes read their environment variable once.
+    Raises BadInput if there are more ranks than devices and they are not ``shared``, or the
+    variable names devices that do not exist.
     """
     kind = kind_here()
     if kind is None:
@@ -189,7 +180,7 @@ def take_devices(local_rank: int, ranks_per_node: int, *, shared: bool = False) 
 
 
 def _tell(all_visible: Sequence[str], visible: Sequence[str], ranks_per_node: int) -> None:
-    """Say what is unusual about how devices are used."""
+    """Say what is unusual about them."""
     told = devices_here()
     if told is not None and len(all_visible) < told[2]:
         print(
@@ -208,9 +199,7 @@ def _tell(all_visible: Sequence[str], visible: Sequence[str], ranks_per_node: in
 
 
 def where_shared(message: str, ranks_may: bool) -> str:
-    """The message of an error, with what helps if a device that several ranks may share has no
-    memory left.
-    """
+    """The message, with what helps if a device that several ranks may share has no memory left."""
     if not may_share(ranks_may) or not out_of_memory('', message):
         return message
     return (
@@ -230,8 +219,8 @@ def name_of(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory that this process has needed so far, in bytes: on the device, or of the
-    computer if the device is a CPU (with the libraries, as VmHWM of /proc/self/status); 0: unknown.
+    """The most memory that this process has needed, in bytes: on the device, or of the computer for
+    a CPU (with the libraries, as VmHWM of /proc/self/status); 0: unknown.
     """
     if device.type != 'cpu':
         return int(torch.get_device_module(device).max_memory_allocated(device))
@@ -244,7 +233,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def visible_as() -> str:
-    """Which devices this process may use, as an assignment to the environment variable."""
+    """As an assignment to the environment variable."""
     variable = (kind_here() or CUDA).variable
     return f'{variable}={os.environ.get(variable)}'
 
@@ -258,8 +247,8 @@ def _visible(kind: Kind) -> list[str]:
 
 
 def _apart(count: Callable[[], int]) -> int:
-    """A number that a child process finds. Counting may start the runtime, which reads the
-    environment variable then.
+    """A number that a child process finds. Counting may start the runtime, which then reads the
+    variable.
     """
     reads, writes = os.pipe()
     pid = os.fork()
@@ -276,7 +265,7 @@ def _apart(count: Callable[[], int]) -> int:
 
 
 def _check(kind: Kind, own: Sequence[str]) -> None:
-    """Check that torch sees what the variable names; raises BadInput."""
+    """Raises BadInput if torch sees something else than the variable names."""
     count = torch.accelerator.device_count()
     found = _uuid(torch.device(kind.device, 0)) if count and own[0].startswith('GPU-') else ''
     if count != len(own) or (found and not own[0].removeprefix('GPU-').startswith(found[:8])):

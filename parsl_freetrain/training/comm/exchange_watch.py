@@ -40,7 +40,6 @@ class ExchangeWatch:
 
     @contextmanager
     def exchange(self, name: str) -> Iterator[None]:
-        """Follow one exchange."""
         before = self._now
         self._now = before or (name, time.monotonic())
         try:
@@ -58,7 +57,7 @@ class ExchangeWatch:
             self._aside = False
 
     def step_took(self, seconds: float) -> None:
-        """Record the duration of a step. Before the first one nothing counts as too long."""
+        """Before the first step nothing counts as too long."""
         self._steps_s.append(seconds)
 
     def start(
@@ -68,9 +67,9 @@ class ExchangeWatch:
         broken: Callable[[], bool],
         end: Callable[[str], object],
     ) -> None:
-        """Look from now on, in a thread, and send what is found. ``broken`` tells whether a
-        connection to another rank has ended. If this rank is in the same exchange a look later,
-        ``end`` is called with the name of that; it ends the process.
+        """Look from now on, in a thread, and send what is found. Once a connection to another rank
+        is ``broken`` and this rank is in the same exchange a look later, ``end`` is called with its
+        name; it ends the process.
         """
         look = partial(self._run, rank, send, broken, end)
         threading.Thread(target=look, daemon=True).start()

@@ -17,9 +17,7 @@ continues there.
 
 
 class Inbox:
-    """Reads the channel at step boundaries only, so that nothing happens to a rank in the middle of
-    a step.
-    """
+    """Reads the channel at step boundaries only: nothing happens in the middle of a step."""
 
     def __init__(self, channel: Channel[ToRank]) -> None:
         self._channel = channel
@@ -36,29 +34,23 @@ class Inbox:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def stop_requested(self) -> bool:
-        """Check, without waiting, for a request to stop."""
+        """Does not wait."""
         while not self._stop and self._look():
             pass
         return self._stop
 
     def standing(self) -> int:
-        """Check, without waiting, what happens to this rank's node: :data:`GOES`, :data:`MAY_STAY`
-        or :data:`STAYS`.
-        """
+        """:data:`GOES`, :data:`MAY_STAY` or :data:`STAYS`, without waiting."""
         while self._look():
             pass
         return GOES if self._goes else STAYS if self._stays else MAY_STAY
 
     def followed(self) -> bool:
-        """Check, without waiting, whether the next fragment is ready, and this node is not taken
-        away.
-        """
+        """Whether the next fragment is ready, and this node stays; without waiting."""
         return self.standing() != GOES and self._followed
 
     def wait_for_rendezvous(self, timeout_s: float) -> Rendezvous:
-        """Wait for rank 0's address. Raises FreeTrainError if that takes more than ``timeout_s``
-        seconds, EOFError if the node agent is gone.
-        """
+        """Raises FreeTrainError after ``timeout_s`` seconds, EOFError if the node agent is gone."""
         deadline = time.monotonic() + timeout_s
         while self._rendezvous is None:
             if not self._channel.poll(max(deadline - time.monotonic(), 0.0)):

@@ -19,9 +19,9 @@ class PeerLost(FreeTrainError):
 
 
 class Peers:
-    """All ranks of a fragment, including this one. All of them must make the same calls in the same
-    order. This class is for a fragment of one rank, without a process group. ``exchanges_on_cpu``:
-    whether tensors of other devices are copied to the CPU for each exchange.
+    """All ranks of a fragment, including this one, which make the same calls in the same order;
+    here, a fragment of one rank, without a process group. ``exchanges_on_cpu``: tensors of other
+    devices are copied to the CPU for each exchange.
     """
 
     rank = 0
@@ -33,9 +33,7 @@ class Peers:
         return value()
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, in order of rank, as one tensor (ranks, length). Rows are flat
-        tensors of the same length and type.
-        """
+        """The flat rows of all ranks, of equal length and type, as one tensor (ranks, length)."""
         return row[None]
 
     def all_to_all(
@@ -47,8 +45,8 @@ class Peers:
         into.copy_(row)
 
     def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
-        """Fill in the rows of the other ranks, in order of rank, of a tensor (ranks, length) in
-        which each rank has filled in its own.
+        """Fill in the others' rows of a tensor (ranks, length) in which each rank has filled in its
+        own.
         """
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -61,19 +59,17 @@ class Peers:
         return lambda: tuple(numbers)
 
     def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
-        """Exchange rows with another rank, which calls this too. Both are flat and of the same
-        length and type.
-        """
+        """Exchange flat rows of equal length and type with a rank that calls this too."""
         raise ValueError('There is no other rank.')
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor to another rank, which calls :meth:`recv` with one of the same size and
-        type. The other ranks call nothing.
+        """To a rank that calls :meth:`recv` with one of the same size and type; others call
+        nothing.
         """
         raise ValueError('There is no other rank.')
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Overwrite a tensor with what another rank sends, and return it."""
+        """Overwrite a tensor, and return it."""
         raise ValueError('There is no other rank.')
 
     def store(self) -> SealedStore | None:
@@ -83,7 +79,7 @@ class Peers:
         return None
 
     def barrier(self) -> bool:
-        """Wait for all ranks before the process ends; False if one of them is gone."""
+        """Wait for all ranks before the process ends; False if one is gone."""
         return True
 
     def abort(self) -> None:
@@ -95,7 +91,7 @@ class Peers:
 
 
 def on_any_rank(peers: Peers, flag: bool) -> bool:
-    """Whether any rank says so. All ranks call this."""
+    """All ranks call this."""
     return bool(peers.all_reduce_max((flag,))()[0])
 
 

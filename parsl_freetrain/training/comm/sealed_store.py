@@ -1,8 +1,6 @@
-"""Texts that ranks exchange through their store, safe from other users.
-
-Anybody who reaches the port of a TCPStore can list, read and overwrite its keys. So every text
-carries a code that only ranks of the same fragment can compute. Their secret comes over the
-executor's encrypted channel.
+"""Texts that ranks exchange through their store, safe from other users. Who reaches the port of a
+TCPStore can list, read and overwrite its keys, so every text carries a code that only ranks of the
+fragment can compute: their secret comes over the executor's encrypted channel.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class SealedStore:
         self._secret = secret
 
     def clone(self) -> SealedStore:
-        """The same store over a connection of its own."""
+        """Over a connection of its own."""
         return SealedStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
 
     def check(self, keys: list[str]) -> bool:
@@ -37,7 +35,6 @@ class SealedStore:
         return bool(self._store.check(keys))
 
     def set(self, key: str, text: str) -> None:
-        """Set a text."""
         self._store.set(key, self._code(key, text) + text)
 
     def get(self, key: str) -> str:

@@ -1,6 +1,4 @@
-"""Loading the data: torch's DataLoader in our order, with random numbers that depend only on the
-position in that order.
-"""
+"""torch's DataLoader in our order, with random numbers that depend only on the position in it."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _DIES_S = 0.3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The data of one iteration of the user's loop: what this rank trains in one forward and
-    backward pass.
-    """
+    """What this rank trains in one forward and backward pass, an iteration of the user's loop."""
 
     indices: tuple[int, ...]  # into the dataset
     samples_before: int  # the global batch
@@ -41,7 +37,7 @@ class MicroBatch:
     number: int = 0  # among the micro-batches of this part
 
     def seed(self, seed: int, what: str) -> int:
-        """A seed (63 bits) for this micro-batch and this use only."""
+        """63 bits, for this micro-batch and this use only."""
         part = f'{self.part}.{self.number}' if self.number else str(self.part)
         text = f'{seed}:{self.samples_before}:{part}:{what}'.encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
@@ -73,13 +69,10 @@ def make_loader(
     read: LoaderSettings,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """A DataLoader that yields the collated samples of each micro-batch, in order. If they are to
-    go to an accelerator (``device``), they are in page-locked memory, from which copies need not
-    wait.
-
-    With a seed, what the dataset draws at random (augmentation) depends only on the micro-batch and
-    not on the worker that loads it. Without one (None), it comes from torch's generator, as in any
-    DataLoader.
+    """The collated samples of each micro-batch, in order; for an accelerator (``device``) in
+    page-locked memory, from which copies need not wait. With a seed, what the dataset draws at
+    random (augmentation) depends only on the micro-batch and not on the worker that loads it;
+    without one (None), it comes from torch's generator, as in any DataLoader.
     """
     options: dict[str, Any] = {
         'collate_fn': read.collate_fn,
@@ -99,9 +92,7 @@ def make_loader(
 
 
 def size_of(dataset: Any) -> int:
-    """The dataset's length. Raises BadInput if it has no length or cannot be indexed, so that the
-    order could not be resumed.
-    """
+    """Raises BadInput if it has no length or index, so that the order could not be resumed."""
     if (
         isinstance(dataset, IterableDataset)
         or not isinstance(dataset, Sized)
@@ -116,9 +107,7 @@ def size_of(dataset: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device. Containers are rebuilt; anything else stays as it
-    is.
-    """
+    """The batch with its tensors on the device, in containers that are rebuilt."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -171,8 +160,8 @@ class _SeededDataset(Dataset[Any]):
 
 
 def worker_died(error: BaseException) -> str:
-    """What torch says if an exception was raised since a worker of a DataLoader has died: the
-    kernel, for instance, ends one where memory is full; empty if that is not the reason.
+    """What torch says if a DataLoader's worker has died, and so an exception was raised (the
+    kernel, for instance, ends one where memory is full); empty if that is not the reason.
     """
     found = [str(cause).strip() for cause in causes(error) if _WORKER in str(cause)]
     if found:

@@ -18,7 +18,7 @@ KNOWN = {RandomSampler.__name__, SequentialSampler.__name__}
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """The settings of a DataLoader that ``ctx.loop`` has too."""
+    """Those of a DataLoader that ``ctx.loop`` has too."""
 
     shuffle: bool = True
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -42,7 +42,7 @@ class LoaderData(LoaderSettings):
         return loop
 
     def check_stream(self) -> None:
-        """Raise BadInput if a stream cannot be read like this."""
+        """Raises BadInput if a stream cannot be read like this."""
         if self.num_workers:
             raise BadInput(
                 f'ctx.loop was given a stream and num_workers={self.num_workers}; a stream is read '
@@ -56,11 +56,9 @@ class LoaderData(LoaderSettings):
 
     @staticmethod
     def of_loop(data: Any, batch_size: int | None, own: LoaderSettings) -> LoaderData:
-        """Of the arguments of ``ctx.loop``: a dataset, or a DataLoader in its place.
-
-        A DataLoader of a stream with ``batch_size=None`` gives samples, so it is a stream itself.
-        Raises BadInput if there is no batch size or there are two, or the DataLoader does something
-        that ``ctx.loop`` does not.
+        """The arguments of ``ctx.loop``: a dataset, or a DataLoader in its place. A DataLoader of a
+        stream with ``batch_size=None`` is a stream itself. Raises BadInput if there is no batch
+        size or two, or the DataLoader does something that ``ctx.loop`` does not.
         """
         is_loader = isinstance(data, DataLoader)
         if not is_loader or (isinstance(data.dataset, IterableDataset) and data.batch_size is None):
@@ -107,8 +105,8 @@ class LoaderData(LoaderSettings):
 
     @staticmethod
     def of(loader: Any, what: str) -> LoaderData | None:
-        """Of a DataLoader, or of a function that returns one; None of None. Raises BadInput if it
-        does something that ``ctx.loop`` does not.
+        """A DataLoader, or a function that returns one; None of None. Raises BadInput if it does
+        something that ``ctx.loop`` does not.
         """
         if callable(loader):
             loader = loader()

@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.shards_by_speed import deal
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one training step, over all ranks, as indices into the dataset, in order."""
+    """One training step's samples over all ranks, as indices into the dataset, in order."""
 
     samples_before: int
     epoch: int  # from 0
@@ -69,15 +69,12 @@ class GlobalOrder:
 
     @property
     def epoch_size(self) -> int:
-        """Samples that are trained in an epoch."""
         return epoch_size(self.dataset_size, self.batch_size, self.drop_last)
 
     def batches(self, samples_done: int) -> Iterator[GlobalBatch]:
-        """The batches from a data position to the total.
-
-        A batch never crosses the end of an epoch, so the last batch of an epoch may be short, and
-        so may the last batch of all. ``samples_done``: samples seen so far. Raises BadInput if no
-        batch ends at ``samples_done``; raised by the call, not by the first batch.
+        """From a number of samples seen to the total. A batch never crosses the end of an epoch, so
+        the last one of an epoch or of all may be short. Raises BadInput, at the call, if no batch
+        ends at ``samples_done``.
         """
         self._check_position(samples_done)
         return self._batches(samples_done)
@@ -129,11 +126,8 @@ class GlobalOrder:
 
 
 def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
-    """Divide a global batch into ``shards`` contiguous parts whose sizes differ by at most 1,
-    larger ones first.
-
-    Some parts are empty if there are more shards than indices. Raises BadInput if ``shards`` is
-    below 1.
+    """Contiguous parts whose sizes differ by at most 1, larger ones first, some empty if there are
+    more than indices. Raises BadInput if ``shards`` is below 1.
     """
     _check_shards(shards)
     parts = (_part(len(indices), shards, index) for index in range(shards))
@@ -141,9 +135,9 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[float] = ()) -> range:
-    """The virtual shards that a rank computes: a contiguous range, possibly empty. Every shard
-    belongs to exactly one rank. ``speeds``: how fast each rank is, relative to the others; empty:
-    all are alike. Raises BadInput if ``shards`` is below 1 or there is no such rank.
+    """The contiguous, possibly empty range that a rank computes; each shard belongs to one rank.
+    ``speeds``: of each rank, relative to the others; empty: all are alike. Raises BadInput if
+    ``shards`` is below 1 or there is no such rank.
     """
     _check_shards(shards)
     _check_rank(world_size, rank)
@@ -154,8 +148,8 @@ def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[flo
 
 
 def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
-    """A rank's part of a global batch: contiguous, possibly empty. Sizes differ by at most 1
-    between ranks. Raises BadInput if there is no such rank.
+    """A rank's contiguous, possibly empty part of a global batch. Sizes differ by at most 1. Raises
+    BadInput if there is no such rank.
     """
     _check_rank(world_size, rank)
     part = _part(len(indices), world_size, rank)
@@ -163,8 +157,8 @@ def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple
 
 
 def samples_in(epochs: float, dataset_size: int) -> int:
-    """Number of samples in a number of epochs, rounded to the nearest whole number, at least 1.
-    Raises BadInput if the dataset is empty, or ``epochs`` is not a number above 0.
+    """Rounded to the nearest whole number, at least 1. Raises BadInput if the dataset is empty, or
+    ``epochs`` is not a number above 0.
     """
     _check_dataset(dataset_size)
     if not math.isfinite(epochs) or epochs <= 0:
@@ -173,7 +167,7 @@ def samples_in(epochs: float, dataset_size: int) -> int:
 
 
 def epoch_size(dataset_size: int, batch_size: int, drop_last: bool) -> int:
-    """Number of samples trained in an epoch. Raises BadInput if ``drop_last`` leaves none."""
+    """Samples trained in an epoch. Raises BadInput if ``drop_last`` leaves none."""
     if not drop_last:
         return dataset_size
     if dataset_size < batch_size:

@@ -21,15 +21,13 @@ Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 class SampledOrder:
-    """Called with the number of an epoch, from 0: the indices of its samples, in order.
-
-    They depend on the seed and the epoch only, since torch, ``random`` and numpy are seeded by
-    these while the sampler is asked, and so is the sampler's own ``generator``.
-
-    ``sampler`` is one of torch, whose ``set_epoch`` is called if it has that, or a function of the
-    epoch. It may leave samples out and repeat them. All epochs have ``size`` samples; ``name``
-    differs for another order. Raises BadInput if it divides the samples among ranks, gives
-    something else than indices, or gives another order when it is asked again.
+    """Called with the number of an epoch, from 0: the indices of its samples, in order. They depend
+    on the seed and the epoch only, by which torch, ``random``, numpy and the sampler's own
+    ``generator`` are seeded while the sampler is asked. ``sampler`` is one of torch, whose
+    ``set_epoch`` is called if it has that, or a function of the epoch. It may leave samples out and
+    repeat them. All epochs have ``size`` samples; ``name`` differs for another order. Raises
+    BadInput if it divides the samples among ranks, gives something else than indices, or another
+    order when it is asked again.
     """
 
     def __init__(self, sampler: Sampler, dataset_size: int, seed: int) -> None:
@@ -90,7 +88,7 @@ class SampledOrder:
 
     @property
     def who(self) -> str:
-        """What it is called in errors."""
+        """Its name in errors."""
         kind = type(self._sampler)
         named = getattr(self._sampler, '__name__', kind.__name__)
         return f'The sampler given to ctx.loop, {named},'
@@ -99,9 +97,7 @@ class SampledOrder:
 def sampled_order(
     sampler: Sampler | None, dataset_size: int, seed: int, peers: Peers
 ) -> SampledOrder | None:
-    """The order of a sampler; None if there is none. All ranks call this. Raises BadInput as
-    :class:`SampledOrder`, or if the order is not the same on all ranks.
-    """
+    """All ranks call this. Raises BadInput as :class:`SampledOrder`, or if ranks differ."""
     if sampler is None:
         return None
     order = SampledOrder(sampler, dataset_size, seed)
@@ -133,6 +129,6 @@ def _random_numbers_of(text: str) -> Iterator[int]:
 
 
 def order_name(chosen: SampledOrder | None, shuffle: bool, drop_last: bool) -> str:
-    """What the order of the samples is called in checkpoints and errors."""
+    """In checkpoints and errors."""
     kind = f'sampled ({chosen.name})' if chosen else 'shuffled' if shuffle else 'not shuffled'
     return f'{kind}, drop_last={drop_last}'

@@ -1,6 +1,4 @@
-"""Streams: datasets that can be read only in their own order, with a position that does not depend
-on the ranks.
-"""
+"""Datasets that can be read only in their own order; the position does not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -31,15 +29,12 @@ def is_stream(dataset: object) -> bool:
 
 class NumberedStream(Dataset[Any]):
     """A stream whose samples are numbered from 0, over all its passes. Every rank reads the whole
-    stream and keeps the samples that are its own.
-
-    Before each sample the random number generators are seeded by its number. To go on at a number,
-    the samples before it are skipped, by the stream's own ``skip(n)`` if it has one. At the end the
-    stream is read again from its beginning, after ``set_epoch(pass)`` if it has that.
-
-    ``marks`` are digests of some samples by number, as text, in the order in which they were read.
-    They are saved with every checkpoint, so that the next fragment notices a stream that does not
-    give the same samples again. Raises BadInput if the stream can be read only once.
+    stream and keeps its own samples. Before each sample the random number generators are seeded by
+    its number. To go on at a number, the samples before it are skipped, by the stream's own
+    ``skip(n)`` if it has one. At the end it is read again, after ``set_epoch(pass)`` if it has
+    that. ``marks`` are digests of some samples by number, as text, in the order of reading.
+    Checkpoints have them, so that the next fragment notices a stream that does not give the same
+    samples again. Raises BadInput if the stream can be read only once.
     """
 
     def __init__(self, stream: Any, seed: int) -> None:
@@ -59,7 +54,7 @@ class NumberedStream(Dataset[Any]):
         self._expected: dict[str, str] = {}
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """The samples of these numbers, which increase."""
+        """The numbers increase."""
         samples = [self._sample(number) for number in numbers]
         if numbers and str(numbers[0]) not in self.marks:
             self.marks[str(numbers[0])] = _digest_of(samples[0]).hex()
@@ -68,9 +63,7 @@ class NumberedStream(Dataset[Any]):
         return samples
 
     def check_same(self, number: int, peers: Peers) -> None:
-        """Check that a sample is the same on all ranks, which all call this. Raises BadInput if it
-        is not.
-        """
+        """Raises BadInput if a sample is not the same on all ranks, which all call this."""
         if peers.world_size == 1:
             return
         if len(set(gather_bytes(peers, _digest_of(self._sample(number))))) > 1:
@@ -115,7 +108,7 @@ class NumberedStream(Dataset[Any]):
         self._samples = iter(self._stream)
 
     def _read(self) -> Any:
-        """Read the next sample, from the next pass if this one has ended."""
+        """From the next pass if this one has ended."""
         for fresh in (False, True):
             self._seed_for(self._next)
             if fresh:
@@ -159,7 +152,7 @@ def _digest_of(sample: Any) -> bytes:
 
 
 def _bytes_of(sample: Any) -> Iterator[bytes]:
-    """The content of a sample, as far as it is known how to read it."""
+    """As far as it is known how to read it."""
     if isinstance(sample, torch.Tensor):
         flat = sample.detach().cpu().contiguous().reshape(-1)
         yield bytes(flat.view(torch.uint8).numpy()) if flat.layout is torch.strided else b''

@@ -1,8 +1,5 @@
-"""Encoding and decoding of messages.
-
-A message is a JSON document whose ``kind`` names its class. The decoder checks it against the
-channel's union of messages. Any other message is logged and dropped, so that no message can end its
-reader.
+"""Messages are JSON documents whose ``kind`` names the class. What is not of the channel's union is
+logged and dropped, so that no message can end its reader.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ T = TypeVar('T')
 
 
 def encode(message: Struct) -> bytes:
-    """A message as JSON.
-
-    Python's own ``json`` also writes what users have and msgspec's encoders refuse: metrics that
-    are not finite, and file names that are not UTF-8.
+    """By Python's own ``json``, which also writes what users have and msgspec's encoders refuse:
+    metrics that are not finite, and file names that are not UTF-8.
     """
     return json.dumps(msgspec.to_builtins(message, enc_hook=_as_float)).encode()
 
@@ -38,9 +33,7 @@ def _as_float(value: Any) -> float:
 
 
 class Decoder(Generic[T]):
-    """Reads the messages of one channel: those of the union ``kinds``. ``sender`` is named in the
-    log.
-    """
+    """Reads the messages of a channel: of the union ``kinds``. ``sender`` is named in the log."""
 
     def __init__(self, kinds: object, sender: str) -> None:
         self._kinds: Any = kinds
@@ -48,7 +41,7 @@ class Decoder(Generic[T]):
         self._logged: set[str] = set()
 
     def decode(self, data: bytes) -> T | None:
-        """The message; None if it is not an expected one, which is logged once per kind."""
+        """None if it is not an expected message, which is logged once per kind."""
         document: object = None
         try:
             document = json.loads(data)

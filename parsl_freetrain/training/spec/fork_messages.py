@@ -1,6 +1,4 @@
-"""Messages to and from a node's fork server, as in
-:mod:`parsl_freetrain.training.spec.messages`.
-"""
+"""Messages to and from a node's fork server."""
 
 from __future__ import annotations
 

@@ -53,12 +53,10 @@ class FragmentOrder:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The trainer and the number of the fragment."""
         return self.trainer, self.fragment
 
     @property
     def per_node(self) -> int:
-        """Number of ranks on each node."""
         assert self.spec.ranks.per_node is not None  # known once the nodes are
         return self.spec.ranks.per_node
 

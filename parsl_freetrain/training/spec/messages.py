@@ -37,9 +37,8 @@ class Message(msgspec.Struct, frozen=True, tag_field='kind', tag=_kind):
 
 
 class RankPid(Message, frozen=True):
-    """The fork server's answer to ``Launch``.
-
-    ``has_payload``: a standby rank was used, which already has the user's function.
+    """The fork server's answer to ``Launch``. ``has_payload``: a standby rank was used, which has
+    the user's function.
     """
 
     pid: ProcessId
@@ -180,8 +179,7 @@ FromRank = (
 
 class StopTraining(Message, frozen=True):
     """Save a checkpoint at the next step boundary and end; ``node_leaves``: leave no state here.
-
-    ``followed``: the next fragment is ready. It can write the checkpoint of a large state that is
+    ``followed``: the next fragment is ready, and can write the checkpoint of a large state that is
     left in memory.
     """
 
@@ -259,7 +257,6 @@ class FromMember(msgspec.Struct, frozen=True):
 
     @property
     def sender(self) -> tuple[str, int, int]:
-        """Trainer, fragment, member."""
         return self.trainer, self.fragment, self.member
 
 

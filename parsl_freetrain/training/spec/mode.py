@@ -129,13 +129,8 @@ class Scaled(Mode, frozen=True, kw_only=True):
             )
 
     def batch_size(self, stated: int, world_size: int) -> int:
-        """Number of samples in a global batch of ``world_size`` ranks, if the function states
-        ``stated`` for the reference number of ranks.
-
-        Raises
-        ------
-        BadInput
-            If the reference ranks cannot share the stated batch evenly.
+        """Samples in a global batch of ``world_size`` ranks, with ``stated`` for the reference
+        number. Raises BadInput if the reference ranks cannot share the stated batch evenly.
         """
         each, left = divmod(stated, self.reference_ranks)
         if left:
@@ -147,7 +142,7 @@ class Scaled(Mode, frozen=True, kw_only=True):
         return each * world_size
 
     def lr_factor(self, world_size: int, samples: int) -> float:
-        """Factor of the learning rate for a batch after ``samples`` samples."""
+        """Of a batch after ``samples`` samples."""
         ratio = world_size / self.reference_ranks
         rule = self.lr or ('none' if self.combine == ADASUM else 'linear')
         full = {'linear': ratio, 'sqrt': math.sqrt(ratio), 'none': 1.0}[rule]

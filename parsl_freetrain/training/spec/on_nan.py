@@ -15,8 +15,8 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 
 class NonFinitePolicy:
-    """Decides whether training may continue after numbers that were not finite, and how: ``policy``
-    is 'stop', 'skip' or 'rollback'. ``where``, the trainer and the fragment, begins messages.
+    """Whether training may continue after numbers that were not finite, and how. ``where``, the
+    trainer and the fragment, begins messages.
     """
 
     def __init__(self, policy: str, where: str) -> None:
@@ -26,14 +26,14 @@ class NonFinitePolicy:
         self._suspect_until = -1
 
     def looks_at_every_step(self, samples: int) -> bool:
-        """Whether to check the gradient of the step after ``samples`` samples before the step is
-        taken, instead of noticing bad numbers later.
+        """Whether to check the gradient after ``samples`` samples before the step is taken, instead
+        of noticing bad numbers later.
         """
         return self.policy == SKIP or samples < self._suspect_until
 
     def kept_back(self, first: int, last: int, culprit: str) -> None:
-        """Record that a step, over the samples from ``first`` to ``last``, was skipped. Raises
-        BadInput if training is to stop, or too many steps in a row were skipped.
+        """A step over the samples from ``first`` to ``last`` was skipped. Raises BadInput if
+        training is to stop, or too many in a row were skipped.
         """
         self._in_a_row += 1
         if self.policy == STOP:
@@ -47,13 +47,13 @@ class NonFinitePolicy:
             )
 
     def went_well(self) -> None:
-        """Record that a step was checked and taken."""
+        """A step was checked and taken."""
         self._in_a_row = 0
 
     def go_back(self, first: int, last: int, rollbacks: int, path: str, culprit: str = '') -> None:
-        """Decide to go back to the checkpoint at ``path``, because of bad numbers between the
-        sample counts ``first`` and ``last``. Raises BadInput if the policy does not allow it, there
-        is no checkpoint, or training has gone back ``rollbacks`` times, which is the maximum.
+        """Go back to the checkpoint at ``path``, because of bad numbers between two sample counts.
+        Raises BadInput if the policy does not allow it, there is no checkpoint, or training has
+        gone back ``rollbacks`` times, which is the maximum.
         """
         if self.policy != ROLLBACK or not path:
             raise BadInput(self.sentence(first, last, culprit))
@@ -68,7 +68,7 @@ class NonFinitePolicy:
         self._suspect_until = last
 
     def sentence(self, first: int, last: int, culprit: str = '') -> str:
-        """The message when training stops."""
+        """Said when training stops."""
         return (
             f'{self._where}: a gradient was infinite or not a number in training on the '
             f'samples from {first} to {last}{culprit}; the '

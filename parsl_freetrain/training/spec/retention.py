@@ -84,5 +84,4 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
 
     @property
     def retention(self) -> Retention:
-        """``keep`` as a :class:`Retention`."""
         return Retention(self.keep) if isinstance(self.keep, int) else self.keep

@@ -19,7 +19,7 @@ Shapes = tuple[Shape, ...]
 def check_shapes(
     by_count: Mapping[int, Shapes], mode: Reproducible | Throughput | Scaled, per_node: int
 ) -> None:
-    """Refuse shapes that do not fit their node count, the mode or each other; raises BadInput."""
+    """Raises BadInput if shapes do not fit their node count, the mode or each other."""
     for nodes, shapes in by_count.items():
         _check_count(shapes, mode, nodes, per_node)
     known = [shape for shapes in by_count.values() for shape in shapes]
@@ -42,8 +42,8 @@ def check_shapes(
 def identity_of(
     by_count: Mapping[int, Shapes], mode: Reproducible | Throughput | Scaled
 ) -> dict[str, int]:
-    """What of the shapes must be equal for a trainer to continue from a checkpoint: in reproducible
-    mode, the tensor part, if there is one.
+    """What must be equal to continue from a checkpoint: in reproducible mode the tensor part, if
+    any.
     """
     tensor = max((shape.tensor for shapes in by_count.values() for shape in shapes), default=1)
     return {'tensor': tensor} if isinstance(mode, Reproducible) and tensor > 1 else {}
@@ -85,9 +85,7 @@ def all_shapes(ranks: int, mode: Reproducible | Throughput | Scaled, most: int) 
 
 
 def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
-    """Refuse a mode that does not support a shape; raises BadInput, with ``where`` at the
-    beginning.
-    """
+    """Raises BadInput, beginning with ``where``, if the mode does not support the shape."""
     if math.prod(shape.sizes[1:]) == 1:
         return
     if shape.sharded:
@@ -131,7 +129,7 @@ def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where
 def check_mixed(
     mode: Reproducible | Throughput | Scaled, shapes: Mapping[int, Shapes], *, ahead: bool
 ) -> None:
-    """Refuse what cannot use nodes of several classes at once; raises BadInput."""
+    """Raises BadInput for what cannot use nodes of several classes at once."""
     if not isinstance(mode, Reproducible) or shapes:
         raise BadInput(
             'Scaling(mixed=True) needs mode=Reproducible(...) without shapes: only virtual shards '

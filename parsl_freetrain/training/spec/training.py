@@ -55,7 +55,7 @@ class Samples(Settings, frozen=True, kw_only=False, tag=True):
 
     @property
     def finish_by_s(self) -> float | None:
-        """``finish_by`` in seconds since the epoch."""
+        """In seconds since the epoch."""
         when = self.finish_by
         return when.timestamp() if isinstance(when, datetime) else when
 
@@ -136,18 +136,15 @@ class Scaling(Settings, frozen=True, kw_only=True):
         self.efficiency_curve()
 
     def curve(self) -> ScalingCurve | None:
-        """``rate`` as a curve."""
         return ScalingCurve.from_points(self.rate) if self.rate else None
 
     def class_curves(self) -> tuple[tuple[str, ScalingCurve], ...]:
-        """``class_rates`` as a curve for each class."""
         return tuple(
             (name, ScalingCurve.from_points(points))
             for name, points in (self.class_rates or {}).items()
         )
 
     def efficiency_curve(self) -> Efficiency | None:
-        """``efficiency`` as a curve."""
         if not self.efficiency:
             return None
         nodes = tuple(sorted(self.efficiency))
@@ -237,9 +234,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         scaling: Scaling,
         owner: Owner,
     ) -> TrainingSpec:
-        """Build the spec from the arguments of the decorator. Raises BadInput if they contradict
-        each other.
-        """
+        """From the decorator's arguments. Raises BadInput if they contradict each other."""
         goals: list[Epochs | Samples] = [] if goal is None else [goal]
         goals += [] if total_epochs is None else [Epochs(total_epochs)]
         goals += [] if total_samples is None else [Samples(total_samples)]
@@ -278,12 +273,12 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def total_samples(self) -> int | None:
-        """Number of samples to train; None: depends on the dataset."""
+        """None: depends on the dataset."""
         return self.goal.count if isinstance(self.goal, Samples) else None
 
     @property
     def total_epochs(self) -> float | None:
-        """Number of epochs to train; None if a number of samples is given."""
+        """None if a number of samples is given."""
         return self.goal.count if isinstance(self.goal, Epochs) else None
 
     @property
@@ -293,15 +288,14 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """Number of virtual shards of the global batch; 0: not in reproducible mode, or not known
-        before the first nodes are.
+        """Virtual shards of the global batch; 0: no reproducible mode, or not known before nodes
+        are.
         """
         return (self.mode.shards or 0) if isinstance(self.mode, Reproducible) else 0
 
     def ranks_on(self, accelerators: Sequence[int]) -> int:
-        """Number of ranks on each of some nodes, given the accelerators of each: as stated; else
-        one per accelerator of the node with the fewest, at least 1, and no more than the virtual
-        shards suffice for.
+        """Ranks on each node, given the accelerators of each: as stated; else one per accelerator
+        of the node with the fewest, at least 1, and no more than the virtual shards suffice for.
         """
         if self.ranks.per_node is not None:
             return self.ranks.per_node
@@ -309,11 +303,11 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         return min(fewest, self.shards // self.max_nodes) if self.shards else fewest
 
     def with_ranks(self, per_node: int) -> TrainingSpec:
-        """This spec with a known number of ranks per node, and so of virtual shards."""
+        """With a known number of ranks per node, and so of virtual shards."""
         return structs.replace(self, ranks=structs.replace(self.ranks, per_node=per_node))
 
     def trainer(self, name: str, function: str = '') -> Trainer:
-        """The part that decisions need. ``function``: what is trained, see
+        """What decisions need; ``function`` as in
         :class:`~parsl_freetrain.core.model.types.Trainer`. Raises BadInput if the trainer can never
         run.
         """
@@ -350,7 +344,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def _shards_per_rank(self) -> int:
-        """Number of virtual shards for each rank of a node, rounded down."""
+        """Rounded down."""
         return self.shards // (self.ranks.per_node or 1) or self.max_nodes
 
     def _capped(self, curve: C) -> C:
