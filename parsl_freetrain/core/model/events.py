@@ -164,6 +164,7 @@ class TrainerSubmitted(Event, frozen=True):
 class TotalKnown(Event, frozen=True):
     """A trainer that is measured in epochs has seen its data: its total in samples."""
 
+    at: Seconds
     trainer: str
     total_samples: Count
 
@@ -212,6 +213,7 @@ class FragmentProgressed(Event, frozen=True):
 class CheckpointSaved(Event, frozen=True):
     """A checkpoint has been committed."""
 
+    at: Seconds
     checkpoint: Checkpoint
 
 
