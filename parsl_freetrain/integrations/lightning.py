@@ -11,14 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.integrations import lightning_arguments as arguments
 from parsl_freetrain.integrations.extra import Memory, StepCount
-from parsl_freetrain.integrations.lightning_arguments import (
-    check_callback,
-    check_module,
-    check_options,
-    is_own,
-    unsupported,
-)
+from parsl_freetrain.integrations.lightning_arguments import unsupported
 from parsl_freetrain.integrations.lightning_log import Log
 from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.data.loader_settings import LoaderData
@@ -103,11 +98,11 @@ class Trainer:
         best: str | None = None,
         **options: Any,
     ) -> None:
-        check_options('Trainer', ctx, precision, options)
+        arguments.check_options('Trainer', ctx, precision, options)
         self.ctx, self.max_epochs, self.max_steps = ctx, max_epochs, max_steps
         self.callbacks = [*callbacks] if isinstance(callbacks, (list, tuple)) else [callbacks]
         for callback in self.callbacks:
-            check_callback(callback)
+            arguments.check_callback(callback)
         self.check_val_every_n_epoch, self.best = check_val_every_n_epoch, best
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.datamodule: Any = None
@@ -161,7 +156,7 @@ class Trainer:
         if ckpt_path is not None:
             raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')
         source = self._begin(model, datamodule, train_dataloaders, 'fit')
-        ctx, validates = self.ctx, is_own('validation_step', model, LightningModule)
+        ctx, validates = self.ctx, arguments.is_own('validation_step', model, LightningModule)
         data = LoaderData.of(source.train_dataloader, 'the training')
         if data is None:
             raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
@@ -238,7 +233,7 @@ class Trainer:
         """Returns where the data loaders come from."""
         if hasattr(given, 'train_dataloader'):
             datamodule, given = given, None
-        check_module(model, datamodule)
+        arguments.check_module(model, datamodule)
         model.trainer, self._module, self.datamodule = self, model, datamodule
         model.log = self._log
         if datamodule is not None:

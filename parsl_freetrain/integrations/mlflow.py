@@ -34,7 +34,6 @@ class MLflowLogger:
         self.experiment, self.tracking_uri = experiment, tracking_uri
 
     def open(self, training: LoggedTraining) -> OpenLog:
-        """As of :class:`~parsl_freetrain.integrations.metric_logger.MetricLogger`."""
         client = MlflowClient(self.tracking_uri)
         known = client.get_experiment_by_name(self.experiment)
         number = known.experiment_id if known else client.create_experiment(self.experiment)

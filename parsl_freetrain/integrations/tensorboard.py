@@ -24,7 +24,6 @@ class TensorBoardLogger:
         self.folder = Path(folder).absolute()
 
     def open(self, training: LoggedTraining) -> OpenLog:
-        """As of :class:`~parsl_freetrain.integrations.metric_logger.MetricLogger`."""
         return _Log(self.folder / training.id, training)
 
 

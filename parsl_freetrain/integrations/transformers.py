@@ -10,14 +10,10 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.integrations import transformers_arguments as arguments
 from parsl_freetrain.integrations.extra import Memory, StepCount
 from parsl_freetrain.integrations.metric_logger import needs
-from parsl_freetrain.integrations.transformers_arguments import (
-    check_arguments,
-    check_callbacks,
-    check_overrides,
-    unsupported,
-)
+from parsl_freetrain.integrations.transformers_arguments import unsupported
 from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.context import FragmentContext
 
@@ -28,6 +24,7 @@ with needs('transformers'):
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput
 
 _OWN = ('DefaultFlowCallback', 'ProgressCallback', 'PrinterCallback', 'NotebookProgressCallback')
+_REMEMBERED = ('best_metric', 'best_global_step', 'log_history')
 _Any: Any = object
 
 
@@ -67,20 +64,18 @@ class InFragments(_Any):
                 'be the fragment context.'
             )
         super().__init__(*args, **kwargs)
-        check_arguments(self.args, ctx)
-        check_overrides(type(self), InFragments)
+        arguments.check_arguments(self.args, ctx)
+        arguments.check_overrides(type(self), InFragments)
         self.args._n_gpu = 1  # one process per rank
         for callback in [*self.callback_handler.callbacks]:
             if type(callback).__name__ in _OWN:
                 self.remove_callback(callback)
-        check_callbacks(self.callback_handler.callbacks)
+        arguments.check_callbacks(self.callback_handler.callbacks)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
         return self.ctx.is_main
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its node."""
         return self.ctx.local_rank == 0
 
     def train(
@@ -208,12 +203,8 @@ class InFragments(_Any):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """bfloat16, if the arguments say so."""
-        return torch.autocast(
-            self.ctx.device.type,
-            torch.bfloat16,
-            enabled=self.args.bf16,
-            cache_enabled=cache_enabled,
-        )
+        device, bf16 = self.ctx.device.type, self.args.bf16
+        return torch.autocast(device, torch.bfloat16, bf16, cache_enabled)
 
     def _steps_in_all(self) -> int:
         args = self.args
@@ -277,13 +268,7 @@ class InFragments(_Any):
             setattr(self.state, name, value)
 
     def _remember(self, memory: Memory) -> None:
-        state = self.state
-        memory.keep(
-            {
-                name: getattr(state, name)
-                for name in ('best_metric', 'best_global_step', 'log_history')
-            }
-        )
+        memory.keep({name: getattr(self.state, name) for name in _REMEMBERED})
 
     def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
         """Predictions and labels of all batches, in order."""

@@ -27,7 +27,6 @@ class WandbLogger:
         self.options = options
 
     def open(self, training: LoggedTraining) -> OpenLog:
-        """As of :class:`~parsl_freetrain.integrations.metric_logger.MetricLogger`."""
         options = {'project': 'parsl-freetrain', 'name': training.trainer, **self.options}
         return _Log(
             wandb.init(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,8 @@ from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import PeerLost, Peers
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
-from parsl_freetrain.training.process import lazy_dynamo
+from parsl_freetrain.training.process import lazy_dynamo, liveness
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.liveness import (
-    connections,
-    end_connections,
-    guard_connections,
-)
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
 
@@ -99,7 +95,7 @@ class RankGroup(Subgroup):
         self._hang_s = order.hang_s
         # Divided models exchange by what gloo has for CPUs only.
         shared = may_share(order.spec.ranks.share_devices) and not order.spec.shapes
-        backend, earlier = self._agree_on_backend(gpu, shared), connections()
+        backend, earlier = self._agree_on_backend(gpu, shared), liveness.connections()
         self.exchanges_on_cpu = backend == GLOO
         with as_peer_loss(), lazy_dynamo.hidden():
             dist.init_process_group(
@@ -109,8 +105,8 @@ class RankGroup(Subgroup):
                 world_size=place.world_size,
                 timeout=EXCHANGE_TIMEOUT,
             )
-        self._connections = connections() - earlier
-        guard_connections(order.hang_s)
+        self._connections = liveness.connections() - earlier
+        liveness.guard_connections(order.hang_s)
 
     def _agree_on_backend(self, gpu: str, shared: bool) -> str:
         with as_peer_loss():
@@ -170,7 +166,7 @@ class RankGroup(Subgroup):
     def store(self) -> SealedStore | None:
         with as_peer_loss():
             store = self._texts.clone()
-        guard_connections(self._hang_s)
+        liveness.guard_connections(self._hang_s)
         return store
 
     def barrier(self) -> bool:
@@ -189,17 +185,15 @@ class RankGroup(Subgroup):
 
     def abort(self) -> None:
         # Otherwise a rank that waits for this one would wait until this process ends.
-        end_connections(self._connections)
+        liveness.end_connections(self._connections)
 
     def broken(self) -> bool:
-        return not self._connections <= connections()
+        return not self._connections <= liveness.connections()
 
 
 @contextmanager
 def on_cpu(tensor: torch.Tensor, wanted: bool) -> Iterator[torch.Tensor]:
-    """Where it is ``wanted``, a copy of a tensor that is on the CPU, and is copied back in the end;
-    the tensor itself if it is there already.
-    """
+    """Where ``wanted``, a copy on the CPU, copied back in the end; else the tensor itself."""
     here = tensor.cpu() if wanted else tensor
     yield here
     if here is not tensor:
@@ -231,6 +225,7 @@ def join(
         if order.interface or place.nodes == 1:
             # A site's modules may have set it, to several interfaces or a prefix.
             os.environ.setdefault('NCCL_SOCKET_IFNAME', interface)
+    open_store = partial(TCPStore, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False)
     if place.rank > 0:
 
         def come() -> Peers:
@@ -241,29 +236,15 @@ def join(
                     "name the network of the nodes by the site's interface=."
                 )
             with as_peer_loss():
-                store = TCPStore(
-                    where.host,
-                    where.port,
-                    place.world_size,
-                    False,
-                    timeout=EXCHANGE_TIMEOUT,
-                    wait_for_workers=False,
-                )
+                store = open_store(where.host, where.port, place.world_size, False)
             return RankGroup(order, place, store, where.secret, gpu)
 
         return come
     # Listen at this address only; by itself, the store would listen at all addresses of the host.
     listener = socket.create_server((host, 0), backlog=max(128, place.world_size))
     port = int(listener.getsockname()[1])
-    store = TCPStore(
-        host,
-        port,
-        place.world_size,
-        True,
-        timeout=EXCHANGE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    fd = listener.detach()
+    store = open_store(host, port, place.world_size, True, master_listen_fd=fd)
     secret = secrets.token_hex(32)
     channel.send(Rendezvous(host, port, secret))
     return lambda: RankGroup(order, place, store, secret, gpu)

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from parsl_freetrain.training.spec.messages import Stuck
 
@@ -71,8 +70,7 @@ class ExchangeWatch:
         is ``broken`` and this rank is in the same exchange a look later, ``end`` is called with its
         name; it ends the process.
         """
-        look = partial(self._run, rank, send, broken, end)
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=self._run, args=(rank, send, broken, end), daemon=True).start()
 
     def _run(
         self,

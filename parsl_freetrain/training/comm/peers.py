@@ -53,9 +53,7 @@ class Peers:
         """Overwrite tensors with those of rank 0."""
 
     def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
-        """Begin to find the maximum of each number over all ranks. Returns a function that waits
-        for the result.
-        """
+        """Begin to find the maximum of each number. Returns a function that waits for it."""
         return lambda: tuple(numbers)
 
     def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
@@ -73,9 +71,7 @@ class Peers:
         raise ValueError('There is no other rank.')
 
     def store(self) -> SealedStore | None:
-        """Another connection to the store of all ranks, for use in another thread; None if there is
-        only one rank.
-        """
+        """Another connection to the store, for another thread; None for a single rank."""
         return None
 
     def barrier(self) -> bool:

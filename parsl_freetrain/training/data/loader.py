@@ -82,26 +82,22 @@ def make_loader(
     }
     if read.collate_fn is None and _has_rows(dataset):
         dataset, options['collate_fn'] = _Rows(dataset), list
+    batches: Any = micro_batches
     if seed is None:
-        return DataLoader(
-            dataset,
-            batch_sampler=(list(micro_batch.indices) for micro_batch in micro_batches),
-            **options,
-        )
-    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=micro_batches, **options)  # type: ignore[arg-type]
+        batches = (list(micro_batch.indices) for micro_batch in micro_batches)
+    else:
+        dataset = _SeededDataset(dataset, seed)
+    return DataLoader(dataset, batch_sampler=batches, **options)
 
 
 def size_of(dataset: Any) -> int:
     """Raises BadInput if it has no length or index, so that the order could not be resumed."""
-    if (
-        isinstance(dataset, IterableDataset)
-        or not isinstance(dataset, Sized)
-        or not hasattr(dataset, '__getitem__')
-    ):
+    indexed = isinstance(dataset, Sized) and hasattr(dataset, '__getitem__')
+    if isinstance(dataset, IterableDataset) or not indexed:
         raise BadInput(
-            f'ctx.loop was given a {type(dataset).__name__}; it needs a dataset with a '
-            'length and an index '
-            f'(a map-style torch Dataset, a list), so that training can be resumed anywhere.'
+            f'ctx.loop was given a {type(dataset).__name__}; it needs a dataset with a length and '
+            'an index (a map-style torch Dataset, a list), so that training can be resumed '
+            'anywhere.'
         )
     return len(dataset)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class NumberedStream(Dataset[Any]):
             except StopIteration:
                 pass
             else:
-                self._samples = _with_first(first, self._samples)
+                self._samples = chain([first], self._samples)
                 self._next = number
                 return
         self._seed_for(0)  # also for seeds of workers, if it has any
@@ -165,8 +166,3 @@ def _bytes_of(sample: Any) -> Iterator[bytes]:
             yield from _bytes_of(value)
     elif isinstance(sample, (bytes, str, int, float, np.ndarray)):
         yield sample.tobytes() if isinstance(sample, np.ndarray) else repr(sample).encode()
-
-
-def _with_first(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest

@@ -46,7 +46,7 @@ class Channel(Generic[T]):
         return _credentials(self._socket)[0]
 
     def send(self, message: Struct, *, wait: bool = True) -> bool:
-        """False if the other end is gone, or without ``wait`` it cannot be sent at once."""
+        """False if the other end is gone, or it was dropped: it had to wait, without ``wait``."""
         return self.send_bytes(encode(message), wait=wait)
 
     def send_bytes(self, data: bytes, *, wait: bool = True) -> bool:

@@ -125,28 +125,14 @@ class ForkClient:
         listener = listen(name)
         if listener is not None:
             with listener:
-                parent._spawn(
-                    '--listener-fd',
-                    str(listener.fileno()),
-                    pass_fds=(listener.fileno(),),
-                    start_new_session=new_session,
-                )
+                fd = listener.fileno()
+                how = {'pass_fds': (fd,), 'start_new_session': new_session}
+                parent._spawn('--listener-fd', str(fd), **how)
         return parent
 
-    def _spawn(
-        self, *options: str, pass_fds: tuple[int, ...] = (), start_new_session: bool = False
-    ) -> None:
-        command = [
-            sys.executable,
-            '-P',
-            '-m',
-            'parsl_freetrain.training.process.fork_server',
-            '--name',
-            self.name,
-            '--owner-pid',
-            str(self._owner_pid),
-            *options,
-        ]
+    def _spawn(self, *options: str, **how: Any) -> None:
+        command = [sys.executable, '-P', '-m', 'parsl_freetrain.training.process.fork_server']
+        command += ['--name', self.name, '--owner-pid', str(self._owner_pid), *options]
         fd = open_log(self.log)
         try:
             self._process = subprocess.Popen(
@@ -155,8 +141,7 @@ class ForkClient:
                 stdout=fd,
                 stderr=fd,
                 env=start_environment(),
-                pass_fds=pass_fds,
-                start_new_session=start_new_session,
+                **how,
             )
         finally:
             os.close(fd)

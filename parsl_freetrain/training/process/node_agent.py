@@ -41,7 +41,7 @@ from pathlib import Path
 from parsl_freetrain.host.leftovers import remove_leftovers
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.training.process.block_lease import LeasedCommands
-from parsl_freetrain.training.process.channel import Channel, connect, is_ours
+from parsl_freetrain.training.process.channel import Channel, connect, is_ours, listen
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.spec.codec import Decoder
@@ -83,13 +83,8 @@ def template_of_node() -> str | None:
 def listen_for_notices() -> Channel[Notice] | None:
     """None if no such process runs this node. While the channel is open, the node is not ended."""
     name = os.environ.get(NOTICE_VARIABLE)
-    if not name:
-        return None
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.connect(f'\0{name}'.encode())
-    except OSError:
-        sock.close()
+    sock = connect(name) if name else None
+    if sock is None:
         return None
     if not is_ours(sock):
         sock.close()
@@ -122,14 +117,13 @@ class Node:
         self._members: dict[int, Channel[Leave]] = {}
         self._decoder: Decoder[Leave] = Decoder(Leave, 'a process of this node')
         self._free_since = 0.0
-        self._name = f'parsl-freetrain-node-{os.geteuid()}-{secrets.token_hex(8)}'
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f'\0{self._name}'.encode())
-        self._listener.listen(64)
-        self._wake, wake = socket.socketpair()
+        self._name = f'node-{secrets.token_hex(8)}'
+        listener = listen(self._name)
+        assert listener is not None  # the name is new
+        self._listener = listener
+        self._wake, self._wake_writer = socket.socketpair()
         self._wake.setblocking(False)
-        wake.setblocking(False)
-        self._wake_writer = wake
+        self._wake_writer.setblocking(False)
 
     def run(self) -> int:
         """The last command's exit status; 128 + SIGTERM if that ended the node, 0 if it was left
@@ -178,7 +172,8 @@ class Node:
         while True:
             ready = {fd for fd, _ in poll.poll(100 if self._ending else None)}
             if child in ready:
-                return _status(process.wait())
+                code = process.wait()
+                return code if code >= 0 else 128 - code
             if self._listener.fileno() in ready:
                 self._admit(poll)
             if self._wake.fileno() in ready:
@@ -241,10 +236,6 @@ def _end_at_once(*_: object) -> None:
 def _before_the_command() -> None:
     die_with_parent()
     ignore_notices()
-
-
-def _status(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

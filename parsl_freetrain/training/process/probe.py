@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,10 @@ SOCKET_NAME = 'x' * 40
 
 def versions() -> dict[str, str | None]:
     """None for a package that is not installed."""
-    found: dict[str, str | None] = {'python': platform.python_version()}
+    found: dict[str, str | None] = {'python': platform.python_version(), **dict.fromkeys(PACKAGES)}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 
@@ -60,13 +59,7 @@ def of_torch() -> dict[str, Any]:
             'cudnn': torch.backends.cudnn.version() if torch.cuda.is_available() else None,
             'gpus': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             'backends': [
-                name
-                for name, has in (
-                    ('gloo', dist.is_gloo_available()),
-                    ('nccl', dist.is_nccl_available()),
-                    ('mpi', dist.is_mpi_available()),
-                )
-                if has
+                n for n in ('gloo', 'nccl', 'mpi') if getattr(dist, f'is_{n}_available')()
             ],
         }
         store = dist.TCPStore('127.0.0.1', 0, 1, is_master=True)  # type: ignore[attr-defined]
@@ -98,16 +91,12 @@ def race(folder: Path) -> dict[str, list[int]]:
     made: dict[str, list[int]] = {'mkdir': [], 'create': []}
     for number in random.sample(range(RACES), RACES):
         time.sleep(RACE_PAUSE_S)
-        try:
+        with suppress(FileExistsError):
             (folder / f'd{number}').mkdir(mode=0o700)
             made['mkdir'].append(number)
-        except FileExistsError:
-            pass
-        try:
+        with suppress(FileExistsError):
             create(folder / f'f{number}').close()
             made['create'].append(number)
-        except FileExistsError:
-            pass
     return made
 
 
@@ -169,12 +158,6 @@ def of_tmpdir() -> dict[str, str]:
     return {'folder': where, 'error': ''}
 
 
-def of_accelerators() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
 def _wait_for(folder: Path, pattern: str, nodes: int) -> list[Path]:
     until = time.monotonic() + MEET_S
     while len(found := sorted(folder.glob(pattern))) < nodes and time.monotonic() < until:
@@ -189,7 +172,9 @@ def check(folder: Path, nodes: int, interface: str | None) -> None:
     found['tmpdir'] = of_tmpdir()
     found['torch'] = of_torch()
     if 'error' not in found['torch']:
-        found['accelerators'] = of_accelerators()
+        from torch import accelerator
+
+        found['accelerators'] = accelerator.device_count() if accelerator.is_available() else 0
     with socket.socket() as listening:
         try:
             listening.bind((address_of(interface) if interface else own_address(), 0))

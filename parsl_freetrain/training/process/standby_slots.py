@@ -184,18 +184,10 @@ class StandbySlots:
 
 def key_of(request: fork.Launch) -> str:
     """What must be the same for a standby rank to be usable: all that affects what it has done."""
-    order = request.order
-    return json.dumps(
-        [
-            request.payload,
-            request.place.local_rank,
-            dict(request.env),
-            order.trainer,
-            order.store,
-            msgspec.to_builtins(order.spec, str_keys=True),
-        ],
-        sort_keys=True,
-    )
+    order, env = request.order, dict(request.env)
+    spec = msgspec.to_builtins(order.spec, str_keys=True)
+    what = [request.payload, request.place.local_rank, env, order.trainer, order.store, spec]
+    return json.dumps(what, sort_keys=True)
 
 
 def _rank_of(offer: fork.OfferState) -> tuple[int, int, bool]:

@@ -10,15 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from parsl_freetrain.core.model.events import (
-    CheckpointSaved,
-    Count,
-    FragmentProgressed,
-    FragmentStarted,
-    Metrics,
-    Seconds,
-    TotalKnown,
-)
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.events import Count, Metrics, Seconds
 
 ProcessId = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Status = Annotated[int, Meta(ge=-128, le=255)]
@@ -73,9 +66,7 @@ class StateUsed(Message, frozen=True):
 
 
 class LeavingState(Message, frozen=True):
-    """A rank has lost another one, and begins to leave its state in memory. It has
-    :data:`LEAVING_S` seconds for that.
-    """
+    """A rank has lost another one, and leaves its state in memory within :data:`LEAVING_S`."""
 
 
 class RankError(msgspec.Struct, frozen=True):
@@ -157,21 +148,9 @@ class Exit(Message, frozen=True):
     status: Status
 
 
-FromRank = (
-    RankPid
-    | Waiting
-    | Rendezvous
-    | TotalKnown
-    | FragmentStarted
-    | FragmentProgressed
-    | SavingCheckpoint
-    | CheckpointSaved
-    | Stuck
-    | StateUsed
-    | LeavingState
-    | Outcome
-    | Exit
-)
+_Events = ev.TotalKnown | ev.FragmentStarted | ev.FragmentProgressed | ev.CheckpointSaved
+_PassedOn = _Events | Rendezvous | SavingCheckpoint | Stuck | StateUsed
+FromRank = _PassedOn | RankPid | Waiting | LeavingState | Outcome | Exit
 
 
 # ---- member -> rank ----
@@ -230,21 +209,7 @@ class StandbyReady(Message, frozen=True):
     """All standby ranks of the node wait for their fragment, or none could be started."""
 
 
-MemberMessage = (
-    Hello
-    | Alive
-    | Notice
-    | RankEnded
-    | StandbyReady
-    | Rendezvous
-    | TotalKnown
-    | FragmentStarted
-    | FragmentProgressed
-    | SavingCheckpoint
-    | CheckpointSaved
-    | Stuck
-    | StateUsed
-)
+MemberMessage = _PassedOn | Hello | Alive | Notice | RankEnded | StandbyReady
 
 
 class FromMember(msgspec.Struct, frozen=True):

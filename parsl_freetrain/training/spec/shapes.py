@@ -10,15 +10,13 @@ from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.mode import ADASUM, Mode, Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.on_nan import STOP
 
 Shapes = tuple[Shape, ...]
 
 
-def check_shapes(
-    by_count: Mapping[int, Shapes], mode: Reproducible | Throughput | Scaled, per_node: int
-) -> None:
+def check_shapes(by_count: Mapping[int, Shapes], mode: Mode, per_node: int) -> None:
     """Raises BadInput if shapes do not fit their node count, the mode or each other."""
     for nodes, shapes in by_count.items():
         _check_count(shapes, mode, nodes, per_node)
@@ -39,9 +37,7 @@ def check_shapes(
         )
 
 
-def identity_of(
-    by_count: Mapping[int, Shapes], mode: Reproducible | Throughput | Scaled
-) -> dict[str, int]:
+def identity_of(by_count: Mapping[int, Shapes], mode: Mode) -> dict[str, int]:
     """What must be equal to continue from a checkpoint: in reproducible mode the tensor part, if
     any.
     """
@@ -49,9 +45,7 @@ def identity_of(
     return {'tensor': tensor} if isinstance(mode, Reproducible) and tensor > 1 else {}
 
 
-def _check_count(
-    shapes: Shapes, mode: Reproducible | Throughput | Scaled, nodes: int, per_node: int
-) -> None:
+def _check_count(shapes: Shapes, mode: Mode, nodes: int, per_node: int) -> None:
     where, here = f'{nodes} nodes', nodes * per_node
     if not shapes:
         raise BadInput(f'{where} have an empty list of shapes; give at least one.')
@@ -67,7 +61,7 @@ def _check_count(
         raise BadInput(f'{where} have the same shape twice: {", ".join(map(str, shapes))}.')
 
 
-def all_shapes(ranks: int, mode: Reproducible | Throughput | Scaled, most: int) -> Shapes:
+def all_shapes(ranks: int, mode: Mode, most: int) -> Shapes:
     """All ways to divide ranks into copies of the model and parts of its parameters that the mode
     supports, those that need the least memory first. ``most``: ranks of the largest fragment, the
     default number of virtual shards.
@@ -84,7 +78,7 @@ def all_shapes(ranks: int, mode: Reproducible | Throughput | Scaled, most: int) 
     return tuple(found)
 
 
-def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
+def check_shape(shape: Shape, mode: Mode, where: str) -> None:
     """Raises BadInput, beginning with ``where``, if the mode does not support the shape."""
     if math.prod(shape.sizes[1:]) == 1:
         return
@@ -104,7 +98,7 @@ def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: s
         )
 
 
-def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
+def _check_sharded(shape: Shape, mode: Mode, where: str) -> None:
     if math.prod(shape.spatial) * shape.pipeline > 1:
         raise BadInput(
             f'{where}: the shape divides the parameters (shard {shape.shard}, tensor '
@@ -126,9 +120,7 @@ def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where
         )
 
 
-def check_mixed(
-    mode: Reproducible | Throughput | Scaled, shapes: Mapping[int, Shapes], *, ahead: bool
-) -> None:
+def check_mixed(mode: Mode, shapes: Mapping[int, Shapes], *, ahead: bool) -> None:
     """Raises BadInput for what cannot use nodes of several classes at once."""
     if not isinstance(mode, Reproducible) or shapes:
         raise BadInput(
