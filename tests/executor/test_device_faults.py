@@ -1,9 +1,9 @@
 """A node with a broken device is a preemption, and is avoided. The same fault on three nodes is the
 function's.
 
-The nodes have two devices each. There is none here, so torch is told of them by a module that it
-loads itself, as it loads the packages of other makers' devices. All else is real, up to the
-exchange of tensors: parts of GPUs (MIG) exchange them by gloo.
+The three nodes have two devices each, of this computer's six. There is none here, so torch is told
+of them by a module that it loads itself, as it loads the packages of other makers' devices. All
+else is real, up to the exchange of tensors: parts of GPUs (MIG) exchange them by gloo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
 
 FAULT = 'CUDA error: uncorrectable ECC error encountered'
-PARTS = ('MIG-a', 'MIG-b')
+PARTS = tuple(f'MIG-{letter}' for letter in 'abcdef')
 DEVICES = """
 import os
 import torch
@@ -37,7 +37,7 @@ def install():
 
 @pytest.fixture
 def two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started from here have two devices, as far as torch says."""
+    """Processes that are started from here have six devices, as far as torch says."""
     folder = tmp_path / 'devices'
     about = folder / 'two_devices-1.dist-info'
     about.mkdir(parents=True)
@@ -75,11 +75,11 @@ def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_av
         future = freetrain_app(max_nodes=1, total_epochs=2)(train)(seen)
         with pytest.raises(torch.AcceleratorError, match=FAULT) as raised:
             future.result(LIMIT_S)
-    assert {path.name: json.loads(path.read_text()) for path in seen.iterdir()} == {
-        f'{fragment}-{rank}': ['cuda:0', part, 2, 3]
-        for fragment in (1, 2, 3)
-        for rank, part in enumerate(PARTS)
-    }
+    told = {path.name: json.loads(path.read_text()) for path in seen.iterdir()}
+    assert len(told) == 6
+    parts = [[told[f'{fragment}-{rank}'][1] for rank in range(2)] for fragment in (1, 2, 3)]
+    assert sorted(map(tuple, parts)) == list(zip(PARTS[::2], PARTS[1::2], strict=True))
+    assert all([one[0], *one[2:]] == ['cuda:0', 2, 3] for one in told.values())
     with Journal(executor.ledger_path) as ledger:
         fragments = ledger.history().fragments
     assert [fragment.ending for fragment in fragments] == ['preempted', 'preempted', 'failed']
