@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -124,15 +125,15 @@ class Checkpointer:
         """Whether there may be too little time to save after ``steps_ahead`` more batches."""
         return self.timing.must_stop(steps_ahead, writing=self._background.busy)
 
-    def wants_to_save(self, *, near_end: bool = False) -> bool:
+    def wants_to_save(self, *, near_end: bool = False, steps_left: float = math.inf) -> bool:
         """Whether it is time for a periodic checkpoint, as :meth:`SaveTiming.due`; never while
         another is being written. Raises FreeTrainError if the previous checkpoint could not be
         written.
         """
         if self._background.busy:
             return False
-        self._background.check()
-        return self.timing.due(near_end=near_end)
+        self._background.wait()
+        return self.timing.due(near_end=near_end, steps_left=steps_left)
 
     def save_soon(self) -> None:
         """Want a checkpoint at the first opportunity: the state is newer than the last one."""
@@ -181,7 +182,9 @@ class Checkpointer:
         began = time.monotonic()
         state = self._collected(collect)
         if state is not None:
-            self._commit(state, self._save, samples, metrics, lambda: time.monotonic() - began)
+            # Several threads write a copy, and none of them waits for a device.
+            state = self._copied(state)
+            self._commit(state, self._save, samples, metrics, partial(_since, began))
         self.timing.count_from_here()
 
     def save_and_stop(

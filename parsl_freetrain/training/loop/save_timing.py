@@ -19,6 +19,8 @@ NEAR_END_S = 1.0
 written there. The last checkpoint is written when the user's function returns; a kill before that
 repeats the work since this one.
 """
+_RARE = 10  # kills are rare, while a wait for a checkpoint is certain
+_SHORT_S = 0.5  # so long, the last checkpoint may wait for one before it
 
 
 class SaveTiming:
@@ -58,6 +60,13 @@ class SaveTiming:
         """The longest of the last steps, in seconds; 0: unknown."""
         return max(self._steps_s, default=0.0)
 
+    def begin(self) -> None:
+        """Record that a step begins. What is set up before and in the first step is repeated after
+        a kill in any case, so it does not make the last checkpoint older.
+        """
+        if not (self.stepped_at or self._asked) and self._saved_at > -math.inf:
+            self._saved_at = time.monotonic()
+
     def step_took(self, seconds: float) -> None:
         """Record the duration of a global batch. The first one includes compilation and the set-up
         of communicators, so it counts only until there is another.
@@ -66,6 +75,7 @@ class SaveTiming:
             self._steps_s.append(seconds)
         else:
             self._first_step_s = seconds
+            self.begin()
         exchanges.step_took(seconds)
         self.stepped_at = time.time()
 
@@ -92,14 +102,19 @@ class SaveTiming:
             margin_s += self.longest_s + self._tidying_s
         return self.time_left() < margin_s
 
-    def due(self, *, near_end: bool) -> bool:
+    def due(self, *, near_end: bool, steps_left: float) -> bool:
         """Whether it is time for a periodic checkpoint: True once for each. ``near_end``: one is
-        wanted if a kill before the last one would cost more than it does.
+        wanted if a kill before the last one would cost more than it does. ``steps_left``: number of
+        global batches until the last one.
         """
         every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
         if near_end:
-            # The last one waits until it is written.
             every_s = min(every_s, max(NEAR_END_S, self._pause_s + self.longest_s))
+        # The last one waits until this one is written.
+        left_s = steps_left * self.step_s if self.step_s else math.inf
+        waits_s = self._pause_s + self.longest_s - left_s
+        if waits_s > _SHORT_S:
+            every_s = max(every_s, _RARE * waits_s)
         if self._exemption_ends():
             every_s = min(every_s, NEAR_END_S)
         if self._asked or time.monotonic() - self._saved_at < every_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -168,6 +169,7 @@ class TrainingLoop:
         self._last.begin_batch()
         self._steps.begin(batch, self._guarded)
         self._guard.begin_batch()
+        self._checkpointer.timing.begin()
         if state.samples == self._began[0]:
             self._channel.send(
                 FragmentStarted(
@@ -197,10 +199,13 @@ class TrainingLoop:
         """Finish the step of a global batch; returns what all ranks do next."""
         state, steps, hooks = self._state, self._steps, self._hooks
         # The next batch, or with a delay one of the next, is the last one.
-        soon = state.reached + (1 + steps.delay) * data.order.batch_size
-        self._wishes.near_end = (
-            state.total_samples is not None and soon >= state.total_samples
-        ) or (hooks.by_epochs and data.epochs_before(soon) > batch.epoch)
+        batch_size = data.order.batch_size
+        soon = state.reached + (1 + steps.delay) * batch_size
+        total = math.inf if state.total_samples is None else state.total_samples
+        self._wishes.steps_left = (total - state.reached) / batch_size
+        self._wishes.near_end = soon >= total or (
+            hooks.by_epochs and data.epochs_before(soon) > batch.epoch
+        )
         decision = Agreed(steps.end(self._wishes.after_step, self._checkpointer.timing.time_left))
         if steps.kept_back:
             self._policy.kept_back(state.samples, state.reached, steps.culprit())

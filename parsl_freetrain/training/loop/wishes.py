@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -21,7 +22,8 @@ class EvaluationStopped(BaseException):
 
 class Wishes:
     """The wishes of one rank, on which all ranks agree. ``near_end``: the next step may be the last
-    one; ``rate``: samples per second since the fragment began.
+    one of the training or an epoch; ``steps_left``: number of steps of the training after this one;
+    ``rate``: samples per second since the fragment began.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Wishes:
         self._steps, self._state, self._rollback = model.steps, state, rollback
         self._key = parts.order.key
         self._reported_at = 0.0
-        self.near_end, self.rate = False, 0.0
+        self.near_end, self.steps_left, self.rate = False, math.inf, 0.0
 
     def after_step(self) -> Agreed:
         """The wish after a step."""
@@ -44,7 +46,7 @@ class Wishes:
             return Agreed.STOP
         if not self._is_main:
             return Agreed.GO_ON
-        if self._checkpointer.wants_to_save(near_end=self.near_end):
+        if self._checkpointer.wants_to_save(near_end=self.near_end, steps_left=self.steps_left):
             return Agreed.SAVE
         due = time.monotonic() - self._reported_at >= PROGRESS_EVERY_S
         return Agreed.REPORT if due else Agreed.GO_ON

@@ -499,3 +499,58 @@ def test_near_the_end_a_checkpoint_is_written_if_a_kill_would_cost_more(
     now = age_s
     assert not kept.wants_to_save()
     assert kept.wants_to_save(near_end=True) is (saves and age_s > writing_s)
+
+
+@pytest.mark.parametrize(
+    ('steps_left', 'age_s', 'saves'),
+    [(1, 40.0, False), (1, 50.0, True), (40, 9.0, False), (40, 11.0, True), (48, 3.0, True)],
+)
+def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+    steps_left: int,
+    age_s: float,
+    saves: bool,
+) -> None:
+    """Writing takes 5 s and a step .1 s, and a checkpoint every 2 s was asked for."""
+    now = 0.0
+    monkeypatch.setattr(time, 'monotonic', lambda: now)
+    kept = keeper(tmp_path, channels[0], checkpoint_every_s=2.0)
+    for _ in range(2):
+        kept.timing.step_took(0.1)
+    kept.timing.wrote(4.9)
+    kept.timing.paused(0.1)
+    now = age_s
+    assert kept.wants_to_save(steps_left=steps_left) is saves
+
+
+def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> None:
+    """Take ten steps of 30 ms, after much to prepare, or where a checkpoint is said to take 5 s."""
+    time.sleep(prepares_s / 2)
+    dataset, model = TensorDataset(torch.ones(20, 5)), nn.Linear(5, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    for _ in ctx.epochs() if by_epochs else [0]:
+        for (x,) in ctx.loop(dataset, 4):
+            if not ctx.samples:
+                time.sleep(prepares_s / 2)
+                ctx._run.checkpointer.timing.wrote(0.0 if prepares_s else 5.0)
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            time.sleep(0.03)
+
+
+@pytest.mark.parametrize('by_epochs', [False, True])
+@pytest.mark.parametrize(('prepares_s', 'every_s'), [(2.0, 1.2), (0.0, 0.1)])
+def test_a_short_fragment_saves_once(
+    fork_server: ForkClient, tmp_path: Path, prepares_s: float, every_s: float, by_epochs: bool
+) -> None:
+    """Where preparing and the first step take longer than the interval of checkpoints, and where
+    the last checkpoint would wait for those before it.
+    """
+    ordered = order(tmp_path, total_epochs=2, checkpoint_every_s=every_s, mode='throughput')
+    with ranks(fork_server, ordered, 2, tmp_path, trains_briefly, prepares_s, by_epochs) as gang:
+        gang.run()
+    assert gang.ranks[0].outcome.how == 'finished', gang.ranks[0].log.read_text()
+    assert [said.checkpoint.samples for said in gang.ranks[0].said(CheckpointSaved)] == [40]
