@@ -85,17 +85,8 @@ class FileImage:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[str, ...]:
-    """Write a new, private (0600) file and make it durable.
-
-    Returns
-    -------
-    tuple
-        The digest of each block.
-
-    Raises
-    ------
-    FileExistsError
-        If there is one of this name.
+    """Write a new, private (0600) file and make it durable. Returns the digest of each block.
+    Raises FileExistsError if there is one of this name.
     """
     digests: list[str] = []
     hasher, left = blake2b(digest_size=DIGEST_BYTES), BLOCK

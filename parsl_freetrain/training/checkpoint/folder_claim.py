@@ -47,8 +47,7 @@ def claim(
     if resume == 'require' and not folder.is_dir():
         raise BadInput(
             f"Trainer {trainer!r}: resume is 'require', but there is no folder {folder}: "
-            'name the one that '
-            f"it trained in, or use resume='auto'."
+            "name the one that it trained in, or use resume='auto'."
         )
     prove_writable(folder, trainer)
     store = PosixCheckpointStore(folder, trainer)

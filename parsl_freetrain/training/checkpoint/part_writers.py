@@ -75,12 +75,7 @@ class PartWriters:
 
     def lead(self, save: int, folder: Path, state: State) -> Blocks:
         """On rank 0: write its part and what all parts consist of into an empty folder. Returns the
-        digests of the blocks of the files.
-
-        Raises
-        ------
-        FreeTrainError
-            If a rank did not write its part.
+        digests of the blocks of the files. Raises FreeTrainError if a rank did not write its part.
         """
         self._set(f'{save}/folder', folder.name)
         saving('part-begun')
@@ -97,12 +92,8 @@ class PartWriters:
         return write_contents(folder, parts)
 
     def follow(self, save: int, state: State) -> None:
-        """On the other ranks: write this rank's part, once rank 0 has made the folder.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written; rank 0 is told.
+        """On the other ranks: write this rank's part, once rank 0 has made the folder. Raises
+        OSError if it cannot be written; rank 0 is told.
         """
         name = self._wait_for([f'{save}/folder'], None)
         if not name or name[0].startswith(_REFUSED):

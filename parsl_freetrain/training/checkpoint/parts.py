@@ -80,14 +80,8 @@ class Contents(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, folder: Path) -> Contents:
-        """Of a checkpoint. It is verified.
-
-        Raises
-        ------
-        BadInput
-            If it is not a checkpoint of this format.
-        Damaged
-            If it is not what was committed, or a file is missing or has another length.
+        """Of a checkpoint. It is verified. Raises BadInput if it is not of this format; Damaged if
+        it is not what was committed, or a file is missing or has another length.
         """
         committed = {file.name: file.blocks for file in verify(folder, content=False).files}
         try:

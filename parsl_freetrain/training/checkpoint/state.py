@@ -112,9 +112,7 @@ class State:
     image: FileImage | None = None
 
     def write(self, folder: Path) -> Blocks:
-        """Write it into an empty folder. Nothing is exchanged with other ranks. Returns the digests
-        of the blocks of the files.
-        """
+        """Write it into an empty folder, alone. Returns the digests of the blocks of the files."""
         return write_contents(folder, [self.part(0, folder)])
 
     def part(self, rank: int, folder: Path | None = None) -> Contents:
@@ -228,8 +226,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
             if was is not None and was != made:
                 raise BadInput(
                     f'The {name} in checkpoint {saved.path} was of class {was} and '
-                    f'ctx.prepare was given {made}: '
-                    f'make it as the earlier fragments did, {_ANEW}.'
+                    f'ctx.prepare was given {made}: make it as the earlier fragments did, {_ANEW}.'
                 )
     states = {several: list(getattr(saved, several)) for several in _KINDS.values()}
     if parts:
@@ -331,8 +328,8 @@ def check_shapes(
         more = f' and {len(faults) - _SHOWN} more' if len(faults) > _SHOWN else ''
         raise BadInput(
             f'Checkpoint {path} is of another model than model {number + 1} of ctx.prepare '
-            f'({"; ".join(faults[:_SHOWN])}{more}): '
-            f'use the model that the earlier fragments trained, {_ANEW}.'
+            f'({"; ".join(faults[:_SHOWN])}{more}): use the model that '
+            f'the earlier fragments trained, {_ANEW}.'
         )
 
 

@@ -63,6 +63,12 @@ class PosixCheckpointStore:
         For tests of faults: called with 'begin', 'written', 'manifest', 'before-commit' and
         'committed' after each of these steps of a save.
 
+    Attributes
+    ----------
+    set_aside
+        The damaged checkpoints that this object has found, in order. ``folder/bad`` has all that
+        were ever found.
+
     Notes
     -----
     A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``. The file system must make a
@@ -83,17 +89,10 @@ class PosixCheckpointStore:
     ) -> None:
         self.folder = Path(folder)
         self.trainer = trainer
-        self._hook = hook if hook is not None else _no_hook
-        self._set_aside: list[SetAside] = []
+        self._hook = hook or (lambda step: None)
+        self.set_aside: list[SetAside] = []
         # The last checkpoint that this object has committed, and what it has hashed of it.
         self._written: tuple[Path | None, frozenset[str]] = None, frozenset()
-
-    @property
-    def set_aside(self) -> tuple[SetAside, ...]:
-        """The damaged checkpoints that this object has found, in order. ``folder/bad`` has all that
-        were ever found.
-        """
-        return tuple(self._set_aside)
 
     def fence(self, fragment: int) -> None:
         """Prevent fragments with a number below ``fragment`` from committing. It may be
@@ -302,14 +301,10 @@ class PosixCheckpointStore:
             # Leave it where it is; it only must not be used.
             log.warning('Damaged checkpoint %s could not be set aside: %s', path, error)
             target = path
-        self._set_aside.append(SetAside(str(target), reason))
+        self.set_aside.append(SetAside(str(target), reason))
         log.warning(
             'Checkpoint %s is damaged (%s); kept as %s, the one before is used',
             path,
             reason,
             target,
         )
-
-
-def _no_hook(step: str) -> None:
-    pass

@@ -34,14 +34,8 @@ class Transport(Protocol):
         ...
 
     def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
-        """The bytes of blocks, in order. All have the digests of the state.
-
-        Raises
-        ------
-        Damaged
-            If one has another digest, or is missing.
-        OSError
-            If the file system does not answer.
+        """The bytes of blocks, in order. All have the digests of the state. Raises Damaged if one
+        has another digest, or is missing; OSError if the file system does not answer.
         """
         ...
 

@@ -28,11 +28,6 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise the exception of a job that has ended."""
-        if not self.busy:
-            self.wait()
-
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until no job runs, and raise the job's exception if there was one. After ``limit_s``
         seconds the job is left alone.

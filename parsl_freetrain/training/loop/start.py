@@ -145,14 +145,9 @@ class SharedState:
         return self._disk.bytes_read if self._disk is not None else 0
 
     def load(self, prepared: Prepared | None = None) -> Saved:
-        """Its content, divided as the prepared models are. All ranks call this together.
-
-        Raises
-        ------
-        BadInput
-            If the models are others.
-        Damaged
-            On all ranks, if one of them has found damage. A checkpoint is set aside then.
+        """Its content, divided as the prepared models are. All ranks call this together. Raises
+        BadInput if the models are others; Damaged on all ranks if one of them has found damage,
+        and a checkpoint is set aside then.
         """
         damage, saved = '', None
         try:

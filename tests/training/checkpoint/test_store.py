@@ -135,7 +135,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
     ended = subprocess.run(command, check=False, timeout=LIMIT_S)
     assert ended.returncode == -signal.SIGKILL
     assert content_of(store.latest()) == (b'second' if step == 'committed' else b'first')
-    assert store.set_aside == ()
+    assert store.set_aside == []
     # The half-written directory of this name is in nobody's way.
     again = saved(store, 200, fragment=2, content=b'again')
     assert content_of(store.latest()) == b'again'
@@ -148,7 +148,7 @@ def test_a_marker_that_was_cut_off_is_no_commit_and_no_damage(store: PosixCheckp
     for length in (0, 30, 64):
         os.truncate(Path(second.path) / 'COMMITTED', length)
         assert content_of(store.latest()) == b'first'
-    assert store.set_aside == ()
+    assert store.set_aside == []
 
 
 def test_a_write_that_fails_leaves_nothing(store: PosixCheckpointStore) -> None:
@@ -258,7 +258,7 @@ def test_a_later_format_is_not_damage(
         saved(store, 100)
     with pytest.raises(BadInput, match='has format 9 and this version.*reads format 3'):
         store.latest()
-    assert store.set_aside == ()
+    assert store.set_aside == []
 
 
 def test_a_folder_that_others_may_write_to_is_not_loaded_from(store: PosixCheckpointStore) -> None:
