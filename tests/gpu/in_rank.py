@@ -10,65 +10,86 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.comm.devices import peak_memory
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from tests.gpu.networks import WORKLOADS, Workload
 
-WARM_UP, PROFILED, PROFILED_IN_PYTHON = 6, 2, 8
+WARM_UP, BLOCK, PROFILED, PROFILED_IN_PYTHON = 5, 3, 2, 8
 SAMPLES = TensorDataset(torch.arange(4096))
+Steps = Iterator[None]
 
 
 class Meter:
-    """Milliseconds of a step, from its first ones on apart: ``steps`` steps and ``seconds`` at
-    least. Then, on a device, how long it works in a step, and how often the host waits for it.
+    """Measures steps: those of a training, and in turns with them those of another one. What else
+    the machine does meets both alike: the speed of a Python thread differs by half within minutes.
     """
 
-    def __init__(self, device: torch.device, steps: int, seconds: float) -> None:
-        self._device, self._steps, self._seconds = device, steps, seconds
-        self._count, self._began, self._cpu = 0, 0.0, 0.0
-        self._profile: Any = None
-        self._python: Any = None
-        self.figures: dict[str, Any] = {}
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self._device, self._seconds = device, seconds
 
-    def step_ends(self) -> bool:
-        """Call after each step; returns whether all has been measured."""
-        self._count += 1
-        if self._python is not None:
-            return self._count == PROFILED_IN_PYTHON and self._read_python()
-        if self._profile is not None:
-            return self._count == PROFILED and self._read_profile()
-        timed = self._count - WARM_UP
-        if timed == 0:
-            self._synchronise()
-            self._began, self._cpu = time.perf_counter(), time.thread_time()
-        if timed < self._steps or time.perf_counter() - self._began < self._seconds:
-            return False
-        cpu_s = time.thread_time() - self._cpu
-        self._synchronise()
-        step_s = (time.perf_counter() - self._began) / timed
-        self.figures = {'step_ms': 1e3 * step_s, 'steps': timed}
+    def figures(self, steps: Steps, beside: Steps | None) -> Iterator[dict[str, Any]]:
+        """More and more figures: milliseconds of a step and the speed relative to ``beside``; on a
+        device also how long it works in a step, how often the host waits for it, and what Python
+        does.
+        """
+        began = time.perf_counter()
+        next(steps)
+        found: dict[str, Any] = {'first_step_s': time.perf_counter() - began}
+        found |= self._timed(steps, beside)
+        yield found
+        if self._device.type != 'cpu':
+            found['peak_gb'] = peak_memory(self._device) / 1e9
+            yield found
+            found |= self._profiled(steps)
+            yield found
+            found['python'] = self._python(steps)
+            yield found
+
+    def _timed(self, steps: Steps, beside: Steps | None) -> dict[str, Any]:
+        turns = [steps] if beside is None else [steps, beside]
+        for turn in turns:
+            self._run(turn, WARM_UP)
+        times: list[list[tuple[float, float]]] = [[] for _ in turns]
+        until = time.perf_counter() + self._seconds * len(turns)
+        while time.perf_counter() < until or len(times[0]) < 2:
+            order = range(len(turns)) if len(times[0]) % 2 else reversed(range(len(turns)))
+            for which in order:
+                times[which].append(self._run(turns[which], BLOCK))
+        ms, python_ms = zip(*times[0], strict=True)
+        found = {'step_ms': median(ms), 'steps': BLOCK * len(ms)}
         if self._device.type == 'cpu':
-            self.figures['python_ms'] = 1e3 * cpu_s / timed
-            return True
-        self.figures['peak_gb'] = peak_memory(self._device) / 1e9
-        kinds = torch.profiler.ProfilerActivity
-        self._profile = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
-        self._profile.__enter__()
-        self._count, self._began = 0, time.perf_counter()
-        return False
+            found['python_ms'] = median(python_ms)
+        if beside is not None:
+            pairs = list(zip(times[1], times[0], strict=True))
+            found['beside_ms'] = median(plain for plain, _ in times[1])
+            found['speed'] = median(plain / ours for (plain, _), (ours, _) in pairs)
+            found['python_speed'] = median(plain / ours for (_, plain), (_, ours) in pairs)
+        return found
 
-    def _read_profile(self) -> bool:
+    def _run(self, steps: Steps, count: int) -> tuple[float, float]:
+        """Milliseconds of a step, and of the Python thread in it (with its waiting)."""
         self._synchronise()
-        wall_us = 1e6 * (time.perf_counter() - self._began)
-        self._profile.__exit__(None, None, None)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for _ in range(count):
+            next(steps)
+        cpu_s = time.thread_time() - cpu
+        self._synchronise()
+        return 1e3 * (time.perf_counter() - wall) / count, 1e3 * cpu_s / count
+
+    def _profiled(self, steps: Steps) -> dict[str, Any]:
+        self._synchronise()
+        kinds = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            wall_ms = PROFILED * self._run(steps, PROFILED)[0]
         busy_us, kernels, waits, wait_us = 0.0, 0, 0, 0.0
-        for event in self._profile.key_averages():
+        for event in profile.key_averages():
             if 'CUDA' in str(event.device_type):
                 if not getattr(event, 'is_user_annotation', False):
                     busy_us += event.self_device_time_total
@@ -76,27 +97,24 @@ class Meter:
             elif 'Synchronize' in event.key:
                 waits += event.count
                 wait_us += event.self_cpu_time_total
-        self.figures.update(
-            device_ms=busy_us / 1e3 / PROFILED,
-            launches=kernels / PROFILED,
-            waits=(waits - 1) / PROFILED,  # one is ours
-            python_share=1 - wait_us / wall_us,
-        )
-        self._python, self._count = cProfile.Profile(), 0
-        self._python.enable()
-        return False
+        return {
+            'device_ms': busy_us / 1e3 / PROFILED,
+            'launches': kernels / PROFILED,
+            'waits': (waits - 2) / PROFILED,  # two are ours
+            'python_share': 1 - wait_us / 1e3 / wall_ms,
+        }
 
-    def _read_python(self) -> bool:
+    def _python(self, steps: Steps) -> list[str]:
         """The functions that take most of the time of the Python thread, in ms a step."""
-        self._python.disable()
-        rows = pstats.Stats(self._python).stats.items()  # type: ignore[attr-defined]
-        top = sorted(((row[2], row[0], where) for where, row in rows), reverse=True)[:25]
-        self.figures['python'] = [
+        with cProfile.Profile() as profile:
+            self._run(steps, PROFILED_IN_PYTHON)
+        rows = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+        top = sorted(((row[2], row[0], where) for where, row in rows), reverse=True)[:40]
+        return [
             f'{Path(file).name}:{line}:{name} {1e3 * own_s / PROFILED_IN_PYTHON:.3f} ms, '
             f'{calls / PROFILED_IN_PYTHON:.0f} calls'
             for own_s, calls, (file, line, name) in top
         ]
-        return True
 
     def _synchronise(self) -> None:
         if self._device.type != 'cpu':
@@ -107,27 +125,23 @@ def speed(
     ctx: FragmentContext,
     workload: str,
     plain: int,
+    beside: int,
     compiled: bool,
-    length: tuple[int, float],
+    seconds: float,
     out: str,
 ) -> None:
     """Measure steps, write the figures to the file ``out``, and end. ``plain``: a loop without this
-    package, with so many micro-batches (negative: with deterministic algorithms); 0: ours.
+    package, with so many micro-batches (negative: with deterministic algorithms); 0: ours, in turns
+    with the plain loop ``beside``.
     """
-    of, meter = WORKLOADS[workload], Meter(ctx.device, *length)
-    began = time.perf_counter()
-    steps = _plain(ctx.device, of, plain, compiled) if plain else _ours(ctx, of, compiled)
-    first_s = 0.0
-    for _ in steps:
-        first_s = first_s or time.perf_counter() - began
-        done = meter.step_ends()
-        if meter.figures:  # also without what the profile says, should that fail
-            rate = 1e3 * of.batch / meter.figures['step_ms']
-            found = {'rate': rate, 'first_step_s': first_s, **meter.figures}
-            if ctx.rank == 0:
-                Path(out).write_text(json.dumps(found))
-        if done:
-            os._exit(0)
+    of, device = WORKLOADS[workload], ctx.device
+    steps = _plain(device, of, plain, compiled) if plain else _ours(ctx, of, compiled)
+    other = _plain(device, of, beside, compiled) if beside else None
+    for found in Meter(device, seconds).figures(steps, other):
+        found['rate'] = 1e3 * of.batch / found['step_ms']
+        if ctx.rank == 0:
+            Path(out).write_text(json.dumps(found))
+    os._exit(0)
 
 
 def _autocast(device: torch.device) -> Any:
@@ -144,16 +158,17 @@ def _plain(device: torch.device, of: Workload, parts: int, compiled: bool) -> It
     model = of.network().to(device)
     optimizer = of.optimizer(model.parameters())
     run: Any = torch.compile(model) if compiled else model
-    drawn = torch.Generator().manual_seed(0)
+    pin = device.type != 'cpu'
+    loader = DataLoader(SAMPLES, of.batch, shuffle=True, drop_last=True, pin_memory=pin)
     while True:
-        numbers = torch.randint(len(SAMPLES), (of.batch,), generator=drawn).to(device)
-        optimizer.zero_grad()
-        for part in numbers.chunk(abs(parts)):
-            with _autocast(device):
-                loss = of.loss(run, part)
-            (loss * (len(part) / of.batch)).backward()
-        optimizer.step()
-        yield
+        for (numbers,) in loader:
+            optimizer.zero_grad()
+            for part in numbers.to(device, non_blocking=True).chunk(abs(parts)):
+                with _autocast(device):
+                    loss = of.loss(run, part)
+                (loss * (len(part) / of.batch)).backward()
+            optimizer.step()
+            yield
 
 
 def _ours(ctx: FragmentContext, of: Workload, compiled: bool) -> Iterator[None]:

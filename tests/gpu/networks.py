@@ -1,6 +1,6 @@
 """What the runs on a device train: a GPT of 124 million weights, a ResNet of 50 layers with batch
 norm and dropout, and a small network of every kind of operation whose bits are compared. ``tiny``
-ones stand for them on CPUs.
+ones, with as many layers, stand for them on CPUs.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ WORKLOADS = {
     'gpt': gpt_of(50304, 1024, 768, 12, 12, batch=16),
     'resnet': resnet_of(64, (3, 4, 6, 3), 224, batch=64),
     'mixed': _mixed_of(256),
-    'tiny gpt': gpt_of(100, 16, 32, 4, 4, batch=16),
-    'tiny resnet': resnet_of(4, (1, 1), 56, batch=16),
+    'tiny gpt': gpt_of(100, 8, 16, 12, 4, batch=16),
+    'tiny resnet': resnet_of(2, (3, 4, 6, 3), 64, batch=16),
     'tiny mixed': _mixed_of(16),
 }

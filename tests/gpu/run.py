@@ -51,8 +51,8 @@ class Machine:
         Number of devices; 0: the CPU stands for one.
     tiny
         What stands before the names of networks: on a CPU, small ones are trained.
-    length
-        Steps and seconds that are measured at least.
+    seconds
+        How long the steps of a case are measured at least.
     ends_at
         When the time is over, on the monotonic clock.
     """
@@ -60,7 +60,7 @@ class Machine:
     folder: Path
     fork_server: ForkClient
     devices: int
-    length: tuple[int, float]
+    seconds: float
     ends_at: float = math.inf
     runs: int = field(default=0)
 
@@ -108,6 +108,7 @@ def measure(
     machine: Machine,
     *,
     plain: int = 0,
+    beside: int = 0,
     compiled: bool = False,
     count: int = 1,
     **changes: Any,
@@ -116,7 +117,7 @@ def measure(
     folder = machine.new_folder()
     out = folder / 'figures.json'
     how = {'mode': 'throughput', 'total_samples': 10**9, **changes}
-    args = (machine.tiny + workload, plain, compiled, machine.length, str(out))
+    args = (machine.tiny + workload, plain, beside, compiled, machine.seconds, str(out))
     with machine.gang(folder, count, in_rank.speed, *args, **how) as gang:
         gang.hear(lambda: False, machine.patience_s)
         log = gang.ranks[0].log.read_text()
@@ -268,47 +269,40 @@ def _free(machine: Machine) -> int:
 
 
 def reproducible(workload: str, shards: int, **how: Any) -> Callable[[Machine], Figures]:
-    return partial(measure, workload, mode='reproducible', shards=shards, **how)
+    """Beside a plain loop that has the same micro-batches and deterministic algorithms, too."""
+    return partial(
+        measure, workload, mode='reproducible', shards=shards, **{'beside': -shards, **how}
+    )
 
 
-def speeds(workload: str, more: bool) -> dict[str, Callable[[Machine], Figures]]:
-    """Cases whose figures stand beside each other; ``more``: those of less value."""
-    if more:
-        return {
-            f'{workload} {shards} shards': reproducible(workload, shards) for shards in (2, 8)
-        } | {f'{workload} plain, 8 micro-batches': partial(measure, workload, plain=-8)}
+def speeds(workload: str, *shards: int) -> dict[str, Callable[[Machine], Figures]]:
+    """How fast the modes are, relative to plain loops."""
     return {
-        f'{workload} plain': partial(measure, workload, plain=1),
-        f'{workload} plain, deterministic': partial(measure, workload, plain=-1),
-        f'{workload} plain, 4 micro-batches': partial(measure, workload, plain=-4),
-        f'{workload} throughput': partial(measure, workload),
-        f'{workload} 1 shard': reproducible(workload, 1),
-        f'{workload} 4 shards': reproducible(workload, 4),
+        f'{workload} {count} shard{"s" * (count > 1)}': reproducible(workload, count)
+        for count in shards
     }
 
 
 CASES: dict[str, Callable[[Machine], Figures]] = {
-    **speeds('gpt', more=False),
-    'same bits': same_bits,
-    **speeds('resnet', more=False),
-    'checkpoints and a kill': checkpoints_and_kill,
+    'gpt plain': partial(measure, 'gpt', plain=1),
+    'gpt throughput': partial(measure, 'gpt', beside=1),
+    **speeds('gpt', 4, 1),
+    'resnet plain': partial(measure, 'resnet', plain=1),
+    'resnet throughput': partial(measure, 'resnet', beside=1),
+    **speeds('resnet', 4, 1),
     'two ranks on one device': two_on_one_device,
+    'same bits': same_bits,
+    'checkpoints and a kill': checkpoints_and_kill,
+    'mixed 4 shards, compiled': reproducible('mixed', 4, compiled=True),
+    **speeds('gpt', 2, 8),
+    **speeds('resnet', 2, 8),
     'another seed, other bits': other_seed_other_bits,
     'page-locked batches': page_locked,
-    **speeds('gpt', more=True),
-    'gpt plain, compiled': partial(measure, 'gpt', plain=1, compiled=True),
     'gpt 4 shards, compiled': reproducible('gpt', 4, compiled=True),
-    **speeds('resnet', more=True),
 }
 """By value: where time runs out, the last ones are left."""
 NOT_ON_CPUS = ('compiled', ' 8 ', ' 2 ', 'page-locked')
 """Unless they are asked for: they take long, and say nothing new there."""
-
-BESIDE = {'8 shards': 'plain, 8 micro-batches', '4 shards': 'plain, 4 micro-batches'} | {
-    '1 shard': 'plain, deterministic',
-    'throughput': 'plain',
-}
-"""The plain loop that a case is compared with, which has the same micro-batches and algorithms."""
 
 
 def table(found: dict[str, Figures]) -> str:
@@ -318,12 +312,10 @@ def table(found: dict[str, Figures]) -> str:
         text = ', '.join(
             f'{key} {value:.4g}' if isinstance(value, float) else f'{key} {value}'
             for key, value in figures.items()
-            if key not in ('failed', 'steps', 'python')
+            if key not in ('failed', 'steps', 'speed', 'python')
         )
-        workload, _, how = case.partition(' ')
-        beside = found.get(f'{workload} {BESIDE.get(how, "")}', {})
-        if 'rate' in figures and 'rate' in beside:
-            text = f'**{figures["rate"] / beside["rate"]:.3f}** of {BESIDE[how]}: {text}'
+        if 'speed' in figures:
+            text = f'**{figures["speed"]:.3f}** of a plain loop beside it: {text}'
         if 'failed' in figures:
             text = 'FAILED: ' + figures['failed'].replace('\n', ' ')[-300:]
         lines.append(f'| {case} | {text} |')
@@ -366,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix='freetrain-gpu-') as folder, started(Path(folder)) as f:
         ends_at = time.monotonic() + 60 * options.minutes
-        machine = Machine(Path(folder), f, devices, (5, options.seconds), ends_at)
+        machine = Machine(Path(folder), f, devices, options.seconds, ends_at)
         found = run(chosen, machine, options.out)
     failed = [name for name, figures in found.items() if 'failed' in figures]
     left = [name for name in chosen if name not in found]

@@ -16,7 +16,7 @@ from tests.gpu import run
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ('throughput', '1 shard', '4 micro-batches', 'same bits', 'kill', 'two ranks')
+QUICK = ('throughput', '1 shard', 'same bits', 'kill', 'two ranks')
 
 
 def cases(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -52,7 +52,7 @@ def test_a_failed_case_is_told_and_the_others_run_on(tmp_path: Path) -> None:
     def fails(machine: run.Machine) -> run.Figures:
         raise AssertionError('two results differ')
 
-    machine = run.Machine(tmp_path, None, 0, (1, 0.1))  # type: ignore[arg-type]
+    machine = run.Machine(tmp_path, None, 0, 0.1)  # type: ignore[arg-type]
     found = run.run({'bad': fails, 'good': lambda machine: {'rate': 1.0}}, machine, tmp_path)
     assert 'two results differ' in found['bad']['failed']
     assert found['good']['rate'] == 1

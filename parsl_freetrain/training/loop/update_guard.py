@@ -78,10 +78,10 @@ class UpdateGuard:
     def begin_batch(self) -> None:
         """Call before the micro-batches of a global batch."""
         self._batches += 1
+        self._versions = [parameter._version for parameter in self._watched]
 
     def begin_micro_batch(self) -> None:
         """Call before a micro-batch."""
-        self._versions = [parameter._version for parameter in self._watched]
         thorough = self._batches & (self._batches - 1) == 0
         self._norms = self._norms_now() if thorough else None
 

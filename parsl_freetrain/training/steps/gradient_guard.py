@@ -53,45 +53,25 @@ class GradientGuard:
         self._changed: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
         self._on = False
+        note = self._noting()
         for parameter in parameters:
             if parameter.requires_grad:  # one that is unfrozen later is not watched
-                parameter.register_post_accumulate_grad_hook(self._note)
+                parameter.register_post_accumulate_grad_hook(note)
 
     def begin_micro_batch(self, of_several: bool) -> None:
         """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""
-        self._left, self._norms, self._on = {}, {}, of_several
+        self._left.clear()
+        self._norms, self._on = {}, of_several
         self._class.of_several = of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Call before the gradients of a micro-batch are taken. Raises BadInput if one was changed
         after backward().
         """
-        self._check([(parameter, grad_of(parameter)) for parameter in parameters])
-
-    def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-        """:meth:`check` gradients, and take them away from their parameters. To a reader they are
-        still there, until the end of the micro-batch.
-        """
-        pairs = [(parameter, grad_of(parameter)) for parameter in parameters]
-        self._check(pairs)
-        for parameter, gradient in pairs:
-            if gradient is None:
-                continue
-            set_grad(parameter, None)
-            kind = type(parameter)
-            if kind is torch.nn.Parameter:
-                parameter.__class__ = self._class
-                self._unreadable.append(parameter)
-            elif kind is not self._class:
-                continue
-            self._taken[id(parameter)] = gradient
-        return [gradient for _, gradient in pairs]
-
-    def _check(self, pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
         divided: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         noted, norms_of = self._left, self._norms
-        for parameter, gradient in pairs:
-            left = noted.get(id(parameter))
+        for parameter in parameters:
+            gradient, left = grad_of(parameter), noted.get(id(parameter))
             if left is None or gradient is None:
                 continue
             if left[0] != id(gradient) or left[1] != gradient._version:
@@ -99,16 +79,38 @@ class GradientGuard:
             if norms_of and id(parameter) in norms_of:
                 divided.append((gradient, *norms_of[id(parameter)]))
         if divided:
-            # Those of one backward pass are together: mostly all of them, in its order.
-            divided.sort(key=lambda one: one[2])
-            norms = divided[0][1]
-            if len(norms) == len(divided) and all(one[1] is norms for one in divided):
-                before = norms
-            else:
-                before = torch.stack([norms[i] for _, norms, i in divided])
-            now = _norms_of([gradient for gradient, _, _ in divided])
-            # Not by their values, as NaN does not equal itself.
-            self._changed.append(before.view(torch.int64).ne(now.view(torch.int64)).any())
+            self._compare(divided)
+
+    def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+        """:meth:`check` gradients, and take them away from their parameters. To a reader they are
+        still there, until the end of the micro-batch.
+        """
+        self.check(parameters)
+        gradients = list(map(grad_of, parameters))
+        plain, own, taken = torch.nn.Parameter, self._class, self._taken
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            set_grad(parameter, None)
+            if parameter.__class__ is own:
+                taken[id(parameter)] = gradient
+            elif parameter.__class__ is plain:
+                taken[id(parameter)] = gradient
+                parameter.__class__ = own
+                self._unreadable.append(parameter)
+        return gradients
+
+    def _compare(self, divided: list[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+        # Those of one backward pass are together: mostly all of them, in its order.
+        divided.sort(key=lambda one: one[2])
+        norms = divided[0][1]
+        if len(norms) == len(divided) and all(one[1] is norms for one in divided):
+            before = norms
+        else:
+            before = torch.stack([norms[i] for _, norms, i in divided])
+        now = _norms_of([gradient for gradient, _, _ in divided])
+        # Not by their values, as NaN does not equal itself.
+        self._changed.append(before.view(torch.int64).ne(now.view(torch.int64)).any())
 
     def changed(self) -> torch.Tensor | None:
         """Whether a sharded gradient was changed since this was last asked, as a number on the
@@ -125,22 +127,36 @@ class GradientGuard:
         """Call after a micro-batch."""
         for parameter in self._unreadable:
             parameter.__class__ = torch.nn.Parameter
-        self._unreadable = []
+        self._unreadable.clear()
         self._taken.clear()
 
-    def _note(self, parameter: torch.Tensor) -> None:
-        gradient = grad_of(parameter)
-        assert gradient is not None
-        self._left[id(parameter)] = id(gradient), gradient._version
-        if not self._on:
-            return
-        if type(parameter) is torch.nn.Parameter:
-            parameter.__class__ = self._class
-            self._unreadable.append(parameter)
-        elif is_divided(gradient):
-            if not self._divided:  # the norms of all, in few operations, when backward() ends
-                torch.autograd.Variable._execution_engine.queue_callback(self._take_norms)
-            self._divided.append(parameter)
+    def _noting(self) -> Callable[[torch.Tensor], None]:
+        """The hook of all parameters, which runs often: what it needs is at hand."""
+        noted, unreadable, plain, own = (
+            self._left,
+            self._unreadable,
+            torch.nn.Parameter,
+            self._class,
+        )
+
+        def note(parameter: torch.Tensor) -> None:
+            gradient = grad_of(parameter)
+            assert gradient is not None
+            noted[id(parameter)] = id(gradient), gradient._version
+            if not self._on:
+                return
+            if parameter.__class__ is plain:
+                parameter.__class__ = own
+                unreadable.append(parameter)
+            elif parameter.__class__ is not own and is_divided(gradient):
+                self._note_divided(parameter)
+
+        return note
+
+    def _note_divided(self, parameter: torch.Tensor) -> None:
+        if not self._divided:  # the norms of all, in few operations, when backward() ends
+            torch.autograd.Variable._execution_engine.queue_callback(self._take_norms)
+        self._divided.append(parameter)
 
     @torch.no_grad()
     def _take_norms(self) -> None:

@@ -80,7 +80,7 @@ class GroupSettings:
         """
         now = self.now()
         for number, then in self._at_step.items():
-            if repr(then) != repr(now[number]):
+            if then != now[number] and repr(then) != repr(now[number]):
                 group, key, old, new = _first_difference([then], [now[number]])[1:]
                 raise BadInput(
                     f'The body of ctx.loop changed {key!r} in parameter group {group} of optimizer '
@@ -90,7 +90,7 @@ class GroupSettings:
                 )
         if self._first is None:
             self._first = now
-        elif repr(now) != repr(self._first):
+        elif now != self._first and repr(now) != repr(self._first):
             number, group, key, old, new = _first_difference(self._first, now)
             raise BadInput(
                 f'The body of ctx.loop set {key!r} in parameter group {group} of optimizer '

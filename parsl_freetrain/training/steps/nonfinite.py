@@ -43,6 +43,7 @@ class Watch:
         self._tensors = [
             tensor.detach() for tensor in prepared.tensors() if all_finite([tensor.detach()])
         ]
+        self._floating = [local(tensor) for tensor in self._tensors if tensor.is_floating_point()]
         self._clock = clock
         self._looked_at = -math.inf
         self._answer: Callable[[], float | None] | None = None
@@ -62,7 +63,7 @@ class Watch:
             if self._clock() - self._looked_at < LOOK_EVERY_S:
                 return None
             self._looked_at, self._asked_at = self._clock(), samples
-            found = [local(tensor) for tensor in self._tensors if tensor.is_floating_point()]
+            found = self._floating
             self._answer = when_known(get_total_norm(found)) if found else lambda: 0.0
         norm = self._answer()
         if norm is None:

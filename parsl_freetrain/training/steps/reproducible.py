@@ -20,7 +20,7 @@ from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
-from parsl_freetrain.training.steps.gradient_guard import GradientGuard
+from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.host_limit import HostLimit
 from parsl_freetrain.training.steps.reduction_tree import Node
@@ -169,8 +169,11 @@ class ReproducibleSteps:
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        for parameter in self._parameters:
-            parameter.grad = None
+        for parameter, gradient in zip(
+            self._parameters, map(grad_of, self._parameters), strict=True
+        ):
+            if gradient is not None:
+                parameter.grad = None
         if not self._waiting:
             self._buffers.undo()
 

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
+from parsl_freetrain.training.checkpoint.local_shard import divided_like, is_divided, local
 from parsl_freetrain.training.steps.buffers import Buffers, copy_all
 
 
@@ -78,6 +78,7 @@ class ShardSums:
                 'for a model with complex parameters.'
             )
         self._parts = [local(parameter) for parameter in self.parameters]
+        self._divided = any(map(is_divided, parameters))
         self._sizes = [part.numel() for part in self._parts]
         self._elements = sum(self._sizes)
         self._used = self._elements + self.buffers.row_size
@@ -101,7 +102,7 @@ class ShardSums:
         weight: float,
     ) -> None:
         """Enter the gradients of some parameters, which are its own from now on, times a weight."""
-        taken, others = [], []
+        taken, others, dtype = [], [], self._dtype
         for i, gradient in zip(indices, gradients, strict=True):
             if gradient is None:
                 continue
@@ -110,8 +111,11 @@ class ShardSums:
                     'Reproducible mode cannot add up sparse gradients: make the embedding '
                     'with sparse=False, or use throughput mode.'
                 )
-            gradient = local(gradient.detach() if gradient.requires_grad else gradient)
-            if gradient.dtype is not self._dtype:
+            if self._divided:
+                gradient = local(gradient)
+            if gradient.requires_grad:
+                gradient = gradient.detach()
+            if gradient.dtype is not dtype:
                 others.append((i, gradient))
                 continue
             into.gradients[i] = gradient
@@ -229,7 +233,9 @@ class ShardSums:
         for i, copied in zip(others, copies, strict=True):
             gradients[i] = copied
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else divided_like(gradient, parameter)
+            if self._divided and gradient is not None:
+                gradient = divided_like(gradient, parameter)
+            parameter.grad = gradient
 
     def _in_pieces(self, flat: torch.Tensor) -> Flat:
         pieces = flat[: self._elements].split(self._sizes)

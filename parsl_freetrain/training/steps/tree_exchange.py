@@ -41,6 +41,7 @@ class SumOverShards:
         self._covers = [self._tree.cover(shards_) for shards_ in ranges]
         self._exchange = TreeExchange(self._tree, peers)
         self._of: dict[Node, Contribution | None] = {}
+        self._on_cpu: list[torch.Tensor] = []
 
     @property
     def first_rank(self) -> int:
@@ -89,10 +90,9 @@ class SumOverShards:
             into = next(iter(flats.values())) if flats else sums.memory().tensor
             if peers.exchanges_on_cpu and into.device.type != 'cpu':
                 # One copy each way. An addition has the same bits on every device.
-                here = {node: flat.cpu() for node, flat in flats.items()}
-                total_here = next(iter(here.values())) if here else into.cpu()
-                self._exchange.add_up(here, nodes, empty, total_here)
-                into.copy_(total_here)
+                here = dict(zip(flats, self._copies(list(flats.values()) or [into]), strict=False))
+                self._exchange.add_up(here, nodes, empty, self._on_cpu[0])
+                into.copy_(self._on_cpu[0])
             else:
                 self._exchange.add_up(flats, nodes, empty, into)
             for own in list(mine.values())[1:]:
@@ -101,6 +101,17 @@ class SumOverShards:
         self._of = {}
         sums.scale(total, max(self.sizes) / sum(self.sizes))
         return total
+
+    def _copies(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in page-locked memory, which is used again: copies from and to other memory take
+        many times as long.
+        """
+        while len(self._on_cpu) < len(flats):
+            here = torch.empty_like(flats[0], device='cpu', pin_memory=True)
+            self._on_cpu.append(here)
+        for here, flat in zip(self._on_cpu, flats, strict=False):
+            here.copy_(flat)
+        return self._on_cpu[: len(flats)]
 
 
 class TreeExchange:
