@@ -28,6 +28,8 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
+# A name in a list of attributes is no reference; many classes have an attribute of that name.
+suppress_warnings = ['ref.python']
 
 html_theme = 'furo'
 html_title = f'parsl-freetrain {release}'

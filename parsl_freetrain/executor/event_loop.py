@@ -166,7 +166,7 @@ class EventLoop:
         self._handle_all(now)
         if self._holes_wanted and self._quiet is None:
             self._holes_wanted = False
-            if nodes_wanted(self._controller.state, self._controller.settings) > 0:
+            if nodes_wanted(self._controller.state) > 0:
                 self._guarded(self._blocks.look_for_holes, now)
                 self._handle_all(now)
         self._stream.flush()

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Pauses that double from the first to the longest.
-
-    Parameters
-    ----------
-    first_s, longest_s
-        Seconds.
-
-    Attributes
-    ----------
-    failures
-        Number of failures since the last success.
-    """
+    """Pauses that double from the first to the longest; ``failures``: since the last success."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
@@ -31,5 +20,4 @@ class Backoff:
         return pause_s
 
     def reset(self) -> None:
-        """After a success, begin with the first pause again."""
         self._next_s, self.failures = self._first_s, 0

@@ -9,13 +9,7 @@ LEAST_S = 1.0
 
 
 class ClockSteps:
-    """Looks at a clock now and then.
-
-    Parameters
-    ----------
-    clock
-        Seconds of ``time.time()``.
-    """
+    """Looks now and then at a clock of seconds such as ``time.time()``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

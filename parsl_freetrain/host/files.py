@@ -20,18 +20,10 @@ def create(path: Path, *, mode: int = PRIVATE) -> BinaryIO:
 
 
 def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a file that does not exist yet.
+    """Write a file that does not exist yet; raises FileExistsError, also for a link of this name.
 
-    Parameters
-    ----------
-    durable
-        Whether to wait until the bytes are on disk. The entry in the directory is durable only
-        after :func:`sync_dir`.
-
-    Raises
-    ------
-    FileExistsError
-        If there is one of this name, or a link.
+    ``durable``: wait until the bytes are on disk; the directory's entry is only after
+    :func:`sync_dir`.
     """
     with create(path, mode=mode) as file:
         file.write(content)
@@ -41,8 +33,7 @@ def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool 
 
 
 def replace(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a file, in place of one that may be there: readers see the old file or the new one,
-    whole.
+    """Write a file in place of any that is there: readers see the old or the new one, whole.
 
     ``durable`` as in :func:`write_new`. A device or a pipe, such as /dev/null, is written to.
     """
@@ -59,7 +50,6 @@ def replace(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = 
 
 
 def open_log(path: str | Path) -> int:
-    """A file descriptor that appends to a file, which is made where it does not exist."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE)
 
 

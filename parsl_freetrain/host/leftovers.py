@@ -23,8 +23,8 @@ SHARED = Path('/dev/shm')  # noqa: S108  # where Linux has named semaphores
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """Have ``multiprocessing`` use names by which others know whose its files are. They are removed
-    at the end, and those of dead managers now.
+    """Have ``multiprocessing`` use names that tell whose its files are, removed at the end; remove
+    those of dead managers now.
     """
     import multiprocessing  # who only removes needs none of it
 
@@ -40,7 +40,6 @@ def own_names() -> Iterator[None]:
 
 
 def remove_leftovers() -> None:
-    """Remove the files of this user's managers that have ended."""
     for folder in SHARED.glob(f'{PREFIX}*'):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.geteuid():

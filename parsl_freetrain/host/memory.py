@@ -11,14 +11,12 @@ _COUNTER = 'oom_kill'
 _BEATS = 10
 """On a busy computer it takes a process some seconds to end, and its parent to notice."""
 _FIRST = 500
-"""Of 1000: as if the process used half of all memory more than it does (proc_pid_oom_score_adj(5)).
-"""
+"""Of 1000: as if it used half of all memory more than it does (proc_pid_oom_score_adj(5))."""
 
 
 def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, int]:
-    """How many processes the kernel has ended because memory was full: those of a process's
-    cgroup, or where it has no such count those of the computer; 0 if that is unknown. Before it,
-    the file that has the count.
+    """The file with the count, and how many processes the kernel has ended because memory was full:
+    of a process's cgroup, or else of the computer; 0 if that is unknown.
     """
     for path in (*_counters(root / f'proc/{pid}/cgroup', root), root / 'proc/vmstat'):
         with suppress(OSError, ValueError):
@@ -30,10 +28,8 @@ def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, in
 
 
 class OomWatch:
-    """Notices when the kernel ends a process because memory was full.
-
+    """Notices when the kernel ends a process in the cgroup of ``pid`` because memory was full.
     Slots of one computer share a count, so only what happened in the last beats counts.
-    ``pid``: a process in the same cgroup.
     """
 
     def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:
@@ -42,7 +38,6 @@ class OomWatch:
         self._before = deque([now], maxlen=_BEATS)
 
     def beat(self) -> None:
-        """Call about once a second."""
         file, now = oom_kills(self._pid, self._root)
         if file != self._file:  # it is in another cgroup now
             self._file, self._before = file, deque([0], maxlen=_BEATS)

@@ -11,16 +11,13 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface. Raises OSError if there is no such interface, or it
-    has no address.
-    """
+    """The IPv4 address of a network interface; raises OSError if there is none."""
     request = struct.pack('256s', interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the interface that has this address; None if there is none."""
     for _, name in socket.if_nameindex():
         try:
             if address_of(name) == address:
@@ -31,7 +28,6 @@ def interface_with(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this computer can use the address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -39,9 +35,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address() -> str:
-    """The address that others are likely to see: that of the default route, or else of the host's
-    name.
-    """
+    """The address that others likely see: of the default route, or else of the host's name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             # Connecting a datagram socket sends nothing.

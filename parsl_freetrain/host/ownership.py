@@ -20,19 +20,8 @@ _MOST_LINKS = 40  # the kernel opens no path that leads through more
 
 
 def refuse_foreign(folder: Path, what: str) -> None:
-    """Refuse a folder that belongs to another user, or that others may write to.
-
-    Parameters
-    ----------
-    folder
-        A folder; nothing is done if it does not exist.
-    what
-        What it is, for the message.
-
-    Raises
-    ------
-    BadInput
-        With the command that forbids it, where there is one.
+    """Raise BadInput for a folder, called ``what``, that belongs to another user or that others may
+    write to, if it exists; with the command that forbids it, where there is one.
     """
     try:
         found = folder.stat()
@@ -59,23 +48,12 @@ def is_ours(owner: int, folder: Path) -> bool:
 
 
 def refuse_replaceable(folder: Path, what: str, *, group_may: bool = False) -> None:
-    """Refuse a path of which another user could replace a part: a folder above it that others may
-    write to or own, or a link that another user has made.
+    """Raise BadInput for a path, called ``what``, of which another user could replace a part: a
+    folder above it that others may write to or own, or a link that another user has made. It need
+    not exist.
 
-    Parameters
-    ----------
-    folder
-        The path; it need not exist.
-    what
-        What it is, for the message.
-    group_may
-        Whether members of a group and the owners of folders above it may, as in the folder of a
-        project. Only for a folder whose owner is looked at whenever something in it is trusted.
-
-    Raises
-    ------
-    BadInput
-        With the part that could be replaced, and what would be right.
+    ``group_may``: members of a group and owners of folders above it may, as in a project's folder;
+    only where the folder's own owner is looked at whenever something in it is trusted.
     """
     for entry in _looked_up(folder):
         above = entry.parent
@@ -112,9 +90,7 @@ def refuse_replaceable(folder: Path, what: str, *, group_may: bool = False) -> N
 
 
 def _looked_up(path: Path) -> Iterator[Path]:
-    """What the kernel looks up on the way to ``path``, links included; nothing above an entry is a
-    link.
-    """
+    """What the kernel looks up on the way to ``path``, links included; none is above an entry."""
     at, links = Path('/'), 0
     ahead = list(path.absolute().parts[:0:-1])
     while ahead and links <= _MOST_LINKS:
@@ -132,8 +108,8 @@ def _looked_up(path: Path) -> Iterator[Path]:
 
 
 def _is_trusted(owner: int, folder: Path) -> bool:
-    """Whether ``owner`` is root or this user. In a user namespace (a container), root has no
-    number of its own, but that of all who have none.
+    """Whether ``owner`` is root or this user. In a user namespace (a container), root has no number
+    of its own, but that of all who have none.
     """
     return owner in (0, os.geteuid(), _nobody()) or is_ours(owner, folder)
 
@@ -147,14 +123,13 @@ def _nobody() -> int | None:
 
 
 def _is_closed(folder: Path) -> bool:
-    """Whether only root or this user may enter a folder."""
     found = folder.stat()
     return not found.st_mode & _OTHERS_ENTER and found.st_uid in (0, os.geteuid())
 
 
 def _is_private(group: int) -> bool:
-    """Whether nobody else is a member of a group: that of root, or the one that many systems make
-    for each user (with a umask of 002).
+    """Whether nobody else is in a group: root's, or the one that many systems make for each user
+    (with a umask of 002).
     """
     try:
         found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())

@@ -16,29 +16,17 @@ _STOPPED, _DEAD = 'T', 'ZX'
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process at one moment.
-
-    Attributes
-    ----------
-    state
-        One letter, as in proc(5).
-    parent
-        Process id of the parent.
-    session
-        Process id of the session's leader.
-    start
-        The kernel's start time. It tells a process from a later one with the same number, and does
-        not move when the clock is set.
+    """One process at one moment. The kernel's start time tells it from a later one with the same
+    number, and does not move when the clock is set.
     """
 
-    state: str
+    state: str  # one letter, as in proc(5)
     parent: int
-    session: int
+    session: int  # its leader's process id
     start: str
 
     @property
     def alive(self) -> bool:
-        """Whether it is neither dead nor a zombie."""
         return self.state not in _DEAD
 
 
@@ -59,22 +47,18 @@ def start_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by SIGSTOP or SIGTSTP. False if a debugger holds it, or there is
-    no such process.
-    """
+    """Whether it is stopped by SIGSTOP or SIGTSTP, not by a debugger; False if there is none."""
     found = status(pid)
     return found is not None and found.state == _STOPPED
 
 
 def process_ids() -> set[int]:
-    """The ids of all processes of this computer."""
     return {int(entry.name) for entry in Path('/proc').iterdir() if entry.name.isdigit()}
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files to the maximum that it may have.
-
-    Whoever can connect to a port of this process takes one of them.
+    """Raise this process's limit of open files to its maximum: whoever connects to a port takes
+    one.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -82,9 +66,8 @@ def allow_open_files() -> None:
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process, each as a duplicate that is closed before the next one.
-
-    Sockets that were closed meanwhile are skipped.
+    """The TCP sockets of this process but those closed meanwhile, as duplicates that are closed
+    before the next one.
     """
     for entry in list(Path('/proc/self/fd').iterdir()):
         with contextlib.suppress(OSError):

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.replay.result import PoolResult, Series
+from parsl_freetrain.replay.result import WHERE_THEY_WENT, PoolResult, Series
 
 
 class Interruption(StrEnum):
-    """Why a fragment ended before its trainer's total."""
-
     STOPPED = 'stopped'  # for a rescale
     EXPIRED = 'expired'  # its nodes left when they were expected to
     PREEMPTED = 'preempted'  # its nodes left without notice
@@ -25,31 +23,20 @@ class Interruption(StrEnum):
 
 @dataclass
 class RecordedJob:
-    """A trainer in the replay.
-
-    Attributes
-    ----------
-    samples
-        Trained until ``since``, minus losses; below 0 if more was lost than had been trained.
-    rate
-        In samples per second, from ``since`` on.
-    version
-        Increased with every change of these; a completion that was predicted with an older version
-        is void.
-    """
+    """A trainer in the replay."""
 
     trainer: Trainer
     submit_s: float
     wanted: int
-    samples: float = 0.0
-    rate: float = 0.0
+    samples: float = 0.0  # until since, minus losses, which may be more
+    rate: float = 0.0  # in samples per second, from since on
     since: float = 0.0
     nodes: int = 0
     fragment: int = 0
     deadline_s: float | None = None
     started_s: float = 0.0
     done_s: float | None = None
-    version: int = 0
+    version: int = 0  # increased with every change of these: a completion predicted before is void
 
     @property
     def total(self) -> int:
@@ -58,7 +45,6 @@ class RecordedJob:
         return total
 
     def advance(self, at: float) -> None:
-        """Train until ``at``."""
         self.samples += self.rate * (at - self.since)
         self.since = at
 
@@ -69,30 +55,13 @@ class RecordedJob:
 
 @dataclass
 class Idle:
-    """Numbers of idle nodes that train nothing, by cause.
+    """Numbers of idle nodes that train nothing, by cause."""
 
-    Attributes
-    ----------
-    too_short
-        They leave in less than ``min_hole_s`` seconds.
-    kept_free
-        The settings keep them free.
-    no_use
-        No trainer could use them: each has as many as it can use, or too few are free for the
-        waiting ones.
-    not_worth
-        A running trainer could use them, but the rescale would cost more than it gains within the
-        horizon.
-    stranded
-        A trainer without nodes could have started on them. The allocation should leave none of
-        these.
-    """
-
-    too_short: int = 0
-    kept_free: int = 0
-    no_use: int = 0
-    not_worth: int = 0
-    stranded: int = 0
+    too_short: int = 0  # they leave within min_hole_s
+    kept_free: int = 0  # as the settings say
+    no_use: int = 0  # each trainer has all that it can use, or waits for more than are free
+    not_worth: int = 0  # the rescale would cost more than it gains within the horizon
+    stranded: int = 0  # a waiting trainer could have started: should be none
 
 
 @dataclass
@@ -111,21 +80,7 @@ class Accounts:
     rescaled: int = 0
     lost_preemption: float = 0.0
     lost_rescale: float = 0.0
-    node_s: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(
-            (
-                'trained',
-                'rescaling',
-                'lost_to_preemption',
-                'too_short',
-                'kept_free',
-                'no_use',
-                'not_worth',
-                'stranded',
-            ),
-            0.0,
-        )
-    )
+    node_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHERE_THEY_WENT, 0.0))
     used_node_s: float = 0.0
     idle_node_s: float = 0.0
     decision_s: list[float] = field(default_factory=list)
@@ -161,13 +116,10 @@ class Accounts:
         run.version += 1
 
     def charge(self, run: RecordedJob, before: tuple[int, float], cause: Interruption) -> None:
-        """Charge a trainer for an interruption: it had ``before`` (nodes, rate) and continues with
-        its present nodes.
-        """
+        """Charge an interrupted trainer: it had ``before`` (nodes, rate), and goes on as now."""
         nodes, rate = before
-        grows = (
-            cause is Interruption.STOPPED and run.nodes >= nodes
-        )  # the same number means other nodes
+        # The same number means other nodes.
+        grows = cause is Interruption.STOPPED and run.nodes >= nodes
         seconds = run.trainer.rescale_up_s if grows else run.trainer.rescale_down_s
         lost = seconds * rate
         run.samples -= lost
@@ -184,14 +136,12 @@ class Accounts:
             self.node_s['rescaling'] += seconds * nodes
 
     def close_instant(self, idle: int, unused: Idle, decision_s: float | None) -> None:
-        """Close the present instant."""
         self.idle, self.unused = idle, unused
         if decision_s is not None:
             self.decision_s.append(decision_s)
         self._instants.append((self.now, idle, self.used, self.running, self.trained))
 
     def outcome(self, runs: dict[str, RecordedJob]) -> PoolResult:
-        """Close the accounts and return the outcome."""
         for run in runs.values():
             self.train(run, 0, 0.0)
         self.close_instant(self.idle, self.unused, None)

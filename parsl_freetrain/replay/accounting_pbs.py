@@ -106,14 +106,11 @@ def _job(record: _Record, end: float) -> Job:
 
 
 def _hosts(text: str) -> tuple[str, ...]:
-    """Hosts of ``n01/0*24+n02/1``, each once."""
     return tuple(dict.fromkeys(part.partition('/')[0] for part in text.split('+') if part))
 
 
 def _vnodes(text: str) -> tuple[str, ...]:
-    """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, each once. A part of a node
-    counts as the node.
-    """
+    """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, once each, also if in parts."""
     parts = (
         part.strip('()').partition(':')[0].partition('[')[0] for part in text.split('+') if part
     )

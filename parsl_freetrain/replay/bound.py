@@ -25,27 +25,17 @@ from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.trace import Floats, Trace
 
 _INSTANTS = 200
-"""In each linear programme; the time of one for all would grow faster than their number. Growth
-from one to the next is not counted.
-"""
+# In each programme, as one for all would take too long; growth from one to the next is not counted.
 
 
 def most_samples(
     trace: Trace, known_ends: bool, trainers: Sequence[Trainer], at_a_time: int
 ) -> float:
-    """A bound of the samples that the trainers can train on a trace.
+    """A bound of the samples that the trainers can train on a trace, ``at_a_time`` at most at once;
+    ``known_ends``: as for :meth:`Trace.intervals`.
 
     All trainers count as there all the time, and as going on beyond their totals: the end of a
     trainer frees its nodes at no cost, which the bound does not count.
-
-    Parameters
-    ----------
-    known_ends
-        As for :meth:`Trace.intervals`.
-    trainers
-        With their curves and rescale costs.
-    at_a_time
-        Maximum number of trainers that share the nodes.
     """
     curves = [t.curve for t in trainers if t.curve is not None]
     largest = max(t.max_nodes for t in trainers)
@@ -75,17 +65,9 @@ def most_samples(
 def _most(trains: Floats, pays: Floats, counts: Ints, idle: Floats, stay: Floats) -> float:
     """The best that one trainer can have, divided at will.
 
-    Parameters
-    ----------
-    trains
-        Shape (instants, counts): samples on each count until the next instant.
-    pays
-        Samples that it costs to give up each count.
-    counts
-        Numbers of nodes.
-    idle, stay
-        Nodes of the trainer after each instant, and those of them that do not leave at the next
-        one.
+    ``trains`` has the shape (instants, counts): samples on each of the ``counts`` of nodes until
+    the next instant; ``pays``: samples that it costs to give up each. ``idle``, ``stay``: its nodes
+    after each instant, and those that do not leave at the next one.
     """
     instants, ways = trains.shape
     x = np.arange(trains.size).reshape(trains.shape)

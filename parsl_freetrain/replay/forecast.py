@@ -1,6 +1,4 @@
-"""What trainers would train in the present holes, as a range: the decisions of a run, replayed on
-these holes.
-"""
+"""What trainers would train in the present holes, as a range, by replaying decisions on them."""
 
 from __future__ import annotations
 
@@ -29,41 +27,22 @@ from parsl_freetrain.solver import allocator_named
 ENDLESS = 10**15
 """Stands for an unknown total, in samples."""
 
-
 APART_S = 0.01
-"""Seconds by which holes that end together are shifted to tell them apart, if fragments may not
-span blocks.
-"""
+"""By which holes that end together are told apart, where fragments may not span blocks."""
 
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block that would be submitted now.
-
-    Attributes
-    ----------
-    walltime_s
-        Requested time in seconds.
-    hole_s
-        Seconds from now until its nodes are needed, whenever the block starts; None: nothing is
-        planned there.
-    preemptible
-        Whether its nodes may be taken at any time.
-    exempt_s
-        Seconds after its start in which they are not taken.
-    node_class
-        The class of its nodes.
-    """
-
     nodes: int
     walltime_s: float
+    # until its nodes are needed, whenever it starts; None: nothing is planned there
     hole_s: float | None = None
-    preemptible: bool = False
-    exempt_s: float = 0.0
+    preemptible: bool = False  # its nodes may be taken at any time
+    exempt_s: float = 0.0  # after its start, in which they are not taken
     node_class: str = ''
 
     def time(self, late_s: float) -> tuple[float, float]:
-        """When it has its nodes, as start and end in seconds from now, if it starts ``late_s``
+        """Start and end of its time with nodes, in seconds from now, if it starts ``late_s``
         seconds from now and is not preempted.
         """
         return late_s, late_s + self.walltime_s if self.hole_s is None else min(
@@ -73,30 +52,18 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one trainer can expect from the present holes.
-
-    Attributes
-    ----------
-    left
-        Samples left to train; None: unknown.
-    samples
-        Minimum and maximum number of samples trained in the holes.
-    finish_s
-        Earliest and latest finish, in seconds from now; None: not in these holes.
-    """
-
     trainer: str
-    left: int | None
-    samples: tuple[float, float]
+    left: int | None  # samples to train; None: unknown
+    samples: tuple[float, float]  # fewest and most trained in the holes
+    # earliest and latest, from now; None: not in these holes
     finish_s: tuple[float | None, float | None]
 
 
 def trainers_at(path: Path) -> list[ReplayTrainer]:
-    """The trainers of a file in the format of ``freetrain replay``; or the unfinished trainers of a
-    ledger's newest run, with the samples left.
+    """The trainers of a file in the format of ``freetrain replay``, with ``submit_s`` from now; or
+    the unfinished trainers of a ledger's newest run, with the samples left.
 
-    ``submit_s`` in a file counts from now. Raises BadInput if the file is invalid, lacks a
-    trainer's speed, or has no trainer with samples left.
+    Raises BadInput if the file is invalid, lacks a trainer's speed, or no trainer has samples left.
     """
     try:
         with path.open('rb') as file:
@@ -158,24 +125,13 @@ def forecasts(
     every block starts ``start_s`` seconds later and ends when its nodes are needed, and a
     preemptible one is preempted as soon as it may be.
     """
-    most = _trained(
-        [
-            (block, start, min(end, look_ahead_s) if block.preemptible else end)
-            for block in blocks
-            for start, end in [block.time(0.0)]
-        ],
-        trainers,
-        settings,
-    )
-    least = _trained(
-        [
-            (block, start, min(end, start + block.exempt_s) if block.preemptible else end)
-            for block in blocks
-            for start, end in [block.time(start_s)]
-        ],
-        trainers,
-        settings,
-    )
+    early, late = [], []
+    for block in blocks:
+        start, end = block.time(0.0)
+        early.append((block, start, min(end, look_ahead_s) if block.preemptible else end))
+        start, end = block.time(start_s)
+        late.append((block, start, min(end, start + block.exempt_s) if block.preemptible else end))
+    most, least = (_trained(each, trainers, settings) for each in (early, late))
     return [_between(t.trainer, most[t.trainer.name], least[t.trainer.name]) for t in trainers]
 
 
@@ -198,7 +154,6 @@ def _trained(
     trainers: Sequence[ReplayTrainer],
     settings: ControllerSettings,
 ) -> dict[str, tuple[float, float | None]]:
-    """By trainer: samples, and when it finished."""
     if not settings.spans_blocks:  # a trace identifies a block by its end
         blocks = [(block, start, end - APART_S * i) for i, (block, start, end) in enumerate(blocks)]
     there = [(block, start, end) for block, start, end in blocks if block.nodes and end > start]

@@ -15,8 +15,6 @@ from parsl_freetrain.replay.trace import Trace
 
 
 class HabitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of habits: the nodes that it is about, and their habits."""
-
     nodes: Annotated[list[str], msgspec.Meta(min_length=1)]
     habits: NodeHabits
 
@@ -30,9 +28,7 @@ def habits_of(trace: Trace) -> NodeHabits:
 
 
 def write_habits(trace: Trace, path: Path) -> None:
-    """Write the habits that a trace shows; raises BadInput where no node leaves, or the file cannot
-    be written.
-    """
+    """Write a trace's habits; raises BadInput if no node leaves, or the file cannot be written."""
     found = HabitsFile(sorted(trace.names), habits_of(trace))
     try:
         path.write_bytes(msgspec.json.encode(found) + b'\n')

@@ -20,48 +20,22 @@ LONGEST_S = 10 * 366 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job of a log.
+    """One job of a log, in seconds of its clock."""
 
-    Attributes
-    ----------
-    line
-        Number of its line in the file.
-    submit, start, end
-        When it was submitted, started and ended, in seconds of the log's clock. ``start == end``:
-        it was cancelled then before it ran. Infinite end: it was still running when the log ended.
-    nodes
-        Number of whole nodes.
-    requested_s
-        Time limit in seconds; infinite if there is none or it is not known.
-    names
-        The nodes that it ran on; empty if the log does not name them.
-    """
-
-    line: int
+    line: int  # its number in the file
     submit: float
-    start: float
-    end: float
-    nodes: int
-    requested_s: float
-    names: tuple[str, ...] = ()
+    start: float  # equal to the end: cancelled before it ran
+    end: float  # infinite: still running when the log ended
+    nodes: int  # whole ones
+    requested_s: float  # infinite: none, or unknown
+    names: tuple[str, ...] = ()  # of its nodes; empty: the log has none
 
 
 @dataclass(frozen=True, eq=False)
 class JobTable:
-    """The jobs of one machine, as columns in order of submission.
-
-    Attributes
-    ----------
-    path
-        The log.
-    machine
-        Names of all nodes.
-    line, nodes
-        As in :class:`Job`.
-    submit, start, end, requested
-        As in :class:`Job`, in seconds from the first submission.
-    placed
-        For each job, the indices of its nodes in ``machine``; None if the log does not name them.
+    """The jobs of one machine, as columns in order of submission: as in :class:`Job`, in seconds
+    from the first submission. ``machine``: names of all nodes; ``placed``: for each job, the
+    indices of its nodes there, None if the log does not name them.
     """
 
     path: str
@@ -79,31 +53,19 @@ class JobTable:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the first to the last start, in seconds. The log does not show what ran before, or
-        which jobs came after.
+        """From the first to the last start, in seconds: the log does not show what was before or
+        after.
         """
         ran = self.start[self.end > self.start]
         return float(ran.min()), float(ran.max())
 
 
 def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) -> JobTable:
-    """Check the jobs of a log and put them in order.
+    """Check the jobs of a log, in any order, and sort them. ``machine_nodes`` None: the nodes that
+    the log names; it must then name them for every job that ran.
 
-    Parameters
-    ----------
-    path
-        The log, for errors.
-    jobs
-        In any order.
-    machine_nodes
-        Number of nodes of the machine. None: the nodes that the log names; it must then name them
-        for every job that ran.
-
-    Raises
-    ------
-    BadInput
-        A log without jobs, impossible times, a job that is larger than its machine, or a machine of
-        unknown size.
+    Raises BadInput for a log without jobs, impossible times, a job that is larger than its machine,
+    or a machine of unknown size.
     """
     kept = [job for job in jobs if job.nodes > 0 or job.end > job.start]
     if odd := len(jobs) - len(kept):
@@ -153,9 +115,8 @@ def _check(path: str | Path, job: Job) -> None:
         raise BadInput(f'{where}: the job has {job.nodes} nodes; it must have at least 1.')
     if not job.submit <= job.start <= job.end:
         raise BadInput(
-            f'{where}: the job was submitted at {job.submit:.0f}, started at '
-            f'{job.start:.0f} and ended at {job.end:.0f}; '
-            f'these must follow each other.'
+            f'{where}: the job was submitted at {job.submit:.0f}, started at {job.start:.0f} and '
+            f'ended at {job.end:.0f}; these must follow each other.'
         )
     if not job.requested_s > 0:
         raise BadInput(

@@ -1,16 +1,22 @@
-"""From a job table to holes: when nodes were idle, and what could be known about it in advance."""
+"""From a job table to holes: when nodes were idle, and what could be known about it in advance.
+
+EASY (Lifka 1995; Mu'alem and Feitelson, IEEE TPDS 12(6), 2001) starts waiting jobs in order. The
+first job that does not fit gets a reservation at the *shadow time*: the time when enough nodes are
+free if every running job uses its whole requested time. Nodes that are free then and that it does
+not need are *extra*. Other jobs may start now if they end by the shadow time or run on extra nodes.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.easy_reservation import NOTHING_RESERVED, Reservation, promises, reserve
 from parsl_freetrain.replay.job_table import JobTable
 from parsl_freetrain.replay.trace import Floats, Ints, Trace
 
@@ -89,18 +95,15 @@ class _Sweep:
         count = len(jobs.machine)
         self.since, self.until = jobs.window
         self.jobs_on = np.zeros(count, dtype=np.int64)
-        self.idle_since = np.full(
-            count, self.since
-        )  # for idle nodes: start of their present interval
-        self.promised = np.full(
-            count, self.since
-        )  # for idle nodes: end of the promise; none if not after idle_since
+        # For idle nodes: start of their present interval.
+        self.idle_since = np.full(count, self.since)
+        # For idle nodes: end of the promise; none if not after idle_since.
+        self.promised = np.full(count, self.since)
         self.idle = np.ones(count, dtype=np.bool_)
         self.on: dict[int, Ints] = {}  # nodes of the running jobs
         self.expected: list[tuple[float, int]] = []  # latest end of each running job
-        self.waiting: dict[
-            int, float
-        ] = {}  # in order of submission; since when each has fitted, if it fits
+        # In order of submission; since when each has fitted, if it fits.
+        self.waiting: dict[int, float] = {}
         self.rows: list[tuple[Floats, Ints, Floats, float]] = []
         self.lacking_s = 0.0
 
@@ -159,11 +162,9 @@ class _Sweep:
         ran = np.minimum(jobs.end, self.until) - np.minimum(jobs.start, self.until)
         if self.lacking_s > OVERBOOKED_SHARE * float((ran * jobs.nodes).sum()):
             raise BadInput(
-                f'{jobs.path}, line {jobs.line[job]}: the job starts on '
-                f'{jobs.nodes[job]} nodes when {jobs.nodes[job] - lacking} '
-                f'of {len(jobs.machine)} are free, and more such; the machine must have '
-                'more nodes, or the log '
-                f'must name the nodes that jobs share.'
+                f'{jobs.path}, line {jobs.line[job]}: the job starts on {jobs.nodes[job]} nodes '
+                f'when {jobs.nodes[job] - lacking} of {len(jobs.machine)} are free, and more such; '
+                'the machine must have more nodes, or the log must name the nodes that jobs share.'
             )
         return np.array(shared, dtype=np.int64)
 
@@ -220,3 +221,45 @@ class _Sweep:
         starts, nodes, known = (np.concatenate([row[i] for row in self.rows]) for i in range(3))
         self.rows.clear()  # a year has millions of intervals
         return Trace(self.jobs.machine, self.since, self.until, starts, ends, nodes, known)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The reservation of the job at the head of the queue: when it starts (infinite if none waits),
+    and the ``extra`` nodes that are free then and that it does not need.
+    """
+
+    shadow_s: float
+    extra: int
+
+
+NOTHING_RESERVED = Reservation(math.inf, 0)
+
+
+def reserve(
+    needed: int, idle: int, expected: Iterable[tuple[float, int]], now: float
+) -> Reservation:
+    """The reservation of a job of ``needed`` nodes, of which ``idle`` are free now. ``expected``:
+    latest end and number of nodes of each running job, in order of time; one whose time is over is
+    expected to end at once. Times in seconds.
+    """
+    free, shadow_s = idle, now
+    for end, nodes in expected:
+        if free >= needed and end > shadow_s:
+            break
+        free += nodes
+        shadow_s = max(end, now)
+    return Reservation(shadow_s, free - needed) if free >= needed else NOTHING_RESERVED
+
+
+def promises(reservation: Reservation, asking: int, kept: Floats, now: float) -> Floats:
+    """Times until which the reservation leaves the ``asking`` idle nodes without a promise alone,
+    increasing: the shadow time, or infinite for extra nodes that promises beyond it (``kept``, of
+    the other idle nodes) have not used up; ``now`` if the reservation begins now.
+    """
+    if reservation.shadow_s == math.inf:
+        return np.full(asking, math.inf)
+    beyond = max(reservation.extra - int((kept > reservation.shadow_s).sum()), 0)
+    found = np.full(asking, max(reservation.shadow_s, now))
+    found[max(asking - beyond, 0) :] = math.inf
+    return found

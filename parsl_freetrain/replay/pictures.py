@@ -61,14 +61,12 @@ def draw(result: ReplayResult, folder: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Save a figure without opening a window."""
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=120)
     return path
 
 
 def plain(axes: Axes) -> None:
-    """Remove the frame's top and right lines."""
     axes.spines[['top', 'right']].set_visible(False)
     axes.tick_params(colors=INK)
 
@@ -115,10 +113,8 @@ def _nodes(outcome: PoolResult, path: Path) -> Path:
 
 
 def lanes(outcome: PoolResult) -> list[tuple[Floats, Floats, Floats]]:
-    """Starts, ends and nodes of fragments, divided into lanes of trainers that ran one after the
-    other. The number of lanes is the maximum number of trainers that ran at once.
-
-    A trainer keeps its lane from its first fragment to its last one.
+    """Starts, ends and nodes of fragments, by lane: as many as trainers ran at once. A trainer
+    keeps its lane from its first fragment to its last one.
     """
     series = outcome.series
     first: dict[str, float] = {}

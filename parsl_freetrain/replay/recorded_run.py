@@ -29,71 +29,32 @@ from parsl_freetrain.solver import allocator_named
 
 @dataclass(frozen=True)
 class Decided:
-    """The decision of the run or of the replay.
-
-    Attributes
-    ----------
-    allocation
-        Nodes by trainer.
-    gain_per_s
-        Expected gain over keeping everything, per second of the horizon, in the unit of the
-        objective; None if it is not finite.
-    """
-
-    allocation: dict[str, int]
+    allocation: dict[str, int]  # nodes by trainer
+    # expected, over keeping everything, in the objective's unit; None: not finite
     gain_per_s: float | None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A decision that differs in the replay.
-
-    Attributes
-    ----------
-    batch
-        Number of its batch of events.
-    at_s
-        Seconds since the run began.
-    trigger
-        The classes of the events.
-    run, replay
-        Decisions of the run and of the replay; None: the replay makes no decision there.
-    """
-
-    batch: int
-    at_s: float
-    trigger: str
+    batch: int  # the number of its batch of events
+    at_s: float  # since the run began
+    trigger: str  # the classes of the events
     run: Decided
-    replay: Decided | None
+    replay: Decided | None  # None: no decision there
 
 
 @dataclass(frozen=True)
 class RunReplay:
-    """The result of a run's replay.
-
-    Attributes
-    ----------
-    settings
-        The settings of the replay.
-    decisions, same
-        Number of decisions of the run, and number of those that the replay makes, too.
-    reproduced
-        Number of decisions that the run's own settings reproduce.
-    run_gain_per_s, replay_gain_per_s
-        Means of :attr:`Decided.gain_per_s` over all problems given to the solver.
-    """
-
     run: str
     settings: DecisionSettings
     decisions: int
-    same: int
-    reproduced: int
-    run_gain_per_s: float | None
+    same: int  # decisions of the run that the replay makes, too
+    reproduced: int  # that the run's own settings reproduce
+    run_gain_per_s: float | None  # the mean over all problems given to the solver
     replay_gain_per_s: float | None
     differences: tuple[Difference, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The document of ``freetrain replay --ledger --json``."""
         return {
             'run': self.run,
             'decisions': self.decisions,
@@ -117,7 +78,7 @@ def changed(
     time_limit_s: float | None = None,
 ) -> DecisionSettings:
     """The settings of a run, with some replaced; None: the run's. Raises BadInput if the ledger
-    does not have the settings, or one of them is invalid.
+    lacks them, or one is invalid.
     """
     own = DecisionSettings.of(run.began)
     if own is None:

@@ -30,24 +30,20 @@ class Series:
 
     Attributes
     ----------
-    times
-        The instants of changes, in seconds of the trace's clock; the last one is the end of the
-        window.
     idle, used, running
         Numbers of idle nodes, of those among them that train, and of running trainers.
-    samples
-        Samples trained until then, minus losses.
-    decision_s
-        Duration of each decision in seconds; there is none for the end of the window.
     span_trainer, span_start, span_end, span_nodes
         Trainer, start, end and number of nodes of each fragment.
     """
 
+    #: The instants of changes, in seconds of the trace's clock; the last one is the end of the
+    #: window.
     times: Floats
     idle: Ints
     used: Ints
     running: Ints
-    samples: Floats
+    samples: Floats  #: samples trained until then, minus losses
+    #: Duration of each decision in seconds; there is none for the end of the window.
     decision_s: Floats
     span_trainer: tuple[str, ...]
     span_start: Floats
@@ -61,9 +57,7 @@ class Series:
         decision_s: Sequence[float],
         spans: Sequence[tuple[str, float, float, int]],
     ) -> Series:
-        """Make a series from rows: (time, idle, used, running, samples) and (trainer, start, end,
-        nodes).
-        """
+        """From rows: (time, idle, used, running, samples) and (trainer, start, end, nodes)."""
         times, idle, used, running, samples = np.array(instants, dtype=np.float64).T
         names, *span = zip(*spans, strict=True) if spans else ((), (), (), ())
         starts, ends, nodes = (np.array(column, dtype=np.float64) for column in span)
@@ -83,54 +77,27 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class PoolResult:
-    """The outcome of one replay on one pool of nodes.
+    """The outcome of one replay on one pool of nodes."""
 
-    Attributes
-    ----------
-    samples
-        Samples trained, minus losses.
-    start_s, end_s
-        The window, in seconds of the trace's clock.
-    finished_s
-        When the last trainer reached its total; None if not all did.
-    idle_node_s, used_node_s
-        Node-seconds available, and node-seconds held by fragments.
-    node_s
-        Uses of all node-seconds: trained, rescaling, lost_to_preemption; those without a fragment
-        by cause: too_short, kept_free, no_use, not_worth, stranded, see
-        :class:`~parsl_freetrain.replay.accounting.Idle`. They sum to ``idle_node_s``.
-    preempted, rescaled
-        Number of times that a trainer lost nodes without notice, and number of other changes.
-    lost_preemption, lost_rescale
-        Samples lost by these.
-    trainers_done
-        Number of trainers that reached their total.
-    samples_by_trainer, done_s
-        By trainer: samples trained, and when the trainer finished.
-    series
-        The course of the replay.
-    """
-
-    samples: float
-    start_s: float
+    samples: float  #: trained, minus losses
+    start_s: float  #: of the window, by the trace's clock
     end_s: float
-    finished_s: float | None
-    idle_node_s: float
-    used_node_s: float
+    finished_s: float | None  #: the last total was reached; None: not all were
+    idle_node_s: float  #: node-seconds available
+    used_node_s: float  #: held by fragments
+    #: all of them by use: trained, rescaling, lost_to_preemption, or a cause of Idle
     node_s: dict[str, float]
-    preempted: int
-    rescaled: int
-    lost_preemption: float
+    preempted: int  #: losses of nodes without notice
+    rescaled: int  #: other changes
+    lost_preemption: float  #: samples
     lost_rescale: float
-    trainers_done: int
+    trainers_done: int  #: that reached their total
     samples_by_trainer: dict[str, float]
-    done_s: dict[str, float]
+    done_s: dict[str, float]  #: when each trainer finished
     series: Series
 
     def time_to(self, samples: float) -> float:
-        """Seconds until this number of samples was trained, linear between instants; the whole
-        window if it never was.
-        """
+        """Seconds until so many samples were trained, linear between instants, or the window."""
         reached = np.maximum.accumulate(self.series.samples)
         i = int(np.searchsorted(reached, samples * (1 - 1e-12)))
         if i == 0:
@@ -144,20 +111,13 @@ class PoolResult:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The same replay with decisions that know the scaling curves.
-
-    Attributes
-    ----------
-    samples
-        Samples that it trained.
-    work, learned_work
-        Its normalised work, and that of the replay that learned the curves: the node-seconds that
-        the samples of each trainer would have taken on one node.
+    """The same replay with decisions that know the scaling curves. Normalised work: the
+    node-seconds that the samples of each trainer would have taken on one node.
     """
 
     samples: float
     work: float
-    learned_work: float
+    learned_work: float  # of the replay that learned the curves
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,39 +128,28 @@ class ReplayResult:
     ----------
     trace, constant
         PoolResult on the trace, and on the constant pool.
-    equivalent_nodes
-        Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
-    efficiency
-        U; None if the constant pool trained nothing.
-    compared
-        What U compares: 'samples' in the same time, or the 'time' for the same samples if all
-        trainers finished on one of the two.
-    work_efficiency
-        The same ratio, with each trainer's samples divided by its speed on one node, so that fast
-        and slow networks can be added up; None if U compares times.
-    wall_s
-        Computing time of both, in seconds.
-    oracle
-        For learned curves, the comparison with known ones; None: the curves were known.
-    efficiency_bound
-        U of no decisions is higher, see :func:`~parsl_freetrain.replay.bound.most_samples`; None if
-        U compares times.
     """
 
     trace: PoolResult
     constant: PoolResult
+    #: Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
     equivalent_nodes: float
-    efficiency: float | None
+    efficiency: float | None  #: U; None if the constant pool trained nothing
+    #: What U compares: 'samples' in the same time, or the 'time' for the same samples if all
+    #: trainers finished on one of the two.
     compared: str
+    #: The same ratio, with each trainer's samples divided by its speed on one node, so that fast
+    #: and slow networks can be added up; None if U compares times.
     work_efficiency: float | None
-    wall_s: float
+    wall_s: float  #: computing time of both, in seconds
+    #: For learned curves, the comparison with known ones; None: the curves were known.
     oracle: Oracle | None = None
+    #: U of no decisions is higher, see :func:`~parsl_freetrain.replay.bound.most_samples`; None if
+    #: U compares times.
     efficiency_bound: float | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The document of ``freetrain replay --json``; times in seconds, decisions in
-        milliseconds.
-        """
+        """The document of ``freetrain replay --json``: seconds, and milliseconds for decisions."""
         run = self.trace
         thought = run.series.decision_s * 1000 if len(run.series.decision_s) else np.zeros(1)
         p50, p99, most = (float(np.percentile(thought, share)) for share in (50, 99, 100))

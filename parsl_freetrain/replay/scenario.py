@@ -101,13 +101,11 @@ class Scenario(Settings, frozen=True):
             if t.trainer.min_nodes > most:
                 raise BadInput(
                     f'Trainer {t.trainer.name!r} can never run on this trace: it needs '
-                    f'{t.trainer.min_nodes} nodes, '
-                    f'and at most {most} {"of one class " if len(by_class) > 1 else ""}are idle '
-                    'at once.'
+                    f'{t.trainer.min_nodes} nodes, and at most {most} '
+                    f'{"of one class " if len(by_class) > 1 else ""}are idle at once.'
                 )
 
     def costed(self, trainer: Trainer) -> Trainer:
-        """The trainer with the rescale costs of this scenario."""
         up_s = trainer.rescale_up_s if self.rescale_up_s is None else self.rescale_up_s
         down_s = trainer.rescale_down_s if self.rescale_down_s is None else self.rescale_down_s
         return replace(
@@ -159,9 +157,7 @@ def compare(outcome: PoolResult, constant: PoolResult) -> tuple[float | None, st
 def compare_work(
     trainers: Sequence[ReplayTrainer], outcome: PoolResult, constant: PoolResult
 ) -> float | None:
-    """The ratio of the node-seconds that the trained samples would have taken on one node per
-    trainer.
-    """
+    """The ratio of the node-seconds that the samples would have taken on one node per trainer."""
     there = _work(trainers, constant)
     return _work(trainers, outcome) / there if there > 0 else None
 
@@ -196,9 +192,7 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> PoolResult:
 
 
 def constant_pool(trace: Trace, nodes: int | None = None) -> Trace:
-    """A pool with this number of nodes for the whole window of a trace; None: the mean number of
-    idle nodes of each class, rounded.
-    """
+    """So many nodes for the window of a trace; None: the mean number of idle ones by class."""
     duration_s = trace.end_s - trace.start_s
     counts = {name: round(part.idle_node_s() / duration_s) for name, part in trace.by_class.items()}
     if nodes is not None:
@@ -217,7 +211,6 @@ def constant_pool(trace: Trace, nodes: int | None = None) -> Trace:
 
 
 def most_at_once(trace: Trace, known_ends: bool) -> int:
-    """The maximum number of nodes that are idle at once."""
     starts, ends, _, _ = trace.intervals(known_ends)
     at = np.unique(starts)
     return int(

@@ -39,20 +39,16 @@ class CurveLearning(Settings, frozen=True, kw_only=True):
 
 
 class Measuring:
-    """The measurements that are due."""
-
     def __init__(self, learning: CurveLearning) -> None:
         self._learning = learning
         self._random = np.random.default_rng(learning.seed)
         self._due: list[tuple[float, str, int, float]] = []
 
     def begin(self, run: RecordedJob) -> None:
-        """A fragment begins, or is charged for a rescale."""
         wait_s = self._learning.measure_s
         heappush(self._due, (run.started_s + wait_s, run.trainer.name, run.fragment, wait_s))
 
     def next_s(self, runs: Mapping[str, RecordedJob]) -> float:
-        """When the next measurement is due; infinite: never."""
         while self._due:
             at, name, fragment, _ = self._due[0]
             if runs[name].nodes and runs[name].fragment == fragment:
@@ -61,7 +57,6 @@ class Measuring:
         return math.inf
 
     def due(self, at: float, runs: Mapping[str, RecordedJob]) -> list[ev.Event]:
-        """The measurements at this time."""
         events: list[ev.Event] = []
         while self.next_s(runs) <= at:
             _, name, fragment, wait_s = heappop(self._due)

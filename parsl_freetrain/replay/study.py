@@ -14,18 +14,8 @@ from msgspec import ValidationError, convert
 
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.checked_values import (
-    AtLeast1,
-    Count,
-    NotNegative,
-    Number,
-    PositiveSeconds,
-    Seconds,
-    Share,
-    check_value,
-    hints_of,
-)
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -106,31 +96,31 @@ class Study(Settings, frozen=True, kw_only=True):
     synthetic: int | None = None
     machine_nodes: int | None = None
     nodes: int | None = None
-    since: Number | None = None
-    until: Number | None = None
+    since: checked.Number | None = None
+    until: checked.Number | None = None
     trainers: Path | None = None
-    max_trainers: AtLeast1 | Literal['all'] = 'all'
-    horizon: PositiveSeconds = 120.0
+    max_trainers: checked.AtLeast1 | Literal['all'] = 'all'
+    horizon: checked.PositiveSeconds = 120.0
     solver: SolverName = SolverName.AUTO
-    time_limit: PositiveSeconds = 10.0
+    time_limit: checked.PositiveSeconds = 10.0
     objective: str | None = None
-    rescale_cost: NotNegative = 1.0
-    rescale_up: Seconds | None = None
-    rescale_down: Seconds | None = None
+    rescale_cost: checked.NotNegative = 1.0
+    rescale_up: checked.Seconds | None = None
+    rescale_down: checked.Seconds | None = None
     spans_blocks: bool = True
     known_ends: bool = False
-    min_hole: Seconds = 5.0
-    min_rescale: Seconds = 0.0
+    min_hole: checked.Seconds = 5.0
+    min_rescale: checked.Seconds = 0.0
     habits: Path | None = None
     curves: Literal['stated', 'learned'] = 'stated'
-    noise: Share | None = None
-    measure_s: PositiveSeconds | None = None
-    seed: Count | None = None
+    noise: checked.Share | None = None
+    measure_s: checked.PositiveSeconds | None = None
+    seed: checked.Count | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Self:
-        """The study with these values by name; texts are read as on the command line. Raises
-        BadInput, with a sentence about the first value that cannot be used.
+        """The study with these values, read as on the command line; BadInput says which one is
+        wrong.
         """
         fields = {field_named(name): value for name, value in values.items()}
         return cls(**{name: _read(name, value) for name, value in fields.items()})
@@ -151,7 +141,6 @@ class Study(Settings, frozen=True, kw_only=True):
         return tuple(getattr(self, name) for name in OF_A_TRACE)
 
     def trace(self) -> Trace:
-        """Read or generate the trace; raises BadInput."""
         # Imported here and below, so that --help needs no pandas.
         from parsl_freetrain.replay.idle import synthetic
         from parsl_freetrain.replay.read import kind_of, read_trace
@@ -174,7 +163,6 @@ class Study(Settings, frozen=True, kw_only=True):
         )
 
     def read_trainers(self) -> tuple[ReplayTrainer, ...]:
-        """The trainers of its file; raises BadInput."""
         from parsl_freetrain.replay.trainers import read_trainers
 
         if self.trainers is None:
@@ -184,9 +172,7 @@ class Study(Settings, frozen=True, kw_only=True):
     def scenario(
         self, trace: Trace | None = None, trainers: tuple[ReplayTrainer, ...] | None = None
     ) -> Scenario:
-        """The scenario to replay. The trace and the trainers are read unless they are given; raises
-        BadInput.
-        """
+        """The scenario; its trace and trainers are read unless they are given. Raises BadInput."""
         from parsl_freetrain.replay.habits import read_habits
         from parsl_freetrain.replay.scenario import Scenario
 
@@ -232,7 +218,7 @@ class Study(Settings, frozen=True, kw_only=True):
 
 
 def _read(name: str, value: Any) -> Any:
-    hint = hints_of(Study)[name]
+    hint = checked.hints_of(Study)[name]
     if isinstance(value, str):
         try:
             value = convert(value, hint, strict=False, dec_hook=lambda kind, text: kind(text))
@@ -242,13 +228,13 @@ def _read(name: str, value: Any) -> Any:
                 value = int(value) if value.is_integer() else value
     if value is not None and type(None) in get_args(hint):
         hint = reduce(or_, (each for each in get_args(hint) if each is not type(None)))
-    check_value(option(name), value, hint)
+    checked.check_value(option(name), value, hint)
     return value
 
 
 def read_study(path: Path) -> tuple[dict[str, object], dict[str, list[object]]]:
     """The values of a study in a TOML file, and what its table ``[sweep]`` sweeps over, by field.
-    Files in it are relative to its own folder. Raises BadInput.
+    Files in it are relative to its folder. Raises BadInput.
     """
     try:
         values = tomllib.loads(path.read_text())
@@ -280,7 +266,6 @@ def read_study(path: Path) -> tuple[dict[str, object], dict[str, list[object]]]:
 
 
 def option(name: str) -> str:
-    """The option's name of a field."""
     return '--from' if name == 'since' else f'--{name.replace("_", "-")}'
 
 

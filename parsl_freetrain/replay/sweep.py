@@ -34,9 +34,7 @@ def requests(options: Mapping[str, object], swept: Mapping[str, Sequence[object]
 
 
 def scenarios(asked: Sequence[Study]) -> list[Scenario]:
-    """The scenarios of the requests; a trace or file of trainers that several requests share is
-    read once. Raises BadInput.
-    """
+    """The scenarios of the requests; files that several share are read once. Raises BadInput."""
     traces: dict[tuple[object, ...], Trace] = {}
     trainers: dict[Path | None, tuple[ReplayTrainer, ...]] = {}
     found = []
@@ -94,16 +92,13 @@ def sweep(
                 done()
     finally:
         if jobs != 1:
-            get_reusable_executor().shutdown(
-                wait=True, kill_workers=True
-            )  # idle processes would stay for minutes
+            # Idle processes would stay for minutes.
+            get_reusable_executor().shutdown(wait=True, kill_workers=True)
     return pd.DataFrame(rows)
 
 
 def values(request: Study, scenario: Scenario, swept: Sequence[str]) -> dict[str, object]:
-    """The columns that identify a row of the table. ``max_trainers`` "all" becomes the number of
-    trainers.
-    """
+    """The columns that identify a row; ``max_trainers`` "all" becomes the number of trainers."""
     found: dict[str, object] = {}
     for field in swept:
         value = getattr(request, field)
@@ -114,12 +109,10 @@ def values(request: Study, scenario: Scenario, swept: Sequence[str]) -> dict[str
 
 
 def column(field: str) -> str:
-    """The column's name of a request's field."""
     return option(field).removeprefix('--').replace('-', '_')
 
 
 def row(result: ReplayResult) -> dict[str, object]:
-    """The result of a replay as a flat dict."""
     flat: dict[str, object] = {}
     for key, value in result.as_json().items():
         flat.update(
@@ -135,7 +128,6 @@ def _answer(scenario: Scenario) -> dict[str, object]:
 
 
 def check_out(path: Path) -> None:
-    """Raise BadInput unless a table can be written there."""
     if path.suffix not in FORMATS:
         raise BadInput(f'--out is {path}; its name must end in .csv or .parquet.')
     if not path.parent.is_dir():
@@ -143,7 +135,6 @@ def check_out(path: Path) -> None:
 
 
 def write(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV or as Parquet, by the file's suffix."""
     if path.suffix == '.parquet':
         table.to_parquet(path, index=False)
     else:

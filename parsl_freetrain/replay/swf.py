@@ -163,7 +163,6 @@ def _filled(row: list[float]) -> list[float]:
 
 
 def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -> tuple[int, float]:
-    """Number of nodes of the machine, and of processors per node."""
     found = {}
     for name in ('MaxNodes', 'MaxProcs'):
         count = re.match(r'\d[\d,]*', header.get(name, ''))
@@ -178,7 +177,6 @@ def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -
 
 
 def _processors(row: list[float]) -> float:
-    """Processors of a job; 0: unknown."""
     row = _filled(row)
     return max(row[_ALLOCATED] if row[_ALLOCATED] > 0 else row[_REQUESTED], 0.0)
 

@@ -1,6 +1,4 @@
-"""A recorded trace: the idle intervals of nodes, and the times promised by the scheduler's
-reservations.
-"""
+"""A recorded trace: idle intervals of nodes, and what the scheduler's reservations promised."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _GZIP_MAGIC = b'\x1f\x8b'
 
 
 def read_bytes(path: str | Path, what: str, most: int = -1) -> bytes:
-    """What is in a file, plain or gzipped, or its first ``most`` bytes; errors say that it should
-    be ``what``.
-    """
+    """A file, called ``what`` in errors, plain or gzipped, or the first ``most`` bytes of it."""
     try:
         with open(path, 'rb') as raw:
             zipped = raw.read(2) == _GZIP_MAGIC
@@ -38,25 +34,15 @@ def read_bytes(path: str | Path, what: str, most: int = -1) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class PoolChange:
-    """Nodes that join and leave the idle pool in one instant.
+    """Nodes that join and leave the idle pool in one instant."""
 
-    Attributes
-    ----------
-    at
-        When, in seconds of the trace's clock.
-    joined
-        Indices of the nodes that become idle, increasing.
-    left
-        Indices of the nodes that become busy, increasing. They leave before the others join: a node
-        in both was busy only for an instant.
-    known_until
-        For each node of ``joined``: until when it is known to stay idle, in seconds of the trace's
-        clock; infinite if not known.
-    """
-
-    at: float
-    joined: Ints
+    at: float  #: when, in seconds of the trace's clock
+    joined: Ints  #: indices of the nodes that become idle, increasing
+    #: Indices of the nodes that become busy, increasing. They leave before the others join: a node
+    #: in both was busy only for an instant.
     left: Ints
+    #: For each node of ``joined``: until when it is known to stay idle, in seconds of the trace's
+    #: clock; infinite if not known.
     known_until: Floats
 
 
@@ -66,21 +52,10 @@ class Trace:
 
     Attributes
     ----------
-    names
-        The nodes' names, by index.
     start_s, end_s
         The window, in seconds of the trace's clock. All intervals lie within it.
     starts, ends
         Start and end of each interval, in seconds.
-    nodes
-        The node of each interval, as an index into ``names``.
-    known_until
-        Until when the scheduler's reservations, as known at the interval's start, would have left
-        the node alone. Infinite if no reservation includes it or nothing is known; not after the
-        interval's start if it was promised for no time. If a promise runs out and the node is still
-        idle, the interval ends and the next one follows at once, with its own promise.
-    node_classes
-        The nodes' classes, by index; empty: nodes are alike.
 
     Raises
     ------
@@ -89,14 +64,18 @@ class Trace:
         of its node; an empty window.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: the nodes' names, by index
     start_s: float
     end_s: float
     starts: Floats
     ends: Floats
-    nodes: Ints
+    nodes: Ints  #: the node of each interval, as an index into ``names``
+    #: Until when the scheduler's reservations, as known at the interval's start, would have left
+    #: the node alone. Infinite if no reservation includes it or nothing is known; not after the
+    #: interval's start if it was promised for no time. If a promise runs out and the node is still
+    #: idle, the interval ends and the next one follows at once, with its own promise.
     known_until: Floats
-    node_classes: tuple[str, ...] = ()
+    node_classes: tuple[str, ...] = ()  #: the nodes' classes, by index; empty: nodes are alike
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and self.start_s < self.end_s < math.inf):
@@ -120,9 +99,8 @@ class Trace:
         bad = ~(self.starts < self.ends) | (self.starts < self.start_s) | (self.ends > self.end_s)
         for row in np.flatnonzero(bad)[:1].tolist():
             raise BadInput(
-                f'An idle interval goes from {self.starts[row]:g} s to '
-                f'{self.ends[row]:g} s; it must end after its start and '
-                f'lie within {self.start_s:g} s and {self.end_s:g} s.'
+                f'An idle interval goes from {self.starts[row]:g} s to {self.ends[row]:g} s; it '
+                f'must end after its start and lie within {self.start_s:g} s and {self.end_s:g} s.'
             )
         if len(self.nodes) and not 0 <= int(self.nodes.min()) <= int(self.nodes.max()) < len(
             self.names
@@ -140,16 +118,13 @@ class Trace:
         same = np.diff(self.nodes[order]) == 0
         for row in order[1:][same & (self.ends[order[:-1]] > self.starts[order[1:]])][:1].tolist():
             raise BadInput(
-                f'Node {self.names[int(self.nodes[row])]} is idle from '
-                f'{self.starts[row]:g} s on, but already was before; '
-                f'the intervals of a node must not overlap.'
+                f'Node {self.names[int(self.nodes[row])]} is idle from {self.starts[row]:g} s on, '
+                'but already was before; the intervals of a node must not overlap.'
             )
 
     def _by_node(self) -> Ints:
-        """The order of nodes, then of starts."""
-        small = (
-            self.nodes.astype(np.uint16) if len(self.names) <= 1 << 16 else self.nodes
-        )  # 16 bits sort much faster
+        # 16 bits sort much faster.
+        small = self.nodes.astype(np.uint16) if len(self.names) <= 1 << 16 else self.nodes
         return np.argsort(small, kind='stable')
 
     def __len__(self) -> int:
@@ -203,10 +178,10 @@ class Trace:
         return starts[order], ends[order], nodes[order]
 
     def changes(self, known_ends: bool = False) -> tuple[PoolChange, ...]:
-        """Every change of the idle pool, in order of time, at most one for each instant.
+        """Every change of the idle pool, in order of time, at most one for each instant;
+        ``known_ends``: as for :meth:`intervals`.
 
-        Nodes that are idle at the window's start join then; those that are idle at its end do not
-        leave. ``known_ends``: as for :meth:`intervals`.
+        Nodes that are idle at the window's start join then; those idle at its end do not leave.
         """
         starts, ends, nodes, known = self.intervals(known_ends)
         order = np.lexsort((nodes, ends))

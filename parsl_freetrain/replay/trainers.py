@@ -18,22 +18,11 @@ from parsl_freetrain.replay.trace import read_bytes
 
 @dataclass(frozen=True)
 class ReplayTrainer:
-    """A trainer of a replay.
-
-    Attributes
-    ----------
-    trainer
-        Its total in samples and its speed in samples per second.
-    submit_s
-        When it is submitted, in seconds of the trace's clock.
-    objective
-        Worth per second at each node count, such as the speed-up over one node; None: its speed in
-        samples per second on the nodes' class.
-    """
+    """A trainer of a replay, with its total in samples and its speed in samples per second."""
 
     trainer: Trainer
-    submit_s: float
-    objective: ScalingCurve | None = None
+    submit_s: float  # by the trace's clock
+    objective: ScalingCurve | None = None  # worth per second; None: its speed
 
     @property
     def wanted(self) -> int:
@@ -46,7 +35,6 @@ class ReplayTrainer:
 
 
 def objectives_of(trainers: Iterable[ReplayTrainer]) -> Metric:
-    """The objectives of trainers as their file gives them."""
     stated = {t.trainer.name: t.objective for t in trainers}
     return lambda candidate: stated[candidate.name] or candidate.curve
 

@@ -1,6 +1,4 @@
-"""The virtual clock: replays a recorded pool of nodes with trainers and a controller, which decides
-as in a live run.
-"""
+"""The virtual clock: a recorded pool, trainers, and a controller which decides as in a live run."""
 
 from __future__ import annotations
 
@@ -19,11 +17,9 @@ EVERYTHING = 'idle'
 
 
 class Holes:
-    """The blocks of a recorded pool: nodes that become idle together and leave together are one
-    hole, which one block fills.
-
-    If no ends are known and fragments may span blocks, blocks make no difference, and there is only
-    one for each node class.
+    """The blocks of a recorded pool: nodes that become idle and leave together are one hole, which
+    one block fills; only one for each node class if no ends are known and fragments may span
+    blocks, since blocks make no difference then.
     """
 
     def __init__(self, names: Sequence[str], apart: bool, classes: Sequence[str] = ()) -> None:
@@ -34,7 +30,6 @@ class Holes:
         self._size: dict[str, int] = {}
 
     def leave(self, change: PoolChange) -> tuple[ev.NodesLeft | None, list[ev.BlockClosed]]:
-        """The events for the nodes that leave."""
         left = change.left.tolist()
         if not left:
             return None, []
@@ -48,7 +43,6 @@ class Holes:
         return ev.NodesLeft(change.at, tuple(self._names[node] for node in left)), closed
 
     def join(self, change: PoolChange) -> list[ev.NodesJoined]:
-        """The events for the nodes that join."""
         alike: dict[tuple[float, str], list[int]] = {}
         for node, until in zip(change.joined.tolist(), change.known_until.tolist(), strict=True):
             alike.setdefault((until, self._classes[node]), []).append(node)
@@ -78,24 +72,13 @@ def run(
     controller: Controller,
     learning: CurveLearning | None = None,
 ) -> PoolResult:
-    """Let ``controller`` train on a recorded pool.
+    """Let a new ``controller`` train these trainers, by name, which are modified, on a recorded
+    pool.
 
-    At each instant nodes leave first, then others join, trainers finish and trainers are submitted;
-    then one decision is made. Completions are computed without time steps, so the duration of a
-    replay is proportional to the number of instants at which something happens.
-
-    Parameters
-    ----------
-    trace
-        The pool of nodes.
-    known_ends
-        Whether the controller knows until when nodes are promised; see :meth:`Trace.intervals`.
-    trainers
-        By name; modified. Those submitted before the window count as submitted at its start.
-    controller
-        A new controller.
-    learning
-        How the controller learns the scaling curves; None: it knows them.
+    At each instant nodes leave first, then others join, trainers finish and trainers are submitted
+    (those from before the window at its start); then one decision is made. Completions are computed
+    without time steps, so a replay takes as long as there are instants at which something happens.
+    ``known_ends``: as for :meth:`Trace.intervals`; ``learning`` None: curves are known.
     """
     accounts = Accounts(trace.start_s)
     measuring = None if learning is None else Measuring(learning)

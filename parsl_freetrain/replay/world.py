@@ -1,11 +1,10 @@
-"""The simulated world around the controller in a replay. Actions take effect at once, and their
-consequences happen in the same instant.
-"""
+"""The simulated world of a replay's controller. Actions and their consequences happen at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from time import perf_counter
@@ -16,25 +15,13 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import Accounts, Idle, Interruption, RecordedJob
-from parsl_freetrain.replay.idle_causes import why_unused
 from parsl_freetrain.replay.speed_measuring import Measuring
 
 
 class World:
-    """Nodes, fragments and their progress: the runtime
-    (:class:`~parsl_freetrain.core.controller.runtime.Runtime`) of a replay.
-
-    Parameters
-    ----------
-    controller
-        The controller, the same as in the live system.
-    accounts
-        The accounts.
-    trainers
-        By name.
-    measuring
-        How their speeds are measured, which are then hidden from the controller; None: it knows
-        them.
+    """Nodes, fragments and their progress: the
+    :class:`~parsl_freetrain.core.controller.runtime.Runtime` of a replay. ``measuring``: how
+    speeds, then hidden from the controller, are measured; None: it knows them.
     """
 
     def __init__(
@@ -54,7 +41,6 @@ class World:
         self._completions: list[tuple[float, int, str]] = []
 
     def next_completion_s(self) -> float | None:
-        """When the next trainer reaches its total if nothing happens before; None if none runs."""
         while self._completions:
             at, version, name = self._completions[0]
             if self._runs[name].version == version:
@@ -78,8 +64,8 @@ class World:
         closing: Sequence[ev.BlockClosed],
         submitted: Sequence[RecordedJob],
     ) -> None:
-        """Process all that happens at ``at``: nodes leave, others join, trainers finish and are
-        submitted; then one decision is made.
+        """Process an instant: nodes leave, others join, trainers finish and are submitted; decide
+        once.
         """
         self._accounts.advance(at)
         events: list[ev.Event] = []
@@ -152,7 +138,6 @@ class World:
     close = release = open
 
     def launch(self, fragment: ev.StartFragment, at: float) -> None:
-        """It trains from now on."""
         run, count = self._runs[fragment.trainer], len(fragment.nodes)
         node_class = self._controller.state.pool.nodes[fragment.nodes[0]].node_class
         curve = run.trainer.curve_on(node_class)
@@ -161,11 +146,9 @@ class World:
         self._touched[fragment.trainer] = None
 
     def send(self, stop: ev.StopFragment, at: float) -> None:
-        """It stops at once."""
         self._end(stop, at, Ending.STOPPED, Interruption.STOPPED)
 
     def kill(self, fragment: ev.AbandonFragment, at: float) -> None:
-        """It ends at once."""
         self._end(fragment, at, Ending.PREEMPTED, Interruption.PREEMPTED)
 
     def _end(
@@ -200,3 +183,63 @@ class World:
                     self._measuring.begin(run)
         self._interrupted.clear()
         self._touched.clear()
+
+
+def why_unused(controller: Controller, runs: Mapping[str, RecordedJob], at: float) -> Idle:
+    """The free nodes after a decision, by the cause for which they train nothing."""
+    settings, pool = controller.settings, controller.state.pool
+    idle = Idle()
+    free: Counter[str] = Counter()  # by class, as below
+    lasting: dict[str, Counter[str]] = {}  # by block
+    for group in pool.groups.values():
+        if group.until_s - at < controller.state.shortest_s:
+            idle.too_short += len(group.free)
+            continue
+        free[group.node_class] += len(group.free)
+        if group.until_s - at >= settings.horizon_s:
+            lasting.setdefault(group.node_class, Counter())[group.block] += len(group.free)
+    if not free.total():
+        return idle
+    used = len(pool.holder)
+    allowed = min(
+        math.inf if settings.max_nodes is None else settings.max_nodes,
+        free.total() + used - settings.keep_free,
+    )
+    idle.kept_free = kept = int(max(free.total() - max(allowed - used, 0), 0))
+    together = sum if settings.spans_blocks else max
+    for node_class, count in free.items():
+        there = min(kept, count)
+        kept -= there
+        _sort(
+            controller,
+            runs,
+            node_class,
+            count - there,
+            min(count - there, together(lasting.get(node_class, {'': 0}).values())),
+            idle,
+        )
+    return idle
+
+
+def _sort(
+    controller: Controller,
+    runs: Mapping[str, RecordedJob],
+    node_class: str,
+    free: int,
+    lasting: int,
+    idle: Idle,
+) -> None:
+    """Add the free nodes of one class, of which some last for the horizon."""
+    could_start = could_grow = 0
+    for name, bidder in controller.state.active.items():
+        run = runs[name]
+        if bidder.running is not None and run.nodes:
+            if bidder.running.node_class == node_class:
+                could_grow += max(run.wanted - run.nodes, 0)
+        elif run.trainer.min_nodes <= lasting and run.trainer.uses(node_class):
+            could_start += run.wanted
+    stranded = min(lasting, could_start)
+    not_worth = min(free - stranded, could_grow)
+    idle.stranded += stranded
+    idle.not_worth += not_worth
+    idle.no_use += free - stranded - not_worth

@@ -1,8 +1,7 @@
 """The child process of :class:`~parsl_freetrain.solver.isolated.IsolatedAllocator`.
 
-Problems and answers go through a pipe; the process ends when the pipe closes. A kernel timer ends
-the process when a problem takes too long, even while the solver hangs in code that lets no Python
-run.
+Problems and answers go through a pipe; the process ends when the pipe closes, or by a kernel timer
+when a problem takes too long, even while the solver lets no Python run.
 """
 
 from __future__ import annotations

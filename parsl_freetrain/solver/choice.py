@@ -19,24 +19,14 @@ from parsl_freetrain.solver.isolated import IsolatedAllocator
 class PartialAllocator(Protocol):
     """An allocator that can solve only some problems."""
 
-    def applies(self, problem: Problem) -> bool:
-        """Whether it can solve this one."""
-        ...
+    def applies(self, problem: Problem) -> bool: ...
 
-    def allocate(self, problem: Problem) -> Answer:
-        """The best allocation found."""
-        ...
+    def allocate(self, problem: Problem) -> Answer: ...
 
 
 class EitherAllocator:
-    """Uses one allocator where it applies, otherwise another one.
-
-    Parameters
-    ----------
-    first
-        Solves the problems to which it applies.
-    otherwise
-        Solves all other problems.
+    """Uses the ``first`` allocator for the problems to which it applies, ``otherwise`` for all
+    others.
     """
 
     def __init__(self, first: PartialAllocator, otherwise: Allocator) -> None:
@@ -44,31 +34,19 @@ class EitherAllocator:
         self._otherwise = otherwise
 
     def allocate(self, problem: Problem) -> Answer:
-        """The answer of the allocator that applies."""
         return (self._first if self._first.applies(problem) else self._otherwise).allocate(problem)
 
     def close(self) -> None:
-        """Close the other allocator."""
         close_allocator(self._otherwise)
 
 
 def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True) -> Allocator:
-    """The solver of that name; pass it to :func:`close_allocator` when done.
+    """The solver of that name: 'auto' (the fastest exact one: the dynamic programme, column
+    generation or the MILP), 'milp', 'dp' or 'equal-share'; pass it to :func:`close_allocator` when
+    done.
 
-    Parameters
-    ----------
-    name
-        'auto' (the fastest exact one: the dynamic programme, column generation or the MILP),
-        'milp', 'dp' or 'equal-share'.
-    time_limit_s
-        Seconds after which the MILP and column generation take the best allocation found so far.
-    isolated
-        Whether these two run in a child process, which starts when it is first needed.
-
-    Raises
-    ------
-    BadInput
-        If there is no such solver, or the limit is not a number of seconds.
+    The MILP and column generation take the best allocation found after ``time_limit_s``, in a child
+    process if ``isolated``. Raises BadInput for another name, or no number of seconds.
     """
     if name not in list(SolverName):
         raise BadInput(f'There is no solver {name!r}; choose one of {", ".join(SolverName)}.')
@@ -81,9 +59,8 @@ def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True
         milp = EitherAllocator(ColumnAllocator(time_limit_s), milp)
     milp = EitherAllocator(MixedAllocator(time_limit_s), milp)
     if isolated:
-        milp = IsolatedAllocator(
-            milp, time_limit_s, margin_s=max(5.0, time_limit_s)
-        )  # solvers check the clock only now and then
+        # Solvers check the clock only now and then.
+        milp = IsolatedAllocator(milp, time_limit_s, margin_s=max(5.0, time_limit_s))
     return EitherAllocator(DpAllocator(), milp) if name == 'auto' else milp
 
 

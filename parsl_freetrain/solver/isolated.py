@@ -21,20 +21,12 @@ _START_S = 60.0
 
 
 class IsolatedAllocator:
-    """Runs another allocator in a child process.
+    """Runs another allocator, which is pickled, in a child process.
 
     The first problem starts the child, which then serves all later ones. If the child dies, or is
-    killed because it did not answer in time, the answer is to stay put, and the next problem starts
-    a new child. The child ends with :meth:`close`, or with this process, however that ends.
-
-    Parameters
-    ----------
-    inner
-        The allocator to run in the child; it is pickled.
-    time_limit_s
-        The time limit that ``inner`` itself obeys, in seconds.
-    margin_s
-        Seconds beyond the limit after which the child counts as hanging and is killed.
+    killed because it did not answer ``margin_s`` seconds after the time limit that ``inner`` itself
+    obeys, the answer is to stay put, and the next problem starts a new child. The child ends with
+    :meth:`close`, or with this process, however that ends.
     """
 
     def __init__(self, inner: Allocator, time_limit_s: float, margin_s: float = 5.0) -> None:
@@ -63,9 +55,7 @@ class IsolatedAllocator:
         return asked.stay()
 
     def close(self) -> None:
-        """End the child. The problem it is solving and all later ones are answered by staying
-        put.
-        """
+        """End the child. Its problem and all later ones are answered by staying put."""
         self._closed = True
         child = self._child
         if child is not None:

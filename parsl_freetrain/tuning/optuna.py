@@ -37,30 +37,16 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass
 class Trial:
-    """One setting, and what came of it.
+    """One setting, and what came of it."""
 
-    Attributes
-    ----------
-    name
-        The trainer's name.
-    setting
-        The first argument of the function after its context.
-    values
-        By number of epochs, the metric after these.
-    checkpoint
-        The last one; None if the training has failed or was dropped before its first one.
-    dropped
-        Whether it was stopped early.
-    error
-        Why it has failed; None if it has not.
-    """
-
-    name: str
-    setting: dict[str, Any]
+    name: str  #: the trainer's name
+    setting: dict[str, Any]  #: the first argument of the function after its context
+    #: By number of epochs, the metric after these.
     values: dict[int, float] = field(default_factory=dict)
+    #: The last one; None if the training has failed or was dropped before its first one.
     checkpoint: Checkpoint | None = None
-    dropped: bool = False
-    error: BaseException | None = None
+    dropped: bool = False  #: whether it was stopped early
+    error: BaseException | None = None  #: why it has failed; None if it has not
 
 
 @dataclass(frozen=True)
@@ -208,8 +194,8 @@ def _epochs_of(train: FreeTrainApp) -> int:
 
 
 class _Search:
-    """Trains what a study proposes, and compares the settings after some numbers of epochs, of
-    which the last one is the total.
+    """Trains what a study proposes, and compares the settings after some numbers of epochs, the
+    last of which is the total.
     """
 
     def __init__(

@@ -40,9 +40,7 @@ Space = Choices | Sequence[Mapping[str, Any]]
 
 
 def settings_of(space: Space) -> list[dict[str, Any]]:
-    """All settings of a space: those of a list, or all combinations of choices. Raises BadInput if
-    there are none, or infinitely many.
-    """
+    """The settings of a list, or all combinations of choices. BadInput: none, or endless."""
     if isinstance(space, Mapping):
         endless = [name for name, choices in space.items() if isinstance(choices, Uniform)]
         if endless:
@@ -58,9 +56,7 @@ def settings_of(space: Space) -> list[dict[str, Any]]:
 
 
 def drawn_from(space: Choices) -> Callable[[Any], dict[str, Any]]:
-    """The function that lets Optuna's trial draw a setting. Raises BadInput if there is nothing to
-    choose from.
-    """
+    """What lets Optuna's trial draw a setting. Raises BadInput if there is nothing to choose."""
     check_choices(space)
 
     def suggest(trial: Any) -> dict[str, Any]:

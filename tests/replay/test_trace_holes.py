@@ -11,9 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.easy_reservation import NOTHING_RESERVED, promises, reserve
 from parsl_freetrain.replay.job_table import Job, JobTable, job_table
-from parsl_freetrain.replay.job_table_holes import holes
+from parsl_freetrain.replay.job_table_holes import NOTHING_RESERVED, holes, promises, reserve
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 from tests.replay.easy import Promise, Simulated, as_swf, shadow_of, simulate

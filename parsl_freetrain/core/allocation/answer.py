@@ -20,39 +20,23 @@ def relative_gap(objective: float, bound: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An allocation.
+    """An allocation."""
 
-    Attributes
-    ----------
-    status
-        'optimal' (to within 1e-9 of the objective, where MILP solvers stop), 'feasible' (time ran
-        out; never worse than staying) or 'infeasible' (no allocation that keeps all limits exists,
-        or none was found in time: what runs is kept).
-    objective
-        Its value, by :meth:`Problem.objective`.
-    solver
-        Name of the solver.
-    seconds
-        How long that took.
-    allocation
-        Nodes by trainer; every bid's name is a key.
-    by_block
-        Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the
-        problem names no blocks.
-    staying
-        The objective of keeping what runs, as far as it can be kept.
-    bound
-        No allocation is worth more than this; the objective itself where the answer is optimal.
-        None: there is no allocation that keeps all limits, or none is known.
-    """
-
+    #: 'optimal' (to within 1e-9 of the objective, where MILP solvers stop), 'feasible' (time ran
+    #: out; never worse than staying) or 'infeasible' (no allocation that keeps all limits exists,
+    #: or none was found in time: what runs is kept).
     status: str
-    objective: float
-    solver: str
-    seconds: float
+    objective: float  #: its value, by :meth:`Problem.objective`
+    solver: str  #: name of the solver
+    seconds: float  #: how long that took
+    #: Nodes by trainer; every bid's name is a key.
     allocation: dict[str, int] = field(default_factory=dict)
+    #: Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the
+    #: problem names no blocks.
     by_block: dict[str, dict[str, int]] = field(default_factory=dict)
-    staying: float = 0.0
+    staying: float = 0.0  #: the objective of keeping what runs, as far as it can be kept
+    #: No allocation is worth more than this; the objective itself where the answer is optimal.
+    #: None: there is no allocation that keeps all limits, or none is known.
     bound: float | None = None
 
     @property
@@ -64,6 +48,4 @@ class Answer:
 class Allocator(Protocol):
     """Anything that solves a :class:`Problem`."""
 
-    def allocate(self, problem: Problem) -> Answer:
-        """The best allocation found; every bid's name is a key."""
-        ...
+    def allocate(self, problem: Problem) -> Answer: ...

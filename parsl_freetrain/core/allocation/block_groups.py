@@ -17,9 +17,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(problem: Problem) -> Groups:
-    """Indices of :attr:`Problem.places` by group, those that end first first; each alone where
-    grouping would not be exact.
-    """
+    """Indices of the places by group, by their ends; each alone where grouping is not exact."""
     places = problem.places
     if len(places) == 1 or not (problem.spans_blocks and problem.held_fits):
         return tuple((b,) for b in range(len(places)))
@@ -61,8 +59,7 @@ def spread(
     shrink.
 
     A trainer that shrinks keeps the nodes of the blocks that last longest. One that grows gets
-    nodes from blocks where it has some already, then from those that last longest, then from those
-    with most free nodes, so that few blocks are enough.
+    nodes from blocks where it has some, then from those that last longest, then from the emptiest.
     """
     if _as_they_are(problem, groups):
         return {name: tuple(nodes) for name, nodes in allocation.items()}
@@ -96,5 +93,4 @@ def spread(
 
 
 def _as_they_are(problem: Problem, groups: Groups) -> bool:
-    """Whether each place is its own group, in the problem's order."""
     return groups == tuple((b,) for b in range(len(problem.places)))

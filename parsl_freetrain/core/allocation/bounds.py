@@ -19,10 +19,8 @@ _STEPS = 30
 def worth_by_count(
     bid: Bid, most: int, horizon_s: float, stay_s: float = math.inf, node_class: str = ''
 ) -> Floats:
-    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes of one class
-    that stay for ``stay_s`` seconds.
-
-    Minus infinity where the bid may not have that count.
+    """:meth:`Problem.value` at each count 0..``most`` of nodes of one class that stay for
+    ``stay_s`` seconds; minus infinity where the bid may not have that count.
     """
     counts = np.arange(most + 1)
     rate = rates_at(bid.curve_on(node_class), counts)
@@ -55,8 +53,8 @@ def rates_at(curve: ScalingCurve, counts: NDArray[np.int64]) -> Floats:
 def upper_bound(problem: Problem) -> float:
     """An upper bound of the objective over all allocations, by a price per node.
 
-    It takes all nodes to stay for the horizon, and leaves out the limits. So it can be far from the
-    optimum where many nodes leave early; solvers that know a better bound state that one.
+    It takes all nodes to stay for the horizon and leaves out the limits, so it can be far off where
+    many nodes leave early.
     """
     nodes = sum(block.nodes for block in problem.places)
     worths = [_with_fewer(problem, bid, nodes) for bid in problem.bids]

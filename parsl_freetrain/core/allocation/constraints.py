@@ -35,7 +35,6 @@ class Owned(Protocol):
 
 
 def keys_of(trainer: Owned) -> tuple[str, ...]:
-    """The keys under which limits hold for a trainer."""
     owners = [f'{kind} {owner}' for kind in OWNERS if (owner := getattr(trainer, kind))]
     return (EVERYBODY, f'trainer {trainer.name}', *owners)
 
@@ -52,19 +51,8 @@ def members_by_key(trainers: Iterable[Owned]) -> dict[str, list[str]]:
 def check_keys(
     values: Mapping[str, float], what: str, unit: str, kinds: Collection[str] = OWNERS
 ) -> None:
-    """Check a setting that is stated by owner.
-
-    Parameters
-    ----------
-    what, unit
-        The setting's name and its values' unit, for error messages.
-    kinds
-        The kinds of owner that it may be stated for.
-
-    Raises
-    ------
-    BadInput
-        If a key names nobody, or a value is not a number, 0 or more.
+    """Raise BadInput if a key names no owner of these kinds, or a value is not 0 or more. ``what``
+    and ``unit`` (of the values) are for messages.
     """
     for key, value in values.items():
         kind, _, owner = key.partition(' ')
@@ -79,16 +67,8 @@ def check_keys(
 
 
 def pool_limits(pool: int, max_nodes: int | None, keep_free: int) -> list[Limit]:
-    """Limits on all trainers together.
-
-    Parameters
-    ----------
-    pool
-        Number of available nodes.
-    max_nodes
-        Maximum number of nodes in use at once; None: all.
-    keep_free
-        Number of available nodes to leave idle.
+    """Limits on all trainers together: of ``pool`` nodes at most ``max_nodes`` are used (None:
+    all), and ``keep_free`` stay idle.
     """
     limits = [Limit(most=max_nodes, why='max_nodes')] if max_nodes is not None else []
     return limits + ([Limit(most=max(pool - keep_free, 0), why=KEPT_FREE)] if keep_free else [])
@@ -99,14 +79,8 @@ def owner_limits(
     most: Mapping[str, int],
     node_s: Mapping[str, float] | None = None,
 ) -> list[Limit]:
-    """Caps and budgets of owners who have any trainer.
-
-    Parameters
-    ----------
-    members
-        Trainers by key; see :func:`members_by_key`.
-    most, node_s
-        By key: the maximum number of nodes at once, and of node-seconds within the horizon.
+    """Caps (nodes at once) and budgets (node-seconds within the horizon) of owners who have any
+    trainer, all by key; ``members``: see :func:`members_by_key`.
     """
     budgets = node_s or {}
     return [
@@ -122,20 +96,10 @@ def share_limits(
     counts: Mapping[str, Sequence[int]],
     nodes: int,
 ) -> list[Limit]:
-    """Minimum shares, as far as the trainers can use them and there are nodes for all of them.
+    """Minimum shares, by key, as far as the trainers can use them and there are ``nodes`` for all.
 
-    Where the nodes do not suffice for all shares, those that were stated first go first.
-
-    Parameters
-    ----------
-    members
-        Trainers by key; see :func:`members_by_key`.
-    shares
-        Minimum number of nodes by key.
-    counts
-        The node counts that each trainer can use.
-    nodes
-        Number of nodes that may be used.
+    Where the nodes do not suffice, shares that were stated first go first. ``members``: see
+    :func:`members_by_key`; ``counts``: the node counts that each trainer can use.
     """
     limits, left = [], nodes
     for key, share in shares.items():
@@ -154,17 +118,8 @@ def share_limits(
 
 
 def reachable_sums(counts: Iterable[Sequence[int]], most: int) -> int:
-    """The node counts, up to ``most``, that trainers can hold together.
-
-    Parameters
-    ----------
-    counts
-        For each trainer the counts above 0 that it may hold; it may also hold none.
-
-    Returns
-    -------
-    int
-        Bit n is set if they can hold n nodes together.
+    """Bit n is set if trainers can hold n nodes together, for n up to ``most``. Each may hold none,
+    or one of its ``counts`` above 0.
     """
     sums = 1
     for of_one in counts:

@@ -15,70 +15,32 @@ NOISE = 1e-9
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best allocation of all in which one trainer gets another node count than it got.
+    """The best allocation of all in which one trainer gets another node count than it got."""
 
-    Attributes
-    ----------
-    nodes
-        What the trainer gets in it.
-    objective
-        Its value.
-    worse_by
-        By how much less than the chosen one's; 0: as good; below 0: better, as it can be where the
-        answer is not optimal.
-    """
-
-    nodes: int
+    nodes: int  # what the trainer gets in it
     objective: float
-    worse_by: float
+    worse_by: float  # than the chosen one; below 0, as it can be if that is not optimal: better
 
 
 @dataclass(frozen=True)
 class Reason:
     """One trainer's part of an allocation. All worths are over the horizon, in the objective's unit
     x seconds.
-
-    Attributes
-    ----------
-    trainer
-        Its name.
-    nodes_before, nodes
-        What it held and what it gets.
-    worth_before
-        What keeping its nodes would be worth.
-    worth
-        What its new nodes are worth, the cost of the rescale taken off.
-    gain
-        The difference.
-    rescale_cost
-        What changes of its node count cost it: now, and when blocks end within the horizon.
-    alternative
-        None: there is no allocation that gives it another count.
     """
 
     trainer: str
     nodes_before: int
     nodes: int
-    worth_before: float
-    worth: float
+    worth_before: float  # of keeping its nodes
+    worth: float  # the cost of the rescale taken off
     gain: float
-    rescale_cost: float
-    alternative: Alternative | None
+    rescale_cost: float  # now, and when blocks end within the horizon
+    alternative: Alternative | None  # None: no allocation gives it another count
 
 
 @dataclass(frozen=True)
 class LimitUse:
-    """How far a side constraint is used.
-
-    Attributes
-    ----------
-    why
-        Where the constraint comes from.
-    nodes, node_s
-        What its trainers get within the horizon: nodes, and node-seconds.
-    least, most, most_node_s
-        What is allowed; None: no bound.
-    """
+    """How far a side constraint is used within the horizon; None: no bound."""
 
     why: str
     nodes: int
@@ -99,15 +61,9 @@ class Explanation:
 def explain(
     problem: Problem, answer: Answer, allocator: Allocator, only: str | None = None
 ) -> Explanation:
-    """Explain ``answer``; the problem is solved again for every trainer, but only once for trainers
-    that are alike.
-
-    Parameters
-    ----------
-    allocator
-        For the alternatives; an exact one makes them exact.
-    only
-        The one trainer to give a reason for; None: all.
+    """Explain ``answer``; the problem is solved again for every trainer, once for trainers that are
+    alike. An exact ``allocator`` makes the alternatives exact. ``only``: the one trainer to
+    explain; None: all.
     """
     chosen = by_place(problem, answer)
     keep = pinned(problem)
@@ -150,9 +106,7 @@ def _reason(
 def _alternative(
     problem: Problem, bid: Bid, count: int, objective: float, allocator: Allocator
 ) -> Alternative | None:
-    """The better of: the best allocation that gives the bid fewer nodes, the best one that gives it
-    more.
-    """
+    """The better of the best allocations that give the bid fewer nodes, and more."""
     bounds = [Limit((bid.name,), least=count + 1)] if count < bid.usable(problem.nodes) else []
     if count:
         bounds.append(Limit((bid.name,), most=count - 1))

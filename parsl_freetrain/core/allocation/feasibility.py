@@ -1,6 +1,4 @@
-"""The rules of a problem: objections to an allocation, which trainers may not change, and the
-allocation that keeps what runs as far as possible, with which every new one is compared.
-"""
+"""The rules of a problem: objections to an allocation, and what runs kept as far as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 
 
 def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:
-    """The answer's nodes in each of :attr:`Problem.places`, by trainer."""
     if not problem.blocks:
         return {name: (count,) for name, count in answer.allocation.items()}
     return {
@@ -21,9 +18,7 @@ def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:
 
 
 def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> list[str]:
-    """What is wrong with an allocation, one sentence each; empty: nothing. ``allocation``: by
-    trainer, its nodes in each of :attr:`Problem.places`.
-    """
+    """What is wrong with an allocation (nodes in each place, by trainer), one sentence each."""
     found = []
     names = {bid.name for bid in problem.bids}
     if set(allocation) != names:
@@ -81,10 +76,8 @@ def _beyond(problem: Problem, limit: Limit, allocation: Mapping[str, Sequence[in
 
 
 def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Nodes in each place of the bids that have to keep what they hold.
-
-    A fixed bid keeps it where its count is allowed and the nodes are there; of several that do not
-    fit together, the first ones do.
+    """Nodes in each place of the fixed bids that have to keep what they hold: where their count is
+    allowed and the nodes are there; of several that do not fit together, the first ones.
     """
     left = [block.nodes for block in problem.places]
     kept = {}
@@ -101,9 +94,9 @@ def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:
 def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
     """What runs now, as far as the nodes suffice: nodes in each place, by trainer.
 
-    In the bids' order, those that have to keep their nodes first, each keeps its nodes or the most
-    that is left and that it can use; it gives up nodes of the blocks that end first, and all of
-    those that it could not start on if it has to give up any.
+    In the bids' order, pinned ones first, each keeps the most that is left and that it can use; it
+    gives up nodes of the blocks that end first, and all of those that it could not start on if it
+    has to give up any.
     """
     kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
     left = [

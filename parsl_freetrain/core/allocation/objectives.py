@@ -18,10 +18,7 @@ MOST_WORTH = 1e18
 """More than this per second is refused: solvers calculate in floats."""
 
 SPEED_SHARE = 0.01
-"""What full speed adds to the worth of a trainer under ``deadline``, so that nodes beyond what
-deadlines need are used.
-"""
-
+"""What full speed adds under ``deadline``, so that nodes beyond what deadlines need are used."""
 
 _FOREVER_S = 1e12  # what takes longer takes this long: sums with infinity have no ratio
 
@@ -34,19 +31,14 @@ class Running:
     ----------
     nodes, node_class
         What it holds; the class is empty where classes are not told apart.
-    restart_s
-        Seconds without training that another number of nodes, or another class, costs.
-    age_s
-        Seconds since it was submitted.
-    lost_s
-        Seconds of these that restarts have cost.
     """
 
     nodes: int
     node_class: str
+    #: Seconds without training that another number of nodes, or another class, costs.
     restart_s: float
-    age_s: float
-    lost_s: float
+    age_s: float  #: seconds since it was submitted
+    lost_s: float  #: seconds of these that restarts have cost
 
     def stays(self, nodes: int, node_class: str) -> bool:
         """Whether this choice needs no restart."""
@@ -77,45 +69,28 @@ class Candidate:
 
     Attributes
     ----------
-    name
-        For error messages.
-    curve
-        Samples per second by node count.
     min_nodes, max_nodes
         The counts that its worth is asked for; ``max_nodes`` need not exceed the nodes that there
         are.
-    priority
-        How much it counts, relative to 1.
-    deadline_s
-        Seconds from now until it should be finished; None: no deadline.
-    remaining_samples
-        What is left to train; None: unknown.
-    efficiency
-        Statistical efficiency; None: 1 at every count.
-    waited_s
-        Seconds since it had nodes last.
     slowest, fastest
         Where ``curve`` is that of one node class: the rate on one node of its slowest class, which
         speed-ups are relative to, and its best rate on any class. None: those of ``curve``.
-    node_class
-        That class.
-    running
-        What it holds; None: it waits.
     """
 
-    name: str
-    curve: ScalingCurve
+    name: str  #: for error messages
+    curve: ScalingCurve  #: samples per second by node count
     min_nodes: int
     max_nodes: int
-    priority: float = 1.0
+    priority: float = 1.0  #: how much it counts, relative to 1
+    #: Seconds from now until it should be finished; None: no deadline.
     deadline_s: float | None = None
-    remaining_samples: float | None = None
-    efficiency: Efficiency | None = None
-    waited_s: float = 0.0
+    remaining_samples: float | None = None  #: what is left to train; None: unknown
+    efficiency: Efficiency | None = None  #: statistical efficiency; None: 1 at every count
+    waited_s: float = 0.0  #: seconds since it had nodes last
     slowest: float | None = None
     fastest: float | None = None
-    node_class: str = ''
-    running: Running | None = None
+    node_class: str = ''  #: that class
+    running: Running | None = None  #: what it holds; None: it waits
 
     @property
     def one_node_rate(self) -> float:
@@ -274,8 +249,7 @@ def objective_named(text: str, what: str = 'objective') -> Metric:
     if not word or (word.isidentifier() and word not in FIELDS):
         raise BadInput(
             f'There is no {what} {text!r} to allocate nodes by; choose one of '
-            f'{", ".join(METRICS)}, '
-            f'or write an expression of {", ".join(FIELDS)}.'
+            f'{", ".join(METRICS)}, or write an expression of {", ".join(FIELDS)}.'
         )
     expression = parse(text, FIELDS)
     return lambda candidate: _tabulated(candidate, lambda n: _evaluated(expression, candidate, n))

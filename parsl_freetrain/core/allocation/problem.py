@@ -20,24 +20,12 @@ from parsl_freetrain.core.model.types import ScalingCurve
 
 @dataclass(frozen=True)
 class Block:
-    """Interchangeable nodes that are there for the same time.
+    """Interchangeable nodes that are there for the same time."""
 
-    Attributes
-    ----------
-    name
-        Unique within a problem.
-    nodes
-        How many.
-    remaining_s
-        Seconds until they leave; infinite where no end is known.
-    node_class
-        Their kind, such as 'a100'; nodes of one block are alike.
-    """
-
-    name: str
-    nodes: int
-    remaining_s: float = math.inf
-    node_class: str = ''
+    name: str  #: unique within a problem
+    nodes: int  #: how many
+    remaining_s: float = math.inf  #: seconds until they leave; infinite where no end is known
+    node_class: str = ''  #: their kind, such as 'a100'; nodes of one block are alike
 
 
 _USELESS = ScalingCurve((0,), (0.0,))
@@ -49,52 +37,39 @@ class Bid:
 
     Attributes
     ----------
-    name
-        The trainer.
     min_nodes, max_nodes
         It gets 0 nodes or a count in this range.
-    current_nodes
-        What it holds now; leaving this count costs ``rescale_up_s`` or ``rescale_down_s`` seconds
-        of the current rate.
-    curve
-        What a node count is worth per second: the objective's view of the trainer's scaling curve.
-    held
-        ``current_nodes`` by block, in the order of :attr:`Problem.blocks`; empty where there is one
-        block or nothing is held.
-    sizes
-        The only counts it may get, besides 0; empty: every one in the range.
-    fixed
-        Whether it was rescaled too recently to be rescaled again. It keeps what it holds, even if
-        that is nothing; if it cannot (nodes are gone, the count is not allowed), it may change.
-    shortest_s
-        Minimum time, in seconds, for which nodes must stay for it to start on them; it may go on
-        with what it holds.
-    class_curves
-        What node counts of each node class are worth, in place of ``curve``; it does not use nodes
-        of other classes. Empty: ``curve`` holds for all classes.
-    current_class
-        The class of the nodes that it holds; empty where they are of several.
-    mixed_parts
-        If above 0, it may hold nodes of several classes at once; see :meth:`mixed_rate`.
-    current_mix
-        What it holds by class, if so.
     """
 
-    name: str
+    name: str  #: the trainer
     min_nodes: int
     max_nodes: int
+    #: What it holds now; leaving this count costs ``rescale_up_s`` or ``rescale_down_s`` seconds of
+    #: the current rate.
     current_nodes: int
     rescale_up_s: float
     rescale_down_s: float
+    #: What a node count is worth per second: the objective's view of the trainer's scaling curve.
     curve: ScalingCurve
+    #: ``current_nodes`` by block, in the order of :attr:`Problem.blocks`; empty where there is one
+    #: block or nothing is held.
     held: tuple[int, ...] = ()
+    #: The only counts it may get, besides 0; empty: every one in the range.
     sizes: tuple[int, ...] = ()
+    #: Whether it was rescaled too recently to be rescaled again. It keeps what it holds, even if
+    #: that is nothing; if it cannot (nodes are gone, the count is not allowed), it may change.
     fixed: bool = False
+    #: Minimum time, in seconds, for which nodes must stay for it to start on them; it may go on
+    #: with what it holds.
     shortest_s: float = 0.0
+    #: What node counts of each node class are worth, in place of ``curve``; it does not use nodes
+    #: of other classes. Empty: ``curve`` holds for all classes.
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
+    #: The class of the nodes that it holds; empty where they are of several.
     current_class: str = ''
+    #: If above 0, it may hold nodes of several classes at once; see :meth:`mixed_rate`.
     mixed_parts: int = 0
-    current_mix: tuple[tuple[str, int], ...] = ()
+    current_mix: tuple[tuple[str, int], ...] = ()  #: what it holds by class, if so
 
     def curve_on(self, node_class: str) -> ScalingCurve:
         """What node counts of this class are worth per second; 0 if it does not use the class."""
@@ -169,21 +144,17 @@ class Limit:
 
     Attributes
     ----------
-    members
-        Names of the bids that it is about; empty: all.
     least, most
         Minimum and maximum number of nodes that they hold in total; ``most`` None: no cap.
-    node_s
-        Maximum node-seconds that they use within the horizon; None: no budget. A node of a block
-        uses min(horizon, remaining) seconds.
-    why
-        Where it comes from, for explanations: 'user anna', 'group physics', 'nodes kept free'.
     """
 
-    members: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()  #: names of the bids that it is about; empty: all
     least: int = 0
     most: int | None = None
+    #: Maximum node-seconds that they use within the horizon; None: no budget. A node of a block
+    #: uses min(horizon, remaining) seconds.
     node_s: float | None = None
+    #: Where it comes from, for explanations: 'user anna', 'group physics', 'nodes kept free'.
     why: str = ''
 
     def concerns(self, name: str) -> bool:
@@ -193,30 +164,15 @@ class Limit:
 
 @dataclass(frozen=True)
 class Problem:
-    """Which trainer gets how many of ``nodes`` nodes for the next ``horizon_s`` seconds?
+    """Which trainer gets how many of ``nodes`` nodes for the next ``horizon_s`` seconds?"""
 
-    Attributes
-    ----------
-    horizon_s
-        How far the decision looks ahead, in seconds.
-    nodes
-        How many nodes there are to give away, in all blocks.
-    bids
-        The trainers; names are unique.
-    blocks
-        Where the nodes are; empty: in one block without a known end.
-    spans_blocks
-        Whether a trainer may hold nodes of several blocks at once; they are of one class.
-    limits
-        Side constraints.
-    """
-
-    horizon_s: float
-    nodes: int
-    bids: tuple[Bid, ...]
-    blocks: tuple[Block, ...] = ()
+    horizon_s: float  #: how far the decision looks ahead, in seconds
+    nodes: int  #: how many nodes there are to give away, in all blocks
+    bids: tuple[Bid, ...]  #: the trainers; names are unique
+    blocks: tuple[Block, ...] = ()  #: where the nodes are; empty: in one block without a known end
+    #: Whether a trainer may hold nodes of several blocks at once; they are of one class.
     spans_blocks: bool = True
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[Limit, ...] = ()  #: side constraints
 
     @cached_property
     def places(self) -> tuple[Block, ...]:

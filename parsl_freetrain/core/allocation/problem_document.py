@@ -1,6 +1,4 @@
-"""An allocation problem as users state it to ``freetrain allocate``, and a sentence for whatever is
-wrong with it.
-"""
+"""An allocation problem as users state it to ``freetrain allocate``, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,20 +10,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from msgspec import Meta, field
 
-from parsl_freetrain.core.allocation.constraints import (
-    SHARE_OF,
-    members_by_key,
-    owner_limits,
-    pool_limits,
-)
-from parsl_freetrain.core.allocation.objectives import (
-    CHARGES_RESTARTS,
-    Candidate,
-    Metric,
-    Running,
-    by_class,
-    objective_named,
-)
+from parsl_freetrain.core.allocation import constraints, objectives
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.model.checked_settings import Settings, read_settings
 from parsl_freetrain.core.model.checked_values import Share
@@ -115,9 +100,7 @@ class ProblemDocument(Settings, frozen=True, kw_only=True):
 
 
 def decode(text: str) -> dict[str, Any]:
-    """The fields of a JSON object, not yet checked. Raises BadInput if the text is not one JSON
-    object.
-    """
+    """The fields of a JSON object, unchecked. Raises BadInput if the text is no such object."""
     try:
         raw = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_once_each)
     except BadInput:
@@ -147,18 +130,15 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check(raw: dict[str, Any]) -> ProblemDocument:
-    """The document with these fields. Raises BadInput if a field cannot be used; the sentence names
-    the trainer and the field.
-    """
+    """The document; raises BadInput, with the trainer and the field that cannot be used."""
     return read_settings(ProblemDocument, '', raw)
 
 
-def problem_of(stated: ProblemDocument, objective: Metric | None = None) -> Problem:
-    """The allocation problem that a document states. ``objective``: replaces the objective that the
-    document names; where both are absent it is throughput. Raises BadInput if fields contradict
-    each other; the sentence names the trainer and the fields.
+def problem_of(stated: ProblemDocument, objective: objectives.Metric | None = None) -> Problem:
+    """The allocation problem that a document states, with ``objective`` in place of the one that it
+    names. Raises BadInput if fields contradict each other, with the trainer and the fields.
     """
-    metric = objective or objective_named(
+    metric = objective or objectives.objective_named(
         'throughput' if stated.objective is None else stated.objective
     )
     blocks = _blocks(stated)
@@ -192,7 +172,7 @@ def _bid(
     trainer: TrainerDocument,
     blocks: tuple[Block, ...],
     pool: int,
-    metric: Metric,
+    metric: objectives.Metric,
 ) -> Bid:
     where = f'trainer {trainer.name!r}: '
     sizes = _sizes(trainer, where)
@@ -202,7 +182,7 @@ def _bid(
     mix = _mix(trainer, blocks, held, where)
     only_class = mix[0][0] if len(mix) == 1 else ''
     costs = (trainer.rescale_up_s, trainer.rescale_down_s)
-    candidate = Candidate(
+    candidate = objectives.Candidate(
         trainer.name,
         curves[0][1] if curves else _curve(trainer, trainer.rate, where),
         trainer.min_nodes,
@@ -212,7 +192,7 @@ def _bid(
         trainer.remaining_samples,
         _efficiency(trainer, where),
         trainer.waited_s,
-        running=Running(current, only_class, costs[0], trainer.age_s, trainer.lost_s)
+        running=objectives.Running(current, only_class, costs[0], trainer.age_s, trainer.lost_s)
         if current
         else None,
     )
@@ -222,13 +202,13 @@ def _bid(
         trainer.min_nodes,
         trainer.max_nodes,
         current,
-        *((0.0, 0.0) if metric in CHARGES_RESTARTS else costs),
+        *((0.0, 0.0) if metric in objectives.CHARGES_RESTARTS else costs),
         metric(candidate),
         held if len(blocks) > 1 else (),
         sizes,
         fixed=since_s < stated.min_rescale_interval_s and current > 0,
         shortest_s=trainer.shortest_s,
-        class_curves=by_class(metric, candidate, curves),
+        class_curves=objectives.by_class(metric, candidate, curves),
         current_class=only_class,
         mixed_parts=trainer.mixed_parts,
         current_mix=mix if trainer.mixed_parts else (),
@@ -250,7 +230,6 @@ def _sizes(trainer: TrainerDocument, where: str) -> tuple[int, ...]:
 def _mix(
     trainer: TrainerDocument, blocks: tuple[Block, ...], held: tuple[int, ...], where: str
 ) -> tuple[tuple[str, int], ...]:
-    """What a trainer holds of each node class."""
     classes = Counter[str]()
     for count, block in zip(held, blocks, strict=False):
         classes[block.node_class] += count
@@ -318,7 +297,6 @@ def _points(
 
 
 def _held(stated: ProblemDocument, trainer: TrainerDocument, where: str) -> tuple[int, ...]:
-    """What a trainer holds in each block; empty where there are no blocks."""
     if stated.blocks is None:
         if trainer.current is not None:
             raise BadInput(f'{where}current is for problems with blocks; give current_nodes.')
@@ -340,7 +318,6 @@ def _held(stated: ProblemDocument, trainer: TrainerDocument, where: str) -> tupl
 def _check_held(
     stated: ProblemDocument, blocks: tuple[Block, ...], pool: int, bids: tuple[Bid, ...]
 ) -> None:
-    """Refuse trainers that hold more nodes than there are, in all or in one block."""
     field = 'current_nodes' if stated.blocks is None else 'current'
     for bid in bids:
         if bid.current_nodes > pool:
@@ -368,11 +345,11 @@ def _check_sum(
 
 
 def _limits(stated: ProblemDocument, pool: int) -> tuple[Limit, ...]:
-    limits = pool_limits(pool, stated.max_nodes, stated.keep_free)
+    limits = constraints.pool_limits(pool, stated.max_nodes, stated.keep_free)
     if stated.budget_node_s is not None:
         limits.append(Limit(node_s=stated.budget_node_s, why='budget'))
-    members = members_by_key(stated.trainers)
-    limits += owner_limits(
+    members = constraints.members_by_key(stated.trainers)
+    limits += constraints.owner_limits(
         members,
         _by_key(stated.user_nodes, stated.group_nodes),
         _by_key(stated.user_budget_node_s, stated.group_budget_node_s),
@@ -380,7 +357,7 @@ def _limits(stated: ProblemDocument, pool: int) -> tuple[Limit, ...]:
     shares = _by_key(stated.user_shares, stated.group_shares)
     shares |= {f'trainer {t.name}': t.share for t in stated.trainers if t.share}
     return *limits, *(
-        Limit(tuple(members[key]), least=share, why=SHARE_OF + key)
+        Limit(tuple(members[key]), least=share, why=constraints.SHARE_OF + key)
         for key, share in shares.items()
         if key in members
     )

@@ -32,15 +32,7 @@ class Found(NamedTuple):
 
 
 class Asked:
-    """A problem on its way through a solver.
-
-    Parameters
-    ----------
-    problem
-        What is asked.
-    solver
-        Who is asked.
-    """
+    """A problem on its way through the solver of this name."""
 
     def __init__(self, problem: Problem, solver: str) -> None:
         self._started = perf_counter()
@@ -54,7 +46,6 @@ class Asked:
 
     @property
     def seconds(self) -> float:
-        """Since it was asked."""
         return perf_counter() - self._started
 
     def solved(self, solve: Callable[[Problem], Found]) -> Answer:
@@ -87,17 +78,8 @@ class Asked:
     ) -> Answer:
         """The answer ``found``, or staying put where that is worth no less and keeps all limits.
 
-        Parameters
-        ----------
-        status
-            How sure the solver is, see :class:`Answer`.
-        found
-            Nodes in each place by trainer.
-        worth, staying_worth
-            The objectives of both, where the solver knows them.
-        bound
-            An upper bound of the objective, where the solver has one; for an answer that is not
-            optimal.
+        ``worth``, ``staying_worth``: the objectives of both, where the solver knows them;
+        ``bound``: for an answer that is not optimal.
         """
         worth = self._problem.objective(found) if worth is None else worth
         before = self._problem.objective(self.staying) if staying_worth is None else staying_worth
@@ -106,15 +88,12 @@ class Asked:
         return self._answer(status, worth, before, found, bound)
 
     def of(self, status: str, found: Mapping[str, Sequence[int]]) -> Answer:
-        """The answer ``found``, whatever staying put is worth."""
         return self._answer(
             status, self._problem.objective(found), self._problem.objective(self.staying), found
         )
 
     def stay(self, status: str | None = None) -> Answer:
-        """What runs is kept; by default 'feasible' where that keeps all limits, else
-        'infeasible'.
-        """
+        """What runs is kept; by default 'feasible' if that keeps all limits, else 'infeasible'."""
         worth = self._problem.objective(self.staying)
         return self._answer(
             status or ('feasible' if self._staying_is_allowed() else 'infeasible'),

@@ -16,35 +16,23 @@ from parsl_freetrain.core.allocation.objectives import (
     by_class,
 )
 from parsl_freetrain.core.allocation.problem import Bid
-from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
 from parsl_freetrain.core.controller.node_pool import key_of
 from parsl_freetrain.core.controller.placement import Places
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.throughput_profile import CAUTION
+from parsl_freetrain.core.controller.throughput_profile import CAUTION, speed_ratio
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 Curves = tuple[tuple[str, ScalingCurve], ...]
 
 LOOKS = 4
-"""Number of times per horizon that time-dependent bids are renewed: rarely enough that most
-decisions stand.
-"""
+"""How often per horizon time-dependent bids are renewed: so rarely that most decisions stand."""
 
 
 class Bids:
-    """The bids of all trainers whose turn it is, in order of submission.
-
-    Parameters
-    ----------
-    settings
-        How decisions are made.
-    metric
-        The objective.
-    timed
-        Whether the objective changes as time passes; then all bids are renewed :data:`LOOKS` times
-        per horizon.
+    """The bids of all trainers whose turn it is, in order of submission. ``timed``: the objective
+    changes as time passes; then all bids are renewed :data:`LOOKS` times per horizon.
     """
 
     def __init__(
@@ -61,9 +49,8 @@ class Bids:
         self._curves: dict[str, tuple[object, tuple[ScalingCurve, Curves]]] = {}
         self._layout: object = ()
         self._deadlines: list[tuple[float, str]] = []  # heap of fragments' own deadlines
-        self._settling: list[
-            tuple[float, str]
-        ] = []  # heap of the last rescales of trainers whose bids are fixed
+        # Heap of the last rescales of trainers whose bids are fixed.
+        self._settling: list[tuple[float, str]] = []
         self._noted: dict[str, int] = {}  # the fragments that are in these two heaps
         self._unmeasured: dict[str, None] = {}  # trainers whose speed is not known
         self._typical = 1.0
@@ -71,14 +58,11 @@ class Bids:
 
     @property
     def current(self) -> dict[str, int]:
-        """Nodes that each trainer holds according to its bid; a copy."""
         return dict(self._current)
 
     def refresh(self, state: ControllerState, at: float, places: Places) -> tuple[Bid, ...]:
-        """Bring all bids up to date.
-
-        A trainer whose fragment is ending has already paid for the change, and bids as if it held
-        no nodes.
+        """Bring all bids up to date. A trainer whose fragment is ending has already paid for the
+        change, and bids as if it held no nodes.
         """
         self._let_time_pass(state, at)
         if places.layout != self._layout:  # the places of held nodes have new indices
@@ -115,8 +99,8 @@ class Bids:
             state.changed[heappop(self._settling)[1]] = None
 
     def _follow(self, name: str, state: ControllerState, at: float) -> None:
-        """Note when the passing of time will change this bid, and whether the bid depends on the
-        speed of other trainers.
+        """Note when time will change this bid, and whether it depends on the speed of other
+        trainers.
         """
         trainer = state.active.get(name)
         if trainer is None:
@@ -141,7 +125,6 @@ class Bids:
             heappush(self._settling, (trainer.rescaled_at, name))
 
     def _assume(self, state: ControllerState) -> None:
-        """Assume that trainers of unknown speed are as fast as the mean of the others."""
         known = [
             rate
             for t in state.active.values()
@@ -197,8 +180,8 @@ class Bids:
     def _worth(
         self, state: ControllerState, trainer: TrainerState, at: float, here: Running | None
     ) -> tuple[ScalingCurve, Curves]:
-        """The worth by node count under the objective, and the same for each node class where
-        classes differ; cached for curves that the user stated, unless they depend on time.
+        """The worth by node count under the objective, also for each node class where classes
+        differ; cached for curves that the user stated, unless they depend on time.
 
         If an expression no longer has a value (a deadline has passed), the last worth is kept.
         """
@@ -232,18 +215,9 @@ def _ratio(state: ControllerState, node_class: str, other: str) -> float:
 def candidate_of(
     trainer: Trainer, curve: ScalingCurve, at: float, samples: int, waited_s: float = 0.0
 ) -> Candidate:
-    """A trainer at a given time, as the objective sees it.
-
-    Parameters
-    ----------
-    curve
-        Samples per second by node count, as far as known.
-    at
-        The time in seconds, on the clock of ``finish_by_s``.
-    samples
-        Number of samples trained so far.
-    waited_s
-        Seconds since it last had nodes; 0 while it has some.
+    """A trainer at a time ``at``, on the clock of ``finish_by_s``, as the objective sees it.
+    ``curve``: samples per second, as far as known; ``waited_s``: since it last had nodes, 0 while
+    it has some.
     """
     return Candidate(
         trainer.name,

@@ -8,86 +8,77 @@ from collections.abc import Iterable
 
 from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
 from parsl_freetrain.core.controller.budgets import affordable
-from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
-from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.throughput_profile import speed_ratio
 from parsl_freetrain.core.model.events import Action, CloseBlock, OpenBlock
 from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
 
 
 def nodes_on_their_way(state: ControllerState) -> int:
-    """Number of nodes in open blocks that have not joined yet."""
     return sum(max(block.request.nodes - len(block.arrived), 0) for block in state.blocks.values())
 
 
-def nodes_wanted(state: ControllerState, settings: ControllerSettings) -> int:
-    """Number of nodes that could be used beyond those that are available or on their way; 0 or
-    less: none.
-    """
+def nodes_wanted(state: ControllerState) -> int:
+    """Number of nodes that could be used beyond those available or on their way; may be below 0."""
     here = len(state.pool.nodes)
-    wanted = _within_caps(
-        settings, [(t.trainer, _wanted_by(t, state, settings)) for t in state.active.values()]
-    )
-    if settings.max_nodes is not None:
-        wanted = min(wanted, settings.max_nodes)
+    wanted = _within_caps(state, [(t.trainer, _wanted_by(t, state)) for t in state.active.values()])
+    if state.settings.max_nodes is not None:
+        wanted = min(wanted, state.settings.max_nodes)
     wanted = max(
-        wanted + _spare(state, settings), math.ceil(state.ordinary / settings.workers_per_node)
+        wanted + _spare(state), math.ceil(state.ordinary / state.settings.workers_per_node)
     )
     return wanted - here - nodes_on_their_way(state)
 
 
-def _spare(state: ControllerState, settings: ControllerSettings) -> int:
-    """Number of nodes to keep available and idle."""
-    return settings.keep_free if state.active else 0
+def _spare(state: ControllerState) -> int:
+    return state.settings.keep_free if state.active else 0
 
 
-def _wanted_by(trainer: TrainerState, state: ControllerState, settings: ControllerSettings) -> int:
-    if trainer.running is None or settings.spans_blocks:
+def _wanted_by(trainer: TrainerState, state: ControllerState) -> int:
+    if trainer.running is None or state.settings.spans_blocks:
         return trainer.wanted_nodes()
-    return sum(
-        node in state.pool.holder for node in trainer.running.nodes
-    )  # it cannot grow beyond its block
+    # It cannot grow beyond its block.
+    return sum(node in state.pool.holder for node in trainer.running.nodes)
 
 
-def _within_caps(settings: ControllerSettings, wanted: list[tuple[Trainer, int]]) -> int:
+def _within_caps(state: ControllerState, wanted: list[tuple[Trainer, int]]) -> int:
     """The number of nodes that the caps allow trainers together, given what each wants."""
     totals = [sum(count for _, count in wanted)]
-    for kind in OWNERS if settings.caps else ():
+    for kind in OWNERS if state.settings.caps else ():
         by_owner: Counter[str] = Counter()
         for trainer, count in wanted:
             by_owner[f'{kind} {getattr(trainer, kind)}'] += count
-        totals.append(sum(min(n, settings.caps.get(owner, n)) for owner, n in by_owner.items()))
+        totals.append(
+            sum(min(n, state.settings.caps.get(owner, n)) for owner, n in by_owner.items())
+        )
     return min(totals)
 
 
-def blocks_to_open(
-    state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
-) -> list[OpenBlock]:
+def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> list[OpenBlock]:
     """A block for each hole that is long enough and can be paid, cheapest and largest first, while
     more nodes are wanted.
 
-    A block on which no trainer could start is not opened: it would be given back and requested
-    again.
+    None on which no trainer could start: it would be given back and requested again.
     """
     if state.shutting_down:
         return []
-    usable = _usable(state, settings, at, holes)
+    usable = _usable(state, at, holes)
     offered = {hole.node_class for hole in usable}
-    slower = {node_class: _slower(state, settings, node_class, offered) for node_class in offered}
+    slower = {node_class: _slower(state, node_class, offered) for node_class in offered}
     # Fast classes first: what they provide is not asked of slower ones.
     usable.sort(key=lambda h: (-slower[h.node_class][0], h.price(at), -h.nodes, h.names))
     left = state.charges.left(block.request for block in state.blocks.values())
-    wanted = nodes_wanted(state, settings)
-    if settings.spans_blocks:
+    wanted = nodes_wanted(state)
+    if state.settings.spans_blocks:
         sure = len(state.pool.nodes) + nodes_on_their_way(state)
-        spare = _spare(state, settings)
+        spare = _spare(state)
         wanted = (
             _that_fit(state, sure + min(wanted, sum(hole.nodes for hole in usable)) - spare)
             + spare
             - sure
         )
-    room = settings.max_blocks - len(state.blocks)
-    least = _least_useful(state, settings, sum(hole.nodes for hole in usable[: max(room, 0)]))
+    room = state.settings.max_blocks - len(state.blocks)
+    least = _least_useful(state, sum(hole.nodes for hole in usable[: max(room, 0)]))
     opened: list[OpenBlock] = []
     for hole in usable:
         nodes = min(affordable(hole, left, at), wanted + slower[hole.node_class][1])
@@ -95,7 +86,7 @@ def blocks_to_open(
             break
         if nodes <= 0:
             continue
-        if not settings.spans_blocks:
+        if not state.settings.spans_blocks:
             nodes = _that_fit(state, nodes)
         if nodes < least:
             continue
@@ -117,52 +108,43 @@ def blocks_to_open(
     return opened
 
 
-def _usable(
-    state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
-) -> list[Hole]:
-    """The holes that are long enough for some trainer, of a class that one uses, and not above the
-    maximum price.
+def _usable(state: ControllerState, at: float, holes: Iterable[Hole]) -> list[Hole]:
+    """The holes long enough for some trainer, of a class that one uses, not above the maximum
+    price.
     """
     return [
         hole
         for hole in holes
         if (hole.until_s is None or hole.until_s - at >= state.shortest_s)
         and _of_use(state, hole.node_class)
-        and (settings.max_price is None or hole.price(at) <= settings.max_price)
+        and (state.settings.max_price is None or hole.price(at) <= state.settings.max_price)
     ]
 
 
-def charges_spent(
-    state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
-) -> str:
-    """Why no trainer can go on within the charge budget and the maximum price, as a clause for a
-    message; empty if one can.
-    """
+def charges_spent(state: ControllerState, at: float, holes: Iterable[Hole]) -> str:
+    """Why no trainer can go on within the charge budget and maximum price, a clause; or empty."""
     if state.blocks or state.shutting_down or not state.trainers:
         return ''
-    offered = list(holes)
+    offered, most = list(holes), state.settings.max_price
     cheapest = min((hole.charge.price for hole in offered), default=0.0)
-    if settings.max_price is not None and cheapest > settings.max_price:
+    if most is not None and cheapest > most:
         return (
-            f'a node costs at least {cheapest:g} an hour, above max_price={settings.max_price:g}; '
-            'raise it, or use a cheaper queue'
+            f'a node costs at least {cheapest:g} an hour, above max_price={most:g}; raise it, or '
+            'use a cheaper queue'
         )
-    usable = _usable(state, settings, at, offered)
-    least = _least_useful(state, settings, sum(hole.nodes for hole in usable))
+    usable = _usable(state, at, offered)
+    least = _least_useful(state, sum(hole.nodes for hole in usable))
     return state.charges.too_dear(usable, least, at)
 
 
 def _of_use(state: ControllerState, node_class: str) -> bool:
-    """Whether a trainer uses nodes of this class."""
     bidders = state.active.values()
     return bool(state.ordinary) or not bidders or any(t.trainer.uses(node_class) for t in bidders)
 
 
-def _slower(
-    state: ControllerState, settings: ControllerSettings, node_class: str, offered: set[str]
-) -> tuple[int, int]:
-    """The number of classes, offered or there, that are slower than this one, and the number of
-    their nodes that are there or on their way: these are no reason to do without this class.
+def _slower(state: ControllerState, node_class: str, offered: set[str]) -> tuple[int, int]:
+    """The number of classes, offered or there, that are slower than this one, and of their nodes
+    that are there or on their way: these are no reason to do without this class.
 
     It must be so much faster that trainers surely move: a block that stays idle is given back, and
     would be asked for again.
@@ -171,7 +153,7 @@ def _slower(
         return 0, 0
     profiles = [t.profiles for t in state.active.values()]
     cost_s = max((t.measured.costs(t.trainer)[0] for t in state.active.values()), default=0.0)
-    enough = 1 + max(0.1, 2 * cost_s / settings.horizon_s)
+    enough = 1 + max(0.1, 2 * cost_s / state.settings.horizon_s)
     there: Counter[str] = Counter()
     for block in state.blocks.values():
         there[block.request.node_class] += block.request.nodes
@@ -184,35 +166,29 @@ def _slower(
 
 
 def _that_fit(state: ControllerState, nodes: int) -> int:
-    """The largest number of nodes, up to ``nodes``, that the trainers can hold together, given the
-    node counts that each may have.
-    """
+    """How many of these nodes the trainers can hold together, given the counts each may have."""
     bidders = state.active.values()
     if state.ordinary or nodes <= 0 or not bidders or not all(t.trainer.sizes for t in bidders):
         return nodes
     return reachable_sums([t.trainer.counts() for t in bidders], nodes).bit_length() - 1
 
 
-def _least_useful(state: ControllerState, settings: ControllerSettings, offered: int) -> float:
-    """Nodes of the smallest block on which a trainer could start; infinite if none could start on
-    any block.
-    """
+def _least_useful(state: ControllerState, offered: int) -> float:
+    """Nodes of the smallest block on which a trainer could start; infinite if there is none."""
     if state.ordinary:
         return 1
     smallest = min((t.trainer.counts()[0] for t in state.active.values()), default=math.inf)
-    if not settings.spans_blocks:
+    if not state.settings.spans_blocks:
         return smallest
     return (
         1 if len(state.pool.nodes) + nodes_on_their_way(state) + offered >= smallest else math.inf
     )
 
 
-def idle_blocks(state: ControllerState, settings: ControllerSettings, at: float) -> list[Action]:
-    """Give back blocks that have been idle for a while; the request is repeated after the same time
-    if a block stays open.
-    """
+def idle_blocks(state: ControllerState, at: float) -> list[Action]:
+    """Give back blocks that have been idle for a while; again after that time if one stays open."""
     closing: list[Action] = []
-    spare = _spare(state, settings)
+    spare = _spare(state)
     for name, block in state.blocks.items():
         if not block.arrived or state.ordinary or state.pool.busy.get(name):
             block.idle_since = None
@@ -220,9 +196,9 @@ def idle_blocks(state: ControllerState, settings: ControllerSettings, at: float)
             block.idle_since = at
         elif 0 < len(block.nodes) <= spare:
             spare -= len(block.nodes)
-        elif at - block.idle_since >= settings.idle_block_s:
+        elif at - block.idle_since >= state.settings.idle_block_s:
             block.idle_since = at
             closing.append(
-                CloseBlock(name, f'nothing has run on it for {settings.idle_block_s:g} s')
+                CloseBlock(name, f'nothing has run on it for {state.settings.idle_block_s:g} s')
             )
     return closing

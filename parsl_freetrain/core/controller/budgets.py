@@ -14,9 +14,7 @@ from parsl_freetrain.core.allocation.constraints import EVERYBODY, keys_of
 from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
 
 INSTANT_S = 1e-6
-"""A budget that would last for less than this number of seconds counts as spent, since times are
-floats.
-"""
+"""A budget that would last for fewer seconds counts as spent, since times are floats."""
 
 
 @dataclass
@@ -50,15 +48,8 @@ class Meter:
 
 
 class Budgets:
-    """The budgets of a run.
-
-    Parameters
-    ----------
-    limits
-        Node-seconds by trainer, user or group; see
-        :class:`~parsl_freetrain.core.controller.settings.ControllerSettings`.
-    used_before
-        Node-seconds that were used in earlier runs, by the same keys.
+    """The budgets of a run, and what of them earlier runs used: node-seconds by trainer, user or
+    group, see :class:`~parsl_freetrain.core.controller.settings.ControllerSettings`.
     """
 
     def __init__(self, limits: Mapping[str, float], used_before: Mapping[str, float]) -> None:
@@ -70,17 +61,15 @@ class Budgets:
         return bool(self._meters)
 
     def change(self, trainer: Trainer, nodes: int, at: float) -> None:
-        """Add this number of nodes to those that a trainer uses; negative: remove them."""
         for meter in self._of(trainer).values():
             meter.change(nodes, at)
 
     def used(self, key: str, at: float) -> float:
-        """Node-seconds that have been used of a budget."""
         return self._meters[key].used_at(at)
 
     def next_spent(self) -> float:
-        """When the next budget in use will be spent if nothing changes; infinite: never. Budgets of
-        :meth:`note` are left out.
+        """When the next budget in use will be spent if nothing changes, noted ones left out; or
+        infinity.
         """
         return min(
             (m.spent_at for m in self._meters.values() if m.nodes and not m.noted), default=math.inf
@@ -101,9 +90,8 @@ class Budgets:
             if meter.limit - used <= max(needed_node_s, meter.nodes * INSTANT_S):
                 whose = 'all trainers' if key == EVERYBODY else key
                 return (
-                    f'the budget of {whose}, {meter.limit:.6g} node-seconds, is spent '
-                    f'({used:.6g} used); raise it and run the program again to go on from the '
-                    'last checkpoint'
+                    f'the budget of {whose}, {meter.limit:.6g} node-seconds, is spent ({used:.6g} '
+                    'used); raise it and run the program again to go on from the last checkpoint'
                 )
         return ''
 
@@ -112,18 +100,12 @@ class Budgets:
 
 
 class Charges:
-    """What the machine's accounts are charged for blocks, in their own unit.
+    """What the machine's accounts are charged for blocks, in their own unit, ``before`` by earlier
+    runs.
 
     An open block counts with all that it can cost, so that the budget is never exceeded. One that
     is over counts with what it has cost at most: from the earliest time at which it may have got
     its nodes.
-
-    Parameters
-    ----------
-    limit
-        The budget; None: there is none.
-    before
-        What earlier runs were charged.
     """
 
     def __init__(self, limit: float | None, before: float) -> None:
@@ -145,13 +127,7 @@ class Charges:
 
     def too_dear(self, holes: Iterable[Hole], least: float, at: float) -> str:
         """Why no block can be paid if none is open, as a clause for a message; empty if one can.
-
-        Parameters
-        ----------
-        holes
-            Those that are long enough.
-        least
-            Number of nodes of the smallest block that is of use.
+        The holes are long enough; a block of ``least`` nodes is of use.
         """
         costs = [
             (hole.charge.cost(int(least), hole.lasts_s(at)), hole.lasts_s(at))
@@ -170,7 +146,6 @@ class Charges:
 
 
 def affordable(hole: Hole, left: float, at: float) -> int:
-    """The number of a hole's nodes that can be paid."""
     each = hole.charge.cost(1, hole.lasts_s(at))
     if each <= 0 or hole.nodes * each <= left:
         return hole.nodes

@@ -14,24 +14,13 @@ from functools import singledispatchmethod
 
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.objectives import Metric
+from parsl_freetrain.core.controller import controller_state as cs
+from parsl_freetrain.core.controller import trainer_end
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, charges_spent, idle_blocks
-from parsl_freetrain.core.controller.controller_state import (
-    BlockState,
-    ControllerState,
-    Reply,
-    TrainerState,
-)
-from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
+from parsl_freetrain.core.controller.nodes_to_give import give_back, releases
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.trainer_end import (
-    dismiss,
-    dismiss_all,
-    end_trainer,
-    stop_spent,
-    why_it_fails,
-)
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import CORRECTED_S, BlockRequest
@@ -56,21 +45,9 @@ class DecisionFailed(FreeTrainError, RuntimeError):
 class Controller:
     """Decides which trainer runs on which nodes, and which blocks are open.
 
-    Parameters
-    ----------
-    allocator
-        Solves the allocation problem; asked at every event that changes it.
-    settings
-        See :class:`~parsl_freetrain.core.controller.settings.ControllerSettings`; None: its
-        defaults.
-    metric
-        An objective to use in place of the one in the settings. It may depend on the trainer but
-        not on time.
-
-    Raises
-    ------
-    BadInput
-        If the settings name an unknown metric.
+    The allocator is asked at every event that changes the problem. ``metric``: an objective in
+    place of the one in the settings; it may depend on the trainer but not on time. Raises BadInput
+    if the settings name an unknown metric.
     """
 
     def __init__(
@@ -80,40 +57,30 @@ class Controller:
         metric: Metric | None = None,
     ) -> None:
         self.settings = settings or ControllerSettings()
-        self.state = ControllerState(self.settings)
+        self.state = cs.ControllerState(self.settings)
         self._planner = Planner(allocator, self.settings, metric)
 
-    def handle(self, event: ev.Event) -> Reply:
+    def handle(self, event: ev.Event) -> cs.Reply:
         """Process one event; return the actions to take now, in order.
 
         Events that come late or twice, or concern something unknown, change nothing. An
         ``OpenBlock`` counts from its ``BlockOpened`` on, which must be handled before the next
         ``HolesSeen``.
 
-        Raises
-        ------
-        ValueError
-            If a trainer is submitted while another one of its name has not ended.
-        BadInput
-            If the total in ``TotalKnown`` leaves nothing to train.
-        TypeError
-            If the event is of no known class.
+        Raises ValueError if a trainer is submitted while another one of its name has not ended, and
+        TypeError for an event of no known class.
         """
         return self.handle_all((event,))
 
-    def handle_all(self, events: Sequence[ev.Event], at: float | None = None) -> Reply:
+    def handle_all(self, events: Sequence[ev.Event], at: float | None = None) -> cs.Reply:
         """Process all events of one instant, in this order, and decide once.
 
         Then no decision uses nodes that are known to leave, or overlooks nodes that are known to
-        join. ``at``: the time; default: that of the last event. Otherwise as :meth:`handle`.
-
-        Raises
-        ------
-        DecisionFailed
-            If the allocator raised an error. The events have been processed nevertheless.
+        join. ``at``: the time; default: that of the last event. Raises DecisionFailed, with the
+        events processed, if the allocator raised an error; otherwise as :meth:`handle`.
         """
         if not events:
-            return Reply()
+            return cs.Reply()
         at = events[-1].at if at is None else at
         actions: list[ev.Action] = []
         triggers: dict[str, None] = {}
@@ -124,20 +91,20 @@ class Controller:
                 triggers[type(event).__name__] = None
         if self.state.end_pauses(at):
             triggers[PAUSE_OVER] = None
-        if stopped := stop_spent(self.state, at):
+        if stopped := trainer_end.stop_spent(self.state, at):
             actions += stopped
             triggers[BUDGET_SPENT] = None
         released = releases(self.state, at)
         # Where somebody waits, a decision comes when what ends here has ended.
         urgent = released or (actions and any(isinstance(e, ev.NodesNeeded) for e in events))
-        reply = Reply()
+        reply = cs.Reply()
         if triggers and not urgent:
             try:
                 reply = self._planner.decide(self.state, at, '+'.join(triggers))
             except Exception as error:
                 raise DecisionFailed(tuple(actions), error) from error
-        actions += [*reply.actions, *released, *idle_blocks(self.state, self.settings, at)]
-        return Reply(tuple(actions), reply.decision)
+        actions += [*reply.actions, *released, *idle_blocks(self.state, at)]
+        return cs.Reply(tuple(actions), reply.decision)
 
     @singledispatchmethod
     def _take_in(self, event: ev.Event) -> tuple[list[ev.Action], bool]:
@@ -148,16 +115,16 @@ class Controller:
 
     @_take_in.register
     def _(self, event: ev.HolesSeen) -> tuple[list[ev.Action], bool]:
-        why = charges_spent(self.state, self.settings, event.at, event.holes)
+        why = charges_spent(self.state, event.at, event.holes)
         if why and not self.state.ordinary:
-            return dismiss_all(self.state, why), True
-        return list(blocks_to_open(self.state, self.settings, event.at, event.holes)), False
+            return trainer_end.dismiss_all(self.state, why), True
+        return list(blocks_to_open(self.state, event.at, event.holes)), False
 
     @_take_in.register
     def _(self, event: ev.BlockOpened) -> tuple[list[ev.Action], bool]:
         if event.block in self.state.closed:
             return [], False
-        known = self.state.blocks.setdefault(event.block, BlockState(event.request))
+        known = self.state.blocks.setdefault(event.block, cs.BlockState(event.request))
         known.request = event.request  # nodes may join before this event
         return [], False
 
@@ -172,7 +139,7 @@ class Controller:
         if event.block in self.state.closed:
             return [], False
         block = self.state.blocks.setdefault(
-            event.block, BlockState(BlockRequest(len(event.nodes)))
+            event.block, cs.BlockState(BlockRequest(len(event.nodes)))
         )
         block.nodes.update(event.nodes)
         block.arrived.update(event.nodes)
@@ -211,7 +178,7 @@ class Controller:
                 self.state.changed[holder] = None
         return self._stop_before_notice(event, block), True
 
-    def _stop_before_notice(self, event: ev.BlockEndKnown, block: BlockState) -> list[ev.Action]:
+    def _stop_before_notice(self, event: ev.BlockEndKnown, block: cs.BlockState) -> list[ev.Action]:
         """Stop the fragments whose own deadline is later than the block's new end."""
         actions: list[ev.Action] = []
         for name, trainer in self.state.trainers.items():
@@ -232,7 +199,7 @@ class Controller:
 
     @_take_in.register
     def _(self, event: ev.NodesNeeded) -> tuple[list[ev.Action], bool]:
-        return list(give_back(self.state, self.settings, event)), True
+        return list(give_back(self.state, event)), True
 
     @_take_in.register
     def _(self, event: ev.NodesLeft) -> tuple[list[ev.Action], bool]:
@@ -271,7 +238,7 @@ class Controller:
             raise ValueError(f'Trainer {trainer.name!r} is running already.')
         self.state.submit(
             trainer.name,
-            TrainerState(
+            cs.TrainerState(
                 trainer,
                 event.samples,
                 event.fragments,
@@ -330,19 +297,21 @@ class Controller:
         if progressed:
             trainer.stalled = trainer.fruitless = trainer.failures = 0
         if event.ending is ev.Ending.FINISHED:
-            return [end_trainer(self.state, trainer, 'finished')], True
+            return [trainer_end.end_trainer(self.state, trainer, 'finished')], True
         if trainer.dismissed:
             return [
-                end_trainer(self.state, trainer, trainer.dismissed.state, trainer.dismissed.why)
+                trainer_end.end_trainer(
+                    self.state, trainer, trainer.dismissed.state, trainer.dismissed.why
+                )
             ], True
-        if why := why_it_fails(trainer, ended, event, self.settings):
-            return [end_trainer(self.state, trainer, 'failed', why)], True
+        if why := trainer_end.why_it_fails(trainer, ended, event, self.settings):
+            return [trainer_end.end_trainer(self.state, trainer, 'failed', why)], True
         accident = event.ending is not ev.Ending.STOPPED and not event.out_of_memory
         if accident and not ended.broken and not progressed:
             self._pause(trainer, event.at)
         return [], True
 
-    def _pause(self, trainer: TrainerState, at: float) -> None:
+    def _pause(self, trainer: cs.TrainerState, at: float) -> None:
         """Wait before the next fragment, twice as long each time: what makes one fail, such as a
         full disk, may pass. The first failure may be an accident.
         """
@@ -356,7 +325,7 @@ class Controller:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or (trainer.dismissed and trainer.dismissed.state == 'cancelled'):
             return [], False
-        return dismiss(self.state, trainer, 'cancelled'), True
+        return trainer_end.dismiss(self.state, trainer, 'cancelled'), True
 
     @_take_in.register
     def _(self, event: ev.TrainerAborted) -> tuple[list[ev.Action], bool]:
@@ -367,7 +336,7 @@ class Controller:
         if trainer.running is not None:
             actions.append(ev.AbandonFragment(event.trainer, trainer.running.number))
             self.state.end(event.trainer, trainer, event.at)
-        return [*actions, end_trainer(self.state, trainer, 'failed', event.why)], True
+        return [*actions, trainer_end.end_trainer(self.state, trainer, 'failed', event.why)], True
 
     @_take_in.register
     def _(self, event: ev.OrdinaryWork) -> tuple[list[ev.Action], bool]:

@@ -9,20 +9,17 @@ from dataclasses import dataclass, field
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.problem import Problem, record_of
 from parsl_freetrain.core.controller.budgets import Budgets, Charges
-from parsl_freetrain.core.controller.class_profiles import ClassProfiles
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.shape_choice import ShapeChoice
-from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, Profile
 from parsl_freetrain.core.model.events import Action, Decided, EndTrainer, packed
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 
 @dataclass
 class FragmentState:
-    """A fragment that has not ended."""
-
     number: int
     nodes: tuple[str, ...]
     deadline_s: float | None
@@ -47,8 +44,6 @@ class FragmentState:
 
 @dataclass
 class TrainerState:
-    """A trainer that has not ended."""
-
     trainer: Trainer
     samples: int
     fragments: int
@@ -73,9 +68,8 @@ class TrainerState:
         self.shapes = ShapeChoice(dict(self.trainer.shapes))
 
     def learn(self, rate: float) -> bool:
-        """Add a speed that the running fragment has reported. The curve is that of the best shape.
-
-        Returns whether the curve may have changed enough for a new decision.
+        """Add a speed that the running fragment has reported; whether the curve, which is that of
+        the best shape, may have changed enough for a new decision.
         """
         assert self.running is not None
         nodes, shape = len(self.running.nodes), self.running.shape
@@ -87,7 +81,6 @@ class TrainerState:
         return best == shape and profile.observe(nodes, rate)
 
     def wanted_nodes(self) -> int:
-        """The number of nodes on which it is fastest."""
         return self.profiles.best().best_count(self.trainer.counts())
 
     def useful_counts(self) -> Sequence[int]:
@@ -98,8 +91,6 @@ class TrainerState:
 
 @dataclass
 class BlockState:
-    """A block that has not closed."""
-
     request: BlockRequest
     until_s: float | None = None
     nodes: set[str] = field(default_factory=set)
@@ -124,54 +115,24 @@ class Yielded:
 
 
 class ControllerState:
-    """Everything that has not ended.
-
-    Attributes
-    ----------
-    trainers
-        In order of submission.
-    active
-        Trainers whose turn it is, in order of submission: they bid for nodes.
-    changed
-        Trainers whose bids may have to be added, changed or withdrawn; cleared when that has been
-        done. A set, as the keys of a dict.
-    pool
-        The nodes.
-    blocks
-        By name.
-    classes
-        The node classes of all nodes that have ever joined, where the site tells them apart.
-    closed
-        Blocks that have closed: events about them come late.
-    yielded
-        Nodes that are about to be given back, by name; some have not joined.
-    ordinary
-        Number of ordinary Parsl tasks that wait or run.
-    shortest_s
-        The shortest time, in seconds, for which nodes are of use to any trainer.
-    longest_s
-        The time, in seconds, for which nodes must stay to be of use to every trainer whose turn it
-        is.
-    budgets
-        The use of each budget.
-    charges
-        What blocks have cost.
-    """
+    """Everything that has not ended; trainers in order of submission."""
 
     def __init__(self, settings: ControllerSettings) -> None:
+        self.settings = settings
         self.shortest_s = self.longest_s = self._min_hole_s = settings.min_hole_s
         self.budgets = Budgets(settings.budgets, settings.used_before)
         self.charges = Charges(settings.charge_budget, settings.charged_before)
         self._timed = False
         self.trainers: dict[str, TrainerState] = {}
-        self.active: dict[str, TrainerState] = {}
+        self.active: dict[str, TrainerState] = {}  # those whose turn it is: they bid for nodes
+        # A set: trainers whose bids may have to change; Bids.refresh clears it.
         self.changed: dict[str, None] = {}
         self.pool = Pool()
         self.blocks: dict[str, BlockState] = {}
-        self.classes: tuple[str, ...] = ()
-        self.closed: set[str] = set()
-        self.yielded: dict[str, Yielded] = {}
-        self.ordinary = 0
+        self.classes: tuple[str, ...] = ()  # of all nodes ever joined, where told apart
+        self.closed: set[str] = set()  # events about these blocks come late
+        self.yielded: dict[str, Yielded] = {}  # nodes about to be given back; some have not joined
+        self.ordinary = 0  # Parsl tasks that wait or run
         self.shutting_down = False
         self._at_a_time = (
             math.inf if settings.trainers_at_a_time is None else settings.trainers_at_a_time
@@ -182,9 +143,8 @@ class ControllerState:
         self._leaving: dict[str, TrainerState] = {}
 
     def timed(self) -> None:
-        """Update the shortest useful hole after a measurement of a trainer.
-
-        It is rounded to two digits, since all bids are renewed when it changes.
+        """Update the shortest times, in seconds, for which nodes are of use to any active trainer
+        (rounded to two digits, since all bids are renewed when it changes), and to every one.
         """
         each = [t.measured.shortest_s(self._min_hole_s) for t in self.active.values()] or [
             self._min_hole_s
@@ -199,7 +159,6 @@ class ControllerState:
         return until_s if until_s > at else None
 
     def busy(self) -> set[str]:
-        """Nodes that a fragment holds."""
         return set(self.pool.holder)
 
     def profiles_of(self, trainer: Trainer) -> ClassProfiles:
@@ -223,7 +182,6 @@ class ControllerState:
         self._admit()
 
     def dismiss(self, end: EndTrainer) -> None:
-        """Give a trainer no more nodes; the next one gets its turn."""
         name = end.trainer
         trainer = self.trainers[name]
         trainer.dismissed = end
@@ -250,20 +208,17 @@ class ControllerState:
         return min([self.budgets.next_spent(), *self._pausing.values()])
 
     def remove(self, name: str) -> None:
-        """Remove a trainer that has ended."""
         del self.trainers[name]
         self._leaving.pop(name, None)
         self._withdraw(name)
 
     def start(self, name: str, trainer: TrainerState, running: FragmentState, at: float) -> None:
-        """Record that a fragment starts on nodes that are free or taken out of their groups."""
         trainer.running = running
         self.pool.hold(running.nodes, name)
         self.budgets.change(trainer.trainer, len(running.nodes), at)
         self.changed[name] = None
 
     def end(self, name: str, trainer: TrainerState, at: float) -> FragmentState:
-        """Record that the running fragment has ended; free its nodes."""
         ended = trainer.running
         assert ended is not None
         trainer.running, trainer.former = None, ended.nodes
@@ -273,7 +228,6 @@ class ControllerState:
         return ended
 
     def stop(self, name: str, running: FragmentState) -> None:
-        """Record that the running fragment has been asked to stop."""
         running.stopping = True
         self.changed[name] = None
 
@@ -298,9 +252,7 @@ class ControllerState:
         return broken
 
     def leaving(self) -> dict[GroupKey, int]:
-        """Number of nodes of each group that dismissed trainers still hold, and that are not
-        available yet.
-        """
+        """By group, nodes that dismissed trainers still hold, and that are not available yet."""
         count: dict[GroupKey, int] = {}
         for name, trainer in self._leaving.items():
             for node in trainer.running.nodes if trainer.running else ():
@@ -327,36 +279,16 @@ class ControllerState:
 
 @dataclass(frozen=True)
 class Decision:
-    """The observed situation, the decision, and its expected worth.
-
-    Attributes
-    ----------
-    trigger
-        The names of the classes of the events that led to it.
-    nodes
-        Number of nodes to allocate.
-    current, answer
-        Nodes by trainer before the decision, and the allocator's answer.
-    staying
-        The objective of keeping what runs, in the unit of ``answer.objective``.
-    problem
-        The allocator's problem. A plan that takes several events to be carried out is solved once,
-        at its beginning.
-    actions
-        Immediate actions; fragments that have to wait for nodes start at later events.
-    """
-
     at: float
-    trigger: str
-    nodes: int
-    current: dict[str, int]
-    staying: float
+    trigger: str  # the classes of the events that led to it
+    nodes: int  # to allocate
+    current: dict[str, int]  # nodes by trainer before it
+    staying: float  # the objective of keeping what runs
     answer: Answer
-    problem: Problem
-    actions: tuple[Action, ...]
+    problem: Problem  # solved once, also if several events carry the plan out
+    actions: tuple[Action, ...]  # immediate ones; fragments that wait for nodes start later
 
     def event(self, at: float, actions: tuple[Action, ...], *, keep_problem: bool) -> Decided:
-        """The event that this was decided, with all actions of the reply."""
         answer = self.answer
         return Decided(
             at,
@@ -377,7 +309,5 @@ class Decision:
 
 @dataclass(frozen=True)
 class Reply:
-    """The controller's answer to an event."""
-
     actions: tuple[Action, ...] = ()
     decision: Decision | None = None

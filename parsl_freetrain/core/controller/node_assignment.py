@@ -14,21 +14,9 @@ from parsl_freetrain.core.controller.node_pool import Group, GroupKey, Pool, Poo
 
 @dataclass(frozen=True)
 class Want:
-    """The nodes that a trainer needs to start.
-
-    Attributes
-    ----------
-    trainer
-        Its name.
-    counts
-        Number of nodes of each place.
-    former
-        Its last nodes, if it had any.
-    """
-
     trainer: str
-    counts: Mapping[str, int]
-    former: Sequence[str] = ()
+    counts: Mapping[str, int]  # by place
+    former: Sequence[str] = ()  # its last nodes
 
 
 Order = Callable[[Iterable[PoolNode]], list[str]]
@@ -41,29 +29,14 @@ def assign(
     pool: Pool,
     order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
-    """Choose free nodes for all of ``wants`` that can start now, in their order. The choice is
-    deterministic.
+    """Choose free nodes of ``places`` for all of ``wants`` that can start now, in their order, and
+    take them out of their groups. The choice is deterministic. Trainers that have to wait for held
+    nodes are missing.
 
     Former nodes go to their trainers first; those of a trainer that has to wait are reserved for
-    it. The rest is chosen by :func:`take`.
-
-    Parameters
-    ----------
-    wants
-        The trainers to start, with their node counts.
-    places
-        The node groups of each place.
-    pool
-        The nodes. Chosen nodes are taken out of their groups.
-    order
-        Where habits of nodes are known: trainers with more nodes choose first, and each takes those
-        that stay longest, whether it had them before or not.
-
-    Returns
-    -------
-    dict
-        The nodes of each trainer that can start. Trainers that have to wait for nodes that are
-        still held are missing.
+    it. The rest is chosen by :func:`take`. With ``order``, where habits of nodes are known,
+    trainers with more nodes choose first, and each takes those that stay longest, former ones or
+    not.
     """
     if order is not None:
         longest = _longest(wants, places, pool, order)
@@ -132,9 +105,7 @@ def foresee(
     order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """The nodes that :func:`assign` will choose once the former ones are free, if nothing else
-    changes; fewer where other trainers hold some.
-
-    Parameters and result are otherwise those of :func:`assign`; no node is taken.
+    changes; fewer where other trainers hold some. No node is taken.
     """
     where = (
         {group.key: place for place, groups in places.items() for group in groups} if wants else {}
@@ -170,7 +141,6 @@ def _keep(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, li
 
 
 def _former(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, list[str]]:
-    """By place, the former nodes that a trainer would keep."""
     usable: dict[str, list[tuple[float, str]]] = {}
     for name in want.former:
         node = pool.nodes.get(name)
@@ -186,8 +156,8 @@ def take(groups: Iterable[Group], count: int) -> list[str]:
     """Take ``count`` free nodes out of ``groups``, which must have that many.
 
     They come from the minimum number of blocks, since each block is one more way to lose the
-    fragment: the smallest block that suffices, otherwise the largest blocks first. Within a block,
-    nodes that stay longest come first, then the order is by name.
+    fragment: the smallest block that suffices, otherwise the largest first. Within a block, nodes
+    that stay longest come first, then the order is by name.
     """
     by_block: dict[str, list[Group]] = {}
     for group in groups:

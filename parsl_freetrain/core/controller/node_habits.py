@@ -37,20 +37,10 @@ Ints = npt.NDArray[np.int64]
 class NodeHabits(Settings, frozen=True, kw_only=True):
     """How long idle nodes stay.
 
-    Attributes
-    ----------
-    hazard
-        Departures per node and second in each bin of :data:`AGES_S`.
-    position
-        The mean position of the nodes that leave in the sorted names of all idle nodes: near 0 if
-        the first ones are taken first, near 1 if the last ones are, 0.5 if names do not matter.
-    together
-        Mean number of nodes that leave in one instant.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used, or there are more or fewer hazards than bins.
+    ``hazard``: departures per node and second in each bin of :data:`AGES_S`. ``position``: where in
+    the sorted names of all idle nodes the ones that leave are on average, near 0 if the first are
+    taken first, 0.5 if names do not matter. ``together``: mean number of nodes that leave at once.
+    Raises BadInput.
     """
 
     hazard: tuple[NotNegative, ...]
@@ -62,8 +52,8 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
             refuse('NodeHabits: hazard', list(self.hazard), f'{len(AGES_S)} numbers')
 
     def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
-        """The names of nodes, those first that are expected to stay longest. ``at``: the time, in
-        seconds of the clock of ``since_s``.
+        """The names of nodes, those first that are expected to stay longest, at a time on the clock
+        of ``since_s``.
         """
         by_host = sorted(nodes, key=lambda node: node.host or node.name)
         if abs(self.position - 0.5) > CLEAR:
@@ -75,17 +65,10 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
         ]
 
     def interruptions_per_s(self, nodes: Sequence[PoolNode], at: float) -> float:
-        """How often to expect that some of these nodes leave.
+        """How often to expect that some of these nodes, at least one, leave.
 
-        ``together`` neighbours leave at a time: n nodes in a row are hit by n + together - 1 of
-        the places where that can begin.
-
-        Parameters
-        ----------
-        nodes
-            At least one.
-        at
-            As in :meth:`order`.
+        ``together`` neighbours leave at a time: n nodes in a row are hit by n + together - 1 of the
+        places where that can begin.
         """
         each = sum(self._now(at - node.since_s) for node in nodes) / len(nodes)
         return each * (len(nodes) + self.together - 1) / self.together
@@ -95,21 +78,10 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
 
 
 def learn(starts: Floats, ends: Floats, nodes: Ints, begin_s: float, end_s: float) -> NodeHabits:
-    """The habits that intervals of idle nodes show.
+    """The habits that intervals of idle nodes show; raises BadInput if none ends in a departure.
 
-    Parameters
-    ----------
-    starts, ends
-        Of each interval, in seconds.
-    nodes
-        The node of each interval, by its position in the sorted names.
-    begin_s, end_s
-        When the record begins and ends: intervals that reach there may be longer.
-
-    Raises
-    ------
-    BadInput
-        If no interval ends in a departure.
+    Times in seconds; ``nodes``: of each interval, the position in the sorted names. Intervals that
+    reach ``begin_s`` or ``end_s``, where the record ends, may be longer.
     """
     left = ends < end_s
     if not left.any():

@@ -17,8 +17,8 @@ GroupKey = tuple[str, float, str]
 
 @dataclass(frozen=True)
 class PoolNode:
-    """A node, its block, when it leaves, in seconds (None: unknown), its class, the host that it is
-    on (empty: its name), and when it joined.
+    """A node, its block, when it leaves, in seconds (None: unknown), its class, its host (empty:
+    its name), and when it joined.
     """
 
     name: str
@@ -31,14 +31,8 @@ class PoolNode:
 
 @dataclass
 class Group:
-    """Nodes of one block and class that leave at the same time, ``until_s`` (infinite: unknown).
-
-    Attributes
-    ----------
-    total
-        Number of nodes, including busy ones.
-    free
-        Nodes that no fragment holds.
+    """Nodes of one block and class that leave at the same time, ``until_s`` (infinite: unknown):
+    how many, busy ones included, and those that no fragment holds.
     """
 
     block: str
@@ -53,11 +47,9 @@ class Group:
 
     @property
     def key(self) -> GroupKey:
-        """The key of its nodes; see :func:`key_of`."""
         return self.block, self.until_s, self.node_class
 
     def add(self, name: str) -> None:
-        """Add a free node."""
         self.free.add(name)
         if name not in self._queued:
             self._queued.add(name)
@@ -76,25 +68,11 @@ class Group:
 
 
 class Pool:
-    """All available nodes.
-
-    Attributes
-    ----------
-    nodes
-        By name.
-    holder
-        By name of a node, the trainer whose fragment holds it; free nodes are missing.
-    groups
-        The nodes by block, end and class.
-    busy
-        Number of held nodes by block; blocks without any are missing.
-    """
-
     def __init__(self) -> None:
         self.nodes: dict[str, PoolNode] = {}
-        self.holder: dict[str, str] = {}
-        self.groups: dict[GroupKey, Group] = {}
-        self.busy: dict[str, int] = {}
+        self.holder: dict[str, str] = {}  # the trainer of each node; free ones are missing
+        self.groups: dict[GroupKey, Group] = {}  # the nodes by block, end and class
+        self.busy: dict[str, int] = {}  # held nodes by block; blocks without any are missing
 
     def join(self, node: PoolNode) -> None:
         """Add a node; a node that was there already keeps its holder."""
@@ -123,18 +101,14 @@ class Pool:
         return holder
 
     def hold(self, names: Iterable[str], trainer: str) -> None:
-        """Record that a fragment of ``trainer`` starts on nodes that are free or taken out of their
-        group.
-        """
+        """Record that a fragment starts on nodes that are free or taken out of their group."""
         for name in names:
             node = self.nodes[name]
             self.groups[key_of(node)].free.discard(name)
             self._hold(node, trainer)
 
     def release(self, names: Iterable[str], trainer: str) -> None:
-        """Free the nodes of a fragment that has ended, if they are still there and still its
-        own.
-        """
+        """Free the nodes of a fragment that has ended, if they are there and still its own."""
         for name in names:
             if self.holder.get(name) == trainer:
                 node = self.nodes[name]
@@ -158,5 +132,4 @@ class Pool:
 
 
 def key_of(node: PoolNode) -> GroupKey:
-    """The key of a node's group."""
     return node.block, math.inf if node.until_s is None else node.until_s, node.node_class

@@ -3,14 +3,21 @@
 The nodes are the fewest that serve all of these jobs. Among such choices, those are preferred that
 fewer other jobs could use; among these, the fragments that have to stop are the cheapest to stop. A
 node that cannot be given back alone goes with its whole block.
+
+The fragments there are stopped first. Then all nodes of one decision are released together, so that
+a job that needs several gets all of them before the scheduler can fill the first ones with another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
+from parsl_freetrain.core.controller.controller_state import ControllerState, Yielded
+from parsl_freetrain.core.controller.node_pool import PoolNode
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand, in_need
 
 
 class _Group(NamedTuple):
@@ -33,26 +40,13 @@ def nodes_to_give(
     cost: Mapping[str, float],
     given: Collection[str] = (),
 ) -> frozenset[str]:
-    """The nodes to give back, those that go with their blocks included.
+    """Names of the nodes to give back, those that go with their blocks included; equal problems
+    have equal answers.
 
-    Parameters
-    ----------
-    demands
-        In order of priority. If not all can be served together, each counts that can be served
-        beside those before it.
-    blocks
-        All nodes of ours. Each block gives back either nodes that are releasable, or all.
-    holder
-        The trainer whose fragment runs on a node; nodes without one are missing.
-    cost
-        What stopping its fragment costs, by trainer, in any one unit, 0 or more.
-    given
-        Nodes that are being given back already: they serve first, and cost nothing.
-
-    Returns
-    -------
-    frozenset of str
-        Names of nodes. Equal problems have equal answers.
+    ``demands`` are in order of priority: if not all can be served together, each counts that can be
+    served beside those before it. ``blocks`` are all of ours; each gives back either releasable
+    nodes, or all. ``holder`` has the trainers whose fragments run on nodes, ``cost`` what stopping
+    each costs, in any unit, 0 or more. Nodes ``given`` already serve first, and cost nothing.
     """
     found = _serving_all(demands, blocks, holder, cost, given)
     if found is not None:
@@ -75,8 +69,6 @@ def _serving_all(
 ) -> frozenset[str] | None:
     """The nodes that serve all demands; None: they cannot.
 
-    Notes
-    -----
     An integer programme. Nodes of one block with the same holder that serve the same jobs are
     counted together, so that its size depends on blocks and trainers and not on nodes.
     """
@@ -134,7 +126,6 @@ def _groups(
     holder: Mapping[str, str],
     given: Collection[str],
 ) -> dict[_Group, list[str]]:
-    """The nodes that are alike."""
     spare = frozenset[str]().union(*(demand.spare for demand in demands))
     groups: dict[_Group, list[str]] = {}
     for b, block in enumerate(blocks):
@@ -160,3 +151,64 @@ def _costs(
     return of_node, {
         name: 0.0 if name in going else scale * cost.get(name, 0.0) for name in holders
     }
+
+
+def give_back(state: ControllerState, event: ev.NodesNeeded) -> list[ev.StopFragment]:
+    """Choose nodes for the waiting jobs, and stop the fragments that run there. That costs the
+    measured pause of a rescale on all of a fragment's nodes, in node-seconds.
+    """
+    blocks = [block for block in event.blocks if block.block in state.blocks]
+    holder = {
+        node: state.pool.holder[node]
+        for block in blocks
+        for node in block.nodes
+        if node in state.pool.holder
+    }
+    cost = {
+        name: trainer.measured.costs(trainer.trainer)[1] * len(trainer.running.nodes)
+        for name in set(holder.values())
+        if (trainer := state.trainers[name]).running
+    }
+    taken = {node for block in blocks if block.leaving for node in block.nodes}
+    going = taken.union(state.yielded)
+    given = nodes_to_give(event.demands, blocks, holder, cost, going) - taken
+    why = f'{in_need(demand.job for demand in event.demands)} waits for its nodes'
+    for block in blocks:
+        nodes = [node for node in block.nodes if node in given or node in state.yielded]
+        for node in nodes:
+            if node not in state.yielded and node in state.pool.nodes:
+                state.pool.join(PoolNode(node, block.block, event.at))  # nothing starts there
+            known = state.yielded.get(node)
+            by_s = known.by_s if known else event.at + state.settings.give_back_s
+            state.yielded[node] = Yielded(block.block, len(nodes) == len(block.nodes), why, by_s)
+    actions = []
+    for name in sorted({holder[node] for node in given if node in holder}):
+        running = state.trainers[name].running
+        state.changed[name] = None
+        if running and not running.stopping and not running.broken:
+            state.stop(name, running)
+            leaving = tuple(node for node in running.nodes if node in given)
+            actions.append(ev.StopFragment(name, running.number, why, leaving=leaving))
+    return actions
+
+
+def releases(state: ControllerState, at: float) -> list[ev.Action]:
+    """Release all nodes that are to be given back, once no fragment runs on any of them."""
+    waited_for = [y for node, y in state.yielded.items() if node in state.pool.holder]
+    if any(at < yielded.by_s for yielded in waited_for):
+        return []
+    by_block: dict[str, list[str]] = {}
+    for node, yielded in state.yielded.items():
+        by_block.setdefault(yielded.block, []).append(node)
+    actions: list[ev.Action] = []
+    for name, nodes in by_block.items():
+        last = state.yielded[nodes[-1]]
+        if last.whole_block:
+            actions.append(ev.CloseBlock(name, last.why))
+        else:
+            block = state.blocks[name]
+            block.request = replace(block.request, nodes=block.request.nodes - len(nodes))
+            block.arrived.difference_update(nodes)
+            actions.append(ev.ReleaseNodes(name, tuple(sorted(nodes)), last.why))
+    state.yielded.clear()
+    return actions

@@ -1,6 +1,4 @@
-"""Measured times of a trainer's fragments: rescale costs, start and checkpoint; and the shortest
-hole that is worth one.
-"""
+"""Measured times of a trainer's fragments, and the shortest hole that is worth a fragment."""
 
 from __future__ import annotations
 
@@ -18,28 +16,14 @@ FLOOR_S = 0.5
 class Measured:
     """Times in seconds; None: never measured.
 
-    Attributes
-    ----------
-    up_s, down_s
-        Pause of a rescale to more, or to fewer, nodes: from the last step before it to the first
-        step after it; smoothed.
-    start_s
-        From the decision to the first step.
-    step_s
-        One global batch.
-    checkpoint_s
-        One checkpoint.
-
-    Notes
-    -----
-    Each of the last three follows a longer measurement at once and a shorter one by half, because a
-    hole that is too short costs more than one that is not used.
+    The last three follow a longer measurement at once and a shorter one by half, because a hole
+    that is too short costs more than one that is not used.
     """
 
-    up_s: float | None = None
-    down_s: float | None = None
-    start_s: float | None = None
-    step_s: float | None = None
+    up_s: float | None = None  # pause of a rescale to more nodes, from step to step, smoothed
+    down_s: float | None = None  # the same to fewer nodes
+    start_s: float | None = None  # from the decision to the first step
+    step_s: float | None = None  # one global batch
     checkpoint_s: float | None = None
 
     def rescaled(self, *, up: bool, seconds: float) -> None:
@@ -56,7 +40,6 @@ class Measured:
     def timed(
         self, start_s: float | None, step_s: float | None, checkpoint_s: float | None
     ) -> None:
-        """Add a fragment's times; None: not measured."""
         self.start_s, self.step_s, self.checkpoint_s = (
             _longer(self.start_s, start_s),
             _longer(self.step_s, step_s),
@@ -87,9 +70,6 @@ class Measured:
         )
 
     def shortest_s(self, assumed_s: float) -> float:
-        """The shortest hole that is worth a fragment, in seconds; at least ``assumed_s`` until all
-        times have been measured.
-        """
         return shortest_useful_s(self.start_s, self.step_s, self.checkpoint_s, assumed_s)
 
 
@@ -102,33 +82,13 @@ def _longer(old: float | None, seconds: float | None) -> float | None:
 def shortest_useful_s(
     start_s: float | None, step_s: float | None, checkpoint_s: float | None, assumed_s: float
 ) -> float:
-    """The shortest time on nodes in which a fragment can start, train a global batch and save it.
+    """The shortest time on nodes in which a fragment can start, train a global batch and save it;
+    at least ``assumed_s`` if any of the longest measured times is None, never measured.
 
     The fragment itself keeps two checkpoints and a floor free before its deadline, since the last
     checkpoint may take longer than the longest so far (see
-    :mod:`parsl_freetrain.training.loop.checkpointer`); the same margin is used here.
-
-    Parameters
-    ----------
-    start_s
-        Longest measured time of this trainer from the decision to the first step, in seconds; None:
-        never measured.
-    step_s
-        Time of one global batch on the nodes in question, in seconds; None: never measured.
-    checkpoint_s
-        Longest measured time of a checkpoint, in seconds; None: never measured.
-    assumed_s
-        Minimum seconds of a hole until all of these have been measured.
-
-    Returns
-    -------
-    float
-        Seconds; at least ``assumed_s`` if a time is unknown, possibly less if all are known.
-
-    Raises
-    ------
-    ValueError
-        If a time is negative or not finite.
+    :mod:`parsl_freetrain.training.loop.checkpointer`); the same margin is used here. Raises
+    ValueError if a time is negative or not finite.
     """
     known = [seconds for seconds in (start_s, step_s, checkpoint_s) if seconds is not None]
     if any(not 0 <= seconds < float('inf') for seconds in (*known, assumed_s)):

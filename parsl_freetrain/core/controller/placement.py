@@ -16,29 +16,13 @@ LASTING = 'lasting'
 
 @dataclass(frozen=True)
 class Places:
-    """The nodes that can be allocated, as a problem sees them.
-
-    Attributes
-    ----------
-    nodes
-        Number of nodes.
-    blocks
-        As in :class:`~parsl_freetrain.core.allocation.problem.Problem`; empty if only counts
-        matter.
-    groups
-        The groups of the pool in each place, by the place's name.
-    layout
-        Equal for two objects if every node has the same place index in both.
-    """
-
     nodes: int
-    blocks: tuple[Block, ...]
-    groups: dict[str, list[Group]]
-    layout: tuple[object, ...]
+    blocks: tuple[Block, ...]  # as in Problem; empty if only counts matter
+    groups: dict[str, list[Group]]  # of the pool, by place
+    layout: tuple[object, ...]  # equal where every node has the same place index
     _index: dict[GroupKey, int]
 
     def held(self, keys: Sequence[GroupKey]) -> tuple[int, ...]:
-        """Number of nodes in each block, given the groups of the nodes."""
         counts = [0] * len(self.blocks)
         for key in keys:
             counts[self._index[key]] += 1
@@ -50,11 +34,10 @@ def places_of(
 ) -> Places:
     """The present places.
 
-    Nodes that leave within ``min_hole_s`` are left out, and so are nodes that a cancelled trainer
-    still holds. If fragments may span blocks, nodes of one class that leave at the same time within
-    the horizon form one place, and all nodes of a class that stay for the horizon form another.
-    Otherwise the nodes of each class of each block are a place, which ends when the first of them
-    leaves.
+    Nodes that leave within ``min_hole_s`` or that a cancelled trainer still holds are left out. If
+    fragments may span blocks, nodes of one class that leave at the same time within the horizon
+    form one place, and all nodes of a class that stay for the horizon another. Otherwise the nodes
+    of each class of each block are a place, which ends when the first of them leaves.
     """
     groups = [group for group in state.pool.groups.values() if group.until_s - at >= min_hole_s]
     leaving = state.leaving()

@@ -1,28 +1,16 @@
-"""Makes one decision: states the problem, has it solved, and determines which fragments stop and
-start.
-"""
+"""Makes one decision: states the problem, has it solved, stops and starts fragments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from parsl_freetrain.core.allocation import constraints
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
-from parsl_freetrain.core.allocation.constraints import (
-    members_by_key,
-    owner_limits,
-    pool_limits,
-    share_limits,
-)
 from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
 from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller.bids import Bids
-from parsl_freetrain.core.controller.controller_state import (
-    ControllerState,
-    Decision,
-    FragmentState,
-    Reply,
-)
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.placement import Places, places_of
@@ -33,38 +21,18 @@ from parsl_freetrain.core.model.types import Trainer
 
 @dataclass
 class Plan:
-    """The allocator's answer, and how far it has been carried out.
-
-    Attributes
-    ----------
-    asked, answer
-        The problem and its answer.
-    became
-        The problem after the actions of the plan so far. The plan holds as long as nothing else
-        changes the problem.
-    waiting
-        Trainers that have not started yet, with their node counts by place.
-    """
+    """The allocator's answer, and how far it has been carried out."""
 
     asked: Problem
     answer: Answer
-    became: Problem
+    became: Problem  # after the plan's actions so far; it holds while nothing else changes
+    # to start: node counts by place
     waiting: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class Planner:
-    """Turns the state into problems, and the allocator's answers into actions.
-
-    Parameters
-    ----------
-    metric
-        An objective to use in place of the one in the settings. It may depend on the trainer but
-        not on time.
-
-    Raises
-    ------
-    BadInput
-        If the settings name an unknown metric.
+    """Turns the state into problems, and answers into actions; ``metric`` and errors as of
+    :class:`~parsl_freetrain.core.controller.controller.Controller`.
     """
 
     def __init__(
@@ -78,14 +46,14 @@ class Planner:
         )
         self._plan: Plan | None = None
 
-    def decide(self, state: ControllerState, at: float, trigger: str) -> Reply:
+    def decide(self, state: cs.ControllerState, at: float, trigger: str) -> cs.Reply:
         """Ask the allocator, and start and stop fragments accordingly; ``state`` is updated.
 
         A plan is carried through. The stops and starts that it makes change the problem but not the
         answer: the planned changes cost less now, all others as much as before.
         """
         if state.shutting_down:
-            return Reply()
+            return cs.Reply()
         places = self._places(state, at)
         problem = self._problem(state, at, places)
         plan, current = self._plan, self._bids.current
@@ -99,10 +67,10 @@ class Planner:
         if state.changed:
             plan.became = self._problem(state, at, places)
         if not new and not actions:
-            return Reply()
-        return Reply(
+            return cs.Reply()
+        return cs.Reply(
             tuple(actions),
-            Decision(
+            cs.Decision(
                 at,
                 trigger,
                 problem.nodes,
@@ -114,11 +82,11 @@ class Planner:
             ),
         )
 
-    def problem(self, state: ControllerState, at: float) -> Problem:
+    def problem(self, state: cs.ControllerState, at: float) -> Problem:
         """The problem that the allocator would get now; nothing is decided."""
         return self._problem(state, at, self._places(state, at))
 
-    def _places(self, state: ControllerState, at: float) -> Places:
+    def _places(self, state: cs.ControllerState, at: float) -> Places:
         # Trainers that need longer than the horizon must see ends beyond it.
         return places_of(
             state,
@@ -128,13 +96,13 @@ class Planner:
             self._settings.spans_blocks,
         )
 
-    def _problem(self, state: ControllerState, at: float, places: Places) -> Problem:
+    def _problem(self, state: cs.ControllerState, at: float, places: Places) -> Problem:
         settings = self._settings
-        limits = pool_limits(places.nodes, settings.max_nodes, settings.keep_free)
+        limits = constraints.pool_limits(places.nodes, settings.max_nodes, settings.keep_free)
         if settings.caps or settings.min_shares:
-            members = members_by_key(t.trainer for t in state.active.values())
-            limits += owner_limits(members, settings.caps)
-            limits += share_limits(
+            members = constraints.members_by_key(t.trainer for t in state.active.values())
+            limits += constraints.owner_limits(members, settings.caps)
+            limits += constraints.share_limits(
                 members,
                 settings.min_shares,
                 {name: t.useful_counts() for name, t in state.active.items()},
@@ -166,13 +134,12 @@ class Planner:
 
     def _stop(
         self,
-        state: ControllerState,
+        state: cs.ControllerState,
         plan: Plan,
         places: Places,
         current: Mapping[str, int],
         at: float,
     ) -> list[ev.Action]:
-        """Stop the fragments whose trainers get other nodes; note the trainers to start."""
         changes = self._changes(plan, current)
         expected = foresee(
             [
@@ -206,7 +173,6 @@ class Planner:
     def _changes(
         self, plan: Plan, current: Mapping[str, int]
     ) -> list[tuple[str, Mapping[str, int]]]:
-        """The trainers whose nodes change, with their new node counts by place."""
         problem, answer = plan.asked, plan.answer
         if not problem.blocks:
             return [
@@ -234,10 +200,10 @@ class Planner:
         return None if habits is None else lambda nodes: habits.order(nodes, at)
 
     def _start(
-        self, state: ControllerState, plan: Plan, places: Places, at: float
+        self, state: cs.ControllerState, plan: Plan, places: Places, at: float
     ) -> list[ev.Action]:
-        """Start the waiting trainers that can start; nodes of others may still be held by fragments
-        that are ending.
+        """Start the waiting trainers that can; nodes of others may be held by fragments that are
+        ending.
         """
         wants = [
             Want(name, counts, state.active[name].former)
@@ -266,7 +232,7 @@ class Planner:
             state.start(
                 name,
                 trainer,
-                FragmentState(
+                cs.FragmentState(
                     action.fragment,
                     action.nodes,
                     action.deadline_s,

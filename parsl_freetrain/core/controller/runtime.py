@@ -12,29 +12,20 @@ from parsl_freetrain.core.model.types import BlockRequest
 class Runtime(Protocol):
     """What can be done to a machine. ``at``: the time of the decision."""
 
-    def open(self, request: BlockRequest, at: float) -> None:
-        """Submit a block."""
-        ...
+    def open(self, request: BlockRequest, at: float) -> None: ...
 
     def close(self, blocks: Sequence[ev.CloseBlock], at: float) -> None:
         """Give blocks back, all at once."""
-        ...
 
     def release(self, nodes: ev.ReleaseNodes, at: float) -> None:
         """Give some nodes of a block back."""
-        ...
 
-    def launch(self, fragment: ev.StartFragment, at: float) -> None:
-        """Start a fragment on its nodes."""
-        ...
+    def launch(self, fragment: ev.StartFragment, at: float) -> None: ...
 
     def send(self, stop: ev.StopFragment, at: float) -> None:
         """Tell a fragment to save a checkpoint at its next step boundary and stop."""
-        ...
 
-    def kill(self, fragment: ev.AbandonFragment, at: float) -> None:
-        """End what is left of a fragment at once."""
-        ...
+    def kill(self, fragment: ev.AbandonFragment, at: float) -> None: ...
 
 
 def _at_once(step: Callable[..., None], *arguments: object) -> None:
@@ -47,12 +38,8 @@ def carry_out(
     at: float,
     guarded: Callable[..., None] = _at_once,
 ) -> None:
-    """Carry out a reply of the controller.
-
-    Parameters
-    ----------
-    guarded
-        Calls a function with arguments; a live run goes on if that fails.
+    """Carry out a reply of the controller. ``guarded`` calls a function with arguments; a live run
+    goes on if that fails.
     """
     for action in actions:
         match action:

@@ -36,19 +36,11 @@ def shapes(nodes: Sequence[int]) -> Floats:
 
 
 class Evidence:
-    """What the measurements of one trainer say.
+    """What the measurements of one trainer say: node count, typical rate in samples per second, and
+    number of measurements.
 
-    Attributes
-    ----------
-    likelihood
-        Logarithm of the likelihood of each pair of parameters, up to a constant.
-    one_node
-        Logarithm of the rate on one node that fits best to each pair of parameters.
-
-    Parameters
-    ----------
-    measured
-        Node count, typical rate in samples per second, and number of measurements.
+    By pair of parameters, ``likelihood`` has the logarithm of it up to a constant, ``one_node``
+    that of the rate on one node that fits best.
     """
 
     def __init__(self, measured: Iterable[tuple[int, float, int]]) -> None:
@@ -60,9 +52,8 @@ class Evidence:
 
 
 def _prior() -> Floats:
-    """Logarithm of the probability of each pair before anything is measured, up to a constant.
-
-    All magnitudes of a parameter are as likely, but a speed that falls soon is less so.
+    """Logarithm of the probability of each pair before anything is measured, up to a constant: all
+    magnitudes of a parameter are as likely, but a speed that falls soon is less so.
     """
     sigma, kappa = (grid.ravel() for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
     peak = np.sqrt((1 - np.minimum(sigma, 1)) / np.maximum(kappa, 1e-12))
@@ -76,15 +67,8 @@ PRIOR = _prior()
 class Posterior:
     """The rates of a trainer as far as they are known.
 
-    Parameters
-    ----------
-    own
-        The evidence of the trainer; None: it has not been measured.
-    related
-        That of trainers of the same function.
-    one_node
-        The rate on one node of a trainer that has not been measured, where no related one has been
-        measured either.
+    ``own``: its evidence, None if it has not been measured; ``related``: that of trainers of the
+    same function; ``one_node``: the rate on one node if neither has been measured.
     """
 
     def __init__(self, own: Evidence | None, related: Sequence[Evidence], one_node: float) -> None:

@@ -11,15 +11,8 @@ from msgspec import field
 from parsl_freetrain.core.allocation.constraints import EVERYBODY, OWNERS, check_keys
 from parsl_freetrain.core.allocation.objectives import objective_named
 from parsl_freetrain.core.controller.node_habits import NodeHabits
+from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.checked_values import (
-    AtLeast1,
-    Count,
-    NotNegative,
-    PositiveSeconds,
-    Seconds,
-    SecondsOrNever,
-)
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import RunBegan
 
@@ -85,20 +78,20 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     """
 
     metric: str = 'throughput'
-    horizon_s: PositiveSeconds = 120.0
-    trainers_at_a_time: AtLeast1 | None = None
-    min_rescale_s: Seconds = 0.0
-    keep_free: Count = 0
-    max_nodes: AtLeast1 | None = None
+    horizon_s: checked.PositiveSeconds = 120.0
+    trainers_at_a_time: checked.AtLeast1 | None = None
+    min_rescale_s: checked.Seconds = 0.0
+    keep_free: checked.Count = 0
+    max_nodes: checked.AtLeast1 | None = None
     caps: dict[str, int] = field(default_factory=dict)
     min_shares: dict[str, int] = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
-    charge_budget: NotNegative | None = None
-    max_price: NotNegative | None = None
+    charge_budget: checked.NotNegative | None = None
+    max_price: checked.NotNegative | None = None
     habits: NodeHabits | None = None
-    retries: Count = 0
-    idle_block_s: SecondsOrNever = 30.0
-    give_back_s: Seconds = 30.0
+    retries: checked.Count = 0
+    idle_block_s: checked.SecondsOrNever = 30.0
+    give_back_s: checked.Seconds = 30.0
 
     def __post_init__(self) -> None:
         objective_named(self.metric, 'metric')
@@ -146,11 +139,11 @@ class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
         If a value cannot be used.
     """
 
-    min_hole_s: Seconds = 5.0
-    max_blocks: AtLeast1 = 32
+    min_hole_s: checked.Seconds = 5.0
+    max_blocks: checked.AtLeast1 = 32
     spans_blocks: bool = True
-    stalls: AtLeast1 = 5
-    workers_per_node: AtLeast1 = 1
+    stalls: checked.AtLeast1 = 5
+    workers_per_node: checked.AtLeast1 = 1
     used_before: dict[str, float] = field(default_factory=dict)
     charged_before: float = 0.0
 
@@ -161,19 +154,11 @@ class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class DecisionSettings:
-    """How a run decides: all that it takes to rebuild its controller.
-
-    Attributes
-    ----------
-    solver
-        The name of the solver; None: an allocator that has no name.
-    time_limit_s
-        How long the solver may take over one decision, in seconds.
-    """
+    """How a run decides: all that it takes to rebuild its controller."""
 
     controller: ControllerSettings
-    solver: str | None
-    time_limit_s: float
+    solver: str | None  # None: an allocator that has no name
+    time_limit_s: float  # of one decision
 
     @classmethod
     def of(cls, began: RunBegan) -> DecisionSettings | None:
@@ -184,6 +169,5 @@ class DecisionSettings:
             raise BadInput(f'The settings of run {began.name!r} cannot be read: {error}.') from None
 
     def plain(self) -> dict[str, Any]:
-        """As :class:`~parsl_freetrain.core.model.events.RunBegan` keeps them."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 REPORTS = 3
-"""Number of reports of the speed after which a shape has been tried. Between two reports there is
-at least one step.
-"""
+"""Reports of the speed, with at least a step between two, after which a shape has been tried."""
 
 
 @dataclass
@@ -16,14 +14,8 @@ class ShapeChoice:
     """Tries each shape of a node count when the trainer has that count, and then keeps the fastest.
 
     A shape that is tried is used until it has been reported :data:`REPORTS` times, in one fragment
-    or in several. The choice is final: a shape that was slower is not tried again, so that noise
-    does not make a trainer change its shape.
-
-    Parameters
-    ----------
-    names
-        The shapes by node count, in the order in which they are tried. Counts with one shape need
-        not be there.
+    or in several. The choice is final, so that noise does not make a trainer change its shape.
+    ``names``: the shapes by node count, in the order of tries; counts with one need not be there.
     """
 
     names: Mapping[int, tuple[str, ...]]
@@ -41,7 +33,6 @@ class ShapeChoice:
         return self._fastest(nodes) if tried else self.next(nodes)
 
     def observe(self, nodes: int, shape: int, rate: float) -> None:
-        """Add a reported speed in samples per second."""
         if not self._tried(nodes, shape):
             self._reports.setdefault((nodes, shape), []).append(rate)
 

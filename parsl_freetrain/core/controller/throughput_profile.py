@@ -1,28 +1,26 @@
-"""A trainer's speed by node count, stated by the user or learned from its fragments."""
+"""A trainer's speed by node count and class: stated, learned from its fragments, or transferred."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
 from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, points
-from parsl_freetrain.core.model.types import ScalingCurve
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 OPTIMISM = {1: 3.0, 2: 0.5}
-"""Once a trainer has been measured, decisions take its other counts to be faster than expected by
-this many standard deviations, so that they are tried; by the number of counts of its function that
-have been measured. What a try costs is in the decision: a rescale.
+"""By how many standard deviations a measured trainer's other counts are taken to be faster than
+expected, so that they are tried, by the number of measured counts of its function. What a try
+costs, a rescale, is in the decision.
 """
 
 CAUTION = 0.5
-"""The same as long as there are trainers of which nothing is known: these bid without hopes, and
-must not lose their nodes to the hopes of others.
-"""
+"""The same while there are unknown trainers: they must not lose nodes to the hopes of others."""
 
 REMEMBERED = 15
 """Maximum number of measurements of a count that its typical rate is the median of."""
@@ -38,13 +36,8 @@ _HALF_TRUST = 3
 class Profile:
     """Rates by node count, in samples per second.
 
-    Attributes
-    ----------
-    stated
-        The curve that the user stated; None: it is learned.
-    related
-        Profiles of the trainers of the same function, which they share; a profile adds itself when
-        it is first measured.
+    ``stated``: the user's curve; None: it is learned. ``related``: the profiles of trainers of the
+    same function, which they share; a profile adds itself when it is first measured.
     """
 
     stated: ScalingCurve | None
@@ -61,7 +54,6 @@ class Profile:
 
     @cached_property
     def evidence(self) -> Evidence | None:
-        """What the measurements say; None before the first one."""
         seen = [(n, rate, len(self._rates[n])) for n, rate in self.measured.items()]
         return Evidence(seen) if seen else None
 
@@ -88,30 +80,22 @@ class Profile:
         return self.stated is None and (first_ones or abs(median(rates) - old) > 0.1 * old)
 
     def forget(self, nodes: int) -> None:
-        """Forget the rates at a count, which were those of a slower shape."""
         self._rates.pop(nodes, None)
         self.__dict__.pop('evidence', None)
         self._curves.clear()
 
     def one_node_rate(self) -> float | None:
-        """The rate on one node, measured or as the model has it; None before the first
-        measurement.
-        """
+        """The rate on one node, measured or by the model; None before the first measurement."""
         return float(self._rates_at([1], 1.0, 0.0)[0]) if self._rates else None
 
     def curve(
         self, max_nodes: int, assumed_one_node_rate: float, optimism: float | None = None
     ) -> ScalingCurve:
-        """The curve for decisions; if none was stated, the model's, bent to the measured rates.
+        """The curve for decisions up to ``max_nodes``; if none was stated, the model's, bent to the
+        measured rates.
 
-        Parameters
-        ----------
-        max_nodes
-            The last count of a learned curve.
-        assumed_one_node_rate
-            Used as long as no trainer of this function has been measured.
-        optimism
-            Standard deviations above what to expect; None: as :data:`OPTIMISM` says.
+        ``assumed_one_node_rate`` holds while no trainer of this function has been measured;
+        ``optimism``: standard deviations above what to expect, None: by :data:`OPTIMISM`.
         """
         if self.stated is not None:
             return self.stated
@@ -151,3 +135,100 @@ class Profile:
             trusted = rest * times / (times + _HALF_TRUST)
             mean = mean + np.interp(np.log(counts), np.log(known), trusted)
         return np.exp(mean + optimism * spread)
+
+
+HOPED = 1.4
+"""A class that nobody has tried is taken to be this much faster than known ones, and so tried."""
+
+
+class ClassProfiles:
+    """The profiles of one trainer, one for each node class; where nodes are not told apart, there
+    is one class, whose name is empty.
+
+    ``related``: the profiles on a class of the trainers of the same function, which they share.
+    """
+
+    def __init__(
+        self, trainer: Trainer, related: Callable[[str], list[Profile]] = lambda node_class: []
+    ) -> None:
+        self._curve = trainer.curve
+        self._by_class = dict(trainer.class_curves)
+        self._related = related
+        self._profiles: dict[str, Profile] = {}
+
+    @property
+    def stated(self) -> bool:
+        return self._curve is not None or bool(self._by_class)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """The rate on one node of the classes on which it is stated or measured."""
+        known = {name: self.on(name) for name in self._by_class} or self.measured
+        return {name: _one_node_rate(profile) for name, profile in known.items()}
+
+    @property
+    def measured(self) -> dict[str, Profile]:
+        return {name: profile for name, profile in self._profiles.items() if profile.measured}
+
+    def on(self, node_class: str) -> Profile:
+        if node_class not in self._profiles:
+            stated = self._by_class.get(node_class, self._curve)
+            self._profiles[node_class] = Profile(stated, self._related(node_class))
+        return self._profiles[node_class]
+
+    def best(self) -> Profile:
+        """The profile of the class that is fastest on one node, of those stated or measured, or
+        else ''.
+        """
+        known = [self.on(name) for name in self._by_class] or list(self.measured.values())
+        return max(known, key=_one_node_rate, default=self.on(''))
+
+    def curves(
+        self,
+        classes: Iterable[str],
+        max_nodes: int,
+        assumed: float,
+        ratio: Callable[[str, str], float],
+        optimism: float | None = None,
+    ) -> tuple[tuple[str, ScalingCurve], ...]:
+        """The curve on each class for decisions; for the numbers see :meth:`Profile.curve`.
+
+        A class on which neither it nor a trainer of its function has been measured has the curve of
+        one on which it has, times the ``ratio`` of speeds on one node, as in Sia (SOSP 2023).
+        """
+        if self._by_class:
+            return tuple(self._by_class.items())
+        if self._curve is not None:
+            return ()
+        measured = self.measured
+        curves = []
+        for name in classes:
+            if name in measured or not measured or self._related(name):
+                curves.append((name, self.on(name).curve(max_nodes, assumed, optimism)))
+                continue
+            source = max(measured, key=lambda other: len(measured[other].measured))
+            known = measured[source].curve(max_nodes, assumed, optimism)
+            factor = ratio(name, source)
+            rates = tuple(rate * factor for rate in known.rate)
+            curves.append((name, ScalingCurve(known.nodes, rates)))
+        return tuple(curves)
+
+
+def speed_ratio(
+    trainers: Iterable[ClassProfiles], node_class: str, other: str, unknown: float = HOPED
+) -> float:
+    """By how much trainers are faster on one node of one class than of another: the geometric mean
+    over those whose speed on both is known; ``unknown`` if there are none.
+    """
+    logs = []
+    for profiles in trainers:
+        here, there = profiles.speeds.get(node_class, 0.0), profiles.speeds.get(other, 0.0)
+        if here > 0 and there > 0:
+            logs.append(math.log(here / there))
+    return math.exp(fmean(logs)) if logs else unknown
+
+
+def _one_node_rate(profile: Profile) -> float:
+    if profile.stated is not None:
+        return profile.stated.rate_at(1) or profile.stated.rate[-1]
+    return profile.one_node_rate() or 0.0

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsl_freetrain.core.controller.controller_state import (
-    ControllerState,
-    FragmentState,
-    TrainerState,
-)
+from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer
@@ -18,8 +14,8 @@ FRUITLESS = 4
 
 
 def why_it_fails(
-    trainer: TrainerState,
-    ended: FragmentState,
+    trainer: cs.TrainerState,
+    ended: cs.FragmentState,
     event: ev.FragmentEnded,
     settings: ControllerSettings,
 ) -> str:
@@ -50,7 +46,7 @@ def why_it_fails(
     return ''
 
 
-def _short_of_memory(trainer: TrainerState, ended: FragmentState, error: str) -> str:
+def _short_of_memory(trainer: cs.TrainerState, ended: cs.FragmentState, error: str) -> str:
     """Do without the shape, or else without the node count, that needs too much memory."""
     nodes = len(ended.nodes)
     if trainer.shapes.exclude(nodes, ended.shape):
@@ -86,7 +82,7 @@ def without(trainer: Trainer, nodes: int, trained: bool) -> Trainer | None:
     return replace(trainer, sizes=tuple(left))
 
 
-def stop_spent(state: ControllerState, at: float) -> list[ev.Action]:
+def stop_spent(state: cs.ControllerState, at: float) -> list[ev.Action]:
     """End the trainers whose budget is spent; running ones write a checkpoint."""
     actions: list[ev.Action] = []
     state.budgets.note(at)
@@ -102,8 +98,7 @@ def stop_spent(state: ControllerState, at: float) -> list[ev.Action]:
     return actions
 
 
-def dismiss_all(state: ControllerState, why: str) -> list[ev.Action]:
-    """Let all trainers fail."""
+def dismiss_all(state: cs.ControllerState, why: str) -> list[ev.Action]:
     return [
         action
         for trainer in list(state.trainers.values())
@@ -113,7 +108,7 @@ def dismiss_all(state: ControllerState, why: str) -> list[ev.Action]:
 
 
 def dismiss(
-    state: ControllerState, trainer: TrainerState, ending: str, why: str = ''
+    state: cs.ControllerState, trainer: cs.TrainerState, ending: str, why: str = ''
 ) -> list[ev.Action]:
     """End a trainer independently of the allocation: at once, or when its fragment has stopped."""
     name = trainer.trainer.name
@@ -127,8 +122,7 @@ def dismiss(
 
 
 def end_trainer(
-    state: ControllerState, trainer: TrainerState, ending: str, why: str = ''
+    state: cs.ControllerState, trainer: cs.TrainerState, ending: str, why: str = ''
 ) -> ev.EndTrainer:
-    """Forget a trainer that has no fragment any more."""
     state.remove(trainer.trainer.name)
     return ev.EndTrainer(trainer.trainer.name, ending, why)

@@ -50,12 +50,7 @@ S = TypeVar('S', bound=Settings)
 
 def read_settings(kind: type[S], where: str, values: Mapping[str, Any]) -> S:
     """Settings that were read from a file, where lists stand for tuples, texts for members of an
-    Enum, and tables for groups of settings.
-
-    Raises
-    ------
-    BadInput
-        With ``where``, and everything that cannot be used, in one sentence.
+    Enum, and tables for groups. Raises BadInput: ``where``, and everything that cannot be used.
     """
     try:
         return convert(values, kind)
@@ -135,22 +130,9 @@ def refuse_unknown(
     known: Iterable[str],
     elsewhere: Mapping[str, Iterable[str]] | None = None,
 ) -> None:
-    """Refuse an argument that does not exist.
-
-    Parameters
-    ----------
-    where
-        What was called.
-    given, known
-        Names of arguments.
-    elsewhere
-        Names that belong into a group, by how the group is written: ``{'policy=Policy':
-        ('metric',)}``.
-
-    Raises
-    ------
-    BadInput
-        For the first unknown name; the sentence says which known one is most like it.
+    """Raise BadInput for the first of the arguments given to ``where`` that is not known; the
+    sentence says which known one is most like it. ``elsewhere`` has names that belong into a group,
+    by how the group is written: ``{'policy=Policy': ('metric',)}``.
     """
     known = list(known)
     written = {name: name for name in known}
@@ -167,16 +149,11 @@ def refuse_unknown(
 def checked_arguments(
     where: str, *groups: tuple[str, type[Struct]]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function or constructor whose arguments are settings: misspelt keywords and
-    values of another type are refused with a sentence.
+    """Decorator of a function or constructor, called ``where`` in sentences, whose arguments are
+    settings: misspelt keywords and values of another type are refused.
 
-    Parameters
-    ----------
-    where
-        What sentences call the function.
-    *groups
-        How a group of settings is written as an argument, ``'policy=Policy'``, and its class, so
-        that a sentence can name the group that a misplaced setting belongs to.
+    ``groups``: how a group of settings is written as an argument, ``'policy=Policy'``, and its
+    class, so that a sentence can name the group that a misplaced setting belongs to.
     """
     elsewhere = {written: group.__struct_fields__ for written, group in groups}
 

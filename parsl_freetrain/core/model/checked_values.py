@@ -52,23 +52,11 @@ class Wrong(NamedTuple):
 
 
 def check_value(what: str, value: object, hint: Any, *, read: bool = False) -> None:
-    """Refuse a value that is not of a type, or beyond the bounds of its ``msgspec.Meta``.
+    """Refuse a value, called ``what``, that is not of a type or beyond the bounds of its
+    ``msgspec.Meta``, with a BadInput such as "Ranks: threads is 0; it must be at least 1."
 
-    Parameters
-    ----------
-    what
-        What the sentence calls the value.
-    hint
-        The type. Its words are those of ``Meta(description=...)``, or else follow from the bounds.
-    read
-        Whether the value was read from a file: there, lists count as tuples, and texts as members
-        of an Enum.
-
-    Raises
-    ------
-    BadInput
-        ``check_value('Ranks: threads', 0, Annotated[int, Meta(ge=1)])`` says "Ranks: threads is 0;
-        it must be at least 1."
+    The words are those of ``Meta(description=...)``, or else follow from the bounds. In what was
+    ``read`` from a file, lists count as tuples, and texts as members of an Enum.
     """
     if type(value) is not hint and (wrong := wrong_with(value, hint, read)):
         refuse(f'{what}{wrong.place}', wrong.value, wrong.must)
@@ -99,7 +87,6 @@ def wrong_with(value: object, hint: Any, read: bool = False) -> Wrong | None:
 
 
 def _is_kind(value: object, hint: Any, read: bool) -> bool:
-    """Whether a value is of a type, whatever is in it."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         return _is_kind(value, hint.__origin__, read)

@@ -16,13 +16,8 @@ class BadInput(FreeTrainError, ValueError):
 
 
 def refuse(what: str, value: object, must: str) -> NoReturn:
-    """Refuse a value with the sentence ``what is value; it must be must.``
-
-    Raises
-    ------
-    BadInput
-        Always: ``refuse('Ranks: per_node', 0, 'at least 1')`` says "Ranks: per_node is 0; it must
-        be at least 1."
+    """Raise BadInput with the sentence ``what is value; it must be must.``, for example "Ranks:
+    per_node is 0; it must be at least 1."
     """
     raise BadInput(f'{what} is {shown(value)}; it must be {must}.')
 

@@ -30,8 +30,6 @@ Metrics = Mapping[str, float]
 
 
 class Ending(StrEnum):
-    """How a fragment ended."""
-
     FINISHED = 'finished'  # the trainer's total is reached
     STOPPED = 'stopped'  # at a step boundary, with a checkpoint, on request or at its deadline
     PREEMPTED = 'preempted'  # nodes or ranks were taken before it had stopped by itself
@@ -211,8 +209,6 @@ class FragmentProgressed(Event, frozen=True):
 
 
 class CheckpointSaved(Event, frozen=True):
-    """A checkpoint has been committed."""
-
     at: Seconds
     checkpoint: Checkpoint
 
@@ -230,35 +226,20 @@ class Rescaled(Event, frozen=True):
 
 
 class FragmentEnded(Event, frozen=True):
-    """All members of a fragment are over, its nodes are free.
-
-    Attributes
-    ----------
-    samples
-        Where the next fragment can go on from, by the checkpoint or in memory.
-    out_of_memory
-        Whether it failed because a rank had too little memory.
-    committed, reached
-        The samples of the last checkpoint, and the largest number trained; None: as ``samples``.
-    start_s, step_s, checkpoint_s
-        What it took, in seconds: from the decision to its first step, a global batch, a checkpoint;
-        None: it had none.
-    memory
-        The most memory that a rank needed, in bytes; 0: unknown.
-    """
+    """All members of a fragment are over, its nodes are free. Times in seconds; None: had none."""
 
     trainer: str
     fragment: int
-    samples: int
+    samples: int  # where the next one can go on from, by the checkpoint or in memory
     ending: Ending
     error: str = ''
-    out_of_memory: bool = False
-    committed: int | None = None
-    reached: int | None = None
-    start_s: float | None = None
-    step_s: float | None = None
+    out_of_memory: bool = False  # it failed because a rank had too little memory
+    committed: int | None = None  # of the last checkpoint; None: as samples
+    reached: int | None = None  # the most trained; None: as samples
+    start_s: float | None = None  # from the decision to its first step
+    step_s: float | None = None  # a global batch
     checkpoint_s: float | None = None
-    memory: int = 0
+    memory: int = 0  # the most that a rank needed, in bytes; 0: unknown
 
 
 class TrainerCancelled(Event, frozen=True):
@@ -294,26 +275,17 @@ class ShutdownRequested(Event, frozen=True):
 
 
 class RunBegan(Event, frozen=True):
-    """A run begins, or the resume of one: Parsl's id of it, who runs it where, and how it decides.
-
-    Attributes
-    ----------
-    started
-        When the process started, in seconds since the epoch; 0: unknown.
-    settings
-        Its :class:`~parsl_freetrain.core.controller.settings.DecisionSettings` as plain values;
-        empty: it cannot be replayed.
-    """
+    """A run begins, or is resumed: Parsl's id of it, who runs it where, and how it decides."""
 
     name: str
     parsl_run_dir: str = ''
     command: str = ''
     host: str = ''
     pid: int = 0
-    started: float = 0.0
+    started: float = 0.0  # the process, in seconds since the epoch; 0: unknown
     folder: str = ''
     checkpoint_dir: str = ''
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {}  # DecisionSettings as plain values; empty: no replay
 
 
 class RunEnded(Event, frozen=True):
@@ -385,9 +357,7 @@ class StopFragment(Struct, frozen=True, tag_field='kind', tag=True, eq=False):
 
 
 class AbandonFragment(Struct, frozen=True, tag_field='kind', tag=True):
-    """Some of the fragment's nodes are gone: end what is left of it at once, there is nothing to
-    save.
-    """
+    """Some of the fragment's nodes are gone: end what is left at once, there is nothing to save."""
 
     trainer: str
     fragment: int
@@ -413,39 +383,22 @@ Action = (
 
 
 class Decided(Event, frozen=True):
-    """The controller has handled the events before this one, back to the last of its kind.
-
-    Attributes
-    ----------
-    actions
-        What is done next, in order.
-    trigger
-        The names of the classes of the events that led to a decision; empty: there was none, and
-        nothing of what follows is known.
-    nodes
-        Number of nodes to distribute.
-    status, solver, objective, bound, seconds
-        The allocator's answer.
-    staying
-        The objective of leaving the running fragments as they are.
-    current, allocation
-        Nodes by trainer before and after.
-    problem
-        The document of the problem, packed; empty: it was not kept. Use :attr:`document`.
+    """The controller has handled the events before this one, back to the last of its kind;
+    ``status`` to ``seconds`` are the allocator's answer.
     """
 
-    actions: tuple[Action, ...] = ()
-    trigger: str = ''
-    nodes: int = 0
+    actions: tuple[Action, ...] = ()  # what is done next, in order
+    trigger: str = ''  # the classes of events that led to it; empty: there was no decision
+    nodes: int = 0  # to distribute
     status: str = ''
     solver: str = ''
     objective: float = 0.0
     bound: float | None = None
-    staying: float = 0.0
+    staying: float = 0.0  # the objective of leaving what runs as it is
     seconds: float = 0.0
-    current: dict[str, int] = {}
-    allocation: dict[str, int] = {}
-    problem: bytes = b''
+    current: dict[str, int] = {}  # nodes by trainer before
+    allocation: dict[str, int] = {}  # and after
+    problem: bytes = b''  # packed, see document; empty: it was not kept
 
     @property
     def document(self) -> dict[str, Any] | None:

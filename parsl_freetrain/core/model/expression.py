@@ -49,35 +49,21 @@ FUNCTIONS: dict[str, tuple[Callable[..., float], int, int]] = {
 
 @dataclass(frozen=True)
 class Expression:
-    """A formula that was read and found good.
-
-    Attributes
-    ----------
-    text
-        As it was written.
-    uses
-        The fields that it asks for.
-    """
+    """A formula that was read and found good, and the fields that it uses."""
 
     text: str
     uses: frozenset[str]
     _formula: Formula = field(repr=False, compare=False)
 
     def value(self, fields: Fields) -> float:
-        """Its value.
-
-        Raises
-        ------
-        ArithmeticError, ValueError
-            Where mathematics has none: a division by zero, the logarithm of 0, a number too large.
+        """Its value. Raises ArithmeticError or ValueError where mathematics has none: a division by
+        zero, the logarithm of 0, a number too large.
         """
         return float(self._formula(fields))
 
 
 def parse(text: str, fields: Collection[str]) -> Expression:
-    """Read a formula over ``fields``. Raises BadInput, with the column (from 1) of what cannot be
-    used, and what can.
-    """
+    """Read a formula over ``fields``; raises BadInput with the column (from 1) of what is wrong."""
     if len(text) > MOST_CHARACTERS:
         raise BadInput(f'The expression has {len(text)} characters; the most is {MOST_CHARACTERS}.')
     reader = _Reader(text, fields)
@@ -102,9 +88,8 @@ class _Reader:
         """Column from 1, in the text without leading blanks."""
         raise BadInput(
             f'The expression {self._text!r} cannot be used because of column '
-            f'{self._indent + column}: {what}; it may have numbers, '
-            '+ - * / **, comparisons, if-else, min, max, sqrt, log, and the fields '
-            f'{", ".join(self._fields)}.'
+            f'{self._indent + column}: {what}; it may have numbers, + - * / **, comparisons, '
+            f'if-else, min, max, sqrt, log, and the fields {", ".join(self._fields)}.'
         )
 
     def formula(self, node: ast.expr, depth: int) -> Formula:

@@ -12,24 +12,12 @@ from typing import Any
 from msgspec import structs
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.state import (
-    PROBLEMS_KEPT,
-    Block,
-    Fragment,
-    History,
-    Node,
-    RunState,
-    Training,
-)
+from parsl_freetrain.core.model import state as st
 
 
-def fold(history: History, events: Iterable[ev.Event], keep_progress: bool = True) -> History:
-    """Take in the events that follow; returns the same history.
-
-    Parameters
-    ----------
-    keep_progress
-        Whether fragments of runs that begin keep all of their reports, not only the last.
+def fold(history: st.History, events: Iterable[ev.Event], keep_progress: bool = True) -> st.History:
+    """Take in the events that follow; returns the same history. ``keep_progress``: fragments of
+    runs that begin keep all of their reports, not only the last.
     """
     runs = history.runs
     run = runs[-1] if runs else None
@@ -38,7 +26,7 @@ def fold(history: History, events: Iterable[ev.Event], keep_progress: bool = Tru
         if kind is ev.RunBegan:
             assert isinstance(event, ev.RunBegan)
             number = 1 + (runs[-1].id if runs else 0)
-            run = RunState(number, event, event.at, keeps_progress=keep_progress)
+            run = st.RunState(number, event, event.at, keeps_progress=keep_progress)
             runs.append(run)
             history.latest = number
         elif run is not None:
@@ -49,70 +37,72 @@ def fold(history: History, events: Iterable[ev.Event], keep_progress: bool = Tru
     return history
 
 
-def _block_opened(run: RunState, event: ev.BlockOpened) -> None:
+def _block_opened(run: st.RunState, event: ev.BlockOpened) -> None:
     lasts_s = event.request.walltime_s
-    run.blocks[event.block] = Block(
+    run.blocks[event.block] = st.Block(
         run.id, event, until=None if lasts_s is None else event.at + lasts_s
     )
 
 
-def _block_started(run: RunState, event: ev.BlockStarted) -> None:
+def _block_started(run: st.RunState, event: ev.BlockStarted) -> None:
     if block := run.blocks.get(event.block):
         block.begun = event.since_s
 
 
-def _block_requeued(run: RunState, event: ev.BlockRequeued) -> None:
+def _block_requeued(run: st.RunState, event: ev.BlockRequeued) -> None:
     if block := run.blocks.get(event.block):
         block.used.append((block.begun, event.at))
         block.begun = None
 
 
-def _block_end_known(run: RunState, event: ev.BlockEndKnown) -> None:
+def _block_end_known(run: st.RunState, event: ev.BlockEndKnown) -> None:
     if block := run.blocks.get(event.block):
         block.until = event.until_s
 
 
-def _block_closed(run: RunState, event: ev.BlockClosed) -> None:
+def _block_closed(run: st.RunState, event: ev.BlockClosed) -> None:
     if (block := run.blocks.get(event.block)) and block.closed_at is None:
         block.closed_at, block.how = event.at, event.how
 
 
-def _nodes_joined(run: RunState, event: ev.NodesJoined) -> None:
+def _nodes_joined(run: st.RunState, event: ev.NodesJoined) -> None:
     for node, name in zip(event.nodes, event.hosts or event.nodes, strict=True):
         if (known := run.nodes.get(node)) is not None:  # it is back
             known.left_at = known.how = None
         else:
-            run.nodes[node] = Node(run.id, node, event.block, name, event.at)
+            run.nodes[node] = st.Node(run.id, node, event.block, name, event.at)
 
 
-def _nodes_left(run: RunState, event: ev.NodesLeft) -> None:
+def _nodes_left(run: st.RunState, event: ev.NodesLeft) -> None:
     for name in event.nodes:
         if (node := run.nodes.get(name)) and node.left_at is None:
             node.left_at, node.how = event.at, event.how
 
 
-def _offers_seen(run: RunState, event: ev.OffersSeen) -> None:
+def _offers_seen(run: st.RunState, event: ev.OffersSeen) -> None:
     for offer in event.offers:
         run.offers[offer.node, offer.start] = offer
 
 
-def _submitted(run: RunState, event: ev.TrainerSubmitted) -> None:
+def _submitted(run: st.RunState, event: ev.TrainerSubmitted) -> None:
     trainer = event.trainer
-    run.trainers[trainer.name] = Training(run.id, trainer, event, event.samples, 'queued', event.at)
+    run.trainers[trainer.name] = st.Training(
+        run.id, trainer, event, event.samples, 'queued', event.at
+    )
 
 
-def _total_known(run: RunState, event: ev.TotalKnown) -> None:
+def _total_known(run: st.RunState, event: ev.TotalKnown) -> None:
     if training := run.trainers.get(event.trainer):
         training.trainer = replace(training.trainer, total_samples=event.total_samples)
 
 
-def _launched(run: RunState, event: ev.FragmentLaunched) -> None:
+def _launched(run: st.RunState, event: ev.FragmentLaunched) -> None:
     training = run.trainers.get(event.trainer)
     if training is None:
         return
     names = dict(training.trainer.shapes).get(len(event.nodes), ())
     shape = names[event.shape] if event.shape < len(names) else ''
-    fragment = Fragment(run.id, event, shape)
+    fragment = st.Fragment(run.id, event, shape)
     before = run.fragments.get((event.trainer, event.fragment))
     run.fragments[event.trainer, event.fragment] = fragment
     if before is not None:  # its number was given again
@@ -122,12 +112,12 @@ def _launched(run: RunState, event: ev.FragmentLaunched) -> None:
         _change(run, event.trainer, 'running', event.at)
 
 
-def _started(run: RunState, event: ev.FragmentStarted) -> None:
+def _started(run: st.RunState, event: ev.FragmentStarted) -> None:
     if fragment := run.fragments.get((event.trainer, event.fragment)):
         fragment.started_at, fragment.started_samples = event.at, event.samples
 
 
-def _progressed(run: RunState, event: ev.FragmentProgressed) -> None:
+def _progressed(run: st.RunState, event: ev.FragmentProgressed) -> None:
     fragment = run.fragments.get((event.trainer, event.fragment))
     if fragment is not None:
         fragment.seen = event
@@ -135,7 +125,7 @@ def _progressed(run: RunState, event: ev.FragmentProgressed) -> None:
             fragment.progress.append(event)
 
 
-def _saved(run: RunState, event: ev.CheckpointSaved) -> None:
+def _saved(run: st.RunState, event: ev.CheckpointSaved) -> None:
     saved = event.checkpoint
     run.checkpoints.append(saved)
     if fragment := run.fragments.get((saved.trainer, saved.fragment)):
@@ -144,12 +134,12 @@ def _saved(run: RunState, event: ev.CheckpointSaved) -> None:
         training.samples = saved.samples
 
 
-def _rescaled(run: RunState, event: ev.Rescaled) -> None:
+def _rescaled(run: st.RunState, event: ev.Rescaled) -> None:
     if training := run.trainers.get(event.trainer):
         training.rescaled.append(event)
 
 
-def _fragment_ended(run: RunState, event: ev.FragmentEnded) -> None:
+def _fragment_ended(run: st.RunState, event: ev.FragmentEnded) -> None:
     fragment = run.fragments.get((event.trainer, event.fragment))
     if fragment is not None:
         fragment.ended = event
@@ -158,29 +148,25 @@ def _fragment_ended(run: RunState, event: ev.FragmentEnded) -> None:
         training.samples = event.samples if event.committed is None else event.committed
 
 
-def _interrupted(run: RunState, event: ev.TrainerInterrupted) -> None:
-    _change(run, event.trainer, 'interrupted', event.at)
-
-
-def _change(run: RunState, trainer: str, state: str, at: float, why: str = '') -> None:
+def _change(run: st.RunState, trainer: str, state: str, at: float, why: str = '') -> None:
     training = run.trainers.get(trainer)
     if training is not None and not training.over:
         training.state, training.state_at, training.why = state, at, why
 
 
-def _decided(run: RunState, event: ev.Decided) -> None:
+def _decided(run: st.RunState, event: ev.Decided) -> None:
     for action in event.actions:
         if type(action) is ev.EndTrainer:
             _change(run, action.trainer, action.state, event.at, action.why)
     if event.trigger:
         run.decisions.append(event)
-        if len(run.decisions) > PROBLEMS_KEPT:
-            late = -1 - PROBLEMS_KEPT
+        if len(run.decisions) > st.PROBLEMS_KEPT:
+            late = -1 - st.PROBLEMS_KEPT
             if run.decisions[late].problem:
                 run.decisions[late] = structs.replace(run.decisions[late], problem=b'')
 
 
-_STEPS: dict[type[ev.Event], Callable[[RunState, Any], None]] = {
+_STEPS: dict[type[ev.Event], Callable[[st.RunState, Any], None]] = {
     ev.BlockOpened: _block_opened,
     ev.BlockStarted: _block_started,
     ev.BlockRequeued: _block_requeued,
@@ -200,7 +186,7 @@ _STEPS: dict[type[ev.Event], Callable[[RunState, Any], None]] = {
     ev.CheckpointSaved: _saved,
     ev.Rescaled: _rescaled,
     ev.FragmentEnded: _fragment_ended,
-    ev.TrainerInterrupted: _interrupted,
+    ev.TrainerInterrupted: lambda run, event: _change(run, event.trainer, 'interrupted', event.at),
     ev.Decided: _decided,
     ev.RunEnded: lambda run, event: setattr(run, 'ended', event),
 }

@@ -10,27 +10,14 @@ from dataclasses import dataclass
 class NodeDemand:
     """A waiting job of others that would start now if some nodes of our blocks were given back; or
     a reservation of such nodes that begins soon.
-
-    Attributes
-    ----------
-    job
-        Its id, or 'reservation' and its name.
-    nodes
-        Number of our nodes that it lacks.
-    among
-        The names of our nodes that would serve it.
-    spare
-        Those of them that a reservation or a planned job takes later, so that fewer other jobs
-        could use them.
-    shared
-        Whether it is enough that they are given back: the scheduler has planned another job around
-        them, and they may serve other jobs, too.
     """
 
-    job: str
-    nodes: int
-    among: frozenset[str]
+    job: str  # its id, or 'reservation' and its name
+    nodes: int  # how many of ours it lacks
+    among: frozenset[str]  # our nodes that would serve it
+    # of these, what a reservation or a planned job takes later: fewer jobs could use them
     spare: frozenset[str] = frozenset()
+    # giving back is enough: another job is planned around them, they may serve others
     shared: bool = False
 
 
@@ -43,21 +30,7 @@ def in_need(jobs: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class BlockNodes:
-    """The nodes of an open block.
-
-    Attributes
-    ----------
-    block
-        Its id.
-    nodes
-        Their names.
-    releasable
-        Those that can be given back while the block goes on; all others only with the whole block.
-    leaving
-        Whether the scheduler takes them already.
-    """
-
     block: str
     nodes: tuple[str, ...]
-    releasable: frozenset[str] = frozenset()
-    leaving: bool = False
+    releasable: frozenset[str] = frozenset()  # while the block goes on
+    leaving: bool = False  # the scheduler takes them already

@@ -16,29 +16,19 @@ class Shape:
     """How the ranks of a fragment share the work: copies of the model, shards of its parameters,
     parts of space, stages of a pipeline, parts of each layer.
 
-    Attributes
-    ----------
-    data
-        Copies of the model. They train different samples.
-    spatial
-        Parts of each sample in depth, height and width.
-    pipeline
-        Stages that the model's layers are divided into.
-    shard
-        Ranks that divide the parameters of a copy among them (FSDP). They train different samples.
-    tensor
-        Ranks that divide the work of each layer (tensor parallelism). They train the same samples.
-
     Raises
     ------
     BadInput
         If a number is none, or there are not 3 parts of space.
     """
 
+    #: Copies of the model. They train different samples.
     data: int = 1
-    spatial: tuple[int, int, int] = (1, 1, 1)
-    pipeline: int = 1
+    spatial: tuple[int, int, int] = (1, 1, 1)  #: parts of each sample in depth, height and width
+    pipeline: int = 1  #: stages that the model's layers are divided into
+    #: Ranks that divide the parameters of a copy among them (FSDP). They train different samples.
     shard: int = 1
+    #: Ranks that divide the work of each layer (tensor parallelism). They train the same samples.
     tensor: int = 1
 
     def __post_init__(self) -> None:

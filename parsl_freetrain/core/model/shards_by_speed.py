@@ -13,11 +13,7 @@ _NEARLY = 1e-9
 
 def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """The number of parts of each worker, such that the last of them is done as early as possible.
-
-    Parameters
-    ----------
-    speeds
-        Parts per second of each worker, in any unit, above 0. Of equal ones, the first get more.
+    Speeds are above 0, in any unit; of equal ones, the first get more.
     """
     share = parts / sum(speeds)
     counts = [math.floor(share * speed + _NEARLY) for speed in speeds]
@@ -32,17 +28,8 @@ def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def rate_together(parts: int, workers: tuple[tuple[float, int], ...]) -> float:
-    """The rate of workers who divide a batch of equal parts by :func:`deal`.
-
-    Parameters
-    ----------
-    workers
-        A speed and the number of workers that have it, in turn; speeds are above 0.
-
-    Returns
-    -------
-    float
-        In the unit of the speeds: their sum, where the parts come out even.
+    """The rate, in the unit of the speeds, of workers who divide a batch of equal parts by
+    :func:`deal`: a speed above 0 and how many workers have it, in turn.
     """
     speeds = [speed for speed, count in workers for _ in range(count)]
     last = max(n / speed for n, speed in zip(deal(parts, speeds), speeds, strict=True))

@@ -21,33 +21,17 @@ PROBLEMS_KEPT = 20
 
 @dataclass(slots=True)
 class Block:
-    """A batch job of ours.
-
-    Attributes
-    ----------
-    opened
-        Its request and the batch system's id.
-    until
-        Its expected end; None if unknown.
-    begun
-        When it got its nodes, at the earliest; None: it waits.
-    used
-        Its earlier spells on nodes, until it was queued again: (begun, end) each.
-    how
-        How it ended, as in :class:`~parsl_freetrain.core.model.events.BlockClosed`.
-    """
-
     run: int
     opened: ev.BlockOpened
-    until: float | None = None
-    begun: float | None = None
+    until: float | None = None  # its expected end; None: unknown
+    begun: float | None = None  # got its nodes, at the earliest; None: it waits
+    # earlier spells on nodes: (begun, queued again)
     used: list[tuple[float | None, float]] = field(default_factory=list)
     closed_at: float | None = None
-    how: str | None = None
+    how: str | None = None  # as in BlockClosed
 
     @property
     def name(self) -> str:
-        """Its id within the run."""
         return self.opened.block
 
     @property
@@ -70,33 +54,15 @@ class Node:
 
 @dataclass(slots=True)
 class Fragment:
-    """A bounded run of a trainer on some nodes.
-
-    Attributes
-    ----------
-    launched
-        Its nodes, its deadline, and where it goes on from.
-    shape
-        The name of its shape, where its trainer has several to try.
-    started_at, started_samples
-        Its first training step, None before it.
-    seen
-        Its last report; None before the first.
-    progress
-        All reports, in order of time, where they are kept.
-    checkpoints
-        In order of time.
-    ended
-        Its result; None before its end.
-    """
+    """A bounded run of a trainer on some nodes. Lists are in order of time."""
 
     run: int
     launched: ev.FragmentLaunched
-    shape: str = ''
-    started_at: float | None = None
+    shape: str = ''  # its name, where there are several to try
+    started_at: float | None = None  # its first training step
     started_samples: int | None = None
-    seen: ev.FragmentProgressed | None = None
-    progress: list[ev.FragmentProgressed] = field(default_factory=list)
+    seen: ev.FragmentProgressed | None = None  # its last report
+    progress: list[ev.FragmentProgressed] = field(default_factory=list)  # all reports, where kept
     checkpoints: list[Checkpoint] = field(default_factory=list)
     ended: ev.FragmentEnded | None = None
 
@@ -153,32 +119,15 @@ class Fragment:
 
 @dataclass(slots=True)
 class Training:
-    """A trainer within one run.
-
-    Attributes
-    ----------
-    trainer
-        As its user described it, with its total when that is known.
-    submitted
-        When and how it was submitted, and resumed.
-    samples
-        The last checkpoint's.
-    state
-        'queued', 'running', 'interrupted', or one of :data:`FINAL_STATES`; ``state_at``: since
-        when; ``why``: of what it failed.
-    fragments
-        In order.
-    rescaled
-        Its changes of the node count, as measured.
-    """
+    """A trainer within one run."""
 
     run: int
-    trainer: Trainer
-    submitted: ev.TrainerSubmitted
-    samples: int
-    state: str
-    state_at: float
-    why: str = ''
+    trainer: Trainer  # with its total when that is known
+    submitted: ev.TrainerSubmitted  # or resumed
+    samples: int  # the last checkpoint's
+    state: str  # 'queued', 'running', 'interrupted', or one of FINAL_STATES
+    state_at: float  # since when
+    why: str = ''  # of what it failed
     fragments: list[Fragment] = field(default_factory=list)
     rescaled: list[ev.Rescaled] = field(default_factory=list)
 
@@ -192,7 +141,6 @@ class Training:
 
     @property
     def first_samples(self) -> int:
-        """What it was resumed with."""
         return self.submitted.samples
 
     @property
@@ -201,50 +149,27 @@ class Training:
         return self.state in FINAL_STATES or self.state == 'interrupted'
 
     def last(self) -> Fragment | None:
-        """Its newest fragment."""
         return self.fragments[-1] if self.fragments else None
 
 
 @dataclass(slots=True)
 class RunState:
-    """One run.
-
-    Attributes
-    ----------
-    id
-        Its number in the journal, from 1.
-    last_at
-        When anything was noted last.
-    ended
-        None: nobody has ended it.
-    offers
-        By node and start.
-    decisions
-        Those with an answer of the allocator. Of the newest :data:`PROBLEMS_KEPT`, the problem is
-        kept.
-    refused, unusable
-        Blocks that the site refused, and nodes that could not be used.
-    needed
-        What others' jobs needed last.
-    keeps_progress
-        Whether fragments keep all reports.
-    """
-
-    id: int
+    id: int  # its number in the journal, from 1
     began: ev.RunBegan
-    last_at: float
+    last_at: float  # when anything was noted last
     ended: ev.RunEnded | None = None
     blocks: dict[str, Block] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     trainers: dict[str, Training] = field(default_factory=dict)
     fragments: dict[tuple[str, int], Fragment] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    offers: dict[tuple[str, float], NodeOffer] = field(default_factory=dict)
+    offers: dict[tuple[str, float], NodeOffer] = field(default_factory=dict)  # by node and start
+    # those with an answer of the allocator
     decisions: list[ev.Decided] = field(default_factory=list)
     refused: list[ev.BlockRefused] = field(default_factory=list)
     unusable: list[ev.NodeUnusable] = field(default_factory=list)
-    needed: ev.NodesNeeded | None = None
-    keeps_progress: bool = True
+    needed: ev.NodesNeeded | None = None  # what others' jobs needed last
+    keeps_progress: bool = True  # fragments keep all reports
 
     @property
     def name(self) -> str:
@@ -267,13 +192,9 @@ class RunState:
 class History:
     """The runs of one journal.
 
-    Attributes
-    ----------
-    latest
-        The number of the newest run of the journal, whether or not it is among ``runs``: the only
-        one that may be alive. None: that one is known to be dead.
-    damage
-        Sentences about places in the file that could not be read.
+    ``latest`` is the number of the newest run of the journal, whether or not it is among ``runs``:
+    the only one that may be alive; None: it is known to be dead. ``damage``: sentences about places
+    that could not be read.
     """
 
     runs: list[RunState] = field(default_factory=list)

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parsl_freetrain.core.model.checked_values import (
-    AtLeast1,
-    Number,
-    Positive,
-    Seconds,
-    Share,
-    check_fields,
-)
+from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.errors import BadInput, refuse
 
 ASSUMED_RESCALE_S = 2.0
@@ -31,14 +24,12 @@ class Charge:
 
     Attributes
     ----------
-    price
-        Of a node for an hour.
     least_s, least_price
         Every node costs ``least_price`` an hour for the first ``least_s`` seconds, also if its
         block ends before.
     """
 
-    price: float = 0.0
+    price: float = 0.0  #: of a node for an hour
     least_s: float = 0.0
     least_price: float = 0.0
 
@@ -54,35 +45,18 @@ FREE = Charge()
 
 @dataclass(frozen=True)
 class Hole:
-    """Nodes that the scheduler cannot use before some time.
+    """Nodes that the scheduler cannot use before some time."""
 
-    Attributes
-    ----------
-    nodes
-        Number of nodes.
-    until_s
-        When they are needed again, in seconds of the events' clock; None: until preempted.
-    queue
-        Where a block for this hole is submitted.
-    names
-        The nodes' names, empty where the scheduler chooses them.
-    node_class
-        The kind of its nodes, such as 'a100', at a site that tells them apart.
-    charge
-        What its nodes cost.
-    longest_s
-        Maximum seconds that a block for it lasts; None: as long as the hole.
-    exempt_s
-        Seconds after the start of its block in which nothing preempts it.
-    """
-
-    nodes: int
+    nodes: int  #: number of nodes
+    #: When they are needed again, in seconds of the events' clock; None: until preempted.
     until_s: float | None = None
-    queue: str = ''
-    names: tuple[str, ...] = ()
-    node_class: str = ''
-    charge: Charge = field(default=FREE, compare=False)
+    queue: str = ''  #: where a block for this hole is submitted
+    names: tuple[str, ...] = ()  #: the nodes' names, empty where the scheduler chooses them
+    node_class: str = ''  #: the kind of its nodes, such as 'a100', at a site that tells them apart
+    charge: Charge = field(default=FREE, compare=False)  #: what its nodes cost
+    #: Maximum seconds that a block for it lasts; None: as long as the hole.
     longest_s: float | None = field(default=None, compare=False)
+    #: Seconds after the start of its block in which nothing preempts it.
     exempt_s: float = field(default=0.0, compare=False)
 
     def lasts_s(self, at: float) -> float:
@@ -108,25 +82,19 @@ class BlockRequest:
 
     Attributes
     ----------
-    nodes
-        Number of nodes to ask for.
-    walltime_s
-        Walltime in seconds; None where the site needs none.
     queue, names, node_class, charge, exempt_s
         As in the hole.
-    avoid
-        Names of nodes with broken devices to do without; not on PBS Pro and Cobalt.
-    lasts_s
-        Maximum seconds for which it is charged; infinite: unknown.
     """
 
-    nodes: int
-    walltime_s: float | None = None
+    nodes: int  #: number of nodes to ask for
+    walltime_s: float | None = None  #: walltime in seconds; None where the site needs none
     queue: str = ''
     names: tuple[str, ...] = ()
+    #: Names of nodes with broken devices to do without; not on PBS Pro and Cobalt.
     avoid: tuple[str, ...] = ()
     node_class: str = ''
     charge: Charge = field(default=FREE, compare=False)
+    #: Maximum seconds for which it is charged; infinite: unknown.
     lasts_s: float = field(default=math.inf, compare=False)
     exempt_s: float = field(default=0.0, compare=False)
 
@@ -135,17 +103,10 @@ class BlockRequest:
 class ScalingCurve:
     """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last
     point.
-
-    Attributes
-    ----------
-    nodes
-        Node counts, strictly increasing.
-    rate
-        Samples per second (or any unit proportional to it) at each count.
     """
 
-    nodes: tuple[int, ...]
-    rate: tuple[float, ...]
+    nodes: tuple[int, ...]  #: node counts, strictly increasing
+    rate: tuple[float, ...]  #: samples per second (or any unit proportional to it) at each count
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.rate) or not self.nodes:
@@ -188,17 +149,11 @@ class ScalingCurve:
 class Efficiency:
     """Statistical efficiency by node count: how much a sample still contributes when the batch is
     spread over more nodes.
-
-    Attributes
-    ----------
-    nodes
-        Node counts, strictly increasing.
-    value
-        Between 0 and 1 at each count; linear in between, flat before the first and behind the last.
     """
 
-    nodes: tuple[int, ...]
-    value: tuple[Share, ...]
+    nodes: tuple[int, ...]  #: node counts, strictly increasing
+    #: Between 0 and 1 at each count; linear in between, flat before the first and behind the last.
+    value: tuple[checked.Share, ...]
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.value) or not self.nodes:
@@ -213,7 +168,7 @@ class Efficiency:
                 'The node counts of statistical efficiency must increase from 1 on: got '
                 f'{list(self.nodes)}.'
             )
-        check_fields('Statistical efficiency', self)
+        checked.check_fields('Statistical efficiency', self)
 
     def at(self, nodes: int) -> float:
         """Efficiency on ``nodes`` nodes."""
@@ -232,64 +187,49 @@ class Trainer:
 
     Attributes
     ----------
-    name
-        Unique within a run; also the name of its checkpoint folder.
     min_nodes, max_nodes
         Minimum and maximum number of nodes of a running fragment.
-    total_samples
-        Total number of samples to train; None while only the number of epochs is known.
-    curve
-        The scaling curve, where the user stated one.
     rescale_up_s, rescale_down_s
         What a change to more or to fewer nodes costs, in seconds of the current rate; until it has
         been measured, unless it is stated.
-    priority
-        Weight relative to 1, for objectives that use it.
-    sizes
-        The allowed node counts; empty: every count from ``min_nodes`` to ``max_nodes``.
-    finish_by_s
-        When it should be finished, in seconds of the events' clock, for objectives that use it;
-        None: no deadline.
-    efficiency
-        Statistical efficiency by nodes, for objectives that use it; None: 1 at every count.
     user, group
         The owners whose caps, shares and budgets hold for it; empty: nobody's.
-    stated_costs
-        The rescale costs that the user has stated, 'up' or 'down'. They hold whatever is measured.
-    function
-        What it trains: trainers of the same function are taken to scale alike until they have been
-        measured. Empty: like no other.
-    shapes
-        The names of the shapes by node count, where there are several to try.
-    class_curves
-        The scaling curves by node class, in place of ``curve``; it does not use nodes of other
-        classes.
-    mixed_parts
-        If above 0, it may run on nodes of several classes at once, among which each batch is
-        divided by speed, in this number of parts for each rank of a node.
     """
 
-    name: str
-    min_nodes: AtLeast1
+    name: str  #: unique within a run; also the name of its checkpoint folder
+    min_nodes: checked.AtLeast1
     max_nodes: int
-    total_samples: AtLeast1 | None = None
-    curve: ScalingCurve | None = None
-    rescale_up_s: Seconds = ASSUMED_RESCALE_S
-    rescale_down_s: Seconds = ASSUMED_RESCALE_S
-    priority: Positive = 1.0
+    #: Total number of samples to train; None while only the number of epochs is known.
+    total_samples: checked.AtLeast1 | None = None
+    curve: ScalingCurve | None = None  #: the scaling curve, where the user stated one
+    rescale_up_s: checked.Seconds = ASSUMED_RESCALE_S
+    rescale_down_s: checked.Seconds = ASSUMED_RESCALE_S
+    priority: checked.Positive = 1.0  #: weight relative to 1, for objectives that use it
+    #: The allowed node counts; empty: every count from ``min_nodes`` to ``max_nodes``.
     sizes: tuple[int, ...] = ()
-    finish_by_s: Number | None = None
+    #: When it should be finished, in seconds of the events' clock, for objectives that use it;
+    #: None: no deadline.
+    finish_by_s: checked.Number | None = None
+    #: Statistical efficiency by nodes, for objectives that use it; None: 1 at every count.
     efficiency: Efficiency | None = None
     user: str = ''
     group: str = ''
+    #: The rescale costs that the user has stated, 'up' or 'down'. They hold whatever is measured.
     stated_costs: tuple[str, ...] = ()
+    #: What it trains: trainers of the same function are taken to scale alike until they have been
+    #: measured. Empty: like no other.
     function: str = ''
+    #: The names of the shapes by node count, where there are several to try.
     shapes: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    #: The scaling curves by node class, in place of ``curve``; it does not use nodes of other
+    #: classes.
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
+    #: If above 0, it may run on nodes of several classes at once, among which each batch is divided
+    #: by speed, in this number of parts for each rank of a node.
     mixed_parts: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(f'Trainer {self.name!r}', self)
+        checked.check_fields(f'Trainer {self.name!r}', self)
         if self.max_nodes < self.min_nodes:
             raise BadInput(
                 f'Trainer {self.name!r}: min_nodes is {self.min_nodes} and max_nodes '
@@ -338,39 +278,22 @@ class NodeOffer:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A handle to a committed state of a trainer; never the tensors themselves.
+    """A handle to a committed state of a trainer; never the tensors themselves."""
 
-    Attributes
-    ----------
-    trainer
-        Whose state it is.
-    path
-        The checkpoint's own directory; empty for the state before the first step.
-    samples
-        Training samples that the state has seen.
-    fragment
-        The fragment that wrote it; 0 for the state before the first step.
-    metrics
-        The last values given to ``ctx.report``.
-    result
-        What the function returned at the end of the training, as JSON knows it; else None.
-    at
-        When it was committed, in seconds since the epoch; 0: unknown, as what follows.
-    seconds
-        How long writing it took, as long as a stop may take.
-    pause_s
-        For how long training stood still for it, in seconds: copying the state, where it was
-        written beside training, else collecting and writing it.
-    """
-
-    trainer: str
-    path: str
-    samples: int
-    fragment: int
+    trainer: str  #: whose state it is
+    path: str  #: the checkpoint's own directory; empty for the state before the first step
+    samples: int  #: training samples that the state has seen
+    fragment: int  #: the fragment that wrote it; 0 for the state before the first step
+    #: The last values given to ``ctx.report``.
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
+    #: What the function returned at the end of the training, as JSON knows it; else None.
     result: Any = field(default=None, compare=False)
+    #: When it was committed, in seconds since the epoch; 0: unknown, as what follows.
     at: float = field(default=0.0, compare=False)
+    #: How long writing it took, as long as a stop may take.
     seconds: float = field(default=0.0, compare=False)
+    #: For how long training stood still for it, in seconds: copying the state, where it was written
+    #: beside training, else collecting and writing it.
     pause_s: float = field(default=0.0, compare=False)
 
     @property

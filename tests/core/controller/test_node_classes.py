@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
-from parsl_freetrain.core.controller.class_profiles import ClassProfiles, speed_ratio
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, speed_ratio
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending, OpenBlock, StartFragment, StopFragment

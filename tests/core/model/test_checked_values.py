@@ -10,15 +10,8 @@ from typing import Annotated, Any, Literal, Protocol
 import pytest
 from msgspec import Meta
 
+from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.checked_values import (
-    AtLeast1,
-    Count,
-    Name,
-    Seconds,
-    Share,
-    check_value,
-)
 from parsl_freetrain.core.model.errors import BadInput
 
 
@@ -34,20 +27,24 @@ class Colour(StrEnum):
 @pytest.mark.parametrize(
     ('value', 'hint', 'said'),
     [
-        (0, AtLeast1, 'x is 0; it must be at least 1.'),
+        (0, checked.AtLeast1, 'x is 0; it must be at least 1.'),
         (-1, Annotated[int, Meta(ge=0, le=9)], 'x is -1; it must be from 0 to 9.'),
-        ('1', AtLeast1, "x is '1'; it must be a whole number, at least 1."),
-        (True, Count, 'x is True; it must be a whole number, at least 0.'),
-        (math.inf, Seconds, 'x is inf; it must be a number of seconds, 0 or more.'),
-        (math.nan, Share, 'x is nan; it must be a number from 0 to 1.'),
-        ('', Name, "x is ''; it must be a text that is not empty."),
-        (0, AtLeast1 | None, 'x is 0; it must be at least 1.'),
-        ('a', AtLeast1 | None, "x is 'a'; it must be a whole number, at least 1 or None."),
+        ('1', checked.AtLeast1, "x is '1'; it must be a whole number, at least 1."),
+        (True, checked.Count, 'x is True; it must be a whole number, at least 0.'),
+        (math.inf, checked.Seconds, 'x is inf; it must be a number of seconds, 0 or more.'),
+        (math.nan, checked.Share, 'x is nan; it must be a number from 0 to 1.'),
+        ('', checked.Name, "x is ''; it must be a text that is not empty."),
+        (0, checked.AtLeast1 | None, 'x is 0; it must be at least 1.'),
+        ('a', checked.AtLeast1 | None, "x is 'a'; it must be a whole number, at least 1 or None."),
         ([1, '2'], Literal['auto'] | Sequence[int], "x[1] is '2'; it must be a whole number."),
         ('all', Literal['auto'] | Sequence[int], "x is 'all'; it must be 'auto' or a list "),
-        ({'a': -1}, Mapping[str, Count], "x['a'] is -1; it must be at least 0."),
+        ({'a': -1}, Mapping[str, checked.Count], "x['a'] is -1; it must be at least 0."),
         ({1: 2}, dict[str, int], 'x: the name 1 is 1; it must be a text.'),
-        ({'a': [0.5, 2]}, dict[str, list[Share]], "x['a'][1] is 2; it must be a number from 0 "),
+        (
+            {'a': [0.5, 2]},
+            dict[str, list[checked.Share]],
+            "x['a'][1] is 2; it must be a number from 0 ",
+        ),
         ([1], tuple[int, ...], 'x is [1]; it must be a list (each a whole number).'),
         ('green', Colour, "x is 'green'; it must be 'red' or 'blue'."),
         (3, Speaks, 'x is 3; it must be a Speaks.'),
@@ -55,20 +52,20 @@ class Colour(StrEnum):
 )
 def test_what_cannot_be_used_is_said_with_its_place(value: object, hint: Any, said: str) -> None:
     with pytest.raises(BadInput) as caught:
-        check_value('x', value, hint)
+        checked.check_value('x', value, hint)
     assert str(caught.value).startswith(said)
 
 
 def test_what_is_read_may_be_a_list_for_a_tuple_and_a_text_for_an_enum() -> None:
-    check_value('x', [1], tuple[int, ...], read=True)
-    check_value('x', 'red', Colour, read=True)
+    checked.check_value('x', [1], tuple[int, ...], read=True)
+    checked.check_value('x', 'red', Colour, read=True)
     with pytest.raises(BadInput, match="x is 'green'"):
-        check_value('x', 'green', Colour, read=True)
+        checked.check_value('x', 'green', Colour, read=True)
 
 
 def test_settings_keep_within_their_bounds() -> None:
     class Crew(Settings, frozen=True, kw_only=True):
-        least: AtLeast1 = 1
+        least: checked.AtLeast1 = 1
 
     assert Crew(least=2).least == 2
     with pytest.raises(BadInput, match='Crew: least is 0; it must be at least 1.'):

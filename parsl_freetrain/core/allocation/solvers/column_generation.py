@@ -46,21 +46,15 @@ _PROVEN = 1e-9
 
 
 class ColumnAllocator:
-    """Exact allocation by branch and price.
-
-    Parameters
-    ----------
-    time_limit_s
-        Seconds after which the best allocation found so far is taken, if it beats staying put.
+    """Exact allocation by branch and price. After ``time_limit_s`` seconds the best allocation
+    found so far is taken, if it beats staying put.
     """
 
     def __init__(self, time_limit_s: float = 10.0) -> None:
         self.time_limit_s = time_limit_s
 
     def applies(self, problem: Problem) -> bool:
-        """Whether this solver can solve the problem: blocks with several ends that trainers span,
-        and minimums of single trainers only.
-        """
+        """Whether trainers span blocks with several ends, and only single ones have minimums."""
         ends = len(groups_of(problem))
         largest = max((min(bid.max_nodes, problem.nodes) for bid in problem.bids), default=0)
         return (
@@ -75,15 +69,12 @@ class ColumnAllocator:
         )
 
     def allocate(self, problem: Problem) -> Answer:
-        """The optimum, or the best allocation found in time; never worse than staying put."""
         asked = Asked(problem, 'columns')
         return asked.solved(lambda merged: _Search(merged, asked, self.time_limit_s).found())
 
 
 @dataclass(order=True)
 class _Branch:
-    """A part of the search, those with the highest bound first."""
-
     minus_bound: float
     number: int
     region: Region = field(compare=False)
@@ -92,13 +83,7 @@ class _Branch:
 
 
 class _Search:
-    """The search for the optimum of one problem.
-
-    Attributes
-    ----------
-    bound
-        No allocation is worth more.
-    """
+    """The search for the optimum of one problem; no allocation is worth more than ``bound``."""
 
     def __init__(self, problem: Problem, asked: Asked, time_limit_s: float) -> None:
         self._problem, self._asked, self._time_limit_s = problem, asked, time_limit_s
@@ -111,7 +96,6 @@ class _Search:
         self._best = Incumbent(self._pricing, self._caps, ways, lambda: self._left_s() > 0)
 
     def found(self) -> Found:
-        """The best allocation, and the bound."""
         status = self._run()
         if self._best.worth == -np.inf:  # none is known that keeps all limits
             return Found(status)
@@ -120,7 +104,6 @@ class _Search:
         return Found(status, nodes, self.bound)
 
     def _run(self) -> str:
-        """'optimal', 'feasible' or 'infeasible'."""
         pricing, every = self._pricing, self._pricing.every
         nothing = np.zeros_like(pricing.held)
         for ways, kept in ((nothing, False), (pricing.held, True)):
@@ -149,7 +132,6 @@ class _Search:
         return 'optimal' if proven else 'feasible'
 
     def _next(self, waiting: list[_Branch]) -> _Branch | None:
-        """The part with the highest bound, if anything better than what is known can be in it."""
         branch = heappop(waiting) if waiting else None
         reached = self._best.worth + self._rounding()
         return branch if branch is not None and -branch.minus_bound > reached else None
@@ -161,9 +143,7 @@ class _Search:
         return NO_GAIN * abs(self._best.worth) if np.isfinite(self._best.worth) else 0.0
 
     def _open(self, region: Region, prices: Floats, bound: float) -> _Branch | None:
-        """Solve the linear programme of a region; None if nothing better than what is known can be
-        in it.
-        """
+        """Solve the programme of a region; None if nothing better than the best can be in it."""
         master, caps, every = self._master, self._caps, self._pricing.every
         master.allow(region.has(master.bid, master.ways, master.kept))
         converged, exact, divided = False, False, None
@@ -200,8 +180,8 @@ class _Search:
 
     def _dive(self, region: Region, shares: Floats, prices: Floats) -> None:
         """Look for an allocation: divided bids with a clearly largest share, or else the one with
-        the largest share, are fixed to its places, and the linear programme is solved again. With
-        these decided, little is lost by whole numbers of nodes.
+        the largest, are fixed to its places, and the programme is solved again. With these decided,
+        little is lost by whole numbers of nodes.
         """
         master, caps, every = self._master, self._caps, self._pricing.every
         fixed = np.zeros(len(every), dtype=bool)
@@ -277,7 +257,6 @@ def _as(region: Region, j: int, way: Integers, kept: bool) -> Region:
 
 
 def _with(region: Region, j: int, **bounds: int) -> Region:
-    """The region with other bounds for one bid."""
     changed = {}
     for name, value in bounds.items():
         array = getattr(region, name).copy()

@@ -14,21 +14,9 @@ _SLACK = 1e-12
 
 
 class Incumbent:
-    """The best allocation that is known, and the search for better ones around it.
+    """The best allocation that is known, and the search for better ones around it while ``go_on``.
 
-    Attributes
-    ----------
-    ways
-        Shape (bids, places).
-    worth
-        What they are worth together.
-
-    Parameters
-    ----------
-    ways
-        An allocation to begin with, which need not keep the caps.
-    go_on
-        Whether there is time left.
+    ``ways``: shape (bids, places); those given at first need not keep the caps.
     """
 
     def __init__(
@@ -40,7 +28,6 @@ class Incumbent:
         self.offer(ways)
 
     def offer(self, ways: Integers) -> bool:
-        """Take an allocation if it keeps all rules and is worth more."""
         pricing = self._pricing
         worth = float(self._worths(pricing.every, ways).sum())
         kept = pricing.region.keep & (ways == pricing.held).all(axis=1)
@@ -68,8 +55,8 @@ class Incumbent:
         self.polish(chosen)
 
     def polish(self, ways: Integers) -> None:
-        """Let the bids choose again from their own and the free nodes until none gains; then take
-        the allocation if it is better.
+        """Let the bids choose again from their own and free nodes until none gains; offer the
+        result.
         """
         every, ways = self._pricing.every, ways.copy()
         while self._go_on():

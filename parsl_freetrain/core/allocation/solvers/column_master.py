@@ -1,7 +1,6 @@
 """The restricted master problem of column generation: a linear programme over the known ways.
 
-It stays in HiGHS from one round to the next. New columns are added to it, and the next solve starts
-from the last basis.
+It stays in HiGHS: new columns are added, and the next solve starts from the last basis.
 """
 
 from __future__ import annotations
@@ -21,12 +20,8 @@ _PENALTY = 1e3
 class Caps:
     """What the bids share: the nodes of each place, and the limits.
 
-    Attributes
-    ----------
-    weight
-        Shape (caps, bids, places): how much of a cap one node uses.
-    most
-        Shape (caps,): how much there is. The first caps are the places.
+    ``weight`` has the shape (caps, bids, places): how much of a cap one node uses; ``most``
+    (caps,): how much there is. The first caps are the places.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -58,13 +53,8 @@ class Caps:
 
 
 class Master:
-    """The linear programme, and the ways that it knows.
-
-    Attributes
-    ----------
-    bid, ways, kept, worth
-        By way: index of its bid, its nodes by place, whether it is to keep what the bid holds, and
-        its worth.
+    """The linear programme, and the ways that it knows: by way the index of its ``bid``, its nodes
+    by place, whether it is to keep what the bid holds, and its worth.
     """
 
     def __init__(self, pricing: Pricing, caps: Caps) -> None:
@@ -100,7 +90,6 @@ class Master:
             self._lp.addCol(_PENALTY * LARGEST, 0.0, highspy.kHighsInf, 1, row, np.ones(1))
 
     def add(self, bid: Integers, ways: Integers, kept: Flags) -> int:
-        """Add the ways that are not known yet; returns how many."""
         new = []
         keys = zip(bid.tolist(), kept.tolist(), map(tuple, ways.tolist()), strict=True)
         for i, key in enumerate(keys):
@@ -131,7 +120,6 @@ class Master:
         return len(new)
 
     def allow(self, allowed: Flags) -> None:
-        """Use only these of the known ways."""
         changed = np.flatnonzero(allowed != self._allowed)
         if len(changed):
             columns = changed.astype(np.int32) + len(self._pricing.every)

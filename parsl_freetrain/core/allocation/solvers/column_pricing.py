@@ -28,26 +28,15 @@ _ALL = slice(None)  # unlike an array of all indices, it makes no copies
 
 @dataclass(frozen=True)
 class Region:
-    """The ways that are considered.
+    """The ways that are considered."""
 
-    Attributes
-    ----------
-    keep
-        Shape (bids,): whether a bid may keep exactly what it holds.
-    low, high
-        Shape (bids,): least and greatest number of nodes of a bid that changes.
-    least, most
-        Shape (bids, places): least and greatest number of nodes of each place, if it changes.
-    """
-
-    keep: Flags
-    low: Integers
-    high: Integers
-    least: Integers
-    most: Integers
+    keep: Flags  # (bids,): whether a bid may keep exactly what it holds
+    low: Integers  # (bids,): least number of nodes of a bid that changes
+    high: Integers  # and the greatest
+    least: Integers  # (bids, places): least number of nodes of each place, if it changes
+    most: Integers  # and the greatest
 
     def of(self, bids: Integers) -> Region:
-        """The rows of these bids."""
         return Region(
             self.keep[bids], self.low[bids], self.high[bids], self.least[bids], self.most[bids]
         )
@@ -69,14 +58,9 @@ class Region:
 class Pricing:
     """All ways in which the bids of a problem can hold nodes.
 
-    A way is kept (exactly what the bid holds) or changed. A change to the same nodes counts as one
-    to others, and is worth less.
-
-    Parameters
-    ----------
-    problem
-        The problem. Its places are in the order of their ends, no two places of one class end
-        together, and trainers may span places.
+    A way is kept (exactly what the bid holds) or changed; a change to the same nodes counts as one
+    to others, and is worth less. The problem's places are in the order of their ends, no two of one
+    class end together, and trainers may span them.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -152,17 +136,10 @@ class Pricing:
     def best(
         self, prices: Floats, region: Region, bids: Integers | slice = _ALL
     ) -> tuple[Floats, Integers, Flags]:
-        """For each bid, the most that a way of the region is worth after paying; that way; and
-        whether it is to keep what it holds.
+        """For each bid, the most that a way of the region is worth after paying (minus infinity:
+        there is none); that way; and whether it is to keep what it holds.
 
-        Parameters
-        ----------
-        prices
-            Of a node, shape (bids, places).
-        region
-            The ways that are considered. A bid that has none of them gets minus infinity.
-        bids
-            The indices of the bids that the rows of ``prices`` and ``region`` are about.
+        ``prices`` of a node, shape (bids, places); ``prices`` and ``region`` are about ``bids``.
         """
         worth, ways = self._best_of_class(0, prices, region, bids)
         if len(self._classes) > 1:
@@ -177,16 +154,13 @@ class Pricing:
         return np.where(kept, held, worth), ways, kept
 
     def _elsewhere(self, c: int, region: Region) -> Flags:
-        """The bids that need nodes of another class than ``c``."""
         needed: Flags = np.any(np.delete(region.least, self._classes[c], axis=1), axis=1)
         return needed
 
     def _best_of_class(
         self, c: int, prices: Floats, region: Region, bids: Integers | slice
     ) -> tuple[Floats, Integers]:
-        """For each bid, the most that a changed way with nodes of class ``c`` only is worth after
-        paying, and that way.
-        """
+        """The same for changed ways with nodes of class ``c`` only."""
         places = self._classes[c].tolist()
         counts, rows = self._counts, np.arange(len(prices))
         after = np.full((len(prices), len(counts)), -np.inf)

@@ -1,7 +1,5 @@
-"""The exact allocation in about a millisecond, where only node counts matter.
-
-It applies where all nodes are alike and leave at the same time, or stay for the horizon, and every
-limit is on one trainer or a cap on all of them.
+"""The exact allocation in about a millisecond, where only node counts matter: all nodes are alike
+and leave together or stay for the horizon, and every limit is on one trainer or a cap on all.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class _Table:
 
     @property
     def width(self) -> int:
-        """One more than the largest count in the table."""
         return int(self.values.shape[1])
 
 
@@ -68,9 +65,7 @@ class DpAllocator:
         )
 
     def applies(self, problem: Problem) -> bool:
-        """Whether this solver can solve the problem: all nodes leave at the same time, and each
-        limit is on one trainer or is a cap on all of them.
-        """
+        """Whether all nodes leave together, and each limit is on one trainer or a cap on all."""
         return (
             len(groups_of(problem)) == 1
             and not any(bid.mixed_parts for bid in problem.bids)
@@ -78,20 +73,13 @@ class DpAllocator:
         )
 
     def allocate(self, problem: Problem) -> Answer:
-        """The optimum.
-
-        Raises
-        ------
-        BadInput
-            If :meth:`applies` is false.
-        """
+        """The optimum. Raises BadInput if :meth:`applies` is false."""
         asked = Asked(problem, 'dp')
         groups = groups_of(problem)
         if len(groups) != 1 or not all(_is_simple(problem, limit) for limit in problem.limits):
             raise BadInput(
                 'Blocks with several ends or classes, blocks that cannot be mixed and limits on '
-                'some trainers together are not for '
-                'the dynamic programme; use auto or milp.'
+                'some trainers together are not for the dynamic programme; use auto or milp.'
             )
         values = self._values(problem)
         every = np.arange(len(problem.bids))
@@ -114,9 +102,7 @@ class DpAllocator:
         )
 
     def _values(self, problem: Problem) -> Floats:
-        """Shape (bids, counts): worth of each count from 0; minus infinity where it is not
-        allowed.
-        """
+        """Worth of each count from 0, shape (bids, counts); minus infinity where not allowed."""
         nodes, stay_s = sum(block.nodes for block in problem.places), problem.places[0].remaining_s
         node_class = problem.places[0].node_class
         old, bids = self._table, problem.bids
@@ -153,7 +139,6 @@ class DpAllocator:
         return values[:, : nodes + 1]
 
     def _all_can_stay(self, problem: Problem, values: Floats) -> bool:
-        """Whether all trainers may keep their nodes."""
         current = self._table.current
         return bool(
             current.sum() <= sum(block.nodes for block in problem.places)
@@ -181,9 +166,7 @@ class DpAllocator:
 def _limited(
     problem: Problem, values: Floats, kept: Mapping[str, tuple[int, ...]]
 ) -> tuple[Floats, int]:
-    """The values under the limits: minus infinity at counts that are ruled out; and the number of
-    nodes that may be used.
-    """
+    """The values, minus infinity at counts that limits rule out; and how many nodes may be used."""
     nodes = sum(block.nodes for block in problem.places)
     if not kept and not problem.limits:
         return values, nodes
@@ -213,7 +196,6 @@ def _is_simple(problem: Problem, limit: Limit) -> bool:
 
 
 def _most(problem: Problem, limit: Limit) -> int:
-    """Maximum number of nodes of the limit's members together."""
     nodes = sum(block.nodes for block in problem.places)
     most = nodes if limit.most is None else limit.most
     seconds = problem.seconds[0]

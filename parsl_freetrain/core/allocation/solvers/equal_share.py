@@ -9,11 +9,11 @@ from parsl_freetrain.core.allocation.solution import Asked
 
 
 class EqualShareAllocator:
-    """The heuristic that BFTrainer (arXiv 2106.12091) is compared with.
+    """The heuristic that BFTrainer (arXiv 2106.12091) is compared with: each of J trainers gets N
+    // J of N nodes; the rest goes first come, first served.
 
-    Each of J trainers gets N // J of N nodes; the rest goes first come, first served. Caps and the
-    trainers' node counts are obeyed; scaling curves and ends of blocks are ignored, so an answer
-    may be worse than staying put.
+    Caps and the trainers' node counts are obeyed; scaling curves and ends of blocks are ignored, so
+    an answer may be worse than staying put.
     """
 
     def allocate(self, problem: Problem) -> Answer:
@@ -26,8 +26,6 @@ class EqualShareAllocator:
 
 
 class _Dealing:
-    """The nodes of each place, given out step by step."""
-
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._free = [block.nodes for block in problem.places]
@@ -60,7 +58,6 @@ class _Dealing:
         return {name: tuple(nodes) for name, nodes in self._given.items()}
 
     def _grow(self, bid: Bid, most: int) -> None:
-        """Bring a trainer to ``most`` nodes, or as many as it can get and use."""
         given, held = self._given[bid.name], self._problem.held(bid)
         now = sum(given)
         # First its own nodes, then places where it has nodes, then the place with most free nodes.
@@ -94,7 +91,6 @@ class _Dealing:
             self._free[b] -= more
 
     def _room(self, bid: Bid) -> int:
-        """Number of nodes that the caps still allow it."""
         room = sum(self._free)
         for limit in self._problem.limits:
             if limit.concerns(bid.name):

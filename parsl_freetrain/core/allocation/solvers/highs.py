@@ -11,34 +11,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LARGEST = 1e5
-"""Solvers stop at absolute tolerances between 1e-7 and 1e-5 in any unit, so worths are scaled until
-the largest is this.
-"""
+"""To which the largest worth is scaled: solvers stop at absolute tolerances of 1e-7 to 1e-5."""
 
 
 def scale_of(largest: float) -> float:
-    """The factor by which worths are scaled."""
     return LARGEST / largest if largest > 0 else 1.0
 
 
 def solved(
     worth: Floats, use: Floats, least: Floats, most: Floats, integer: bool = False, **options: Any
 ) -> tuple[Any, float]:
-    """Maximise ``worth @ x`` for x from 0 to 1 with ``least <= x @ use <= most``.
+    """Maximise ``worth @ x`` for x from 0 to 1 (if ``integer``, 0 or 1) with ``least <= x @ use <=
+    most``; ``use`` has the shape (choices, rows), ``options`` are HiGHS's.
 
-    Parameters
-    ----------
-    use
-        Shape (choices, rows).
-    integer
-        Whether x is 0 or 1.
-    options
-        Further ones of HiGHS.
-
-    Returns
-    -------
-    :
-        HiGHS, which has run and minimised, and the factor by which worths were scaled.
+    Returns HiGHS, which has run and minimised, and the factor by which worths were scaled.
     """
     column, row = np.nonzero(use)
     return solved_sparse(worth, (column, row, use[column, row]), least, most, integer, **options)

@@ -23,20 +23,10 @@ _STEPS = 100
 
 def best_counts(values: Floats, nodes: int) -> Integers | None:
     """The counts, one for each row, of the largest sum of values among those that sum to at most
-    ``nodes``.
+    ``nodes``; None if no choice fits.
 
-    Parameters
-    ----------
-    values
-        Shape (trainers, counts): worth of each count from 0; minus infinity where it is not
-        allowed.
-    nodes
-        Number of available nodes.
-
-    Returns
-    -------
-    array of int or None
-        The counts; None if no choice fits.
+    ``values``: shape (trainers, counts), the worth of each count from 0; minus infinity where it is
+    not allowed.
     """
     if nodes < 0:
         return None
@@ -99,8 +89,8 @@ def _price(
 def _fill(
     losses: Floats, price: float, low: Integers, high: Integers, nodes: int, tolerance: float
 ) -> Integers:
-    """A good choice that fits: start at ``low``, change to the counts of ``high`` that fit, then
-    make the single changes that are worth most.
+    """A good choice that fits: ``low``, with the counts of ``high`` that fit, then the single
+    changes that are worth most.
     """
     rows = np.arange(len(losses))
     choice = low.copy()
@@ -139,9 +129,7 @@ class _Stage:
 def _search(
     losses: Floats, price: float, start: Integers, nodes: int, tolerance: float
 ) -> Integers:
-    """The choice of least loss: ``start``, or a better one of counts whose total loss is below
-    start's.
-    """
+    """The choice of least loss: ``start``, or a better one of counts that lose less than it."""
     rows = np.arange(len(losses))
     base: Integers = losses.argmin(axis=1)
     slack = nodes - int(base.sum())

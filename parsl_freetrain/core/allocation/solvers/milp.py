@@ -23,17 +23,8 @@ if TYPE_CHECKING:
 
 
 class MilpAllocator:
-    """Exact allocation by a MILP over node counts.
-
-    Parameters
-    ----------
-    time_limit_s
-        Seconds after which the best allocation found so far is taken, if it beats staying put.
-
-    Raises
-    ------
-    BadInput
-        If the limit is not a number of seconds.
+    """Exact allocation by a MILP over node counts. After ``time_limit_s`` seconds (BadInput if it
+    is no number) the best allocation found so far is taken, if it beats staying put.
     """
 
     def __init__(self, time_limit_s: float = 10.0) -> None:
@@ -45,7 +36,6 @@ class MilpAllocator:
         self.time_limit_s = time_limit_s
 
     def allocate(self, problem: Problem) -> Answer:
-        """The optimum, or the best allocation found in time; never worse than staying put."""
         asked = Asked(problem, 'milp')
         return asked.solved(lambda merged: self._solve(merged, asked))
 
@@ -65,14 +55,6 @@ class MilpAllocator:
 
 
 class IntegerProgram:
-    """The programme of one problem.
-
-    Attributes
-    ----------
-    lp
-        The PuLP problem.
-    """
-
     def __init__(self, problem: Problem) -> None:
         import pulp
 
@@ -101,22 +83,18 @@ class IntegerProgram:
             self._limit(limit)
 
     def allocation(self) -> dict[str, tuple[int, ...]]:
-        """Nodes in each place by trainer, once it is solved."""
         return {
             name: tuple(round(expression.value() or 0.0) for expression in nodes)
             for name, nodes in self._nodes.items()
         }
 
     def bound(self) -> float | None:
-        """The upper bound of the objective, once it is solved; None: it has none."""
         # PuLP has HiGHS minimise the negative of the objective.
         bound = -float(self.lp.solverModel.getInfo().mip_dual_bound) / self._scale
         return bound if math.isfinite(bound) else None
 
     def _in_one_block(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
-        """One binary for each block and count: the trainer gets this number of nodes there and none
-        elsewhere.
-        """
+        """A binary for each block and count: it has this number there and none elsewhere."""
         places = self._problem.places
         nothing = (0,) * len(places)
         short, held = self._problem.barred(bid), self._problem.held(bid)
@@ -233,8 +211,8 @@ class IntegerProgram:
         nodes: list[pulp.LpVariable],
         chosen: dict[int, list[pulp.LpVariable]],
     ) -> None:
-        """The cost of changing nodes: by the new count; the same number of other nodes costs as
-        much as growing.
+        """The cost of changing nodes, by the new count; as many other nodes cost as much as
+        growing.
         """
         now, rate = bid.current_nodes, bid.current_rate
         for k, variables in chosen.items():

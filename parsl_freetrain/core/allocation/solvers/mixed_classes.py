@@ -27,12 +27,8 @@ Integers = NDArray[np.int64]
 class MixedAllocator:
     """Exact allocation for trainers with :attr:`Bid.mixed_parts`, beside others.
 
-    Parameters
-    ----------
-    time_limit_s
-        After this number of seconds HiGHS takes the best allocation found so far.
-    most_ways
-        Maximum number of ways that are looked at, of all trainers together.
+    After ``time_limit_s`` seconds HiGHS takes the best allocation found so far. At most
+    ``most_ways`` ways are looked at, of all trainers together.
     """
 
     def __init__(self, time_limit_s: float = 10.0, most_ways: int = 30_000) -> None:
@@ -40,11 +36,9 @@ class MixedAllocator:
         self._most_ways = most_ways
 
     def applies(self, problem: Problem) -> bool:
-        """Whether some trainer may hold nodes of several classes."""
         return any(bid.mixed_parts for bid in problem.bids)
 
     def allocate(self, problem: Problem) -> Answer:
-        """The optimum, or the best allocation found in time; never worse than staying put."""
         asked = Asked(problem, 'mixed')
         return asked.solved(lambda merged: self._solve(merged, asked))
 
@@ -109,7 +103,6 @@ def _every(most: int, held: int) -> Sequence[int]:
 
 
 def _some(most: int, held: int) -> Sequence[int]:
-    """Powers of two, and the counts next to what is held."""
     powers = [1 << i for i in range(most.bit_length())]
     return sorted({0, most, *powers, *(n for n in range(held - 1, held + 2) if 0 <= n <= most)})
 
