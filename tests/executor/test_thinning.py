@@ -16,35 +16,28 @@ from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.training.spec.messages import FromMember
 
 
-class Kept:
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def take(self, event: ev.Event) -> None:
-        self.events.append(event)
-
-    def flush(self) -> None:
-        pass
+def keeping(events: list[Any]) -> Any:
+    return SimpleNamespace(take=events.append, flush=None)
 
 
 def test_reports_are_recorded_less_often_the_longer_a_fragment_trains() -> None:
-    shown, recorded, nobody = Kept(), Kept(), SimpleNamespace(checkpoint=None)
-    stream = Stream([shown], [recorded])
-    listener: Any = Listener(None, stream)  # type: ignore[arg-type]
+    shown, recorded, nobody = list[Any](), list[Any](), SimpleNamespace(checkpoint=None)
+    stream, no_members = Stream([keeping(shown)], [keeping(recorded)]), SimpleNamespace()
+    listener: Any = Listener(no_members, stream)  # type: ignore[arg-type]
     fragment = RunningFragment(
         ev.StartFragment('a', 1, ('n',), None, 0), 0.0, Checkpoint('a', '', 0, 0)
     )
     for half in range(1, 20_001):
         report = ev.FragmentProgressed(half / 2, 'a', 1, half)
         listener.heard(FromMember('a', 1, 0, report), fragment, nobody, half / 2)
-    times = [event.at for event in recorded.events]
-    assert len(shown.events) == 20_000 and len(times) < 700
+    times = [event.at for event in recorded]
+    assert len(shown) == 20_000 and len(times) < 700
     assert times[:3] == [0.5, 1.0, 1.5]
     assert max(later - earlier for earlier, later in pairwise(times)) == THINNED_S
-    assert list(stream.next_batch()) == recorded.events  # what is decided about can be replayed
+    assert list(stream.next_batch()) == recorded  # what is decided about can be replayed
     saved = ev.CheckpointSaved(10_000.0, Checkpoint('a', '/c', 20_000, 1))
     listener.heard(FromMember('a', 1, 0, saved), fragment, nobody, 10_000.0)
-    assert [event.at for event in recorded.events[-2:]] == [10_000.0] * 2  # the last report first
+    assert [event.at for event in recorded[-2:]] == [10_000.0] * 2  # the last report first
 
 
 def test_an_offer_is_recorded_when_it_begins_and_when_it_ends() -> None:
