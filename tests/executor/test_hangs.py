@@ -197,7 +197,7 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
             ),
             'it does not start on both nodes',
         )
-        running = fragments(executor)[-1].fragment
+        running = fragments(executor)[-1].number
         bad = victim(started, 'slot01')
         ranks = set(forks(started.processes()))
         bad.suspend()
