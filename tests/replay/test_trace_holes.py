@@ -50,9 +50,8 @@ def schedules(draw: st.DrawFn, exact: bool) -> tuple[list[Simulated], list[Promi
                 number, draw(st.integers(0, 40)), draw(st.integers(1, MACHINE)), requested, run
             )
         )
-    jobs.append(
-        Simulated(len(jobs), 0, 1, 5, 5)
-    )  # so that the clock begins at 0, with something that runs
+    # So that the clock begins at 0, with something that runs.
+    jobs.append(Simulated(len(jobs), 0, 1, 5, 5))
     promised = simulate(jobs, MACHINE)
     return jobs, promised
 

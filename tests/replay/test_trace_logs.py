@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,43 +88,6 @@ def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None
         len(read_swf(written(tmp_path, SWF.replace('MaxNodes', 'Nodes')), machine_nodes=8).machine)
         == 8
     )
-
-
-@pytest.mark.parametrize(
-    ('text', 'says'),
-    [
-        ('1 2 3\n', 'line 1: 3 columns; the columns must be the 18'),
-        (
-            SWF + '5 1030 1 1 1 -1 -1 1 1 -1 1 1 1 - 1 -1 -1 -1\n',
-            "line 9: column 14 (executable) is '-'",
-        ),
-        (
-            SWF + '5 1030 1641061236 60 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
-            'line 9: column 3 (wait time) is 1641061236 s',
-        ),
-        (
-            SWF + '5 1030 1 1 1 -1 -1 1 1 -1 64 1 1 -1 1 -1 -1 -1\n',
-            'line 9: column 11 (status) is 64',
-        ),
-        (
-            SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
-            'line 9: column 5 (allocated processors) is 1.5',
-        ),
-        (
-            SWF + '5 1030 1 1 17 -1 -1 17 1 -1 1 1 1 -1 1 -1 -1 -1\n',
-            'line 9: the job has 9 nodes; the machine has 4',
-        ),
-        (SWF.replace('MaxNodes', 'Nodes'), 'MaxNodes'),
-        (SWF.splitlines()[1] + '\n', 'has no jobs'),
-        ('', 'has no jobs'),
-    ],
-)
-def test_bad_swf_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
-    path = written(tmp_path, text)
-    with pytest.raises(BadInput) as raised:
-        read_swf(path)
-    assert says in str(raised.value)
-    assert str(path) in str(raised.value)
 
 
 def test_an_untidy_swf_is_read_with_one_warning(
@@ -212,46 +176,6 @@ def test_sacct_in_seconds_without_node_lists(tmp_path: Path) -> None:
         read_sacct(tmp_path / 'log')
 
 
-@pytest.mark.parametrize(
-    ('text', 'says'),
-    [
-        ('', 'is empty'),
-        (SACCT.replace('|NNodes|', '|Nodes|'), 'line 1: there is no column NNodes or AllocNodes'),
-        (
-            SACCT.replace('|Timelimit|', '|Limit|'),
-            'line 1: there is no column Timelimit or TimelimitRaw',
-        ),
-        (SACCT + '11|COMPLETED\n', 'line 7: 2 columns where the header has 9'),
-        (
-            SACCT.replace(
-                '2026-03-01T00:00:10|2026-03-01T00:01:00|2|', 'soon|2026-03-01T00:01:00|2|'
-            ),
-            "line 2: Start is 'soon'",
-        ),
-        (
-            SACCT.replace('2026-03-01T00:00:00|2026-03-01T00:00:00|', 'Unknown|Unknown|'),
-            "line 2: Submit is 'Unknown'",
-        ),
-        (SACCT.replace('cn[01-02]\n', 'cn[01-02\n'), 'line 2: the brackets'),
-        (SACCT.replace('00:01:40', 'long'), "line 2: 'long' is not a duration"),
-        (
-            SACCT.replace('|3|UNLIMITED', '|three|UNLIMITED'),
-            "line 5: the number of nodes is 'three'",
-        ),
-        (
-            SACCT.replace('T00:00:10|2026-03-01T00:01:00|2|', 'T00:00:10|2026-02-01T00:01:00|2|'),
-            'line 2: the job was submitted at',
-        ),
-    ],
-)
-def test_bad_sacct_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
-    path = written(tmp_path, text)
-    with pytest.raises(BadInput) as raised:
-        read_sacct(path)
-    assert says in str(raised.value)
-    assert str(path) in str(raised.value)
-
-
 def test_pbs_ended_requeued_and_running_jobs(tmp_path: Path) -> None:
     found = read_pbs(written(tmp_path, PBS))
     assert found.machine == ('n1', 'n2', 'n3', 'n4')
@@ -266,33 +190,6 @@ def test_pbs_logs_of_several_days_are_one(tmp_path: Path) -> None:
         for name, part in (('20260301', lines[:2]), ('20260302', lines[2:]))
     ]
     assert rows(read_pbs(days)) == rows(read_pbs(written(tmp_path, PBS)))
-
-
-@pytest.mark.parametrize(
-    ('text', 'says'),
-    [
-        (PBS + 'what\n', 'line 7: this is no record of PBS'),
-        (PBS.replace(' end=1060', ''), 'line 3: the record has no end'),
-        (
-            PBS.replace('start=1010 exec_host=n1/0*24+n2/0*24+', 'start=soon exec_host='),
-            "line 3: start is 'soon'",
-        ),
-        (
-            PBS.replace('exec_vnode=(n3[0]:ncpus=1+n3[1]:ncpus=1)+(n4:ncpus=2)', ''),
-            'line 4: the record has no Resource_List.nodect',
-        ),
-        (
-            PBS.replace('walltime=90', 'walltime=1:30:x'),
-            "line 4: Resource_List.walltime is '1:30:x'",
-        ),
-    ],
-)
-def test_bad_pbs_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
-    path = written(tmp_path, text)
-    with pytest.raises(BadInput) as raised:
-        read_pbs(path)
-    assert says in str(raised.value)
-    assert str(path) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -388,3 +285,90 @@ def test_part_of_a_log_and_errors_name_the_file(tmp_path: Path) -> None:
     for missing in (tmp_path / 'absent', tmp_path):
         with pytest.raises(BadInput, match='give idle intervals, or a job log'):
             read_trace(missing)
+
+
+BAD = {
+    read_swf: [
+        ('1 2 3\n', 'line 1: 3 columns; the columns must be the 18'),
+        (
+            SWF + '5 1030 1 1 1 -1 -1 1 1 -1 1 1 1 - 1 -1 -1 -1\n',
+            "line 9: column 14 (executable) is '-'",
+        ),
+        (
+            SWF + '5 1030 1641061236 60 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: column 3 (wait time) is 1641061236 s',
+        ),
+        (
+            SWF + '5 1030 1 1 1 -1 -1 1 1 -1 64 1 1 -1 1 -1 -1 -1\n',
+            'line 9: column 11 (status) is 64',
+        ),
+        (
+            SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: column 5 (allocated processors) is 1.5',
+        ),
+        (
+            SWF + '5 1030 1 1 17 -1 -1 17 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: the job has 9 nodes; the machine has 4',
+        ),
+        (SWF.replace('MaxNodes', 'Nodes'), 'MaxNodes'),
+        (SWF.splitlines()[1] + '\n', 'has no jobs'),
+        ('', 'has no jobs'),
+    ],
+    read_sacct: [
+        ('', 'is empty'),
+        (SACCT.replace('|NNodes|', '|Nodes|'), 'line 1: there is no column NNodes or AllocNodes'),
+        (
+            SACCT.replace('|Timelimit|', '|Limit|'),
+            'line 1: there is no column Timelimit or TimelimitRaw',
+        ),
+        (SACCT + '11|COMPLETED\n', 'line 7: 2 columns where the header has 9'),
+        (
+            SACCT.replace(
+                '2026-03-01T00:00:10|2026-03-01T00:01:00|2|', 'soon|2026-03-01T00:01:00|2|'
+            ),
+            "line 2: Start is 'soon'",
+        ),
+        (
+            SACCT.replace('2026-03-01T00:00:00|2026-03-01T00:00:00|', 'Unknown|Unknown|'),
+            "line 2: Submit is 'Unknown'",
+        ),
+        (SACCT.replace('cn[01-02]\n', 'cn[01-02\n'), 'line 2: the brackets'),
+        (SACCT.replace('00:01:40', 'long'), "line 2: 'long' is not a duration"),
+        (
+            SACCT.replace('|3|UNLIMITED', '|three|UNLIMITED'),
+            "line 5: the number of nodes is 'three'",
+        ),
+        (
+            SACCT.replace('T00:00:10|2026-03-01T00:01:00|2|', 'T00:00:10|2026-02-01T00:01:00|2|'),
+            'line 2: the job was submitted at',
+        ),
+    ],
+    read_pbs: [
+        (PBS + 'what\n', 'line 7: this is no record of PBS'),
+        (PBS.replace(' end=1060', ''), 'line 3: the record has no end'),
+        (
+            PBS.replace('start=1010 exec_host=n1/0*24+n2/0*24+', 'start=soon exec_host='),
+            "line 3: start is 'soon'",
+        ),
+        (
+            PBS.replace('exec_vnode=(n3[0]:ncpus=1+n3[1]:ncpus=1)+(n4:ncpus=2)', ''),
+            'line 4: the record has no Resource_List.nodect',
+        ),
+        (
+            PBS.replace('walltime=90', 'walltime=1:30:x'),
+            "line 4: Resource_List.walltime is '1:30:x'",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ('read', 'text', 'says'), [(read, *each) for read, bad in BAD.items() for each in bad]
+)
+def test_bad_logs_get_a_sentence(
+    tmp_path: Path, read: Callable[[Path], JobTable], text: str, says: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(BadInput) as raised:
+        read(path)
+    assert says in str(raised.value) and str(path) in str(raised.value)

@@ -235,14 +235,6 @@ def test_where_blocks_cannot_talk_a_trainer_stays_among_nodes_that_came_together
     assert spans(on_trace(trace, trainer('net')))[-1] == ('net', 10, 400, 3)
 
 
-def test_a_trainer_is_not_rescaled_again_before_the_least_time() -> None:
-    intervals = [
-        (name, at, 900.0) for name, at in zip('abcd', (0.0, 100.0, 200.0, 400.0), strict=True)
-    ]
-    outcome = on_trace(trace_of(*intervals, end_s=900), trainer('net'), min_rescale_s=250.0)
-    assert [(start, nodes) for _, start, _, nodes in spans(outcome)] == [(0, 1), (100, 2), (400, 4)]
-
-
 def test_some_nodes_can_be_kept_free_and_others_be_too_many() -> None:
     trace = constant_pool(trace_of(('a', 0, 100), end_s=100), 6)
     assert spans(on_trace(trace, trainer('net'), keep_free=2)) == [('net', 0, 100, 4)]

@@ -19,6 +19,7 @@ from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
+from parsl_freetrain.solver import allocator_named
 
 DECISIONS = Path(__file__).resolve().parents[2].parent / 'shared' / 'data' / 'allocation'
 LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
@@ -435,3 +436,15 @@ def recorded() -> list[tuple[str, Problem, float]]:
     with gzip.open(files[0], 'rt') as lines, gzip.open(files[1], 'rt') as answers:
         both = [(line, json.loads(answer)) for line, answer in zip(lines, answers, strict=True)]
     return [(answer['id'], from_line(line), answer['optimum']) for line, answer in both]
+
+
+class Remembering:
+    """An allocator that keeps the questions that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Problem] = []
+        self._allocator = allocator_named('auto', isolated=False)
+
+    def allocate(self, problem: Problem) -> Answer:
+        self.asked.append(problem)
+        return self._allocator.allocate(problem)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.explain import Alternative, Explanation, Reason, explain
-from parsl_freetrain.core.allocation.feasibility import objections
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
+from tests.support.allocation import Remembering, feasible
 from tests.support.properties import holds_for
 
 TWICE = ScalingCurve.from_points({1: 10.0, 2: 20.0, 4: 30.0})
@@ -40,14 +38,6 @@ def bid(
 def explained(problem: Problem, allocator: Allocator) -> tuple[Answer, Explanation]:
     answer = allocator.allocate(problem)
     return answer, explain(problem, answer, allocator)
-
-
-def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
-    places = [range(block.nodes + 1) for block in problem.places]
-    for choice in itertools.product(itertools.product(*places), repeat=len(problem.bids)):
-        allocation = {b.name: nodes for b, nodes in zip(problem.bids, choice, strict=True)}
-        if not objections(problem, allocation):
-            yield allocation
 
 
 def check_alternatives(problem: Problem, answer: Answer, explanation: Explanation) -> None:
@@ -163,20 +153,11 @@ def test_a_better_alternative_is_told_where_the_answer_was_not_optimal() -> None
 
 
 def test_trainers_that_are_alike_are_solved_for_once() -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.solved = 0
-            self.exact = DpAllocator()
-
-        def allocate(self, problem: Problem) -> Answer:
-            self.solved += 1
-            return self.exact.allocate(problem)
-
-    allocator = Counting()
+    allocator = Remembering()
     _, explanation = explained(
         Problem(100.0, 3, tuple(bid(f't{i}', high=1) for i in range(30))), allocator
     )
-    assert allocator.solved == 1 + 2
+    assert len(allocator.asked) == 1 + 2
     assert {reason.alternative for reason in explanation.reasons} == {
         Alternative(0, 3000.0, 0.0),
         Alternative(1, 3000.0, 0.0),

@@ -12,8 +12,8 @@ from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Charge, Hole, Trainer
+from tests.core.controller.test_block_policy import opened as offer
 
 QUARTER = Charge(0.25, 7200.0, 1.0)  # as Perlmutter's preempt
 
@@ -23,11 +23,6 @@ def controller(*trainers: Trainer, **settings: float) -> Controller:
     for trainer in trainers or (Trainer('a', 1, 64),):
         made.handle(ev.TrainerSubmitted(0.0, trainer))
     return made
-
-
-def offer(made: Controller, *holes: Hole, at: float = 0.0) -> list[BlockRequest]:
-    actions = made.handle(ev.HolesSeen(at, holes)).actions
-    return [action.request for action in actions if isinstance(action, ev.OpenBlock)]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +137,3 @@ def test_a_fragment_is_told_until_when_nothing_preempts_it() -> None:
     assert start.exempt_until_s == 604.0
     # Nodes of a block whose start is not known may be preempted.
     assert made.state.exempt_until(('n1',), 700.0) is None
-
-
-@pytest.mark.parametrize('name', ['charge_budget', 'max_price'])
-def test_settings_below_zero_are_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=name):
-        ControllerSettings(**{name: -1.0})  # type: ignore[arg-type]

@@ -155,9 +155,8 @@ class World(RuleBasedStateMachine):
                     assert not self.present().keys() >= set(fragment.nodes)
                     fragment.abandoned = True
                 case ev.EndTrainer():
-                    over = self.trainings.pop(
-                        action.trainer
-                    )  # a second end, or one of a stranger, is a KeyError
+                    # A second end, or one of a stranger, is a KeyError.
+                    over = self.trainings.pop(action.trainer)
                     assert over.running is None
                     assert action.state in {'finished', 'failed', 'cancelled'}
                     self.ended[action.trainer] = over.last_fragment
@@ -170,9 +169,8 @@ class World(RuleBasedStateMachine):
 
     def start(self, action: ev.StartFragment) -> None:
         training, present = self.trainings[action.trainer], self.present()
-        ends = [
-            math.inf if (end := present[node]) is None else end for node in action.nodes
-        ]  # KeyError: it has left
+        # KeyError: it has left.
+        ends = [math.inf if (end := present[node]) is None else end for node in action.nodes]
         assert not self.shut
         assert training.running is None
         assert not training.cancelled

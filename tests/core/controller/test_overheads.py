@@ -7,32 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Hole, ScalingCurve, Trainer
-from parsl_freetrain.solver import allocator_named
+from tests.support.allocation import Remembering
 
 CURVE = ScalingCurve((1, 2), (10.0, 19.0))
 
 
-class Asked:
-    """Remembers what the allocator was asked."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-        self._solver = allocator_named('auto', isolated=False)
-
-    def allocate(self, problem: Problem) -> Answer:
-        self.problems.append(problem)
-        return self._solver.allocate(problem)
-
-    def costs(self) -> tuple[float, float]:
-        (bid,) = self.problems[-1].bids
-        return bid.rescale_up_s, bid.rescale_down_s
+def costs(asked: Remembering) -> tuple[float, float]:
+    (bid,) = asked.asked[-1].bids
+    return bid.rescale_up_s, bid.rescale_down_s
 
 
 @pytest.mark.parametrize(
@@ -46,20 +33,19 @@ class Asked:
 def test_measured_costs_take_the_place_of_assumed_ones_but_not_of_stated_ones(
     stated: tuple[str, ...], expected: Sequence[tuple[float, float]]
 ) -> None:
-    asked = Asked()
+    asked = Remembering()
     controller = Controller(asked, ControllerSettings())
     controller.handle(ev.NodesJoined(0.0, 'b', ('n1',)))
     controller.handle(
         ev.TrainerSubmitted(0.0, Trainer('net', 1, 2, curve=CURVE, stated_costs=stated))
     )
-    seen = [asked.costs()]
+    seen = [costs(asked)]
     for at, (before, after, seconds) in enumerate([(1, 2, 0.5), (2, 1, 1.0), (1, 2, 1.0)], 1):
         controller.handle(ev.Rescaled(at, 'net', 1, before, after, seconds))
-        controller.handle(
-            ev.NodesJoined(at, f'b{at}', (f'm{at}',))
-        )  # the question is another one in any case
-        seen.append(asked.costs())
-    assert seen == [pytest.approx(costs) for costs in expected]
+        # The question is another one in any case.
+        controller.handle(ev.NodesJoined(at, f'b{at}', (f'm{at}',)))
+        seen.append(costs(asked))
+    assert seen == [pytest.approx(each) for each in expected]
 
 
 @pytest.mark.parametrize('seconds', [-1.0, math.nan, math.inf])
@@ -101,7 +87,7 @@ def opened(controller: Controller, at: float, seconds: float) -> list[float | No
 
 
 def test_a_hole_is_used_if_start_step_and_checkpoint_fit_and_not_otherwise() -> None:
-    controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
+    controller = Controller(Remembering(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('net', 1, 1, curve=CURVE)))
     assert opened(controller, 0.0, 4.9) == []
     controller.handle(timed(1.0, 'net', 1, 0.3, 0.2, None))
@@ -132,7 +118,7 @@ def started(controller: Controller, event: ev.NodesJoined) -> list[tuple[str, tu
 
 
 def test_what_a_trainer_that_is_over_could_use_does_not_count() -> None:
-    controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
+    controller = Controller(Remembering(), ControllerSettings(min_hole_s=5.0))
     for name in ('quick', 'new'):
         controller.handle(ev.TrainerSubmitted(0.0, Trainer(name, 1, 1, curve=CURVE)))
     controller.handle(timed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
@@ -143,7 +129,7 @@ def test_what_a_trainer_that_is_over_could_use_does_not_count() -> None:
 
 
 def test_nothing_is_started_in_a_hole_that_is_too_short_for_it() -> None:
-    controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
+    controller = Controller(Remembering(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 1, curve=CURVE)))
     controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
     controller.handle(
@@ -151,14 +137,13 @@ def test_nothing_is_started_in_a_hole_that_is_too_short_for_it() -> None:
     )
     controller.handle(timed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
     assert opened(controller, 1.0, 1.3) == [pytest.approx(1.3)]
-    assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 12.0)) == [
-        ('quick', ('n1',))
-    ]  # the slow one is worth more, but not here
+    # The slow one is worth more, but not here.
+    assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 12.0)) == [('quick', ('n1',))]
     assert started(controller, ev.NodesJoined(3.0, 'c', ('n2',), 60.0)) == [('slow', ('n2',))]
 
 
 def test_a_trainer_that_runs_is_not_stopped_for_nodes_that_it_cannot_start_on() -> None:
-    controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
+    controller = Controller(Remembering(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 2, curve=CURVE)))
     controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
     assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 60.0)) == [('slow', ('n1',))]
@@ -171,7 +156,7 @@ def test_a_trainer_that_runs_is_not_stopped_for_nodes_that_it_cannot_start_on() 
 
 
 def test_what_takes_longer_than_the_horizon_is_not_begun_on_nodes_that_go_before() -> None:
-    controller = Controller(Asked(), ControllerSettings(horizon_s=10.0))
+    controller = Controller(Remembering(), ControllerSettings(horizon_s=10.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 2, curve=CURVE)))
     controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
     assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 22.0)) == []
