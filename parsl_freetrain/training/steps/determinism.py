@@ -33,6 +33,11 @@ def demand_determinism(*, warn_only: bool) -> None:
         or torch.is_deterministic_algorithms_warn_only_enabled() is not warn_only
     ):
         _use_deterministic_algorithms(warn_only)
+    # By default, a second shape has kernels for all shapes compiled, while another rank, which saw
+    # only that shape, has kernels for it.
+    compiler = sys.modules.get('torch._dynamo.config')
+    if compiler is not None and compiler.automatic_dynamic_shapes:
+        compiler.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
     if torch.backends.cudnn.benchmark:
         warnings.warn(
             'torch.backends.cudnn.benchmark is switched off: it chooses kernels by their speed.',

@@ -23,9 +23,8 @@ from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.host_limit import HostLimit
-from parsl_freetrain.training.steps.reduction_tree import Node
+from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
-from parsl_freetrain.training.steps.tree_exchange import SumOverShards
 
 
 class ReproducibleSteps:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain import BadInput, Reproducible
+from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -44,6 +45,34 @@ def test_an_operation_that_is_not_deterministic_is_refused_unless_the_mode_allow
         assert outcome.error.type == 'BadInput'
         assert 'put_ does not have a deterministic implementation' in outcome.error.message
         assert 'Reproducible(warn_only=True)' in outcome.error.message
+
+
+def compiled(ctx: FragmentContext) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.BatchNorm1d(8))
+    fast = torch.compile(model, backend='aot_eager')
+    fast, optimizer = ctx.prepare(fast, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in ctx.loop(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), 8):
+        optimizer.zero_grad()
+        fast(batch).pow(2).mean().backward()
+        optimizer.step()
+    ctx.report(any_shape=torch._dynamo.config.automatic_dynamic_shapes)
+
+
+def test_a_compiled_model_has_the_same_bits_on_any_number_of_ranks(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """Each shape has kernels of its own: the ranks see different ones, as 8 samples in 3 shards."""
+    found = []
+    for count in (1, 3):
+        folder = tmp_path / str(count)
+        ordered = order(folder, total_samples=48, shards=3)
+        with ranks(fork_server, ordered, count, folder, compiled) as gang:
+            outcomes = gang.run()
+            assert outcomes[0].how == 'finished', gang.ranks[0].log.read_text()
+        assert not outcomes[0].metrics['any_shape']
+        found.append(load_weights(outcomes[0].path))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_checkpoint_records_that_operations_need_not_be_deterministic(tmp_path: Path) -> None:
