@@ -131,19 +131,20 @@ def with_faults(function: Callable[..., Any], *faults: Fault) -> Callable[..., A
 
 @contextlib.contextmanager
 def _at_steps(ctx: Any, faults: list[Fault]) -> Iterator[None]:
-    loop = ctx.loop
+    run = ctx._run  # a DataLoader of ctx.prepare begins its loop without ctx.loop
+    begin_loop = run.begin_loop
 
-    def watched(data: Any, batch_size: int | None = None, **options: Any) -> Iterator[Any]:
-        batches = loop(data, batch_size, **options)
+    def watched(data: Any, batch_size: int | None, *settings: Any) -> Iterator[Any]:
+        batches = begin_loop(data, batch_size, *settings)
         return _steps(batches, ctx, batch_size or data.batch_size, list(faults))
 
     if faults:
-        ctx.loop = watched
+        run.begin_loop = watched
     try:
         yield
     finally:
         if faults:
-            del ctx.loop
+            del run.begin_loop
 
 
 def _steps(
