@@ -1,6 +1,4 @@
-"""What a LightningModule, its callbacks and its trainer may have; the rest is refused before it is
-trained.
-"""
+"""What a LightningModule, its callbacks and trainer may have; the rest is refused first."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def _nearest(name: str) -> str:
 
 
 def check_module(module: Any, datamodule: Any) -> None:
-    """Raises BadInput if it, or its data module, has something that is not called here, or that
-    would depend on the nodes.
-    """
+    """Raises BadInput if it or its data module has what is not called, or depends on the nodes."""
     for thing, kind in ((module, LightningModule), (datamodule, LightningDataModule)):
         if thing is None and kind is LightningDataModule:
             continue

@@ -59,9 +59,7 @@ _EVENTS = {
 
 
 def check_arguments(args: Any, ctx: FragmentContext) -> None:
-    """Raises BadInput if a ``TrainingArguments`` asks for what is not supported or the app does not
-    say.
-    """
+    """Raises BadInput if they ask for what is not supported or the app does not say."""
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), _DEFAULTS.get(field.name, field.default)
         if field.name not in _SAVING | _SHOWING | _TRAINING and value != default:

@@ -1,6 +1,4 @@
-"""Agreement of all ranks on what to do next. To keep short steps fast, ranks agree several times a
-second and not at every step.
-"""
+"""Agreement of all ranks on what to do next, several times a second: it keeps short steps fast."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ class Inbox:
         self._rendezvous: Rendezvous | None = None
 
     def listen_to_signals(self) -> None:
-        """Treat SIGTERM, SIGUSR1 and SIGINT as requests to stop, also if they were blocked until
-        now.
-        """
+        """Treat :data:`STOP_SIGNALS` as requests to stop, also if they were blocked until now."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

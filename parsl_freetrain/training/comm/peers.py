@@ -1,6 +1,4 @@
-"""What a rank asks of the other ranks of its fragment, in the words of torch.distributed, and the
-answers where it is the only one.
-"""
+"""What a rank asks of the others, in torch.distributed's words, and the answers of one alone."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class Peers:
         into.copy_(row)
 
     def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
-        """Fill in the others' rows of a tensor (ranks, length) in which each rank has filled in its
-        own.
-        """
+        """Fill in the others' rows of a tensor (ranks, length) that has each rank's own."""
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""
@@ -61,9 +57,7 @@ class Peers:
         raise ValueError('There is no other rank.')
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """To a rank that calls :meth:`recv` with one of the same size and type; others call
-        nothing.
-        """
+        """To a rank that calls :meth:`recv` with the same size and type; others call nothing."""
         raise ValueError('There is no other rank.')
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -92,8 +86,8 @@ def on_any_rank(peers: Peers, flag: bool) -> bool:
 
 
 def gather_bytes(peers: Peers, own: bytes, most: int | None = None) -> list[bytes]:
-    """What each rank gave, in order of rank. All ranks call this. ``most``: how many bytes there
-    are at most, where the ranks know that, which saves an exchange.
+    """What each rank gave, in order of rank. All call this. ``most`` bytes, if known, saves an
+    exchange.
     """
     if peers.world_size == 1:
         return [own]

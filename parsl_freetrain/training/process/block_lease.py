@@ -50,8 +50,8 @@ def write_holder(path: Path, holder: Holder) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None if there is none. Raises BadInput if its commands must not be run: other users can
-    access the file, or it is damaged.
+    """None if there is none. Raises BadInput if others can access it, or it is damaged: run
+    nothing.
     """
     try:
         return msgspec.json.decode(files.read(path, _LARGEST), type=Holder)

@@ -63,9 +63,7 @@ class Channel(Generic[T]):
         return True
 
     def recv(self) -> T | None:
-        """The next message; None if it is not an expected one. Raises EOFError: the other end is
-        gone.
-        """
+        """None if it is not an expected message. Raises EOFError if the other end is gone."""
         return self._decoder.decode(self.recv_bytes())
 
     def recv_bytes(self) -> bytes:

@@ -154,10 +154,8 @@ class ForkClient:
         while True:
             channel = self._connect(self._answers)
             if channel is not None:
-                try:
+                with contextlib.closing(channel):
                     self._wait_for_ready(channel, deadline - time.monotonic())
-                finally:
-                    channel.close()
                 return
             if self._process is not None and self._process.poll():
                 raise self._failure(

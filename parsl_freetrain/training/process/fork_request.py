@@ -49,9 +49,7 @@ def request_of_this_process(name: str, owner_pid: int, log: str) -> ForkServerWa
 
 
 def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
-    """Why a fork of this process, started in the environment ``started_with``, cannot serve as the
-    requested fork server; empty if it can.
-    """
+    """Why no fork of this process, started in ``started_with``, can serve; empty if one can."""
     if (request.prefix, request.version) != (sys.prefix, sys.version):
         return f'it runs Python {request.version} of {request.prefix}'
     for name in sorted(request.env.keys() | started_with.keys()):

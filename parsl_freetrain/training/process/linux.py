@@ -20,9 +20,7 @@ _UNKILLABLE_S = 5.0  # a process that waits for a dead file system does not end
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send a signal when the parent's thread that forked this process ends. Raises
-    OSError if the kernel refuses.
-    """
+    """Have a signal sent when the parent's thread that forked this process ends; raises OSError."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
 

@@ -23,9 +23,7 @@ class StopWatch:
         self._since: float | None = None
 
     def stopped_s(self) -> float:
-        """Check once more: seconds since the first check in a row that found it stopped; 0: it
-        runs.
-        """
+        """Check once more: seconds since the first check in a row that found it so, or 0."""
         now = self._clock()
         if not is_stopped(self._pid):
             self._since = None

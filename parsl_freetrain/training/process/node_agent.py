@@ -69,9 +69,7 @@ def heed_notices() -> None:
 
 
 def template_of_node() -> str | None:
-    """The template of fork servers that this node's first process, or who started that, has
-    started.
-    """
+    """The template that this node's first process, or who started that one, has started."""
     name = os.environ.get(TEMPLATE_VARIABLE)
     sock = connect(name) if name else None
     if sock is None:
@@ -101,8 +99,8 @@ def leave() -> None:
 
 
 class Node:
-    """Runs one command until it ends, and then those of later holders of the node, which ``leased``
-    reads, after at most ``wait_s`` seconds each.
+    """Runs one command, and then those of later holders (``leased``), after at most ``wait_s``
+    each.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""What a fork server keeps between two fragments of a trainer: standby ranks for the next fragment,
-and the state of the last one.
-"""
+"""What a fork server keeps between a trainer's fragments: standby ranks, and the last state."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class StandbySlots:
         return True
 
     def wants(self, offer: fork.OfferState) -> bool:
-        """Whether it is the best so far of this node's ranks, so that only one of them makes a
-        copy.
-        """
+        """Whether it is the best so far on this node, so that only one rank makes a copy."""
         if _rank_of(offer) <= self._best(offer):
             return False
         self._offers[offer.trainer, offer.part] = _rank_of(offer)

@@ -73,9 +73,7 @@ class KeepState(Message, frozen=True):
 
 
 class FetchState(Message, frozen=True):
-    """Send the file with this digest; the answer is its file descriptor. ``keep``: it is wanted
-    another time.
-    """
+    """Send the file with this digest, as a file descriptor. ``keep``: it is wanted again."""
 
     trainer: str
     digest: str

@@ -30,9 +30,7 @@ class Message(msgspec.Struct, frozen=True, tag_field='kind', tag=_kind):
 
 
 class RankPid(Message, frozen=True):
-    """The fork server's answer to ``Launch``. ``has_payload``: a standby rank was used, which has
-    the user's function.
-    """
+    """``Launch``'s answer. ``has_payload``: a standby rank was used, which has the function."""
 
     pid: ProcessId
     has_payload: bool = False

@@ -38,9 +38,7 @@ def check_shapes(by_count: Mapping[int, Shapes], mode: Mode, per_node: int) -> N
 
 
 def identity_of(by_count: Mapping[int, Shapes], mode: Mode) -> dict[str, int]:
-    """What must be equal to continue from a checkpoint: in reproducible mode the tensor part, if
-    any.
-    """
+    """What must be equal to continue from a checkpoint: in reproducible mode, the tensor part."""
     tensor = max((shape.tensor for shapes in by_count.values() for shape in shapes), default=1)
     return {'tensor': tensor} if isinstance(mode, Reproducible) and tensor > 1 else {}
 

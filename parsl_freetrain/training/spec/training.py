@@ -288,9 +288,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """Virtual shards of the global batch; 0: no reproducible mode, or not known before nodes
-        are.
-        """
+        """Virtual shards of the global batch; 0: none, or not known before the nodes are."""
         return (self.mode.shards or 0) if isinstance(self.mode, Reproducible) else 0
 
     def ranks_on(self, accelerators: Sequence[int]) -> int:

@@ -18,19 +18,7 @@ from parsl_freetrain import BadInput
 from parsl_freetrain.host.slot import DEVICES_VARIABLE
 from parsl_freetrain.training.comm import devices
 from parsl_freetrain.training.comm.collectives import join
-from parsl_freetrain.training.comm.devices import (
-    CUDA,
-    GLOO,
-    ROCM,
-    XPU,
-    Kind,
-    backend_for,
-    count_visible,
-    name_of,
-    share_of,
-    take_devices,
-    where_shared,
-)
+from parsl_freetrain.training.comm.devices import CUDA, GLOO, ROCM, XPU, Kind, take_devices
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import RankPlace
@@ -69,7 +57,7 @@ def test_the_ranks_of_a_node_share_its_devices(
     names: str, ranks_per_node: int, shares: list[str]
 ) -> None:
     assert [
-        ''.join(share_of(names, rank, ranks_per_node)) for rank in range(ranks_per_node)
+        ''.join(devices.share_of(names, rank, ranks_per_node)) for rank in range(ranks_per_node)
     ] == shares
 
 
@@ -80,9 +68,9 @@ def test_every_rank_has_devices_of_its_own_or_there_are_too_few(
     names = [str(number) for number in range(count)]
     if 0 < count < ranks_per_node:
         with pytest.raises(BadInput, match=rf'say ranks=Ranks\(per_node={count}\)'):
-            share_of(names, 0, ranks_per_node)
+            devices.share_of(names, 0, ranks_per_node)
         return
-    shares = [share_of(names, rank, ranks_per_node) for rank in range(ranks_per_node)]
+    shares = [devices.share_of(names, rank, ranks_per_node) for rank in range(ranks_per_node)]
     assert {len(share) for share in shares} == {count // ranks_per_node}
     given_out = [name for share in shares for name in share]
     assert len(given_out) == len(set(given_out))
@@ -147,7 +135,7 @@ def test_a_rank_sees_its_own_devices_before_the_runtime_starts(
     assert device.type == (kind.device if any(own.values()) else 'cpu')
     assert len(machine.asked_by) == (device.type != 'cpu')
     if device.type != 'cpu':
-        assert os.uname().nodename in name_of(device)
+        assert os.uname().nodename in devices.name_of(device)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +161,7 @@ def test_the_slots_of_this_computer_divide_its_devices(
     for number in range(slots):
         Machine(CUDA, count).install(monkeypatch)
         monkeypatch.setenv(DEVICES_VARIABLE, f'{how} {number} {slots}')
-        assert count_visible() == len(devices_[number].split(',')) * bool(devices_[number])
+        assert devices.count_visible() == len(devices_[number].split(',')) * bool(devices_[number])
         device = take_devices(0, 1)
         assert device.type == ('cuda' if devices_[number] else 'cpu')
         assert os.environ.get('CUDA_VISIBLE_DEVICES', '') == devices_[number]
@@ -193,7 +181,7 @@ def test_fewer_devices_than_slots_or_ranks_are_refused_unless_they_may_be_shared
         take_devices(0, 2)
     assert take_devices(1, 2, shared=True).type == 'cuda'
     assert os.environ['CUDA_VISIBLE_DEVICES'] == '0'
-    assert backend_for(['a 0', 'a 0'], CUDA, shared=True) == GLOO
+    assert devices.backend_for(['a 0', 'a 0'], CUDA, shared=True) == GLOO
 
 
 def test_memory_of_a_shared_device_that_runs_out_gets_a_sentence(
@@ -201,10 +189,10 @@ def test_memory_of_a_shared_device_that_runs_out_gets_a_sentence(
 ) -> None:
     monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
     no_memory = 'CUDA out of memory. Tried to allocate 2 GiB.'
-    assert where_shared(no_memory, False) == no_memory
+    assert devices.where_shared(no_memory, False) == no_memory
     monkeypatch.setenv(DEVICES_VARIABLE, 'share 0 2')
-    assert "LocalSite(devices='none')" in where_shared(no_memory, False)
-    assert where_shared('a is 0', False) == 'a is 0'
+    assert "LocalSite(devices='none')" in devices.where_shared(no_memory, False)
+    assert devices.where_shared('a is 0', False) == 'a is 0'
 
 
 @pytest.mark.parametrize(
@@ -240,7 +228,7 @@ def test_the_devices_of_a_node_are_counted_in_another_process(
     machine.install(monkeypatch)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert count_visible() == count
+    assert devices.count_visible() == count
     assert os.getpid() not in machine.asked_by
 
 
@@ -262,10 +250,10 @@ def test_ranks_with_devices_use_their_backend_or_are_refused(
 ) -> None:
     monkeypatch.setattr(Kind, 'has_backend', lambda _: has)
     if ' ' not in backend:
-        assert backend_for(names, kind) == backend
+        assert devices.backend_for(names, kind) == backend
         return
     with pytest.raises(BadInput, match=backend):
-        backend_for(names, kind)
+        devices.backend_for(names, kind)
 
 
 def test_the_interface_of_nccl_stays_as_the_environment_sets_it(
@@ -292,7 +280,7 @@ def tells_its_backend(ctx: FragmentContext) -> None:
 
 
 def test_ranks_without_gpus_agree_on_gloo(fork_server: ForkClient, tmp_path: Path) -> None:
-    assert name_of(torch.device('cpu')) == ''
+    assert devices.name_of(torch.device('cpu')) == ''
     with ranks(fork_server, order(tmp_path), 3, tmp_path, tells_its_backend) as gang:
         assert {outcome.error.message for outcome in gang.run()} == {'gloo 3'}
         assert all('Tensors are exchanged by gloo' in rank.log.read_text() for rank in gang.ranks)

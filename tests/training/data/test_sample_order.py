@@ -13,14 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.data.sample_order import (
-    GlobalBatch,
-    GlobalOrder,
-    samples_in,
-    shard,
-    shards_of_rank,
-    split_for_ranks,
-)
+from parsl_freetrain.training.data import sample_order as so
+from parsl_freetrain.training.data.sample_order import GlobalOrder, shards_of_rank
 from tests.support.properties import holds_for
 from tests.support.waiting import LIMIT_S
 
@@ -38,7 +32,7 @@ def orders(draw: st.DrawFn) -> GlobalOrder:
     )
 
 
-def interrupted(order: GlobalOrder, fragments: list[int]) -> Iterator[GlobalBatch]:
+def interrupted(order: GlobalOrder, fragments: list[int]) -> Iterator[so.GlobalBatch]:
     """The batches of a training in fragments of a fixed number of steps."""
     done = 0
     for steps in cycle(fragments):
@@ -77,7 +71,7 @@ def test_ranks_cover_each_batch_in_order_whatever_their_number(
     order: GlobalOrder, shards: int, ranks: int
 ) -> None:
     for batch in order.batches(0):
-        parts = shard(batch.indices, shards)
+        parts = so.shard(batch.indices, shards)
         by_shards = [
             index
             for rank in range(ranks)
@@ -85,14 +79,16 @@ def test_ranks_cover_each_batch_in_order_whatever_their_number(
             for index in parts[s]
         ]
         by_ranks = [
-            index for rank in range(ranks) for index in split_for_ranks(batch.indices, ranks, rank)
+            index
+            for rank in range(ranks)
+            for index in so.split_for_ranks(batch.indices, ranks, rank)
         ]
         assert by_shards == by_ranks == list(batch.indices)
 
 
 @given(st.integers(0, 60), st.integers(1, 20))
 def test_shards_are_contiguous_and_near_equal(size: int, shards: int) -> None:
-    parts = shard(range(size), shards)
+    parts = so.shard(range(size), shards)
     assert len(parts) == shards
     assert [index for part in parts for index in part] == list(range(size))
     sizes = [len(part) for part in parts]
@@ -186,11 +182,11 @@ def test_empty_orders_are_refused(size: int, batch: int, total: int, sentence: s
 def test_ranks_and_shards_that_do_not_exist_are_refused() -> None:
     for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(BadInput, match=f'rank among {world_size} is {rank}; it must be'):
-            split_for_ranks((1, 2), world_size, rank)
+            so.split_for_ranks((1, 2), world_size, rank)
         with pytest.raises(BadInput, match=f'rank among {world_size} is {rank}; it must be'):
             shards_of_rank(4, world_size, rank)
     with pytest.raises(BadInput, match='shards of a batch is 0'):
-        shard((1, 2), 0)
+        so.shard((1, 2), 0)
     with pytest.raises(BadInput, match='shards of a batch is 0'):
         shards_of_rank(0, 1, 0)
 
@@ -200,13 +196,13 @@ def test_ranks_and_shards_that_do_not_exist_are_refused() -> None:
     [(1, 7, 7), (2.5, 10, 25), (0.1, 3, 1), (0.3, 10, 3), (3, 1797, 5391)],
 )
 def test_epochs_in_samples(epochs: float, size: int, samples: int) -> None:
-    assert samples_in(epochs, size) == samples
+    assert so.samples_in(epochs, size) == samples
 
 
 @pytest.mark.parametrize('epochs', [0, -1.0, float('nan'), float('inf')])
 def test_impossible_epochs_are_refused(epochs: float) -> None:
     with pytest.raises(BadInput, match='in epochs, is .*; it must be a number above 0'):
-        samples_in(epochs, 10)
+        so.samples_in(epochs, 10)
 
 
 def test_the_submitting_side_needs_no_torch() -> None:

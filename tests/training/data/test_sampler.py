@@ -28,12 +28,8 @@ from torch.utils.data import (
 from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.data.sample_order import (
-    GlobalOrder,
-    shard,
-    shards_of_rank,
-    split_for_ranks,
-)
+from parsl_freetrain.training.data import sample_order as so
+from parsl_freetrain.training.data.sample_order import GlobalOrder
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.properties import holds_for
@@ -113,10 +109,10 @@ def test_the_order_depends_neither_on_cuts_nor_on_ranks(
         random.seed(done)  # other random numbers have been drawn in every process
         torch.manual_seed(done)
         for batch in islice(make().batches(done), steps):
-            parts = shard(batch.indices, shards)
-            mine = [[parts[s] for s in shards_of_rank(shards, world, r)] for r in range(world)]
+            parts = so.shard(batch.indices, shards)
+            mine = [[parts[s] for s in so.shards_of_rank(shards, world, r)] for r in range(world)]
             indices = [*chain(*chain(*mine))]
-            split = chain(*(split_for_ranks(batch.indices, world, r) for r in range(world)))
+            split = chain(*(so.split_for_ranks(batch.indices, world, r) for r in range(world)))
             assert indices == list(split)
             seen.append((batch.samples_before, batch.epoch, indices))
             done += len(indices)

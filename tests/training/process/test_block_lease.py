@@ -16,36 +16,20 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.process.block_lease import (
-    LeasedCommands,
-    read_holder,
-    release,
-    this_process,
-    write_holder,
-)
+from parsl_freetrain.training.process import block_lease as lease
+from parsl_freetrain.training.process.block_lease import read_holder, this_process, write_holder
 from tests.support.waiting import LIMIT_S
 
 JOB = 'TEST_JOB_ID'
+EVIL = '{"run": "x", "host": "h", "pid": 1, "born": "1", "commands": {"17": "echo evil"}}'
 
 
 @contextmanager
 def node(holder: Path, command: str, wait_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
+    agent = [sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent']
+    options = ['--holder', str(holder), '--job-variable', JOB, '--wait', f'{wait_s:g}']
     with subprocess.Popen(
-        [
-            sys.executable,
-            '-P',
-            '-m',
-            'parsl_freetrain.training.process.node_agent',
-            '--holder',
-            str(holder),
-            '--job-variable',
-            JOB,
-            '--wait',
-            f'{wait_s:g}',
-            '/bin/sh',
-            '-c',
-            command,
-        ],
+        [*agent, *options, '/bin/sh', '-c', command],
         env={**os.environ, JOB: '17'},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -112,25 +96,17 @@ def test_the_file_is_private_whole_and_released_by_its_own_run_only(tmp_path: Pa
     write_holder(file, this_process('one', {'1': 'x'}))
     assert file.stat().st_mode & 0o777 == 0o600
     assert read_holder(file) == this_process('one', {'1': 'x'})
-    release(file, 'another')
+    lease.release(file, 'another')
     assert file.exists()
-    release(file, 'one')
+    lease.release(file, 'one')
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ('content', 'mode', 'complaint'),
     [
-        (
-            '{"run": "x", "host": "h", "pid": 1, "born": "1", "commands": {"17": "echo evil"}}',
-            0o620,
-            'mode 0600',
-        ),
-        (
-            '{"run": "x", "host": "h", "pid": 1, "born": "1", "commands": {"17": "echo evil"}}',
-            0o604,
-            'mode 0600',
-        ),
+        (EVIL, 0o620, 'mode 0600'),
+        (EVIL, 0o604, 'mode 0600'),
         ('{"run": "x"', 0o600, 'not what a run has written'),
         ('[]', 0o600, 'not what a run has written'),
     ],
@@ -143,7 +119,7 @@ def test_what_others_may_have_written_is_refused_and_never_run(
     file.chmod(mode)
     with pytest.raises(BadInput, match=complaint):
         read_holder(file)
-    assert LeasedCommands(file, '17').claim() is None
+    assert lease.LeasedCommands(file, '17').claim() is None
 
 
 def test_a_link_is_refused(tmp_path: Path) -> None:

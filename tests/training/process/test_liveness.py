@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,13 +64,26 @@ os._exit(0)
 """
 
 
-def start_peer(
-    host: Computer, rank: int, count: int, wait_s: float, steps: int = 0
-) -> subprocess.Popen[str]:
-    words = [sys.executable, '-c', PEER, '10.99.0.1', rank, count, wait_s, steps, INTERFACE, HANG_S]
-    return subprocess.Popen(
-        host.command([str(word) for word in words]), stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+@contextmanager
+def peers_on(
+    hosts: Sequence[Computer], wait_s: float, steps: int = 0
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A rank on each of these, which have met."""
+    peers = []
+    for rank, host in enumerate(hosts):
+        numbers = map(str, (rank, len(hosts), wait_s, steps))
+        words = [sys.executable, '-c', PEER, '10.99.0.1', *numbers, INTERFACE, str(HANG_S)]
+        command = host.command(words)
+        peers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+    try:
+        for peer in peers:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == 'met\n'
+        yield peers
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.communicate()
 
 
 def test_a_stopped_process_is_seen_and_how_long() -> None:
@@ -111,19 +126,10 @@ def test_only_tcp_connections_are_guarded() -> None:
 )
 def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
     """Packets vanish and no connection is closed; rank 1, which only waits, also notices."""
-    with computers(2) as hosts:
-        peers = [start_peer(host, rank, 2, 0 if busy else 1) for rank, host in enumerate(hosts)]
-        try:
-            for peer in peers:
-                assert peer.stdout is not None
-                assert peer.stdout.readline() == 'met\n'
-            hosts[1].cut_off()
-            # gloo's own limit is ten minutes.
-            said = [peer.communicate(timeout=under_load(HANG_S + 4.0))[0] for peer in peers]
-        finally:
-            for peer in peers:
-                peer.kill()
-                peer.communicate()
+    with computers(2) as hosts, peers_on(hosts, 0 if busy else 1) as peers:
+        hosts[1].cut_off()
+        # gloo's own limit is ten minutes.
+        said = [peer.communicate(timeout=under_load(HANG_S + 4.0))[0] for peer in peers]
     assert all('Another rank is gone' in words for words in said)
 
 
@@ -174,16 +180,8 @@ def test_ranks_on_three_computers_go_on_after_a_short_cut(bad: bool) -> None:
     with computers(3) as hosts:
         if bad:
             hosts[2].bad_line(delay_ms=50, loss_percent=5)
-        peers = [start_peer(host, rank, 3, 0.2, steps=10) for rank, host in enumerate(hosts)]
-        try:
-            for peer in peers:
-                assert peer.stdout is not None
-                assert peer.stdout.readline() == 'met\n'
+        with peers_on(hosts, 0.2, steps=10) as peers:
             hosts[1].cut_off()
             time.sleep(0.5)
             hosts[1].join_again()
             assert [peer.communicate(timeout=LIMIT_S)[0] for peer in peers] == ['done\n'] * 3
-        finally:
-            for peer in peers:
-                peer.kill()
-                peer.communicate()

@@ -22,6 +22,7 @@ from tests.support import template
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
+AGENT = [sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent']
 # What a manager is to it: says its notice address, then lives until its input ends.
 COMMAND = (
     'import os, signal, sys; print(os.environ["FREETRAIN_NODE_NOTICE"], '
@@ -55,9 +56,9 @@ def running(patient: bool = False) -> Iterator[tuple[subprocess.Popen[str], str,
     """A node, its address, and the process id of what it runs. A ``patient`` one waits for ever for
     results to arrive.
     """
-    agent = ('-c', PATIENT) if patient else ('-m', 'parsl_freetrain.training.process.node_agent')
+    agent = [sys.executable, '-P', '-c', PATIENT] if patient else AGENT
     with subprocess.Popen(
-        [sys.executable, '-P', *agent, sys.executable, '-c', COMMAND],
+        [*agent, sys.executable, '-c', COMMAND],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -74,10 +75,7 @@ def running(patient: bool = False) -> Iterator[tuple[subprocess.Popen[str], str,
 def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: Path) -> None:
     command = f'import os; print(os.environ["{node_agent.TEMPLATE_VARIABLE}"], flush=True); input()'
     with subprocess.Popen(
-        [
-            *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
-            *('--template', str(tmp_path / 'logs'), sys.executable, '-c', command),
-        ],
+        [*AGENT, '--template', str(tmp_path / 'logs'), sys.executable, '-c', command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -102,10 +100,7 @@ def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
     shared = template.for_nodes()
     command = f'import os; print(os.environ["{node_agent.TEMPLATE_VARIABLE}"])'
     done = subprocess.run(
-        [
-            *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
-            *('--template', str(tmp_path / 'logs'), sys.executable, '-c', command),
-        ],
+        [*AGENT, '--template', str(tmp_path / 'logs'), sys.executable, '-c', command],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **shared},
@@ -123,10 +118,7 @@ def test_a_node_that_is_left_leaves_nothing(
     script.write_text(f'COMMAND = {COMMAND!r}\n{MANAGER}')
     temporary.mkdir()
     with subprocess.Popen(
-        [
-            *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
-            *(sys.executable, str(script)),
-        ],
+        [*AGENT, sys.executable, str(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, 'TMPDIR': str(temporary), 'PYTHONPATH': str(ROOT)},
