@@ -96,15 +96,11 @@ def test_wandb(tmp_path: Path) -> None:
     pytest.importorskip('wandb', reason='needs the extra wandb')
     from wandb.proto import wandb_internal_pb2
 
+    quiet = {'HOME': str(tmp_path), 'WANDB_SILENT': 'true', 'WANDB_ERROR_REPORTING': 'false'}
     subprocess.run(
         [sys.executable, '-c', IN_WANDB, str(tmp_path)],
         check=True,
-        env={
-            **os.environ,
-            'HOME': str(tmp_path),
-            'WANDB_SILENT': 'true',
-            'WANDB_ERROR_REPORTING': 'false',
-        },
+        env={**os.environ, **quiet},
         cwd=Path(__file__).parents[2],
     )
     steps: dict[str, list[tuple[int, float]]] = {}

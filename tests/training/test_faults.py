@@ -113,18 +113,12 @@ def test_it_stops_and_slows(fork_server: ForkClient, tmp_path: Path) -> None:
 
 def test_a_preemption_with_a_grace_saves(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=10_000_000)
-    with ranks(
-        fork_server, ordered, 2, tmp_path, with_faults(train, preempt_at(0.5, grace_s=30.0))
-    ) as gang:
+    told = with_faults(train, preempt_at(0.5, grace_s=30.0))
+    with ranks(fork_server, ordered, 2, tmp_path, told) as gang:
         gang.run()
     assert hows(gang) == ['stopped'] * 2
-    with ranks(
-        fork_server,
-        order(tmp_path / 'now', total_samples=10_000_000),
-        1,
-        tmp_path,
-        with_faults(train, preempt_at(0.5)),
-    ) as gang:
+    ordered = order(tmp_path / 'now', total_samples=10_000_000)
+    with ranks(fork_server, ordered, 1, tmp_path, with_faults(train, preempt_at(0.5))) as gang:
         gang.run()
     assert gang.ranks[0].status == -signal.SIGKILL
 
@@ -184,12 +178,8 @@ def test_there_must_be_something_to_damage(tmp_path: Path) -> None:
 def test_a_disk_is_full_to_the_last_byte_and_empty_again(tmp_path: Path) -> None:
     small = tmp_path / 'small'
     small.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(
-            ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'test', str(small)], check=False
-        ).returncode
-    ):
+    mount = ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'test', str(small)]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
         pytest.skip('needs root, to make a small file system')
     try:
         with full_disk(small), pytest.raises(OSError, match='No space left'):

@@ -91,7 +91,5 @@ def test_alone_nobody_has_to_be_asked() -> None:
     agreement = Agreement(Peers())
     assert agreement.delay == 0
     wishes = iter((GO_ON, STOP))
-    assert [agreement.after_step(lambda: next(wishes), lambda: 1.0) for _ in range(2)] == [
-        GO_ON,
-        STOP,
-    ]
+    decided = [agreement.after_step(lambda: next(wishes), lambda: 1.0) for _ in range(2)]
+    assert decided == [GO_ON, STOP]

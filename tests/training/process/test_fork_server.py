@@ -155,11 +155,8 @@ def test_forked_parents_depend_on_their_owners_alone(
         assert one.pid is not None and other.pid is not None and template.pid is not None
         assert len({one.pid, other.pid, template.pid}) == 3
         for parent in (one, other):
-            assert [int(field) for field in stat(parent.pid or 0)[1:4]] == [
-                template.pid,
-                parent.pid,
-                parent.pid,
-            ]
+            pids = template.pid, parent.pid, parent.pid
+            assert tuple(map(int, stat(parent.pid or 0)[1:4])) == pids
             assert Path(parent.log).stat().st_mode & 0o777 == 0o600
             gangs.append(Ranks(parent, order(tmp_path), 1, tmp_path / parent.name, forever))
         rank, other_rank = (gang.ranks[0].process.pid for gang in gangs)
@@ -168,11 +165,7 @@ def test_forked_parents_depend_on_their_owners_alone(
             wait_until(lambda log=log: 'here' in log.read_text(), 'the rank does not run')  # type: ignore[misc]
         # The template and the nodes share nothing. (A server and its rank share the rank's
         # channel.)
-        of_template, of_one, of_other = (
-            open_things(template.pid),
-            open_things(one.pid),
-            open_things(other.pid),
-        )
+        of_template, of_one, of_other = map(open_things, (template.pid, one.pid, other.pid))
         for things, others in ((of_template, of_one), (of_template, of_other), (of_one, of_other)):
             assert things
             assert not things & others
