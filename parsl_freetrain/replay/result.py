@@ -26,25 +26,21 @@ WHERE_THEY_WENT = {
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """The course of a replay. Each value holds from its instant to the next one.
-
-    Attributes
-    ----------
-    idle, used, running
-        Numbers of idle nodes, of those among them that train, and of running trainers.
-    span_trainer, span_start, span_end, span_nodes
-        Trainer, start, end and number of nodes of each fragment.
-    """
+    """The course of a replay. Each value holds from its instant to the next one."""
 
     #: The instants of changes, in seconds of the trace's clock; the last one is the end of the
     #: window.
     times: Floats
+    #: With ``used``, ``running``: numbers of idle nodes, of those among them that train, and of
+    #: running trainers.
     idle: Ints
     used: Ints
     running: Ints
     samples: Floats  #: samples trained until then, minus losses
     #: Duration of each decision in seconds; there is none for the end of the window.
     decision_s: Floats
+    #: With ``span_start``, ``span_end``, ``span_nodes``: trainer, start, end and number of nodes of
+    #: each fragment.
     span_trainer: tuple[str, ...]
     span_start: Floats
     span_end: Floats
@@ -122,15 +118,9 @@ class Oracle:
 
 @dataclass(frozen=True, eq=False)
 class ReplayResult:
-    """A replay, and the same trainers on a constant pool.
+    """A replay, and the same trainers on a constant pool."""
 
-    Attributes
-    ----------
-    trace, constant
-        PoolResult on the trace, and on the constant pool.
-    """
-
-    trace: PoolResult
+    trace: PoolResult  #: with ``constant``: PoolResult on the trace, and on the constant pool
     constant: PoolResult
     #: Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
     equivalent_nodes: float

@@ -50,13 +50,6 @@ class PoolChange:
 class Trace:
     """Idle intervals of nodes within a window of time, sorted by start, then by node.
 
-    Attributes
-    ----------
-    start_s, end_s
-        The window, in seconds of the trace's clock. All intervals lie within it.
-    starts, ends
-        Start and end of each interval, in seconds.
-
     Raises
     ------
     BadInput
@@ -65,9 +58,10 @@ class Trace:
     """
 
     names: tuple[str, ...]  #: the nodes' names, by index
+    #: With ``end_s``: the window, in seconds of the trace's clock. All intervals lie within it.
     start_s: float
     end_s: float
-    starts: Floats
+    starts: Floats  #: with ``ends``: start and end of each interval, in seconds
     ends: Floats
     nodes: Ints  #: the node of each interval, as an index into ``names``
     #: Until when the scheduler's reservations, as known at the interval's start, would have left

@@ -16,12 +16,10 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 
 
-class PartialAllocator(Protocol):
+class PartialAllocator(Allocator, Protocol):
     """An allocator that can solve only some problems."""
 
     def applies(self, problem: Problem) -> bool: ...
-
-    def allocate(self, problem: Problem) -> Answer: ...
 
 
 class EitherAllocator:

@@ -25,14 +25,9 @@ _FOREVER_S = 1e12  # what takes longer takes this long: sums with infinity have 
 
 @dataclass(frozen=True)
 class Running:
-    """What a trainer holds, and what giving it up costs, for objectives that charge for it.
+    """What a trainer holds, and what giving it up costs, for objectives that charge for it."""
 
-    Attributes
-    ----------
-    nodes, node_class
-        What it holds; the class is empty where classes are not told apart.
-    """
-
+    #: With ``node_class``: what it holds; the class is empty where classes are not told apart.
     nodes: int
     node_class: str
     #: Seconds without training that another number of nodes, or another class, costs.
@@ -65,20 +60,12 @@ class Running:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trainer as an objective sees it.
-
-    Attributes
-    ----------
-    min_nodes, max_nodes
-        The counts that its worth is asked for; ``max_nodes`` need not exceed the nodes that there
-        are.
-    slowest, fastest
-        Where ``curve`` is that of one node class: the rate on one node of its slowest class, which
-        speed-ups are relative to, and its best rate on any class. None: those of ``curve``.
-    """
+    """A trainer as an objective sees it."""
 
     name: str  #: for error messages
     curve: ScalingCurve  #: samples per second by node count
+    #: With ``max_nodes``: the counts that its worth is asked for; ``max_nodes`` need not exceed the
+    #: nodes that there are.
     min_nodes: int
     max_nodes: int
     priority: float = 1.0  #: how much it counts, relative to 1
@@ -87,6 +74,9 @@ class Candidate:
     remaining_samples: float | None = None  #: what is left to train; None: unknown
     efficiency: Efficiency | None = None  #: statistical efficiency; None: 1 at every count
     waited_s: float = 0.0  #: seconds since it had nodes last
+    #: With ``fastest``: where ``curve`` is that of one node class: the rate on one node of its
+    #: slowest class, which speed-ups are relative to, and its best rate on any class. None: those
+    #: of ``curve``.
     slowest: float | None = None
     fastest: float | None = None
     node_class: str = ''  #: that class

@@ -33,16 +33,10 @@ _USELESS = ScalingCurve((0,), (0.0,))
 
 @dataclass(frozen=True)
 class Bid:
-    """One trainer as the allocator sees it.
-
-    Attributes
-    ----------
-    min_nodes, max_nodes
-        It gets 0 nodes or a count in this range.
-    """
+    """One trainer as the allocator sees it."""
 
     name: str  #: the trainer
-    min_nodes: int
+    min_nodes: int  #: with ``max_nodes``: it gets 0 nodes or a count in this range
     max_nodes: int
     #: What it holds now; leaving this count costs ``rescale_up_s`` or ``rescale_down_s`` seconds of
     #: the current rate.
@@ -140,15 +134,11 @@ class Bid:
 
 @dataclass(frozen=True)
 class Limit:
-    """A side constraint on some trainers together.
-
-    Attributes
-    ----------
-    least, most
-        Minimum and maximum number of nodes that they hold in total; ``most`` None: no cap.
-    """
+    """A side constraint on some trainers together."""
 
     members: tuple[str, ...] = ()  #: names of the bids that it is about; empty: all
+    #: With ``most``: minimum and maximum number of nodes that they hold in total; ``most`` None: no
+    #: cap.
     least: int = 0
     most: int | None = None
     #: Maximum node-seconds that they use within the horizon; None: no budget. A node of a block

@@ -20,16 +20,11 @@ ASSUMED_RESCALE_S = 2.0
 
 @dataclass(frozen=True)
 class Charge:
-    """What nodes of a queue cost, in the unit of the machine's accounts.
-
-    Attributes
-    ----------
-    least_s, least_price
-        Every node costs ``least_price`` an hour for the first ``least_s`` seconds, also if its
-        block ends before.
-    """
+    """What nodes of a queue cost, in the unit of the machine's accounts."""
 
     price: float = 0.0  #: of a node for an hour
+    #: Every node costs ``least_price`` an hour for the first ``least_s``
+    #: seconds, also if its block ends before.
     least_s: float = 0.0
     least_price: float = 0.0
 
@@ -78,17 +73,11 @@ CORRECTED_S = 30.0
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """One batch job, sized to fill one hole.
-
-    Attributes
-    ----------
-    queue, names, node_class, charge, exempt_s
-        As in the hole.
-    """
+    """One batch job, sized to fill one hole."""
 
     nodes: int  #: number of nodes to ask for
     walltime_s: float | None = None  #: walltime in seconds; None where the site needs none
-    queue: str = ''
+    queue: str = ''  #: with ``names``, ``node_class``, ``charge``, ``exempt_s``: as in the hole
     names: tuple[str, ...] = ()
     #: Names of nodes with broken devices to do without; not on PBS Pro and Cobalt.
     avoid: tuple[str, ...] = ()
@@ -183,25 +172,17 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Trainer:
-    """One training job, as its user described it.
-
-    Attributes
-    ----------
-    min_nodes, max_nodes
-        Minimum and maximum number of nodes of a running fragment.
-    rescale_up_s, rescale_down_s
-        What a change to more or to fewer nodes costs, in seconds of the current rate; until it has
-        been measured, unless it is stated.
-    user, group
-        The owners whose caps, shares and budgets hold for it; empty: nobody's.
-    """
+    """One training job, as its user described it."""
 
     name: str  #: unique within a run; also the name of its checkpoint folder
+    #: With ``max_nodes``: minimum and maximum number of nodes of a running fragment.
     min_nodes: checked.AtLeast1
     max_nodes: int
     #: Total number of samples to train; None while only the number of epochs is known.
     total_samples: checked.AtLeast1 | None = None
     curve: ScalingCurve | None = None  #: the scaling curve, where the user stated one
+    #: With ``rescale_down_s``: what a change to more or to fewer nodes costs, in seconds of the
+    #: current rate; until it has been measured, unless it is stated.
     rescale_up_s: checked.Seconds = ASSUMED_RESCALE_S
     rescale_down_s: checked.Seconds = ASSUMED_RESCALE_S
     priority: checked.Positive = 1.0  #: weight relative to 1, for objectives that use it
@@ -212,6 +193,7 @@ class Trainer:
     finish_by_s: checked.Number | None = None
     #: Statistical efficiency by nodes, for objectives that use it; None: 1 at every count.
     efficiency: Efficiency | None = None
+    #: With ``group``: the owners whose caps, shares and budgets hold for it; empty: nobody's.
     user: str = ''
     group: str = ''
     #: The rescale costs that the user has stated, 'up' or 'down'. They hold whatever is measured.
