@@ -78,7 +78,7 @@ def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(
     [
         (['--idle', 'overlap.csv'], 'line 3.*must not overlap'),
         (['--idle', 'absent.csv'], 'There is no schedule'),
-        (['--nodes', '0'], '0 nodes'),
+        (['--nodes', '0'], 'nodes is 0; it must be'),
         (['--epochs', '0'], 'must be a number above 0'),
         (['--resume', 'require'], "resume is 'require'"),
         (['--out', '/proc/nothing'], 'cannot be made'),

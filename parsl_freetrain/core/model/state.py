@@ -58,7 +58,7 @@ class Fragment:
 
     run: int
     launched: ev.FragmentLaunched
-    shape: str = ''  # its name, where there are several to try
+    shape: str = ''  # its name, where the trainer has shapes
     started_at: float | None = None  # its first training step
     started_samples: int | None = None
     seen: ev.FragmentProgressed | None = None  # its last report

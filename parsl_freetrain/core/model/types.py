@@ -201,7 +201,7 @@ class Trainer:
     #: What it trains: trainers of the same function are taken to scale alike until they have been
     #: measured. Empty: like no other.
     function: str = ''
-    #: The names of the shapes by node count, where there are several to try.
+    #: The names of the shapes by node count, in the order in which they are tried.
     shapes: tuple[tuple[int, tuple[str, ...]], ...] = ()
     #: The scaling curves by node class, in place of ``curve``; it does not use nodes of other
     #: classes.

@@ -329,9 +329,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             stated_costs=tuple(way for way, seconds in costs.items() if seconds is not None),
             function=function,
             shapes=tuple(
-                (nodes, tuple(map(str, shapes)))
-                for nodes, shapes in sorted(self.shapes.items())
-                if len(shapes) > 1
+                (nodes, tuple(map(str, shapes))) for nodes, shapes in sorted(self.shapes.items())
             ),
             class_curves=tuple(
                 (name, curve if scaling.mixed else self._capped(curve))
