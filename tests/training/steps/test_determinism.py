@@ -48,6 +48,8 @@ def test_an_operation_that_is_not_deterministic_is_refused_unless_the_mode_allow
 
 
 def compiled(ctx: FragmentContext) -> None:
+    from torch._dynamo import config  # cloudpickle cannot send this module
+
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.BatchNorm1d(8))
     fast = torch.compile(model, backend='aot_eager')
@@ -56,7 +58,7 @@ def compiled(ctx: FragmentContext) -> None:
         optimizer.zero_grad()
         fast(batch).pow(2).mean().backward()
         optimizer.step()
-    ctx.report(any_shape=torch._dynamo.config.automatic_dynamic_shapes)
+    ctx.report(any_shape=config.automatic_dynamic_shapes)
 
 
 def test_a_compiled_model_has_the_same_bits_on_any_number_of_ranks(
