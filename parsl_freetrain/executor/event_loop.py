@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
@@ -171,7 +172,9 @@ class EventLoop:
                 self._handle_all(now)
         self._stream.flush()
         if self._quiet is not None and not self._fragments.running:
-            self._quiet.set()
+            # A Ctrl-C at this moment can free the event's lock under us; the event is set then.
+            with suppress(RuntimeError):
+                self._quiet.set()
 
     def _now(self) -> float:
         """The time. If the clock was set back, everything that was due later is due now."""
