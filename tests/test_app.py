@@ -314,7 +314,7 @@ def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
         3: (Shape(data=3),),
         4: (Shape(shard=4), Shape(data=2, shard=2), Shape(data=4)),
     }
-    assert [nodes for nodes, _ in reproducible.trainer('t').shapes] == [2, 4]
+    assert [nodes for nodes, _ in reproducible.trainer('t').shapes] == [1, 2, 3, 4]
 
 
 def test_sizes_and_shapes_say_how_many_nodes() -> None:
