@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
@@ -140,8 +141,9 @@ class Journal:
     def _open(self) -> Iterator[BinaryIO]:
         """The file, at its first record."""
         try:
-            file: Any = self.path.open('rb')
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            # Opening a pipe that nobody writes to would wait for ever.
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
             raise BadInput(
                 f'There is no ledger at {self.path}; name the file that a run writes.'
             ) from None
@@ -149,7 +151,10 @@ class Journal:
             raise BadInput(
                 f'The ledger {self.path} cannot be read ({error.strerror}); give a path that can.'
             ) from error
-        with file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise BadInput(f'{self.path} is not a regular file; name the file that a run writes.')
+        with os.fdopen(fd, 'rb') as file:
             check_head(file, self.path)
             yield file
 
