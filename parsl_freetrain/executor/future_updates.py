@@ -99,8 +99,7 @@ class FutureUpdater:
         elif state == 'failed':
             record.future._settle_failed(record.failure or error)
         else:
-            record.future.state = state
-            record.future.set_result(record.checkpoint)
+            record.future._settle_finished(record.checkpoint)
 
 
 def _show(record: TrainerRecord, state: str | None = None, **changes: Any) -> None:

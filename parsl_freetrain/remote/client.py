@@ -117,7 +117,7 @@ class RemoteTraining(TrainingFuture):
         self.state, self._progress = found.state, found.progress
         self.checkpoint = found.checkpoint or self.checkpoint
         if found.end == OK and self.checkpoint is not None:
-            self.set_result(self.checkpoint)
+            self._settle_finished(self.checkpoint)
         elif found.end == CANCELLED:
             self._settle_cancelled()
         elif found.end:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
+from queue import Queue
 
 import parsl
 import pytest
@@ -58,6 +59,23 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
     seconds = found['node_s']
     assert seconds['trained'] > 0
     assert seconds['offered'] == pytest.approx(sum(v for k, v in seconds.items() if k != 'offered'))
+
+
+def test_a_callback_may_take_for_ever_and_wait_for_the_next_training(tmp_path: Path) -> None:
+    """It does not run on the event loop, which other trainers and other people's jobs wait for."""
+    over, found = threading.Event(), Queue[Checkpoint]()
+    train = freetrain_app(max_nodes=1, total_epochs=1)(fit)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+
+        def then(_: object) -> None:
+            found.put(train(trainer_name='next').result(LIMIT_S))
+            over.wait(LIMIT_S)
+
+        first = train(trainer_name='first')
+        first.add_done_callback(then)
+        assert found.get(timeout=LIMIT_S).trainer == 'next'
+        train(trainer_name='last').result(LIMIT_S)
+        over.set()
 
 
 def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:

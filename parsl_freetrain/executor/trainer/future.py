@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.model.types import Checkpoint
@@ -118,15 +119,34 @@ class TrainingFuture(Future[Checkpoint]):
             self._on_cancel = on_cancel
         return True
 
+    def _settle_finished(self, checkpoint: Checkpoint) -> None:
+        self.state = 'finished'
+        self._settle(lambda: self.set_result(checkpoint))
+
     def _settle_cancelled(self) -> None:
         self.state = 'cancelled'
-        if super().cancel():
-            self.set_running_or_notify_cancel()
+        self._settle(self._notify_cancelled)
 
     def _settle_failed(self, error: BaseException) -> None:
         if not self.done():  # cancelled
             self.state = 'failed'
-            self.set_exception(error)
+            self._settle(lambda: self.set_exception(error))
+
+    def _notify_cancelled(self) -> None:
+        if super().cancel():
+            self.set_running_or_notify_cancel()
+
+    def _settle(self, settle: Callable[[], object]) -> None:
+        """Settle the future; its callbacks run in a thread of their own. They are the user's, and
+        the caller may be the event loop, which others wait for.
+        """
+        thread = threading.Thread(target=settle, name=f'FreeTrain-{self.name}', daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be had
+            settle()
+        with suppress(CancelledError):
+            self.exception()  # until it is settled, which no callback can hold up
 
     def __repr__(self) -> str:
         progress = self._progress
