@@ -29,33 +29,18 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in some ranks of some fragments; made by the functions of this module.
+    """A fault in some ranks of some fragments; made by the functions of this module."""
 
-    Attributes
-    ----------
-    rank, fragment
-        Where it occurs; None: in all.
-    step
-        The step at which it occurs; None: not at a step.
-    strike
-        Causes the fault; called in the rank.
-    every
-        Whether it occurs at every step from ``step`` on, not only once.
-    stage, checkpoint
-        The stage of saving at which it occurs, and the number of the checkpoint in the fragment,
-        from 1.
-    mend
-        Undoes the fault when the save or the function ends.
-    """
-
-    rank: int | None
+    rank: int | None  #: rank, fragment: where it occurs; None: in all
     fragment: int | None
-    strike: Callable[[], None]
-    step: int | None = None
-    every: bool = False
+    strike: Callable[[], None]  #: causes the fault; called in the rank
+    step: int | None = None  #: the step at which it occurs; None: not at a step
+    every: bool = False  #: whether it occurs at every step from ``step`` on, not only once
+    #: stage, checkpoint: the stage of saving at which it occurs, and the number of the checkpoint
+    #: in the fragment, from 1.
     stage: str | None = None
     checkpoint: int = 1
-    mend: Callable[[], None] | None = None
+    mend: Callable[[], None] | None = None  #: undoes the fault when the save or the function ends
 
 
 def fail_at(rank: int, step: int, *, fragment: int | None = 1) -> Fault:

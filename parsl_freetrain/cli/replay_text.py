@@ -60,8 +60,7 @@ def lines_of(result: ReplayResult) -> list[str]:
     ]
     lines = [
         'efficiency U         '
-        f'{"-" if result.efficiency is None else format(result.efficiency, ".4f")}   '
-        f'({compared})',
+        f'{"-" if result.efficiency is None else format(result.efficiency, ".4f")}   ({compared})',
         *(
             []
             if result.efficiency_bound is None
@@ -73,9 +72,8 @@ def lines_of(result: ReplayResult) -> list[str]:
         f'samples              {run.samples:.4g}, on a constant pool {result.constant.samples:.4g}',
         f'idle                 {run.idle_node_s / 3600:.1f} node-hours in {hours:.1f} h, '
         f'in the mean {result.equivalent_nodes:.1f} nodes',
-        f'trainers             {run.trainers_done} of {len(run.samples_by_trainer)} '
-        f'done, {run.preempted} preemptions, '
-        f'{run.rescaled} rescales',
+        f'trainers             {run.trainers_done} of {len(run.samples_by_trainer)} done, '
+        f'{run.preempted} preemptions, {run.rescaled} rescales',
         'where the idle node-hours went:',
     ]
     from parsl_freetrain.replay.result import WHERE_THEY_WENT
@@ -92,7 +90,6 @@ def lines_of(result: ReplayResult) -> list[str]:
         )
     lines.append(
         f'decisions            {said["events"]}, ms: median {thought["p50"]:.2f}, p99 '
-        f'{thought["p99"]:.2f}, '
-        f'max {thought["max"]:.2f}; {result.wall_s:.1f} s in all'
+        f'{thought["p99"]:.2f}, max {thought["max"]:.2f}; {result.wall_s:.1f} s in all'
     )
     return lines

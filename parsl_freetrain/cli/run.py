@@ -150,15 +150,13 @@ def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
     ]
     if not takes or takes[0].name in ('argv', 'args', 'arguments'):
         raise BadInput(
-            f'The function main of {given} does not take a Parsl configuration; it '
-            'should be main(config), '
-            f'or run the workflow with python.'
+            f'The function main of {given} does not take a Parsl configuration; it should be '
+            'main(config), or run the workflow with python.'
         )
     if arguments and len(takes) < 2 and takes[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         raise BadInput(
-            f'The workflow {given} takes no arguments of its own, and '
-            f'{" ".join(arguments)!r} was given; '
-            f'it should have main(config, arguments).'
+            f'The workflow {given} takes no arguments of its own, and {" ".join(arguments)!r} was '
+            'given; it should have main(config, arguments).'
         )
     return (lambda config: main(config, arguments)) if arguments else main
 

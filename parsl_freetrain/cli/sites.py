@@ -76,9 +76,8 @@ def _configured(path: Path) -> Config:
         ) from error
     if not isinstance(config, Config):
         raise BadInput(
-            f'The site file {path} gives no configuration: its config() returns '
-            f'{config!r}; it must return a '
-            f'parsl.config.Config with a FreeTrainExecutor.'
+            f'The site file {path} gives no configuration: its config() returns {config!r}; it '
+            'must return a parsl.config.Config with a FreeTrainExecutor.'
         )
     return config
 

@@ -55,9 +55,8 @@ def ledger_at(given: Path | None) -> Path:
         for found in _in_folder(folder):
             return found
     raise BadInput(
-        f'There is no {NAME} in {here}, its {FOLDER}/ or the folders above; go to where '
-        'the run was started, '
-        f'or name its checkpoint_dir with --ledger.'
+        f'There is no {NAME} in {here}, its {FOLDER}/ or the folders above; go to where the run '
+        'was started, or name its checkpoint_dir with --ledger.'
     )
 
 

@@ -354,8 +354,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if self.max_workers_per_node == 0:
             raise BadInput(
                 f'Executor {self.label!r} runs no ordinary Parsl apps because its '
-                'max_workers_per_node is 0; '
-                f'raise it, or send the app to another executor.'
+                'max_workers_per_node is 0; raise it, or send the app to another executor.'
             )
         earlier = context.get('task_executor', {})
         context = {

@@ -129,9 +129,8 @@ def ask(
                 checked_at = clock()
             time.sleep(_LOOK_S)
         raise BadInput(
-            f'No run answered within {timeout_s:g} s at {folder}: the workflow that '
-            'keeps this ledger is not running any more, '
-            f'or it is too busy.'
+            f'No run answered within {timeout_s:g} s at {folder}: the workflow that keeps this '
+            'ledger is not running any more, or it is too busy.'
         )
     finally:
         request.unlink(missing_ok=True)

@@ -21,11 +21,9 @@ class Subscriber(Protocol):
 
     def take(self, event: ev.Event) -> None:
         """Handle one event; ignore those of no interest."""
-        ...
 
     def flush(self) -> None:
         """Write down what is pending, since no more events are known now."""
-        ...
 
 
 class Stream:

@@ -15,22 +15,13 @@ from parsl_freetrain.core.model.types import Checkpoint
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """Metrics at a number of samples.
-
-    Attributes
-    ----------
-    run, at
-        When they were reported: number of the run, epoch seconds.
-    metrics
-        Those that differ from the point before.
-    mark
-        Where to go on from in another process: samples, and the number of the report.
-    """
+    """Metrics at a number of samples."""
 
     samples: int
-    run: int
+    run: int  #: run, at: when they were reported: number of the run, epoch seconds
     at: float
-    metrics: dict[str, float]
+    metrics: dict[str, float]  #: those that differ from the point before
+    #: Where to go on from in another process: samples, and the number of the report.
     mark: tuple[int, int]
 
 

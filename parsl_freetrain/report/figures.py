@@ -40,45 +40,28 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Figures:
-    """The contents of a report.
+    """The contents of a report."""
 
-    Attributes
-    ----------
-    title
-        The run's name, or the number of runs.
-    summary
-        From :func:`parsl_freetrain.report.summary.summary`.
-    efficiency
-        U, from :func:`parsl_freetrain.report.summary.efficiency`.
-    causes, scalings, rescales, losses, metrics, shapes
-        See the modules of these names.
-    outcomes
-        Outcomes of decisions that changed a trainer's node count.
-    errors
-        (trainer, fragment, error) of failed fragments, newest first.
-    status
-        The newest of the runs at this time.
-    states
-        By trainer; 'interrupted' if its run is over but the trainer is not.
-    """
-
-    title: str
+    title: str  #: the run's name, or the number of runs
     history: History
     clock: Clock
     now: float
-    summary: dict[str, Any]
-    efficiency: Efficiency
+    summary: dict[str, Any]  #: from :func:`parsl_freetrain.report.summary.summary`
+    efficiency: Efficiency  #: U, from :func:`parsl_freetrain.report.summary.efficiency`
+    #: causes, scalings, rescales, losses, metrics, shapes: see the modules of these names.
     causes: tuple[Cause, ...]
     decisions: Decisions
     losses: dict[str, Loss]
     metrics: Curves
     scalings: dict[str, list[Scaling]]
     rescales: list[RescaleCost]
+    #: Outcomes of decisions that changed a trainer's node count.
     outcomes: tuple[DecisionOutcome, ...]
     shapes: list[ShapeTried]
+    #: (trainer, fragment, error) of failed fragments, newest first.
     errors: tuple[tuple[str, int, str], ...]
-    status: RunStatus
-    states: dict[str, str]
+    status: RunStatus  #: the newest of the runs at this time
+    states: dict[str, str]  #: by trainer; 'interrupted' if its run is over but the trainer is not
 
 
 def figures(history: History, now: float, allocator: Allocator | None) -> Figures:

@@ -18,72 +18,44 @@ MOST_POINTS = 64
 
 @dataclass(frozen=True)
 class Scaling:
-    """A trainer's speed on one node class.
-
-    Attributes
-    ----------
-    node_class
-        Empty where nodes are not told apart.
-    stated
-        Whether the user stated the curve's shape; otherwise it was measured.
-    curve
-        (nodes, samples per second), from measurements; empty without any.
-    measured
-        (nodes, samples per second, fragments): the typical speed of the fragments with this node
-        count, which the curve goes by too, and their number.
-    """
+    """A trainer's speed on one node class."""
 
     trainer: str
-    node_class: str
-    stated: bool
+    node_class: str  #: empty where nodes are not told apart
+    stated: bool  #: whether the user stated the curve's shape; otherwise it was measured
+    #: (nodes, samples per second), from measurements; empty without any.
     curve: tuple[tuple[int, float], ...]
+    #: (nodes, samples per second, fragments): the typical speed of the fragments with this node
+    #: count, which the curve goes by too, and their number.
     measured: tuple[tuple[int, float, int], ...]
 
 
 @dataclass(frozen=True)
 class RescaleCost:
-    """Costs of changes of a trainer's node count, in seconds.
-
-    Attributes
-    ----------
-    change
-        'up', 'down', or 'start': from no nodes at all.
-    assumed_s
-        The cost that decisions assume before the first measurement, and also afterwards if the user
-        stated it.
-    measured_s
-        One for each change: from the last step before it to the first step after it, as the ranks
-        report. Without such a report: the time of the last checkpoint before the change plus the
-        time from the decision to the first step.
-    """
+    """Costs of changes of a trainer's node count, in seconds."""
 
     trainer: str
-    change: str
+    change: str  #: 'up', 'down', or 'start': from no nodes at all
+    #: The cost that decisions assume before the first measurement, and also afterwards if the user
+    #: stated it.
     assumed_s: float
+    #: One for each change: from the last step before it to the first step after it, as the ranks
+    #: report. Without such a report: the time of the last checkpoint before the change plus the
+    #: time from the decision to the first step.
     measured_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class ShapeTried:
-    """A shape that a trainer has had.
-
-    Attributes
-    ----------
-    rate
-        Samples per second, the median of the last reports of its fragments; None: none has
-        reported.
-    newest
-        Whether the trainer's last fragment on this node count had this shape.
-    memory
-        The most memory that a rank of its fragments needed, in bytes; 0: unknown.
-    """
+    """A shape that a trainer has had."""
 
     trainer: str
     nodes: int
     shape: str
+    #: Samples per second, the median of the last reports of its fragments; None: none has reported.
     rate: float | None
-    newest: bool
-    memory: int = 0
+    newest: bool  #: whether the trainer's last fragment on this node count had this shape
+    memory: int = 0  #: the most memory that a rank of its fragments needed, in bytes; 0: unknown
 
 
 def scalings(history: History) -> dict[str, list[Scaling]]:

@@ -29,18 +29,10 @@ larger difference has reused the process id.
 
 @dataclass(frozen=True)
 class Liveness:
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes
-    ----------
-    state
-        'running', 'ended', 'silent' (it may have died, or cannot write) or 'died'.
-    sentence
-        An explanation if the run is silent or has died; otherwise empty.
-    """
-
-    state: str
-    sentence: str = ''
+    state: str  #: 'running', 'ended', 'silent' (it may have died, or cannot write) or 'died'
+    sentence: str = ''  #: an explanation if the run is silent or has died; otherwise empty
 
 
 def lives_here(began: RunBegan) -> bool | None:

@@ -24,17 +24,11 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class Loss:
-    """One trainer's loss.
+    """One trainer's loss."""
 
-    Attributes
-    ----------
-    fragments
-        One line for each fragment; samples that were repeated after a preemption appear twice.
-    preempted
-        Where fragments were preempted: samples reached, seconds on the report's clock.
-    """
-
+    #: One line for each fragment; samples that were repeated after a preemption appear twice.
     fragments: tuple[tuple[LossPoint, ...], ...] = ()
+    #: Where fragments were preempted: samples reached, seconds on the report's clock.
     preempted: tuple[tuple[int, float], ...] = ()
 
 

@@ -22,19 +22,11 @@ MOST_TRAINERS, MOST_METRICS = 8, 12
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A value of a metric.
-
-    Attributes
-    ----------
-    epochs
-        None if the trainer's total is not in epochs.
-    seconds
-        On the report's clock.
-    """
+    """A value of a metric."""
 
     samples: int
-    epochs: float | None
-    seconds: float
+    epochs: float | None  #: None if the trainer's total is not in epochs
+    seconds: float  #: on the report's clock
     value: float
 
 

@@ -36,33 +36,22 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class DecisionOutcome:
-    """The outcome of one decision about one trainer, in samples.
-
-    Attributes
-    ----------
-    decision
-        Its number among the decisions of the run, from 1.
-    at, until
-        When it was valid, in epoch seconds.
-    nodes_before, nodes
-        The trainer's nodes before and after. Nodes on which it was about to start count.
-    expected, staying
-        Samples expected in this time from the decision, and from changing nothing; None if the
-        trainer's speed on these node classes was not known yet.
-    trained
-        Samples trained in this time and kept.
-    """
+    """The outcome of one decision about one trainer, in samples."""
 
     trainer: str
     run: int
-    decision: int
-    at: float
+    decision: int  #: its number among the decisions of the run, from 1
+    at: float  #: at, until: when it was valid, in epoch seconds
     until: float
+    #: nodes_before, nodes: the trainer's nodes before and after. Nodes on which it was about to
+    #: start count.
     nodes_before: int
     nodes: int
+    #: expected, staying: samples expected in this time from the decision, and from changing
+    #: nothing; None if the trainer's speed on these node classes was not known yet.
     expected: float | None
     staying: float | None
-    trained: float
+    trained: float  #: samples trained in this time and kept
 
 
 def outcomes(

@@ -44,51 +44,36 @@ TRIGGERS = {
 class DecisionAbout:
     """A decision from the view of one trainer. Worths are over the horizon, in the objective's unit
     x seconds.
-
-    Attributes
-    ----------
-    ago_s
-        Seconds since.
-    nodes
-        Number of nodes to allocate.
-    nodes_before, nodes_after
-        The trainer's nodes before and after.
-    staying, objective
-        Worth of keeping everything, and worth of the decision.
-    gap
-        By what share of its worth a better decision could have been better, at most; None: not
-        known.
-    others
-        Nodes of the other trainers that have any.
-    horizon_s, worth_before, worth, rescale_cost, alternative
-        From solving the problem again; None if it was not recorded: see
-        :class:`parsl_freetrain.core.allocation.explain.Reason`.
-    stood_s, expected, staying_expected, trained
-        Outcome in samples: see :class:`parsl_freetrain.report.outcome.DecisionOutcome`.
-        ``staying_expected`` is also None if the trainer was about to start on nodes from an earlier
-        decision, since to change nothing was then not to keep its nodes.
     """
 
-    ago_s: float
+    ago_s: float  #: seconds since
     trigger: str
-    nodes: int
-    nodes_before: int
+    nodes: int  #: number of nodes to allocate
+    nodes_before: int  #: nodes_before, nodes_after: the trainer's nodes before and after
     nodes_after: int
     status: str
     solver: str
-    staying: float
+    staying: float  #: staying, objective: worth of keeping everything, and worth of the decision
     objective: float
-    others: Mapping[str, int]
+    others: Mapping[str, int]  #: nodes of the other trainers that have any
     actions: tuple[str, ...]
+    #: horizon_s, worth_before, worth, rescale_cost, alternative: from solving the problem again;
+    #: None if it was not recorded: see :class:`parsl_freetrain.core.allocation.explain.Reason`.
     horizon_s: float | None = None
     worth_before: float | None = None
     worth: float | None = None
     rescale_cost: float | None = None
     alternative: Mapping[str, float] | None = None
+    #: stood_s, expected, staying_expected, trained: outcome in samples: see
+    #: :class:`parsl_freetrain.report.outcome.DecisionOutcome`. ``staying_expected`` is also None if
+    #: the trainer was about to start on nodes from an earlier decision, since to change nothing was
+    #: then not to keep its nodes.
     stood_s: float | None = None
     expected: float | None = None
     staying_expected: float | None = None
     trained: float | None = None
+    #: By what share of its worth a better decision could have been better, at most; None: not
+    #: known.
     gap: float | None = None
 
 
@@ -250,9 +235,8 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
     )
     others = shares(about.others)
     lines = [
-        f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to '
-        'give away. '
-        f'{change}{f"; {others}" if others else ""}.'
+        f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to give '
+        f'away. {change}{f"; {others}" if others else ""}.'
     ]
     gain = about.objective - about.staying
     horizon = '' if about.horizon_s is None else f' over the next {about.horizon_s:g} s'

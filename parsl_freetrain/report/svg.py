@@ -124,17 +124,15 @@ class Chart:
         for value, name in self._y.ticks if self._y else ():
             at = _percent(1 - self._up(value))
             grid.append(
-                f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/><text '
-                f'class="tick y" x="-8" y="{at}" dy="4">'
-                f'{escape(name)}</text>'
+                f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/><text class="tick y" '
+                f'x="-8" y="{at}" dy="4">{escape(name)}</text>'
             )
         for value, name in self._x.ticks:
             part = self._x.part(value)
             anchor = ' end' if part > 0.93 else ' start' if part < 0.04 else ''
             grid.append(
-                f'<line class="grid" x1="{_percent(part)}" x2="{_percent(part)}" '
-                'y1="100%" y2="100%"/>'
-                f'<text class="tick x{anchor}" x="{_percent(part)}" y="100%" '
+                f'<line class="grid" x1="{_percent(part)}" x2="{_percent(part)}" y1="100%" '
+                f'y2="100%"/><text class="tick x{anchor}" x="{_percent(part)}" y="100%" '
                 f'dy="16">{escape(name)}</text>'
             )
         return Markup(  # noqa: S704 - names are escaped where they are put in

@@ -210,8 +210,7 @@ class _Closing:
         yield Text(f'node-seconds: {node_s["offered"]:.0f} offered, of these {shares}')
         yield Text(
             f'blocks: {self._summary["blocks"]}, killed while training: '
-            f'{self._summary["blocks_killed"]}; '
-            f'{duration_text(self._summary["wall_s"])} in all'
+            f'{self._summary["blocks_killed"]}; {duration_text(self._summary["wall_s"])} in all'
         )
 
 
@@ -297,10 +296,8 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
 def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
     return clean(
         f'{duration_text(elapsed_s)} {t.name}: {t.state}, {nodes_text(t.nodes)}{in_shape(t)}, '
-        f'{samples_text(t)} samples, '
-        f'loss {value_text(t.loss, ".4g")}, '
-        f'{rate_text(t.rate)}, U {value_text(t.efficiency, ".2f")}, fragments {t.fragments}, '
-        f'preempted {t.preempted}, '
+        f'{samples_text(t)} samples, loss {value_text(t.loss, ".4g")}, {rate_text(t.rate)}, U '
+        f'{value_text(t.efficiency, ".2f")}, fragments {t.fragments}, preempted {t.preempted}, '
         f'rescaled {t.rescaled}' + (f', done in {finish_text(t)}' if t.finish_s is not None else '')
     )
 

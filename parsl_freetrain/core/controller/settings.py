@@ -114,38 +114,25 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
 class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
     """All settings of decisions: the policy, and facts about the site, the executor and the run.
 
-    Attributes
-    ----------
-    min_hole_s
-        The shortest useful hole, in seconds, until a trainer's own times have been measured.
-        Nodes that leave sooner are not used.
-    max_blocks
-        Maximum number of blocks that are open or queued at once.
-    spans_blocks
-        Whether a fragment may use nodes of several blocks.
-    stalls
-        Maximum number of consecutive fragments that may die without progress and without the loss
-        of a node before their trainer fails.
-    workers_per_node
-        Number of ordinary Parsl tasks that one node runs at once.
-    used_before
-        Node-seconds of the budgets that were used in earlier runs, by the same keys.
-    charged_before
-        What earlier runs were charged; see ``charge_budget``.
-
     Raises
     ------
     BadInput
         If a value cannot be used.
     """
 
+    #: The shortest useful hole, in seconds, until a trainer's own times have been measured. Nodes
+    #: that leave sooner are not used.
     min_hole_s: checked.Seconds = 5.0
-    max_blocks: checked.AtLeast1 = 32
-    spans_blocks: bool = True
+    max_blocks: checked.AtLeast1 = 32  #: maximum number of blocks that are open or queued at once
+    spans_blocks: bool = True  #: whether a fragment may use nodes of several blocks
+    #: Maximum number of consecutive fragments that may die without progress and without the loss of
+    #: a node before their trainer fails.
     stalls: checked.AtLeast1 = 5
+    #: Number of ordinary Parsl tasks that one node runs at once.
     workers_per_node: checked.AtLeast1 = 1
+    #: Node-seconds of the budgets that were used in earlier runs, by the same keys.
     used_before: dict[str, float] = field(default_factory=dict)
-    charged_before: float = 0.0
+    charged_before: float = 0.0  #: what earlier runs were charged; see ``charge_budget``
 
     def __post_init__(self) -> None:
         super().__post_init__()

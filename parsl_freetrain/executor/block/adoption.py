@@ -31,7 +31,6 @@ class Registrar(Protocol):
 
     def register(self, job_id: str) -> tuple[str, str]:
         """Give a job the id of a block, and the command by which its nodes reach this run."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,47 +14,26 @@ from parsl_freetrain.core.model.types import BlockRequest
 
 @dataclass
 class BlockRecord:
-    """A block that has not ended.
-
-    Attributes
-    ----------
-    until_s
-        Its end in seconds since the epoch; None if unknown.
-    greeted
-        Managers that were sent a first task.
-    answering
-        Greeted managers whose first task has not returned.
-    nodes
-        Host names of the ready nodes, by manager id.
-    unusable
-        Managers whose first task failed, or that were lost.
-    left
-        Managers that had nodes which the scheduler has taken.
-    noticed
-        Whether the scheduler has notified its nodes of their end.
-    managers
-        The manager of each node that was ever ready, by host name.
-    waited_at
-        When it was last known to wait for its nodes.
-    started
-        Whether it has nodes now.
-    started_at
-        When it was first known to have them.
-    """
+    """A block that has not ended."""
 
     job_id: str
     request: BlockRequest
-    until_s: float | None = None
-    greeted: set[str] = field(default_factory=set)
+    until_s: float | None = None  #: its end in seconds since the epoch; None if unknown
+    greeted: set[str] = field(default_factory=set)  #: managers that were sent a first task
+    #: Greeted managers whose first task has not returned.
     answering: set[str] = field(default_factory=set)
+    #: Host names of the ready nodes, by manager id.
     nodes: dict[str, str] = field(default_factory=dict)
+    #: Managers whose first task failed, or that were lost.
     unusable: set[str] = field(default_factory=set)
+    #: Managers that had nodes which the scheduler has taken.
     left: set[str] = field(default_factory=set)
-    noticed: bool = False
+    noticed: bool = False  #: whether the scheduler has notified its nodes of their end
+    #: The manager of each node that was ever ready, by host name.
     managers: dict[str, str] = field(default_factory=dict)
-    waited_at: float = 0.0
-    started: bool = False
-    started_at: float = 0.0
+    waited_at: float = 0.0  #: when it was last known to wait for its nodes
+    started: bool = False  #: whether it has nodes now
+    started_at: float = 0.0  #: when it was first known to have them
 
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes

@@ -246,7 +246,6 @@ def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> tuple[
         except OSError:
             continue
     raise ConnectionError(
-        f'{socket.gethostname()} cannot reach the submitting process at port {port} of '
-        f'any of {", ".join(addresses)}; '
-        f'give the executor an address= that compute nodes can reach.'
+        f'{socket.gethostname()} cannot reach the submitting process at port {port} of any of '
+        f'{", ".join(addresses)}; give the executor an address= that compute nodes can reach.'
     )

@@ -37,27 +37,14 @@ LONE_ANSWER_S = 2.0
 
 @dataclass(frozen=True)
 class FragmentResult:
-    """How a fragment ended.
+    """How a fragment ended."""
 
-    Attributes
-    ----------
-    ending
-        For the controller.
-    checkpoint
-        The newest one that is known to be committed; what the fragment's AppFuture resolves to.
-    error
-        A sentence; empty if nothing went wrong.
-    exception
-        The user's exception, where there is one.
-    out_of_memory
-        Whether it failed because a rank had too little memory.
-    """
-
-    ending: Ending
+    ending: Ending  #: for the controller
+    #: The newest one that is known to be committed; what the fragment's AppFuture resolves to.
     checkpoint: Checkpoint
-    error: str = ''
-    exception: BaseException | None = None
-    out_of_memory: bool = False
+    error: str = ''  #: A sentence; empty if nothing went wrong
+    exception: BaseException | None = None  #: the user's exception, where there is one
+    out_of_memory: bool = False  #: whether it failed because a rank had too little memory
 
 
 @dataclass(frozen=True)

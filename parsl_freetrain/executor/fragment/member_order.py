@@ -9,35 +9,20 @@ from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 @dataclass(frozen=True)
 class MemberOrder:
-    """One node's instructions for a fragment.
+    """One node's instructions for a fragment."""
 
-    Attributes
-    ----------
-    fragment
-        The order for the ranks.
-    member, members
-        This node's index and the number of nodes. The node's first rank is ``member *
-        fragment.per_node``.
-    addresses, port, cert_dir
-        The executor's control channel.
-    log_dir
-        Folder for the ranks' output.
-    node_log_dir
-        Folder for the logs of the nodes' fork servers.
-    template
-        Name of the fork server of this computer that forks those of its nodes; None: there is none.
-    ahead_s
-        Maximum seconds that standby ranks for the next fragment wait; None: this order is for the
-        fragment itself.
-    """
-
-    fragment: FragmentOrder
+    fragment: FragmentOrder  #: the order for the ranks
+    #: member, members: this node's index and the number of nodes. The node's first rank is ``member
+    #: * fragment.per_node``.
     member: int
     members: int
-    addresses: list[str]
+    addresses: list[str]  #: addresses, port, cert_dir: the executor's control channel
     port: int
     cert_dir: str | None
-    log_dir: str
-    node_log_dir: str
+    log_dir: str  #: folder for the ranks' output
+    node_log_dir: str  #: folder for the logs of the nodes' fork servers
+    #: Name of the fork server of this computer that forks those of its nodes; None: there is none.
     template: str | None = None
+    #: Maximum seconds that standby ranks for the next fragment wait; None: this order is for the
+    #: fragment itself.
     ahead_s: float | None = None

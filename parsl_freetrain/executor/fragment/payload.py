@@ -43,9 +43,8 @@ def pack(
         except Exception as error:
             raise BadInput(
                 f'Trainer {trainer!r} cannot be sent to the nodes: '
-                f'{_culprit(function, args, kwargs)} cannot be '
-                f'serialised ({type(error).__name__}: {error}); pass plain data, and '
-                'open files and locks inside the function.'
+                f'{_culprit(function, args, kwargs)} cannot be serialised ({type(error).__name__}: '
+                f'{error}); pass plain data, and open files and locks inside the function.'
             ) from error
 
 

@@ -13,28 +13,16 @@ _WORKER = 'DataLoader worker (pid'  # torch's words
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank ended, as part of the result of its member's task.
+    """How a rank ended, as part of the result of its member's task."""
 
-    Attributes
-    ----------
-    rank, node, log
-        The rank, the name of its node, and the path of its log.
-    outcome
-        Its last message; None: it died without one.
-    status
-        Exit status, or minus the signal that ended it; None: unknown.
-    killed
-        Why it was killed, as the end of a sentence that begins with the rank; empty if it was not.
-    out_of_memory
-        Whether the kernel ended it, or a process that it needs, because memory was full.
-    """
-
-    rank: int
+    rank: int  #: rank, node, log: the rank, the name of its node, and the path of its log
     node: str
     log: str
-    outcome: Outcome | None = None
-    status: int | None = None
+    outcome: Outcome | None = None  #: its last message; None: it died without one
+    status: int | None = None  #: exit status, or minus the signal that ended it; None: unknown
+    #: Why it was killed, as the end of a sentence that begins with the rank; empty if it was not.
     killed: str = ''
+    #: Whether the kernel ended it, or a process that it needs, because memory was full.
     out_of_memory: bool = False
 
     @property

@@ -32,25 +32,16 @@ Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Futur
 
 @dataclass
 class TrainerRecord:
-    """One trainer of this run.
-
-    Attributes
-    ----------
-    store
-        Its checkpoint folder.
-    launch
-        Submits a fragment. Takes the resource specification and the checkpoint to start from, and
-        returns the fragment's checkpoint future.
-    checkpoint
-        The newest committed checkpoint.
-    """
+    """One trainer of this run."""
 
     trainer: Trainer
     spec: TrainingSpec
-    store: str
+    store: str  #: its checkpoint folder
+    #: Submits a fragment. Takes the resource specification and the checkpoint to start from, and
+    #: returns the fragment's checkpoint future.
     launch: Launch
     future: TrainingFuture
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  #: the newest committed checkpoint
     fragments_before: int = 0
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None

@@ -15,28 +15,19 @@ from parsl_freetrain.report.status import TrainerNow
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a trainer.
+    """The progress of a trainer."""
 
-    Attributes
-    ----------
-    samples, total_samples
-        Number of samples trained so far, and in total. The total is None while only the number of
-        epochs is known.
-    nodes
-        Number of nodes that its fragment holds now.
-    fragments, preempted, rescaled
-        In this run: number of fragments, number of preempted fragments, and number of changes of
-        the node count.
-    metrics
-        The last values given to ``ctx.report``.
-    """
-
+    #: samples, total_samples: number of samples trained so far, and in total. The total is None
+    #: while only the number of epochs is known.
     samples: int = 0
     total_samples: int | None = None
-    nodes: int = 0
+    nodes: int = 0  #: number of nodes that its fragment holds now
+    #: fragments, preempted, rescaled: in this run: number of fragments, number of preempted
+    #: fragments, and number of changes of the node count.
     fragments: int = 0
     preempted: int = 0
     rescaled: int = 0
+    #: The last values given to ``ctx.report``.
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -63,9 +63,8 @@ def take_apart(
         if type(value) is set and not any(isinstance(item, torch.Tensor) for item in value):
             return {walk(item, path, where) for item in value}
         raise BadInput(
-            'A checkpoint holds only tensors, numbers, texts and containers of them, but '
-            f'{where} has a {type(value).__name__}: '
-            f'keep it out of the state, or convert it.'
+            f'A checkpoint holds only tensors, numbers, texts and containers of them, but {where} '
+            f'has a {type(value).__name__}: keep it out of the state, or convert it.'
         )
 
     rest = {key: walk(value, (key,), called.get(key, key)) for key, value in state.items()}

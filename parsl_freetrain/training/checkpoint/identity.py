@@ -64,9 +64,8 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
     if not is_trainer_folder(folder):
         if _contents(folder):
             raise BadInput(
-                f'Folder {folder} for trainer {trainer!r} is not empty and is no checkpoint '
-                f'folder (it has no {TRAINER_FILE}): name a folder that is new, empty or a '
-                "trainer's."
+                f'Folder {folder} for trainer {trainer!r} is not empty and is no checkpoint folder '
+                f"(it has no {TRAINER_FILE}): name a folder that is new, empty or a trainer's."
             )
         # Written under another name first: a process killed here leaves no incomplete file.
         draft = folder / f'.freetrain-{secrets.token_hex(8)}'

@@ -18,17 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor.
+    """A part of a tensor."""
 
-    Attributes
-    ----------
-    shape
-        Shape of the whole tensor.
-    offsets, sizes
-        Where the part begins, and how large it is, in each dimension.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  #: shape of the whole tensor
+    #: offsets, sizes: where the part begins, and how large it is, in each dimension.
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 

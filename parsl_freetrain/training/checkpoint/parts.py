@@ -51,21 +51,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """All of a state, or of one rank's part, but the bytes of its tensors.
+    """All of a state, or of one rank's part, but the bytes of its tensors."""
 
-    Attributes
-    ----------
-    tensors
-        Where the parts of each tensor are.
-    files
-        The files of tensors: of each, its size in bytes and the digests of its blocks.
-    structure
-        Everything that is not a tensor, as ``torch.save`` writes it; empty: it is in another rank's
-        part.
-    """
-
-    tensors: dict[str, Entry]
+    tensors: dict[str, Entry]  #: where the parts of each tensor are
+    #: The files of tensors: of each, its size in bytes and the digests of its blocks.
     files: dict[str, tuple[int, tuple[str, ...]]]
+    #: Everything that is not a tensor, as ``torch.save`` writes it; empty: it is in another rank's
+    #: part.
     structure: bytes
 
     @property

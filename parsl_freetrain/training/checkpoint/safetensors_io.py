@@ -38,22 +38,13 @@ _ALIGNMENT = 64  # a multiple of every element's size, so that tensors can be vi
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to write.
+    """A tensor to write."""
 
-    Attributes
-    ----------
-    name
-        Its name in the file.
-    dtype, shape
-        Those of the tensor that ``get`` returns.
-    get
-        Returns the tensor, dense and on any device. It is called just before the tensor is written,
-        so that only few copies exist at a time.
-    """
-
-    name: str
-    dtype: torch.dtype
+    name: str  #: its name in the file
+    dtype: torch.dtype  #: dtype, shape: those of the tensor that ``get`` returns
     shape: tuple[int, ...]
+    #: Returns the tensor, dense and on any device. It is called just before the tensor is written,
+    #: so that only few copies exist at a time.
     get: Callable[[], torch.Tensor]
 
     @property
@@ -64,20 +55,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file of tensors before it is written.
+    """A file of tensors before it is written."""
 
-    Attributes
-    ----------
-    header
-        What stands before the tensors.
-    pieces
-        The tensors, in the order of the file.
-    places
-        By name, where in the file the tensor's bytes begin, and their number.
-    """
-
-    header: bytes
-    pieces: tuple[Piece, ...]
+    header: bytes  #: what stands before the tensors
+    pieces: tuple[Piece, ...]  #: the tensors, in the order of the file
+    #: By name, where in the file the tensor's bytes begin, and their number.
     places: dict[str, tuple[int, int]]
 
     @property

@@ -39,77 +39,46 @@ _ANEW = 'or start anew in another folder'
 
 @dataclass(frozen=True)
 class Position:
-    """The position in the data, and what must not change when training continues.
+    """The position in the data, and what must not change when training continues."""
 
-    Attributes
-    ----------
-    samples
-        Training samples that the state has seen.
-    total_samples
-        Total number of samples to train.
-    seed, dataset_size, batch_size, shards
-        What the data order depends on, and in reproducible mode the sums. ``shards`` is 0 in
-        throughput mode.
-    checkpoint_s
-        Longest time that a checkpoint of this trainer has taken, in seconds; 0: unknown.
-    user
-        The user's ``ctx.state``.
-    loop, base
-        Number of the function's loop, from 1, and the samples that its earlier loops trained.
-    epoch
-        Number of epochs of that loop that have ended.
-    epoch_due
-        Whether what is done at the end of an epoch is still to be done for the last one.
-    finishing
-        Why the training is to end before the total; empty: it is not.
-    finished, result
-        Whether the function has returned, and what, as JSON.
-    marks
-        Digests of some samples of a stream, by number.
-    order
-        The name of the order of the samples; empty: unknown.
-    """
-
-    samples: int
-    total_samples: int
+    samples: int  #: training samples that the state has seen
+    total_samples: int  #: total number of samples to train
+    #: seed, dataset_size, batch_size, shards: what the data order depends on, and in reproducible
+    #: mode the sums. ``shards`` is 0 in throughput mode.
     seed: int
     dataset_size: int
     batch_size: int
     shards: int
+    #: Longest time that a checkpoint of this trainer has taken, in seconds; 0: unknown.
     checkpoint_s: float = 0.0
-    user: dict[str, Any] = field(default_factory=dict)
+    user: dict[str, Any] = field(default_factory=dict)  #: the user's ``ctx.state``
+    #: loop, base: number of the function's loop, from 1, and the samples that its earlier loops
+    #: trained.
     loop: int = 1
     base: int = 0
-    epoch: int = 0
+    epoch: int = 0  #: number of epochs of that loop that have ended
+    #: Whether what is done at the end of an epoch is still to be done for the last one.
     epoch_due: bool = False
-    finishing: str = ''
+    finishing: str = ''  #: why the training is to end before the total; empty: it is not
+    #: finished, result: whether the function has returned, and what, as JSON.
     finished: bool = False
     result: str = ''
+    #: Digests of some samples of a stream, by number.
     marks: dict[str, str] = field(default_factory=dict)
-    order: str = ''
+    order: str = ''  #: the name of the order of the samples; empty: unknown
 
 
 @dataclass(frozen=True)
 class State:
-    """A state to save, split into tensors and the rest.
+    """A state to save, split into tensors and the rest."""
 
-    Attributes
-    ----------
-    tensors
-        By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'; in a sharded state, this
-        rank's parts of those that it writes.
-    structure
-        Everything else; None: another rank writes it.
-    boxes
-        Which part of the whole a tensor is; those that are not named are whole.
-    image
-        The tensors' file in memory, if they are views of one.
-    """
-
+    #: By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'; in a sharded state, this
+    #: rank's parts of those that it writes.
     tensors: dict[str, torch.Tensor]
-    structure: dict[str, Any] | None
+    structure: dict[str, Any] | None  #: everything else; None: another rank writes it
+    #: Which part of the whole a tensor is; those that are not named are whole.
     boxes: dict[str, Box] = field(default_factory=dict)
-    image: FileImage | None = None
+    image: FileImage | None = None  #: the tensors' file in memory, if they are views of one
 
     def write(self, folder: Path) -> Blocks:
         """Write it into an empty folder, alone. Returns the digests of the blocks of the files."""
@@ -131,7 +100,6 @@ class Source(Protocol):
     def position(self) -> Position: ...
     def load(self, prepared: Prepared | None = None) -> Saved:
         """Its content, divided as the prepared models are. All ranks call this together."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -293,9 +261,8 @@ def check_position(now: Position, saved: Source) -> None:
         old, new = getattr(then, name), getattr(now, name)
         if old != new and old != '':
             raise BadInput(
-                f'Since checkpoint {saved.path} {what} has changed from {old} to {new}, '
-                'so the data order cannot continue: '
-                f'put it back, or start anew in another folder.'
+                f'Since checkpoint {saved.path} {what} has changed from {old} to {new}, so the '
+                'data order cannot continue: put it back, or start anew in another folder.'
             )
 
 

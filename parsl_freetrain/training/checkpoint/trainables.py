@@ -113,7 +113,6 @@ def check_schedulers(prepared: Prepared) -> None:
         # torch's schedulers mark the step method of their optimizer.
         if hasattr(optimizer.step, '_wrapped_by_lr_sched') and id(optimizer) not in known:
             raise BadInput(
-                'A learning rate scheduler was made for an optimizer but not given to '
-                'ctx.prepare, so its state would be lost '
-                'between fragments: give it to ctx.prepare.'
+                'A learning rate scheduler was made for an optimizer but not given to ctx.prepare, '
+                'so its state would be lost between fragments: give it to ctx.prepare.'
             )

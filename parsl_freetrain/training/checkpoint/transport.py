@@ -27,17 +27,14 @@ class Transport(Protocol):
 
     def put(self, file: str, image: FileImage) -> bool:
         """Keep a file. False: it is not kept, and an earlier state is what counts."""
-        ...
 
     def has(self, file: str) -> bool:
         """Whether it has all of a file."""
-        ...
 
     def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
         """The bytes of blocks, in order. All have the digests of the state. Raises Damaged if one
         has another digest, or is missing; OSError if the file system does not answer.
         """
-        ...
 
 
 class Disk:

@@ -99,45 +99,28 @@ Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', '
 
 
 class Outcome(Message, frozen=True):
-    """The last message of a rank.
+    """The last message of a rank."""
 
-    Attributes
-    ----------
-    how
-        How it ended. 'finished' implies that the state is committed; 'stopped' too, if there is a
-        ``path``. If there is none, the state is only in memory.
-    samples
-        Number of samples that this rank knows of.
-    path
-        On rank 0: the last committed checkpoint; None: there is none, or the fragment stopped and
-        left a newer state in memory, for the next fragment to commit.
-    metrics
-        The user's last reported metrics.
-    error
-        The exception of the user's function, or the fault of a device, if any.
-    stepped_at
-        End of the last step in seconds since the epoch; 0: there was none.
-    step_s, checkpoint_s
-        Seconds of the longest of the last steps, and of the longest checkpoint; 0: unknown.
-    left
-        The state that is left in memory for the next fragment; None: there is none.
-    result
-        What the user's function returned, as JSON; empty: nothing, or it has not returned.
-    memory
-        The most memory that the rank has needed, in bytes; 0: unknown.
-    """
-
+    #: How it ended. 'finished' implies that the state is committed; 'stopped' too, if there is a
+    #: ``path``. If there is none, the state is only in memory.
     how: Ending
-    samples: Count = 0
+    samples: Count = 0  #: number of samples that this rank knows of
+    #: On rank 0: the last committed checkpoint; None: there is none, or the fragment stopped and
+    #: left a newer state in memory, for the next fragment to commit.
     path: str | None = None
-    metrics: Metrics = {}
+    metrics: Metrics = {}  #: the user's last reported metrics
+    #: The exception of the user's function, or the fault of a device, if any.
     error: RankError | None = None
-    stepped_at: Seconds = 0.0
+    stepped_at: Seconds = 0.0  #: end of the last step in seconds since the epoch; 0: there was none
+    #: step_s, checkpoint_s: seconds of the longest of the last steps, and of the longest
+    #: checkpoint; 0: unknown.
     step_s: Seconds = 0.0
     checkpoint_s: Seconds = 0.0
+    #: The state that is left in memory for the next fragment; None: there is none.
     left: StateLeft | None = None
+    #: What the user's function returned, as JSON; empty: nothing, or it has not returned.
     result: str = ''
-    memory: Count = 0
+    memory: Count = 0  #: the most memory that the rank has needed, in bytes; 0: unknown
 
 
 class Exit(Message, frozen=True):

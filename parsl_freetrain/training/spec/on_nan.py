@@ -40,10 +40,9 @@ class NonFinitePolicy:
             raise BadInput(self.sentence(first, last, culprit))
         if self._in_a_row > MOST_SKIPPED_IN_A_ROW:
             raise BadInput(
-                f'{self._where}: the gradients of {self._in_a_row} steps in a row were '
-                'not finite, the last one over the '
-                f'samples from {first} to {last}{culprit}: lower the learning rate, or '
-                'clip the gradient (clip_grad_norm).'
+                f'{self._where}: the gradients of {self._in_a_row} steps in a row were not finite, '
+                f'the last one over the samples from {first} to {last}{culprit}: lower the '
+                'learning rate, or clip the gradient (clip_grad_norm).'
             )
 
     def went_well(self) -> None:
@@ -70,9 +69,8 @@ class NonFinitePolicy:
     def sentence(self, first: int, last: int, culprit: str = '') -> str:
         """Said when training stops."""
         return (
-            f'{self._where}: a gradient was infinite or not a number in training on the '
-            f'samples from {first} to {last}{culprit}; the '
-            'last good checkpoint is from before: look at these data, lower the '
-            'learning rate, clip the gradient (clip_grad_norm), '
-            f"or say on_nan='skip' or 'rollback'."
+            f'{self._where}: a gradient was infinite or not a number in training on the samples '
+            f'from {first} to {last}{culprit}; the last good checkpoint is from before: look at '
+            'these data, lower the learning rate, clip the gradient (clip_grad_norm), or say '
+            "on_nan='skip' or 'rollback'."
         )

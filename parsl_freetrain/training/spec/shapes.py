@@ -51,8 +51,7 @@ def _check_count(shapes: Shapes, mode: Mode, nodes: int, per_node: int) -> None:
         if shape.ranks != here:
             raise BadInput(
                 f'the shape of {nodes} nodes is {shape}, which takes {shape.ranks} ranks; its '
-                f'parts must multiply to {here}, the ranks of {nodes} nodes with '
-                f'{per_node} each.'
+                f'parts must multiply to {here}, the ranks of {nodes} nodes with {per_node} each.'
             )
         check_shape(shape, mode, where)
     if len(set(shapes)) < len(shapes):
@@ -90,9 +89,8 @@ def check_shape(shape: Shape, mode: Mode, where: str) -> None:
         )
     if shape.pipeline > 1 and mode.on_nan != STOP:
         raise BadInput(
-            f'{where}: on_nan is {mode.on_nan!r}, but a single stage of a pipeline cannot '
-            'leave out a step; '
-            "say on_nan='stop', or give shapes without a pipeline."
+            f'{where}: on_nan is {mode.on_nan!r}, but a single stage of a pipeline cannot leave '
+            "out a step; say on_nan='stop', or give shapes without a pipeline."
         )
 
 

@@ -13,27 +13,19 @@ _EACH, _HEAD = 32, 128  # bytes at most of a scheduler's step, and of what there
 
 
 class Notes(msgspec.Struct, array_like=True):
-    """One rank's notes.
+    """One rank's notes."""
 
-    Attributes
-    ----------
-    wish, settings
-        What the rank wants to happen next, and a digest of the settings of its optimizers.
-    present, stepped
-        By parameter, whether a shard has its gradient; by optimizer, whether the body has called
-        ``step()``.
-    scheduled
-        By call of a scheduler's ``step``: the shard, the scheduler, and the value or None.
-    integers
-        The integer buffers that have changed in the rank's first shard.
-    """
-
+    #: wish, settings: what the rank wants to happen next, and a digest of the settings of its
+    #: optimizers.
     wish: int
     settings: bytes
+    #: present, stepped: by parameter, whether a shard has its gradient; by optimizer, whether the
+    #: body has called ``step()``.
     present: bytes
     stepped: bytes
+    #: By call of a scheduler's ``step``: the shard, the scheduler, and the value or None.
     scheduled: list[tuple[int, int, float | None]]
-    integers: list[int]
+    integers: list[int]  #: the integer buffers that have changed in the rank's first shard
 
 
 def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: int) -> list[Notes]:

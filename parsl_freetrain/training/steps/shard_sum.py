@@ -25,21 +25,12 @@ class Flat:
 
 @dataclass
 class Contribution:
-    """Sums over some shards.
+    """Sums over some shards."""
 
-    Attributes
-    ----------
-    gradients
-        By parameter (this rank's part of it); None: no shard has one.
-    buffers
-        A row of :class:`~parsl_freetrain.training.steps.buffers.Buffers`.
-    flat
-        Memory that some of it, or all of it, is in.
-    """
-
+    #: By parameter (this rank's part of it); None: no shard has one.
     gradients: list[torch.Tensor | None]
-    buffers: torch.Tensor
-    flat: Flat | None = None
+    buffers: torch.Tensor  #: A row of :class:`~parsl_freetrain.training.steps.buffers.Buffers`
+    flat: Flat | None = None  #: memory that some of it, or all of it, is in
 
     @property
     def present(self) -> list[torch.Tensor]:

@@ -128,9 +128,8 @@ class Pipeline(nn.Module):
         """
         if self._group is not None:
             raise BadInput(
-                f'No rank of a pipeline of {self.schedule.stages} stages has all layers: '
-                'to use the model, load its weights '
-                f'into a Pipeline without a group.'
+                f'No rank of a pipeline of {self.schedule.stages} stages has all layers: to use '
+                'the model, load its weights into a Pipeline without a group.'
             )
         return through(tuple(self.layers.values()), inputs)
 

@@ -162,15 +162,13 @@ def chimera(stages: int, micro_batches: int) -> PipelineSchedule:
     if stages % 2:
         others = f'{stages - 1} or {stages + 1}' if stages > 1 else '2'
         raise BadInput(
-            'Chimera needs an even number of stages, since worker w holds stages w and '
-            f'D - 1 - w, and {stages} are asked for: '
-            f'use {others}, or 1F1B.'
+            'Chimera needs an even number of stages, since worker w holds stages w and D - 1 - w, '
+            f'and {stages} are asked for: use {others}, or 1F1B.'
         )
     if micro_batches % 2:
         raise BadInput(
-            'Chimera sends one half of the micro-batches in each direction, and '
-            f'{micro_batches} are odd: '
-            f'use {micro_batches + 1}; a multiple of the {stages} stages is best.'
+            f'Chimera sends one half of the micro-batches in each direction, and {micro_batches} '
+            f'are odd: use {micro_batches + 1}; a multiple of the {stages} stages is best.'
         )
     placed = []
     for start in range(0, micro_batches, stages):

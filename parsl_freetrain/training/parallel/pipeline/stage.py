@@ -90,8 +90,7 @@ def make_layers(
             layer = layers[number] = makers[number]()
         if any(isinstance(module, _BatchNorm) for module in layer.modules()):
             raise BadInput(
-                f'Layer {number} has batch norm, whose statistics would be those of '
-                'micro-batches in a pipeline: '
-                f'use LayerNorm or GroupNorm.'
+                f'Layer {number} has batch norm, whose statistics would be those of micro-batches '
+                'in a pipeline: use LayerNorm or GroupNorm.'
             )
     return layers

@@ -138,9 +138,8 @@ def outputs_like(
                 or output.ndim > _MOST_DIMENSIONS
             ):
                 raise BadInput(
-                    f'Stage {worker} of the pipeline gives {_described(output)} to the '
-                    'next one: a stage must give one tensor '
-                    f'of at most {_MOST_DIMENSIONS} dimensions, of type '
+                    f'Stage {worker} of the pipeline gives {_described(output)} to the next one: a '
+                    f'stage must give one tensor of at most {_MOST_DIMENSIONS} dimensions, of type '
                     f'{", ".join(map(str, _TYPES))}.'
                 )
             header[: 2 + output.ndim] = torch.tensor(

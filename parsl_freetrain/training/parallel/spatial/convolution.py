@@ -131,9 +131,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             more, most = wanted[-1] - smallest, max(self.stride[i], self.dilation[i]) - 1
             if not 0 <= more <= most:
                 raise BadInput(
-                    f'A transposed convolution makes {smallest} to {smallest + most} '
-                    f'positions of {bounds[-1]}, and was asked '
-                    f'for {wanted[-1]}, like those of another volume.'
+                    f'A transposed convolution makes {smallest} to {smallest + most} positions of '
+                    f'{bounds[-1]}, and was asked for {wanted[-1]}, like those of another volume.'
                 )
             found.append(more)
         return tuple(found)

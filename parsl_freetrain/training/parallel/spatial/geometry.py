@@ -121,9 +121,8 @@ def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
     found = (0, *inner, extent)
     if any(end <= begin for begin, end in pairwise(found)):
         raise BadInput(
-            f'{_said(reach)} makes {max(extent, 0)} positions of a {axis} of '
-            f'{bounds[-1]} in {_parts(bounds)}, which leaves a '
-            f'part without any: {_would_do(reach, bounds)}.'
+            f'{_said(reach)} makes {max(extent, 0)} positions of a {axis} of {bounds[-1]} in '
+            f'{_parts(bounds)}, which leaves a part without any: {_would_do(reach, bounds)}.'
         )
     return found
 

@@ -21,18 +21,11 @@ Layout = tuple[Bounds, Bounds, Bounds]
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's position in a row of ranks.
+    """This rank's position in a row of ranks."""
 
-    Attributes
-    ----------
-    parts, index
-        Number of ranks in the row, and number of this rank, from 0.
-    group
-        The ranks; None if there is only one, and in a rehearsal, which sends nothing.
-    """
-
-    parts: int = 1
+    parts: int = 1  #: parts, index: number of ranks in the row, and number of this rank, from 0
     index: int = 0
+    #: The ranks; None if there is only one, and in a rehearsal, which sends nothing.
     group: ProcessGroup | None = None
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -82,18 +75,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks that share a sample, and this rank's position among them.
+    """The ranks that share a sample, and this rank's position among them."""
 
-    Attributes
-    ----------
-    axes
-        Along depth, height and width.
-    data
-        The ranks with the same part of other samples.
-    """
-
+    #: Along depth, height and width.
     axes: tuple[Axis, Axis, Axis] = field(default=(Axis(), Axis(), Axis()))
-    data: Axis = field(default=Axis())
+    data: Axis = field(default=Axis())  #: the ranks with the same part of other samples
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Grid:

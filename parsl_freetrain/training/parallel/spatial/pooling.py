@@ -64,9 +64,8 @@ class AvgPool3d(nn.AvgPool3d):
         super().__init__(*args, **kwargs)
         if self.ceil_mode or not self.count_include_pad or self.divisor_override is not None:
             raise BadInput(
-                'Pooling of divided volumes takes neither ceil_mode nor '
-                'divisor_override, and padding counts: leave them out, '
-                'and count_include_pad at True.'
+                'Pooling of divided volumes takes neither ceil_mode nor divisor_override, and '
+                'padding counts: leave them out, and count_include_pad at True.'
             )
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]

@@ -54,8 +54,7 @@ def check_division(network: nn.Module, channels: int, extents: Extents, spatial:
         )
         raise BadInput(
             f'Volumes of {"x".join(map(str, extents))} cannot be divided into '
-            f'{"x".join(map(str, spatial))} parts for this '
-            'network, which can have '
+            f'{"x".join(map(str, spatial))} parts for this network, which can have '
             f'{f"at the finest {best}" if could else "no division of them"}: {error}'
         ) from error
 

@@ -19,21 +19,11 @@ from parsl_freetrain.training.parallel.spatial.halo import FIRST
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A batch of volumes, of which this rank has one part.
+    """A batch of volumes, of which this rank has one part."""
 
-    Attributes
-    ----------
-    local
-        This rank's part: (samples, channels, depth, height, width).
-    layout
-        The bounds of all parts.
-    grid
-        The ranks that have them.
-    """
-
-    local: Tensor
-    layout: Layout
-    grid: Grid
+    local: Tensor  #: this rank's part: (samples, channels, depth, height, width)
+    layout: Layout  #: the bounds of all parts
+    grid: Grid  #: the ranks that have them
 
     @classmethod
     def of(cls, local: Tensor, extents: tuple[int, int, int], grid: Grid) -> Sharded:
@@ -73,9 +63,8 @@ def concatenate(volumes: Sequence[Sharded]) -> Sharded:
     """Concatenate the channels of volumes with the same layout."""
     if any(volume.layout != volumes[0].layout for volume in volumes):
         raise BadInput(
-            'Volumes can only be concatenated where their parts are the same: give a '
-            'transposed convolution like=, '
-            'the volume that its output is to be put together with.'
+            'Volumes can only be concatenated where their parts are the same: give a transposed '
+            'convolution like=, the volume that its output is to be put together with.'
         )
     return replace(volumes[0], local=torch.cat([volume.local for volume in volumes], 1))
 

@@ -76,8 +76,7 @@ class ShardedVolumes(Dataset[Tensor]):
             ):
                 raise BadInput(
                     f'{path}: a volume of {"x".join(map(str, self.extents))} voxels from '
-                    f'{corner[1:]} of sample {corner[0]} '
-                    f'on goes beyond the array of shape {shape}.'
+                    f'{corner[1:]} of sample {corner[0]} on goes beyond the array of shape {shape}.'
                 )
         self._own = grid.own(grid.layout(self.extents))
 
