@@ -28,17 +28,9 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.checked_values import Count
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
+from parsl_freetrain.executor import commands
 from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
 from parsl_freetrain.executor.block.blocks import BlockManager
-from parsl_freetrain.executor.commands import (
-    AdoptBlock,
-    CancelTrainer,
-    Command,
-    OrdinaryTasks,
-    Quiesce,
-    SubmitTrainer,
-    TaskArrived,
-)
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
@@ -232,7 +224,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         stream = Stream([FutureUpdater(records), lock, shown], [journal])
         self._loop = self._event_loop(settings, parsl, control, stream, records, log_dir)
         for block in adopted:
-            self._loop.post(AdoptBlock(block))
+            self._loop.post(commands.AdoptBlock(block))
         self._loop.start()
         self._metrics.start(self.ledger_path, str(self.run_id))
 
@@ -333,7 +325,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         check_classes(record.trainer, self.provider.site)
         loop, name = self._loop, record.trainer.name
         if not record.future._submitted(
-            lambda: loop.post(SubmitTrainer(record)), lambda: self._post(CancelTrainer(name))
+            lambda: loop.post(commands.SubmitTrainer(record)),
+            lambda: self._post(commands.CancelTrainer(name)),
         ):
             self.names.free(name)
         self._waiting.discard(record.future)
@@ -349,7 +342,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             if self._loop is None:
                 outer.set_exception(BadInput(f'Executor {self.label!r} has been shut down.'))
             else:
-                self._loop.post(TaskArrived(context, buffer, outer))
+                self._loop.post(commands.TaskArrived(context, buffer, outer))
             return outer
         if self.max_workers_per_node == 0:
             raise BadInput(
@@ -367,11 +360,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         }
         assert self._parsl is not None
         future = self._parsl.submit(context, buffer)
-        self._post(OrdinaryTasks(+1))
-        future.add_done_callback(lambda _: self._post(OrdinaryTasks(-1)))
+        self._post(commands.OrdinaryTasks(+1))
+        future.add_done_callback(lambda _: self._post(commands.OrdinaryTasks(-1)))
         return future
 
-    def _post(self, command: Command) -> None:
+    def _post(self, command: commands.Command) -> None:
         if (loop := self._loop) is not None:
             loop.post(command)
 
@@ -388,7 +381,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         """
         if self._loop is not None:
             quiet = threading.Event()
-            self._loop.post(Quiesce(quiet))
+            self._loop.post(commands.Quiesce(quiet))
             quiet.wait(self.timeouts.stop_grace_s)
 
     def shutdown(self, timeout: float = 10.0) -> None:

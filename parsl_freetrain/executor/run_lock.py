@@ -14,13 +14,7 @@ from pathlib import Path
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import make_dir, write_new
-from parsl_freetrain.training.process.block_lease import (
-    Holder,
-    read_holder,
-    release,
-    this_process,
-    write_holder,
-)
+from parsl_freetrain.training.process import block_lease
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +59,19 @@ class RunLock:
             make_dir(self._path.parent)
             with _alone(self._path):
                 refuse_live(self._path.parent)
-                write_holder(self._path, this_process(self._run))
+                block_lease.write_holder(self._path, block_lease.this_process(self._run))
         except OSError as error:
             raise BadInput(
                 f'checkpoint_dir {self._path.parent} cannot be written ({error.strerror}): name a '
                 'folder that you can write to and that the compute nodes see.'
             ) from error
-        holder = read_holder(self._path)
+        holder = block_lease.read_holder(self._path)
         if holder is None or holder.run != self._run:
             raise BadInput(f'Another run began in {self._path.parent} at the same moment.')
 
     def free_folder(self) -> None:
         """This run has ended."""
-        release(self._path, self._run)
+        block_lease.release(self._path, self._run)
 
     def take(self, event: ev.Event) -> None:
         """Touch the file now and then."""
@@ -87,7 +81,7 @@ class RunLock:
                 self._give_a_sign()
 
     def _give_a_sign(self) -> None:
-        other = read_holder(self._path)
+        other = block_lease.read_holder(self._path)
         if other is None or other.run == self._run:
             os.utime(self._path)
         elif not self.lost:
@@ -125,14 +119,14 @@ def _alone(path: Path) -> Iterator[None]:
 def refuse_live(folder: Path) -> None:
     """Check that no live run has a checkpoint folder. Raises BadInput if one has."""
     path = folder / FILE
-    other = read_holder(path)
+    other = block_lease.read_holder(path)
     if other is not None and (left_s := _lives_s(other, path)) > 0:
         raise BadInput(_refusal(other, path, left_s))
 
 
-def _lives_s(other: Holder, path: Path) -> float:
+def _lives_s(other: block_lease.Holder, path: Path) -> float:
     """Seconds for which another run must be taken for alive; 0: it is dead."""
-    if other.host == this_process('').host:
+    if other.host == block_lease.this_process('').host:
         return SILENT_S if other.lives() else 0.0
     # Its process cannot be seen from here. Both times are the file server's.
     probe = path.with_name(f'.{FILE}-{os.getpid()}')
@@ -144,9 +138,9 @@ def _lives_s(other: Holder, path: Path) -> float:
     return max(0.0, SILENT_S - silent_s)
 
 
-def _refusal(other: Holder, path: Path, left_s: float) -> str:
+def _refusal(other: block_lease.Holder, path: Path, left_s: float) -> str:
     begun = time.strftime('%H:%M:%S', time.localtime(path.stat().st_mtime))
-    here = other.host == this_process('').host
+    here = other.host == block_lease.this_process('').host
     process = f'process {other.pid} on {other.host}'
     return (
         f'A run with the checkpoint_dir {path.parent} is alive: {process}; wait for its end, or '

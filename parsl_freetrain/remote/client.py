@@ -19,19 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerF
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
 from parsl_freetrain.executor.trainer.names import check_name
-from parsl_freetrain.remote.orders import (
-    BAD_INPUT,
-    CANCELLED,
-    OK,
-    Answer,
-    Comparison,
-    Order,
-    TrainerStatus,
-    compare,
-    decoded,
-    run_or_join,
-    versions_here,
-)
+from parsl_freetrain.remote import orders
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +40,7 @@ class RemoteTraining(TrainingFuture):
     be asked; the trainer may still be running).
     """
 
-    def __init__(self, client: FreeTrainClient, order: Order) -> None:
+    def __init__(self, client: FreeTrainClient, order: orders.Order) -> None:
         super().__init__(order.trainer)
         self.state = 'sent'
         self._client = client
@@ -76,7 +64,7 @@ class RemoteTraining(TrainingFuture):
             self._patience_s = min(2 * self._patience_s, LONGEST_PATIENCE_S)
         self._client.send(order).add_done_callback(lambda done: self._answered(done, order))
 
-    def _answered(self, done: Future[Answer], order: Order) -> None:
+    def _answered(self, done: Future[orders.Answer], order: orders.Order) -> None:
         pause_s = every_s = self._client.look_every_s
         with self._lock:
             try:
@@ -100,7 +88,7 @@ class RemoteTraining(TrainingFuture):
             self._timer.daemon = True
             self._timer.start()
 
-    def _seen(self, found: TrainerStatus | None) -> None:
+    def _seen(self, found: orders.TrainerStatus | None) -> None:
         if found is None or self._order.request not in ('', found.request):
             if self._cancelling:
                 self._settle_cancelled()
@@ -116,13 +104,13 @@ class RemoteTraining(TrainingFuture):
             return
         self.state, self._progress = found.state, found.progress
         self.checkpoint = found.checkpoint or self.checkpoint
-        if found.end == OK and self.checkpoint is not None:
+        if found.end == orders.OK and self.checkpoint is not None:
             self._settle_finished(self.checkpoint)
-        elif found.end == CANCELLED:
+        elif found.end == orders.CANCELLED:
             self._settle_cancelled()
         elif found.end:
             said = found.sentence or f'The endpoint answered {found.end!r} without a checkpoint.'
-            self.fail((BadInput if found.end == BAD_INPUT else TrainerFailed)(said))
+            self.fail((BadInput if found.end == orders.BAD_INPUT else TrainerFailed)(said))
         elif found.sentence:
             logger.warning(
                 '%s cannot train %s now: %s', self._client.name, self.name, found.sentence
@@ -255,17 +243,17 @@ class FreeTrainClient(Executor):
                 f'takes {LARGEST_PAYLOAD}; put data into files at the endpoint, and pass their '
                 'paths.'
             )
-        request, versions = secrets.token_hex(8), versions_here()
-        order = Order('train', self._folder, self._settings, name, request, 0.0, versions)
+        request, versions = secrets.token_hex(8), orders.versions_here()
+        order = orders.Order('train', self._folder, self._settings, name, request, 0.0, versions)
         return self._follow(structs.replace(order, spec=app.spec, payload=payload))
 
     def attach(self, name: str) -> RemoteTraining:
         """Follow a trainer that was submitted before, from this computer or another one. The future
         raises BadInput if there is no such trainer in ``checkpoint_dir``.
         """
-        return self._follow(Order('look', self._folder, self._settings, name))
+        return self._follow(orders.Order('look', self._folder, self._settings, name))
 
-    def _follow(self, order: Order) -> RemoteTraining:
+    def _follow(self, order: orders.Order) -> RemoteTraining:
         name = order.trainer
         if self._closed or name in self._open:
             why = 'is closed' if self._closed else 'follows one of this name already'
@@ -280,12 +268,14 @@ class FreeTrainClient(Executor):
         BadInput if parsl-freetrain cannot be run at the endpoint; TimeoutError if it does not
         answer in time.
         """
-        found = self._answer_to(Order('look', self._folder), timeout_s).trainers
+        found = self._answer_to(orders.Order('look', self._folder), timeout_s).trainers
         return {name: (known.state, known.progress) for name, known in found.items()}
 
-    def compare_versions(self, timeout_s: float = 60.0) -> tuple[Comparison, ...]:
+    def compare_versions(self, timeout_s: float = 60.0) -> tuple[orders.Comparison, ...]:
         """Versions here and at the endpoint; raises as :meth:`trainers` does."""
-        return compare(versions_here(), self._answer_to(Order('versions'), timeout_s).versions)
+        return orders.compare(
+            orders.versions_here(), self._answer_to(orders.Order('versions'), timeout_s).versions
+        )
 
     def close(self) -> None:
         """Stop following. Trainers keep running at the endpoint; their futures here raise an error
@@ -315,7 +305,7 @@ class FreeTrainClient(Executor):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer_to(self, order: Order, timeout_s: float) -> Answer:
+    def _answer_to(self, order: orders.Order, timeout_s: float) -> orders.Answer:
         try:
             return self.send(order).result(timeout_s)
         except TimeoutError:
@@ -325,13 +315,13 @@ class FreeTrainClient(Executor):
         except Exception as error:
             raise self.refusal(error) or error from error
 
-    def send(self, order: Order) -> Future[Answer]:
+    def send(self, order: orders.Order) -> Future[orders.Answer]:
         """The future of the answer. It fails if the order did not arrive, or was refused."""
-        answer: Future[Answer] = Future()
+        answer: Future[orders.Answer] = Future()
 
         def decode(done: Future[Any]) -> None:
             try:
-                reply = decoded(done.result(), Answer)
+                reply = orders.decoded(done.result(), orders.Answer)
                 if reply.refusal:
                     raise BadInput(reply.refusal)
                 answer.set_result(reply)
@@ -345,7 +335,7 @@ class FreeTrainClient(Executor):
                 words: list[Any] = [msgspec.msgpack.encode(order), self._python]
                 if isinstance(self._executor, ParslExecutor):
                     words.insert(0, {})  # resources
-                sent = self._executor.submit(run_or_join, *words)
+                sent = self._executor.submit(orders.run_or_join, *words)
             sent.add_done_callback(decode)
         except Exception as error:
             answer.set_exception(error)

@@ -22,14 +22,7 @@ from parsl_freetrain.executor.trainer.names import check_name
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import refuse_foreign
 from parsl_freetrain.host.processes import start_of
-from parsl_freetrain.remote.orders import (
-    Answer,
-    Order,
-    TrainerStatus,
-    compare,
-    decoded,
-    versions_here,
-)
+from parsl_freetrain.remote import orders
 from parsl_freetrain.training.process.block_lease import read_holder
 
 LABEL = 'ordered'
@@ -47,7 +40,7 @@ class Desk:
         files.make_dir(self.folder)
         refuse_foreign(self.folder, 'folder of orders')
 
-    def place(self, order: Order) -> None:
+    def place(self, order: orders.Order) -> None:
         """Put an order to train there, once. Raises BadInput if the name is that of another trainer
         that goes on.
         """
@@ -70,31 +63,33 @@ class Desk:
             ) from None
         finally:
             draft.unlink()
-        self.tell(name, TrainerStatus(order.request))
+        self.tell(name, orders.TrainerStatus(order.request))
 
     def open_names(self) -> list[str]:
         """Trainers that have not ended."""
         return sorted(path.stem for path in self.folder.glob('*.order'))
 
-    def order(self, name: str) -> Order:
+    def order(self, name: str) -> orders.Order:
         """The order of an open trainer."""
-        return decoded(files.read(self.path(name, 'order'), _LARGEST), Order)
+        return orders.decoded(files.read(self.path(name, 'order'), _LARGEST), orders.Order)
 
-    def tell(self, name: str, status: TrainerStatus) -> None:
+    def tell(self, name: str, status: orders.TrainerStatus) -> None:
         """Say how a trainer is; its order is done with once it has ended."""
         files.replace(self.path(name, 'status'), msgspec.msgpack.encode(status), durable=False)
         if status.end:
             for kind in ('order', 'cancel'):
                 self.path(name, kind).unlink(missing_ok=True)
 
-    def status(self, name: str) -> TrainerStatus | None:
+    def status(self, name: str) -> orders.TrainerStatus | None:
         """How a trainer is; None: unknown."""
         try:
-            return decoded(files.read(self.path(name, 'status'), _LARGEST), TrainerStatus)
+            return orders.decoded(
+                files.read(self.path(name, 'status'), _LARGEST), orders.TrainerStatus
+            )
         except FileNotFoundError:
             return None
 
-    def statuses(self, name: str) -> dict[str, TrainerStatus]:
+    def statuses(self, name: str) -> dict[str, orders.TrainerStatus]:
         """How this trainer is, or all are."""
         names = [name] if name else sorted(path.stem for path in self.folder.glob('*.status'))
         return {name: status for name in names if (status := self.status(name)) is not None}
@@ -104,14 +99,16 @@ class Desk:
         return self.folder / f'{name}.{kind}'
 
 
-def answer_to(order: Order) -> Answer:
+def answer_to(order: orders.Order) -> orders.Answer:
     """Carry out an order. Raises BadInput if it cannot be."""
     desk = Desk(order.checkpoint_dir) if order.checkpoint_dir else None
     if order.verb == 'versions' or desk is None:
-        return Answer(versions=versions_here())
+        return orders.Answer(versions=orders.versions_here())
     if order.verb == 'train':
         if order.payload:
-            wrong = [c for c in compare(order.versions, versions_here()) if not c.fits]
+            wrong = [
+                c for c in orders.compare(order.versions, orders.versions_here()) if not c.fits
+            ]
             if wrong:
                 said = (f'{c.name} is {c.here} here and {c.there} at the endpoint' for c in wrong)
                 raise BadInput(
@@ -129,7 +126,7 @@ def answer_to(order: Order) -> Answer:
     until = time.monotonic() + order.hold_s
     while names and desk.open_names() == names and time.monotonic() < until:
         time.sleep(0.2)
-    return Answer(trainers=desk.statuses(order.trainer))
+    return orders.Answer(trainers=desk.statuses(order.trainer))
 
 
 def _ensure_run(desk: Desk) -> None:
@@ -172,9 +169,9 @@ def _takes_orders(desk: Desk) -> bool:
 def main() -> int:
     """Answer the order on standard input."""
     try:
-        reply = answer_to(decoded(sys.stdin.buffer.read(), Order))
+        reply = answer_to(orders.decoded(sys.stdin.buffer.read(), orders.Order))
     except FreeTrainError as error:
-        reply = Answer(str(error))
+        reply = orders.Answer(str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(reply))
     return 0
 

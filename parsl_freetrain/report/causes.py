@@ -6,15 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from parsl_freetrain.core.model.state import History, RunState
+from parsl_freetrain.report import timeline
 from parsl_freetrain.report.intervals import Interval, intersect, length, merge, subtract
-from parsl_freetrain.report.timeline import (
-    BUSY_CLASSES,
-    busy,
-    ending_of,
-    left_at,
-    offered,
-    phases_of,
-)
 
 NAMES = {
     ('starting', 'block'): 'block starting',
@@ -71,10 +64,10 @@ def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
     totals = dict.fromkeys(WHY, 0.0)
     for run in history.runs:
         until = history.until(run, now)
-        doing = busy(history, run, until)
+        doing = timeline.busy(history, run, until)
         joined, failed = _joined(run, until), _failed(history, run, until)
-        for name, rest in offered(run, until).items():
-            for kind in BUSY_CLASSES:
+        for name, rest in timeline.offered(run, until).items():
+            for kind in timeline.BUSY_CLASSES:
                 mine = intersect(merge(doing[name][kind]) if name in doing else [], rest)
                 rest = subtract(rest, mine)
                 if kind == 'lost':
@@ -128,15 +121,15 @@ def _divide(
 def _joined(run: RunState, until: float) -> dict[str, list[Interval]]:
     found: dict[str, list[Interval]] = defaultdict(list)
     for node in run.nodes.values():
-        found[node.name].append((node.joined_at, left_at(run, node, until)))
+        found[node.name].append((node.joined_at, timeline.left_at(run, node, until)))
     return found
 
 
 def _failed(history: History, run: RunState, until: float) -> dict[str, list[Interval]]:
-    alive, parts_of = history.alive(run), phases_of(history, run, until)
+    alive, parts_of = history.alive(run), timeline.phases_of(history, run, until)
     found: dict[str, list[Interval]] = defaultdict(list)
     for fragment in run.fragments.values():
-        if ending_of(fragment, alive) == 'failed':
+        if timeline.ending_of(fragment, alive) == 'failed':
             for node in fragment.nodes:
                 place = run.nodes.get(node)
                 found[node if place is None else place.name] += parts_of[fragment.key]['lost']

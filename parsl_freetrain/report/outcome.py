@@ -20,14 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parsl_freetrain.core.controller.overheads import Measured
-from parsl_freetrain.core.model.events import (
-    Decided,
-    FragmentEnded,
-    FragmentProgressed,
-    Rescaled,
-    StartFragment,
-    StopFragment,
-)
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.report.speed import Place, Speed, place_of
 
@@ -81,7 +74,7 @@ def _of_trainer(
     run: RunState,
     training: Training,
     until: float,
-    decided: Sequence[tuple[int, Decided]],
+    decided: Sequence[tuple[int, ev.Decided]],
     numbers: Collection[int] | None,
 ) -> Iterator[DecisionOutcome]:
     name, known = training.name, _KnownThen(run, training)
@@ -123,7 +116,9 @@ class _KnownThen:
         self._launched = [fragment.decided_at for fragment in training.fragments]
         ended = [f.ended for f in training.fragments if f.ended is not None]
         reports = [(places[f.number], r) for f in training.fragments for r in f.progress]
-        facts: list[tuple[Place, FragmentProgressed | Rescaled | FragmentEnded]] = [*reports]
+        facts: list[tuple[Place, ev.FragmentProgressed | ev.Rescaled | ev.FragmentEnded]] = [
+            *reports
+        ]
         facts += [((0, ''), event) for event in training.rescaled]
         facts += [((0, ''), event) for event in ended]
         self._facts = sorted(facts, key=lambda fact: fact[1].at)
@@ -133,9 +128,9 @@ class _KnownThen:
         """Take in what had happened by then."""
         while self._seen < len(self._facts) and self._facts[self._seen][1].at <= at:
             place, event = self._facts[self._seen]
-            if isinstance(event, FragmentProgressed):
+            if isinstance(event, ev.FragmentProgressed):
                 self.speed.observe(place, event.rate)
-            elif isinstance(event, Rescaled):
+            elif isinstance(event, ev.Rescaled):
                 self._measured.rescaled(up=event.after > event.before, seconds=event.seconds)
             else:
                 self._measured.timed(event.start_s, event.step_s, event.checkpoint_s)
@@ -152,7 +147,7 @@ class _KnownThen:
         return self._classes[i - 1] if i else ''
 
 
-def _before(name: str, decided: Sequence[Decided], fragments: Sequence[Fragment]) -> list[int]:
+def _before(name: str, decided: Sequence[ev.Decided], fragments: Sequence[Fragment]) -> list[int]:
     """The trainer's nodes at each decision, including nodes on which it was about to start."""
     ending = {fragment.number: fragment.ending for fragment in fragments}
     before: list[int] = []
@@ -165,7 +160,7 @@ def _before(name: str, decided: Sequence[Decided], fragments: Sequence[Fragment]
             (
                 action
                 for action in decision.actions
-                if isinstance(action, StartFragment | StopFragment) and action.trainer == name
+                if isinstance(action, ev.StartFragment | ev.StopFragment) and action.trainer == name
             ),
             None,
         )
@@ -173,7 +168,8 @@ def _before(name: str, decided: Sequence[Decided], fragments: Sequence[Fragment]
         on_its_way = (
             not held
             if done is None
-            else isinstance(done, StopFragment) and ending.get(done.fragment) in (None, 'stopped')
+            else isinstance(done, ev.StopFragment)
+            and ending.get(done.fragment) in (None, 'stopped')
         )
     return before
 

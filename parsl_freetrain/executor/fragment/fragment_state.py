@@ -42,7 +42,7 @@ class FragmentResult:
     ending: Ending  #: for the controller
     #: The newest one that is known to be committed; what the fragment's AppFuture resolves to.
     checkpoint: Checkpoint
-    error: str = ''  #: A sentence; empty if nothing went wrong
+    error: str = ''  #: a sentence; empty if nothing went wrong
     exception: BaseException | None = None  #: the user's exception, where there is one
     out_of_memory: bool = False  #: whether it failed because a rank had too little memory
 

@@ -7,17 +7,7 @@ from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.training.spec.messages import (
-    FromMember,
-    Hello,
-    RankEnded,
-    Rendezvous,
-    SavingCheckpoint,
-    StandbyReady,
-    StartStandby,
-    StateUsed,
-    Stuck,
-)
+from parsl_freetrain.training.spec import messages as msg
 
 RESERVE_S = 1e6
 """Seconds that ranks ahead wait if no rescale is due. Those of a trainer that has left the node end
@@ -39,7 +29,7 @@ class Listener:
         self._stream = stream
 
     def heard(
-        self, said: FromMember, fragment: RunningFragment, record: TrainerRecord, at: float
+        self, said: msg.FromMember, fragment: RunningFragment, record: TrainerRecord, at: float
     ) -> None:
         """Record a member's message in its fragment, and emit what concerns others."""
         member = said.member
@@ -48,10 +38,10 @@ class Listener:
         fragment.contact.heard[member] = at
         fragment.contact.disconnected.discard(member)
         match said.message:
-            case Hello(node):
+            case msg.Hello(node):
                 fragment.contact.names[member] = node
                 self._members.catch_up(fragment, member)
-            case Rendezvous() as rendezvous:
+            case msg.Rendezvous() as rendezvous:
                 fragment.rendezvous = rendezvous
                 self._members.tell_all(fragment, rendezvous)
             case ev.TotalKnown(total_samples=total_samples) as known:
@@ -61,7 +51,7 @@ class Listener:
                 fragment.keeps = fragment.keeps or started.keeps
                 if started.rank == 0:
                     self._started(started, fragment, record, at)
-            case StateUsed():
+            case msg.StateUsed():
                 fragment.uses_state = True
             case ev.FragmentProgressed(samples=samples) as report:
                 fragment.stepped_at = at
@@ -69,9 +59,9 @@ class Listener:
                 fragment.reached = max(fragment.reached, samples)
                 fragment.metrics = report.metrics
                 self._progressed(report, fragment)
-            case Stuck(rank, exchange):
+            case msg.Stuck(rank, exchange):
                 fragment.contact.stuck[rank] = exchange, at
-            case SavingCheckpoint():
+            case msg.SavingCheckpoint():
                 fragment.saving = True
             case ev.CheckpointSaved(checkpoint=checkpoint) as saved:
                 fragment.stepped_at, fragment.saving = at, False
@@ -79,11 +69,11 @@ class Listener:
                 last, fragment.unrecorded = fragment.unrecorded, None
                 self._stream.emit(*([last] if last else []))
                 self._stream.emit(saved)
-            case StandbyReady() if member in fragment.stopping.awaited:
+            case msg.StandbyReady() if member in fragment.stopping.awaited:
                 fragment.stopping.awaited.discard(member)
                 if not fragment.stopping.awaited:
                     self._members.ask_to_stop(fragment, at, followed=True)
-            case RankEnded(rank, ok, died):
+            case msg.RankEnded(rank, ok, died):
                 fragment.ended.setdefault(member, {}).setdefault(rank, at)
                 fragment.died = fragment.died or died
                 if not ok:
@@ -114,7 +104,7 @@ class Listener:
         """Record that rank 0 has begun to train."""
         name, number = fragment.name, fragment.number
         if record.spec.ranks.ahead:
-            self._members.tell_all(fragment, StartStandby(RESERVE_S, rescale=False))
+            self._members.tell_all(fragment, msg.StartStandby(RESERVE_S, rescale=False))
         fragment.started_at, fragment.stepped_at = started.at, at
         # It may not have got the state in memory that it was to go on from.
         fragment.reached = max(fragment.checkpoint.samples, started.samples)
@@ -126,7 +116,7 @@ class Listener:
             self._stream.emit(ev.Rescaled(at, name, number, paused[0], nodes, seconds))
 
 
-def _is_its_own(said: FromMember, fragment: RunningFragment) -> bool:
+def _is_its_own(said: msg.FromMember, fragment: RunningFragment) -> bool:
     """Whether an event is about the fragment of the rank that sends it."""
     match said.message:
         case ev.TotalKnown(trainer=trainer):

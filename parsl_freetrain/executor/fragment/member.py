@@ -11,44 +11,17 @@ from pathlib import Path
 
 import zmq
 
+from parsl_freetrain.executor.fragment import node_fork_server
 from parsl_freetrain.executor.fragment.control_channel import ControlClient
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
-from parsl_freetrain.executor.fragment.node_fork_server import (
-    FORK_SERVER_READY_S,
-    NodeStandby,
-    fork_server_of_node,
-    manager_lives,
-    node_name,
-    start_standby,
-)
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.host.memory import OomWatch
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import RankProcess
 from parsl_freetrain.training.process.liveness import StopWatch
 from parsl_freetrain.training.process.node_agent import NOTICES, ignore_notices, listen_for_notices
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.fragment_order import RankPlace
-from parsl_freetrain.training.spec.messages import (
-    LEAVING_S,
-    Abandon,
-    Alive,
-    AreYouThere,
-    Exit,
-    Hello,
-    LeavingState,
-    NodeStays,
-    Notice,
-    Outcome,
-    RankEnded,
-    RankPid,
-    Rendezvous,
-    StandbyReady,
-    StartStandby,
-    StopTraining,
-    ToMember,
-    ToRank,
-    Waiting,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +43,8 @@ class Member:
         self._payload = b''
         self._kill_at, self._leaves_until = float('inf'), 0.0
         self._oom = OomWatch()
-        self._standby = NodeStandby(
-            lambda wait_s: start_standby(self._order, self._payload, wait_s)
+        self._standby = node_fork_server.NodeStandby(
+            lambda wait_s: node_fork_server.start_standby(self._order, self._payload, wait_s)
         )
 
     def run(self, payload: bytes) -> list[RankResult]:
@@ -85,7 +58,7 @@ class Member:
         control = ControlClient(order.addresses, order.port, order.cert_dir, key)
         notices = listen_for_notices()
         try:
-            control.send(Hello(node_name()))
+            control.send(msg.Hello(node_fork_server.node_name()))
             self._launch(payload, control.address)
             self._relay(control, notices)
         finally:
@@ -104,8 +77,8 @@ class Member:
 
     def _launch(self, payload: bytes, address: str) -> None:
         order = self._order
-        server = fork_server_of_node(order.node_log_dir, order.template)
-        server.wait_ready(FORK_SERVER_READY_S)
+        server = node_fork_server.fork_server_of_node(order.node_log_dir, order.template)
+        server.wait_ready(node_fork_server.FORK_SERVER_READY_S)
         if server.pid is not None:
             self._fork_server = server.pid, StopWatch(server.pid)
             self._oom = OomWatch(server.pid)  # its ranks are in the same cgroup
@@ -124,9 +97,9 @@ class Member:
             )
             self._ranks[rank] = server.launch(order.fragment, place, payload, {})
             self._watches[rank] = StopWatch(self._ranks[rank].pid)
-            self._results[rank] = RankResult(rank, node_name(), str(log))
+            self._results[rank] = RankResult(rank, node_fork_server.node_name(), str(log))
 
-    def _relay(self, control: ControlClient, notices: Channel[Notice] | None) -> None:
+    def _relay(self, control: ControlClient, notices: Channel[msg.Notice] | None) -> None:
         poller = zmq.Poller()
         poller.register(control.socket, zmq.POLLIN)
         for process in self._ranks.values():
@@ -144,19 +117,19 @@ class Member:
             notices = self._look_for_notice(notices)
             self._pass_notice_on(control)
             if self._standby.ready():
-                control.send(StandbyReady())
+                control.send(msg.StandbyReady())
             if time.monotonic() >= max(self._kill_at, self._leaves_until):
                 for process in running.values():
                     process.kill()
             if time.monotonic() - beat >= HEARTBEAT_S:
                 beat = time.monotonic()
-                control.send(Alive())
+                control.send(msg.Alive())
                 self._oom.beat()
                 self._end_stopped(running)
-            if not manager_lives():
+            if not node_fork_server.manager_lives():
                 raise RuntimeError('The manager of this node is gone.')
 
-    def _look_for_notice(self, notices: Channel[Notice] | None) -> Channel[Notice] | None:
+    def _look_for_notice(self, notices: Channel[msg.Notice] | None) -> Channel[msg.Notice] | None:
         """Record what the scheduler has told the node's first process; None once that process is
         gone.
         """
@@ -178,10 +151,10 @@ class Member:
             return
         self._passed_on = self._notice
         logger.info('%s: asking the ranks to stop', self._notice)
-        control.send(Notice(self._notice))
-        self._tell(StopTraining(self._notice, node_leaves=True))
+        control.send(msg.Notice(self._notice))
+        self._tell(msg.StopTraining(self._notice, node_leaves=True))
 
-    def _tell(self, message: ToRank) -> None:
+    def _tell(self, message: msg.ToRank) -> None:
         for process in self._ranks.values():
             process.send(message)
 
@@ -209,41 +182,41 @@ class Member:
             result = self._results[rank]
             if result.outcome is None and result.status is None:
                 # The fork server is gone, and the rank with it.
-                control.send(RankEnded(rank, ok=False, died=True))
+                control.send(msg.RankEnded(rank, ok=False, died=True))
             return False
         result = self._results[rank]
         match message:
-            case Outcome():
+            case msg.Outcome():
                 self._results[rank] = result = replace(result, outcome=message)
-                control.send(RankEnded(rank, result.ok))
-            case Exit(status):
+                control.send(msg.RankEnded(rank, result.ok))
+            case msg.Exit(status):
                 oom = result.may_lack_memory(status) and self._oom.struck()
                 self._results[rank] = replace(result, status=status, out_of_memory=oom)
                 if result.outcome is None:
-                    control.send(RankEnded(rank, ok=False, died=True))
-            case LeavingState():
-                self._leaves_until = time.monotonic() + LEAVING_S
-            case RankPid() | Waiting() | None:
+                    control.send(msg.RankEnded(rank, ok=False, died=True))
+            case msg.LeavingState():
+                self._leaves_until = time.monotonic() + msg.LEAVING_S
+            case msg.RankPid() | msg.Waiting() | None:
                 pass
             case _:
                 control.send(message)
         return True
 
-    def _handle(self, message: ToMember, control: ControlClient) -> None:
+    def _handle(self, message: msg.ToMember, control: ControlClient) -> None:
         match message:
-            case StartStandby(wait_s, rescale):
+            case msg.StartStandby(wait_s, rescale):
                 self._standby.begin(wait_s, awaited=rescale)
                 if rescale:
-                    self._tell(NodeStays())
-            case AreYouThere():
-                control.send(Alive())
-            case Abandon(why, spare_s):
+                    self._tell(msg.NodeStays())
+            case msg.AreYouThere():
+                control.send(msg.Alive())
+            case msg.Abandon(why, spare_s):
                 logger.info('Told to abandon the fragment: %s', why)
                 self._kill_at = time.monotonic() + spare_s
                 self._leaves_until *= spare_s > 0
-            case StopTraining():
+            case msg.StopTraining():
                 self._tell(message)
-            case Rendezvous():
+            case msg.Rendezvous():
                 for rank, process in self._ranks.items():
                     if rank != 0:  # rank 0 has sent it
                         process.send(message)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.settings import Timeouts
-from parsl_freetrain.training.spec.messages import (
-    LEAVING_S,
-    Abandon,
-    AreYouThere,
-    StopTraining,
-    ToMember,
-)
+from parsl_freetrain.training.spec import messages as msg
 
 
 class Members:
@@ -27,7 +21,7 @@ class Members:
         self._control = control
         self._peer_s = peer_s
 
-    def tell_all(self, fragment: RunningFragment, message: ToMember) -> None:
+    def tell_all(self, fragment: RunningFragment, message: msg.ToMember) -> None:
         """Send a message to every member that has reported."""
         for member in fragment.members:
             self._control.send((fragment.name, fragment.number, member), message)
@@ -43,7 +37,7 @@ class Members:
 
     def _ask_to_stop(self, fragment: RunningFragment, member: int) -> None:
         # State that is left in the memory of a node that is given back would be lost.
-        stop = StopTraining(
+        stop = msg.StopTraining(
             fragment.stopping.why,
             node_leaves=fragment.leaves(member),
             followed=fragment.stopping.followed,
@@ -57,7 +51,7 @@ class Members:
         if not fragment.given_up.why:
             fragment.given_up.why = why
             if spare and fragment.keeps:
-                fragment.given_up.spare_s = self._peer_s + LEAVING_S
+                fragment.given_up.spare_s = self._peer_s + msg.LEAVING_S
             fragment.given_up.ended_before = frozenset(
                 rank for ranks in fragment.ended.values() for rank in ranks
             )
@@ -73,7 +67,7 @@ class Members:
         """Ask all members whether they are there."""
         if not fragment.unanswered():
             fragment.contact.asked_at, fragment.contact.asked_why = at, why
-        self.tell_all(fragment, AreYouThere())
+        self.tell_all(fragment, msg.AreYouThere())
 
     def catch_up(self, fragment: RunningFragment, member: int) -> None:
         """Tell a member that has just reported what the others were told before."""
@@ -85,8 +79,10 @@ class Members:
         if fragment.rendezvous:
             self._control.send(key, fragment.rendezvous)
 
-    def _abandon(self, fragment: RunningFragment) -> Abandon:
-        return Abandon(fragment.given_up.why, self._peer_s if fragment.given_up.spare_s else 0.0)
+    def _abandon(self, fragment: RunningFragment) -> msg.Abandon:
+        return msg.Abandon(
+            fragment.given_up.why, self._peer_s if fragment.given_up.spare_s else 0.0
+        )
 
     def forget(self, fragment: RunningFragment) -> None:
         """Remove a fragment that has ended."""

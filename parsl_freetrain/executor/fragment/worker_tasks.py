@@ -10,13 +10,9 @@ from typing import Any
 
 from parsl.executors.execute_task import execute_task
 
+from parsl_freetrain.executor.fragment import node_fork_server
 from parsl_freetrain.executor.fragment.member import Member
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
-from parsl_freetrain.executor.fragment.node_fork_server import (
-    fork_server_of_node,
-    node_name,
-    start_standby,
-)
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.process.node_agent import heed_notices, ignore_notices
 from parsl_freetrain.training.process.node_agent import leave as end_node
@@ -44,7 +40,7 @@ def fragment_task(
     """
     order = _order.get()
     if order.ahead_s is not None:
-        start_standby(order, payload, order.ahead_s)
+        node_fork_server.start_standby(order, payload, order.ahead_s)
         return []
     return Member(order).run(payload)
 
@@ -86,9 +82,9 @@ class Greeting:
 
 def greet(buffer: bytes, log_dir: str, timeout_s: float, template: str | None = None) -> Greeting:
     """A node's first task: start the node's fork server, and describe the node."""
-    server = fork_server_of_node(log_dir, template)
+    server = node_fork_server.fork_server_of_node(log_dir, template)
     server.wait_ready(timeout_s)
-    return Greeting(node_name(), server.devices)
+    return Greeting(node_fork_server.node_name(), server.devices)
 
 
 def leave(buffer: bytes) -> None:

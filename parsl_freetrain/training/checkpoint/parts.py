@@ -15,12 +15,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.training.checkpoint.block_digests import (
-    FileImage,
-    blocks_of,
-    digest_of_blocks,
-    write_hashed,
-)
+from parsl_freetrain.training.checkpoint import block_digests
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, verify
 from parsl_freetrain.training.checkpoint.safetensors_io import Layout, Piece, layout_of
@@ -80,7 +75,7 @@ class Contents(msgspec.Struct, frozen=True):
             content = (folder / CONTENTS).read_bytes()
         except OSError as error:
             raise damage(error) from error
-        if blocks_of(io.BytesIO(content)) != committed.get(CONTENTS):
+        if block_digests.blocks_of(io.BytesIO(content)) != committed.get(CONTENTS):
             raise Damaged(f'{CONTENTS} does not have the digest that was committed')
         return cls.unpacked(content)
 
@@ -99,7 +94,7 @@ def part_of(
     tensors: Mapping[str, torch.Tensor],
     boxes: Mapping[str, Box],
     structure: Any = None,
-    image: FileImage | None = None,
+    image: block_digests.FileImage | None = None,
     folder: Path | None = None,
 ) -> Contents:
     """A rank's part.
@@ -125,7 +120,7 @@ def part_of(
             Disk(folder).put(name, image)
         files[name] = layout.nbytes, image.blocks
     elif tensors and folder is not None:
-        files[name] = layout.nbytes, write_hashed(folder / name, layout.content())
+        files[name] = layout.nbytes, block_digests.write_hashed(folder / name, layout.content())
     for of, tensor in tensors.items():
         box = _box(of, tensor, boxes)
         chunk = Chunk(box.offsets, box.sizes, (name, *places[of]))
@@ -164,7 +159,9 @@ def placed(
 
 def write_part(folder: Path, rank: int, part: Contents) -> str:
     """Write what :func:`read_part` reads, durably; returns its digest."""
-    return digest_of_blocks(write_hashed(folder / contents_of(rank), [part.packed]))
+    return block_digests.digest_of_blocks(
+        block_digests.write_hashed(folder / contents_of(rank), [part.packed])
+    )
 
 
 def read_part(folder: Path, rank: int, expected: str) -> Contents:
@@ -173,7 +170,7 @@ def read_part(folder: Path, rank: int, expected: str) -> Contents:
     """
     path = folder / contents_of(rank)
     content = path.read_bytes() if path.exists() else b''
-    if digest_of_blocks(blocks_of(io.BytesIO(content))) != expected:
+    if block_digests.digest_of_blocks(block_digests.blocks_of(io.BytesIO(content))) != expected:
         raise FreeTrainError(
             f'{path} is not what rank {rank} wrote: the file system must show a file to other '
             'nodes once it is closed.'
@@ -186,7 +183,7 @@ def write_contents(folder: Path, parts: Sequence[Contents]) -> Blocks:
     read again. Raises FreeTrainError if the parts of a tensor do not make up the whole.
     """
     whole = Contents.united(parts)
-    written = write_hashed(folder / CONTENTS, [whole.packed])
+    written = block_digests.write_hashed(folder / CONTENTS, [whole.packed])
     return {CONTENTS: written, **{name: blocks for name, (_, blocks) in whole.files.items()}}
 
 

@@ -7,47 +7,32 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from parsl_freetrain.training.checkpoint.local_shard import (
-    Box,
-    box_of,
-    divided_like,
-    holders,
-    is_divided,
-    local,
-)
+from parsl_freetrain.training.checkpoint import local_shard
+from parsl_freetrain.training.checkpoint import state as st
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    Saved,
-    State,
-    assemble,
-    check_shapes,
-    names_of,
-    shapes_of,
-)
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.checkpoint.transport import Disk, Transport
 
 
-def divided(state: State, mesh: DeviceMesh, rank: int) -> State:
+def divided(state: st.State, mesh: DeviceMesh, rank: int) -> st.State:
     """This rank's part of a state that all ranks of a mesh have collected. Each part of a tensor
     has one rank that writes it; ranks that hold the same parts share them.
     """
     tensors, boxes = {}, {}
     for number, (name, tensor) in enumerate(state.tensors.items()):
-        held_by, box = holders(tensor, mesh), box_of(tensor)
+        held_by, box = local_shard.holders(tensor, mesh), local_shard.box_of(tensor)
         if (box.numel or box.sizes == box.shape) and held_by[number % len(held_by)] == rank:
-            tensors[name], boxes[name] = local(tensor), box
-    return State(tensors, state.structure if rank == 0 else None, boxes)
+            tensors[name], boxes[name] = local_shard.local(tensor), box
+    return st.State(tensors, state.structure if rank == 0 else None, boxes)
 
 
-def held(state: State) -> State:
+def held(state: st.State) -> st.State:
     """All that this rank holds of a state."""
-    boxes = {name: box_of(tensor) for name, tensor in state.tensors.items()}
+    boxes = {name: local_shard.box_of(tensor) for name, tensor in state.tensors.items()}
     here = {name for name, box in boxes.items() if box.numel or box.sizes == box.shape}
-    tensors = {name: local(state.tensors[name]) for name in here}
-    return State(tensors, state.structure, {name: boxes[name] for name in here})
+    tensors = {name: local_shard.local(state.tensors[name]) for name in here}
+    return st.State(tensors, state.structure, {name: boxes[name] for name in here})
 
 
 class Opened:
@@ -63,9 +48,9 @@ class Opened:
         self.path = path
         self._reader = PartReader(contents, transport)
         self._structure = self._reader.structure()
-        self.position = Position(**self._structure['rest']['position'])
+        self.position = st.Position(**self._structure['rest']['position'])
 
-    def load(self, prepared: Prepared | None = None) -> Saved:
+    def load(self, prepared: Prepared | None = None) -> st.Saved:
         """Read the tensors: what belongs to models and optimizers is divided as they are, if they
         are given. Raises BadInput if the models are others; Damaged if what is read is not what was
         committed.
@@ -74,15 +59,19 @@ class Opened:
         like = self._like(prepared, shapes) if prepared is not None else {}
         parts = self._reader.read(
             {
-                name: box_of(like[name]) if name in like else Box.whole(shape)
+                name: local_shard.box_of(like[name])
+                if name in like
+                else local_shard.Box.whole(shape)
                 for name, shape in shapes.items()
             }
         )
         tensors = {
-            name: divided_like(part.to(like[name].device), like[name]) if name in like else part
+            name: local_shard.divided_like(part.to(like[name].device), like[name])
+            if name in like
+            else part
             for name, part in parts.items()
         }
-        return assemble(self.path, State(tensors, self._structure))
+        return st.assemble(self.path, st.State(tensors, self._structure))
 
     def _like(
         self, prepared: Prepared, shapes: dict[str, tuple[int, ...]]
@@ -93,7 +82,7 @@ class Opened:
         paths = self._structure['paths']
         models = {
             name: model.state_dict()
-            for name, model in zip(names_of('model'), prepared.models, strict=False)
+            for name, model in zip(st.names_of('model'), prepared.models, strict=False)
         }
         parameters = {
             f'{number}.{name}': parameter
@@ -103,7 +92,7 @@ class Opened:
         # The state was saved without shapes: its parameters have numbers.
         numbered = {
             (name, number): parameter
-            for name, optimizer in zip(names_of('optimizer'), prepared.optimizers, strict=False)
+            for name, optimizer in zip(st.names_of('optimizer'), prepared.optimizers, strict=False)
             for number, parameter in enumerate(
                 parameter for group in optimizer.param_groups for parameter in group['params']
             )
@@ -121,13 +110,13 @@ class Opened:
                     found = None
             if (
                 isinstance(found, torch.Tensor)
-                and is_divided(found)
+                and local_shard.is_divided(found)
                 and tuple(found.shape) == shapes[name]
             ):
                 like[name] = found
         for number, (name, state) in enumerate(models.items()):
             there = {path[1]: shapes[key] for key, path in paths.items() if path[0] == name}
-            check_shapes(shapes_of(state), there, number, self.path)
+            st.check_shapes(st.shapes_of(state), there, number, self.path)
         return like
 
 
@@ -139,7 +128,7 @@ def open_checkpoint(path: str) -> Opened:
     return Opened(path, contents, Disk(Path(path), contents.files))
 
 
-def read_state(path: str) -> Saved:
+def read_state(path: str) -> st.Saved:
     """All of the checkpoint in the directory ``path``, verified. Tensors are on the CPU. No code of
     the file is run. Raises as :func:`open_checkpoint` and :meth:`Opened.load`.
     """

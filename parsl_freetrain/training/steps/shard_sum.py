@@ -29,7 +29,7 @@ class Contribution:
 
     #: By parameter (this rank's part of it); None: no shard has one.
     gradients: list[torch.Tensor | None]
-    buffers: torch.Tensor  #: A row of :class:`~parsl_freetrain.training.steps.buffers.Buffers`
+    buffers: torch.Tensor  #: a row of :class:`~parsl_freetrain.training.steps.buffers.Buffers`
     flat: Flat | None = None  #: memory that some of it, or all of it, is in
 
     @property

@@ -10,17 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.parallel.spatial import halo
 from parsl_freetrain.training.parallel.spatial.geometry import TransposedWindow, Window
 from parsl_freetrain.training.parallel.spatial.grid import Grid
-from parsl_freetrain.training.parallel.spatial.halo import (
-    FIRST,
-    Moves,
-    assembled,
-    collect,
-    fetch,
-    give_back,
-    plan,
-)
 from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, shared
 
 Triple = tuple[int, ...]
@@ -54,7 +46,7 @@ class Conv3d(nn.Conv3d):
                 self.kernel_size, self.stride, self.padding, self.dilation, strict=True
             )
         ]
-        layout, needed = plan(windows, x.layout, x.grid)
+        layout, needed = halo.plan(windows, x.layout, x.grid)
         padding = tuple(
             0 if move is not None else window.padding
             for move, window in zip(needed, windows, strict=True)
@@ -94,13 +86,15 @@ class ConvTranspose3d(nn.ConvTranspose3d):
                 strict=True,
             )
         ]
-        layout, needed = plan(spreads, x.layout, x.grid, like.layout if like is not None else None)
+        layout, needed = halo.plan(
+            spreads, x.layout, x.grid, like.layout if like is not None else None
+        )
         weight, bias = shared(x.grid, self.weight, self.bias)
         assert weight is not None
         # The full output for this input, from which this rank's part is cut.
         output_padding = [spread.output_padding for spread in spreads]
         local = F.conv_transpose3d(
-            fetch(x.local, needed, x.grid),
+            halo.fetch(x.local, needed, x.grid),
             weight,
             bias,
             self.stride,
@@ -112,7 +106,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         for i, (spread, own) in enumerate(zip(spreads, x.grid.own(layout), strict=True)):
             begins_at = spread.need(own.start, own.stop)[0] if needed[i] is not None else 0
             at = own.start - (begins_at * spread.stride - spread.padding)
-            local = local.narrow(FIRST + i, at, own.stop - own.start)
+            local = local.narrow(halo.FIRST + i, at, own.stop - own.start)
         return replace(x, local=local, layout=layout)
 
     @property
@@ -147,14 +141,14 @@ class _Convolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        needed: Moves,
+        needed: halo.Moves,
         grid: Grid,
         stride: Triple,
         padding: Triple,
         dilation: Triple,
         groups: int,
     ) -> Tensor:
-        whole, got = collect(x, needed, grid)
+        whole, got = halo.collect(x, needed, grid)
         ctx.save_for_backward(x, weight, *got)
         ctx.needed, ctx.grid, ctx.options = (
             needed,
@@ -167,11 +161,13 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *got = ctx.saved_tensors
-        whole = assembled(x, got, ctx.needed, ctx.grid)
+        whole = halo.assembled(x, got, ctx.needed, ctx.grid)
         of_whole, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradients[0], whole, weight, ctx.bias_shape, *ctx.options, ctx.needs_input_grad[:3]
         )
         of_x = (
-            give_back(of_whole, x.shape, ctx.needed, ctx.grid) if ctx.needs_input_grad[0] else None
+            halo.give_back(of_whole, x.shape, ctx.needed, ctx.grid)
+            if ctx.needs_input_grad[0]
+            else None
         )
         return of_x, of_weight, of_bias, *(None,) * 6

@@ -12,17 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parsl_freetrain.training.parallel.spatial.geometry import (
-    AXES,
-    Bounds,
-    Move,
-    Reach,
-    moves,
-    placed,
-)
+from parsl_freetrain.training.parallel.spatial import geometry
 from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid, Layout
 
-Moves = tuple[Move | None, Move | None, Move | None]
+Moves = tuple[geometry.Move | None, geometry.Move | None, geometry.Move | None]
 """What is needed along each axis; None if the axis is not divided, so that the layer
 itself pads.
 """
@@ -32,20 +25,22 @@ FIRST = 2
 
 
 def plan(
-    reaches: Sequence[Reach], layout: Layout, grid: Grid, like: Layout | None = None
+    reaches: Sequence[geometry.Reach], layout: Layout, grid: Grid, like: Layout | None = None
 ) -> tuple[Layout, Moves]:
     """The layout of a layer's output, and what this rank needs for its part. ``reaches``: how the
     layer acts on each axis; ``like``: the output's layout, if it shall not follow from the input's.
     Raises BadInput if a part of the output would be empty, or would need more than its neighbours
     have.
     """
-    out: list[Bounds] = []
-    needed: list[Move | None] = []
+    out: list[geometry.Bounds] = []
+    needed: list[geometry.Move | None] = []
     for i, (reach, bounds, axis, name) in enumerate(
-        zip(reaches, layout, grid.axes, AXES, strict=True)
+        zip(reaches, layout, grid.axes, geometry.AXES, strict=True)
     ):
-        out.append(like[i] if like is not None else placed(reach, bounds, name))
-        needed.append(moves(reach, bounds, out[i], name)[axis.index] if axis.parts > 1 else None)
+        out.append(like[i] if like is not None else geometry.placed(reach, bounds, name))
+        needed.append(
+            geometry.moves(reach, bounds, out[i], name)[axis.index] if axis.parts > 1 else None
+        )
     return (out[0], out[1], out[2]), (needed[0], needed[1], needed[2])
 
 
@@ -110,12 +105,12 @@ class _Fetch(torch.autograd.Function):
         return give_back(gradients[0], ctx.shape, ctx.needed, ctx.grid), None, None, None
 
 
-def _steps(needed: Moves, grid: Grid) -> list[tuple[int, Axis, Move]]:
+def _steps(needed: Moves, grid: Grid) -> list[tuple[int, Axis, geometry.Move]]:
     return [(FIRST + i, grid.axes[i], move) for i, move in enumerate(needed) if move is not None]
 
 
 def _joined(
-    x: Tensor, received: tuple[Tensor, Tensor], move: Move, dim: int, fill: float
+    x: Tensor, received: tuple[Tensor, Tensor], move: geometry.Move, dim: int, fill: float
 ) -> Tensor:
     kept = x.narrow(dim, *_from(move.keep))
     if not any(move.pad) and not any(move.receive):
@@ -124,7 +119,7 @@ def _joined(
     return torch.cat([pads[0], received[0], kept, received[1], pads[1]], dim)
 
 
-def _is_nothing(move: Move, extent: int) -> bool:
+def _is_nothing(move: geometry.Move, extent: int) -> bool:
     """Whether neither this rank nor its neighbours need anything that they do not have."""
     return (
         move.keep == (0, extent)
