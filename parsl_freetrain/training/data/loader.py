@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch._C import _error_if_any_worker_fails
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.device_faults import causes
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.data.loader_settings import LoaderSettings
+from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.process.linux import die_with_parent
 
 _WORKER = 'DataLoader worker (pid'  # torch's words
@@ -49,7 +50,9 @@ def seed_alike(samples: int, seed: int, what: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), ``random``, and numpy where it has been imported."""
+    """Seed torch (all devices), ``random``, numpy where it has been imported, and the user's own
+    generators.
+    """
     torch.default_generator.manual_seed(seed)
     # torch.manual_seed also records a stack for every kind of device that may be used later, which
     # takes as long as a step of a small model.
@@ -60,6 +63,7 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get('numpy')
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+    own_generators.seed(seed)
 
 
 def make_loader(
@@ -71,9 +75,11 @@ def make_loader(
 ) -> DataLoader[Any]:
     """The collated samples of each micro-batch, in order; for an accelerator (``device``) in
     page-locked memory, from which copies need not wait. With a seed, what the dataset draws at
-    random (augmentation) depends only on the micro-batch and not on the worker that loads it;
-    without one (None), it comes from torch's generator, as in any DataLoader.
+    random (augmentation), from whatever generator, depends only on the micro-batch and not on the
+    worker that loads it; without one (None), it comes from torch's generator, as in any DataLoader,
+    by which the dataset's own are seeded in each worker.
     """
+    own_generators.find({'dataset': dataset, 'collate_fn': read.collate_fn})
     options: dict[str, Any] = {
         'collate_fn': read.collate_fn,
         'num_workers': read.num_workers,
@@ -86,7 +92,7 @@ def make_loader(
     if seed is None:
         batches = (list(micro_batch.indices) for micro_batch in micro_batches)
     else:
-        dataset = _SeededDataset(dataset, seed)
+        dataset = _SeededDataset(dataset, read.collate_fn, seed)
     return DataLoader(dataset, batch_sampler=batches, **options)
 
 
@@ -142,11 +148,21 @@ class _Rows(Dataset[Any]):
 
 
 class _SeededDataset(Dataset[Any]):
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
+    def __init__(self, dataset: Any, collate_fn: Any, seed: int) -> None:
+        self._dataset, self._collate_fn, self._seed = dataset, collate_fn, seed
+        self._looked = False  # in this process
 
     def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
+        items = self._items(micro_batch)
+        if not self._looked:
+            self._looked = True
+            # Some are made with the first sample, in each worker.
+            where = {'dataset': self._dataset, 'collate_fn': self._collate_fn}
+            if own_generators.find(where):
+                items = self._items(micro_batch)
+        return items
+
+    def _items(self, micro_batch: MicroBatch) -> list[Any]:
         seed_everything(micro_batch.seed(self._seed, 'data'))
         indices = list(micro_batch.indices)
         together = getattr(self._dataset, '__getitems__', None)
@@ -186,6 +202,9 @@ def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
             signal.siginterrupt(stop, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    if (info := get_worker_info()) is not None:
+        own_generators.find({'dataset': info.dataset})
+    own_generators.seed(torch.initial_seed())
     if then is not None:
         then(number)
 

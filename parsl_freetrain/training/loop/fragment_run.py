@@ -26,6 +26,7 @@ from parsl_freetrain.training.checkpoint.state import (
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.own_generators import own_generators, variables_of
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop import update_guard
 from parsl_freetrain.training.loop.averages import (
@@ -178,7 +179,10 @@ class FragmentRun:
         source = LoopData(data, spec.mode.seed, self.peers)
         there = saved.position if saved is not None else None
         span = self._lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
+        self._find_generators(data)
         if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
+            if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
+                seed_alike(span.base + span.length, spec.mode.seed, 'after a loop')
             return None
         self.state.total_samples = span.total
         if self.is_main and spec.total_epochs is not None:
@@ -202,6 +206,13 @@ class FragmentRun:
             guard,
         )
         return self.loop.run(batches)
+
+    def _find_generators(self, data: LoaderData) -> None:
+        frame, hooks = update_guard.frame_around(), self.hooks
+        around = variables_of(frame) if frame is not None else {}
+        functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch]
+        own_generators.find({'the functions': functions, **around})
+        own_generators.find({'the data': data.dataset, 'sampler': data.sampler})
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
         names = update_guard.names_around()

@@ -31,6 +31,7 @@ from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import seed_everything, worker_died
+from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.loop_state import Phase
@@ -210,6 +211,7 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
         f'Process {os.getpid()}: device {device} ({visible_as()}), '
         f'{order.spec.ranks.threads} threads'
     )
+    own_generators.forget()
     # What the function draws before its loop (initial weights) must be the same on all ranks.
     seed_everything(order.spec.mode.seed)
     return device

@@ -104,6 +104,8 @@ class TrainingLoop:
                 'loss.backward() and optimizer.step() in it, with the optimizer that ctx.prepare '
                 'returned.'
             )
+        if self._reproducible:
+            seed_alike(data.end, self._mode.seed, 'after a loop')
         if state.phase is Phase.ENDED_EARLY:
             why = state.finishing or 'another rank called ctx.finish_early'
             print(f'Finished early at {state.samples} samples: {why}')

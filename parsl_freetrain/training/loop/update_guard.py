@@ -126,10 +126,16 @@ def names_around() -> Mapping[str, Any]:
     show in nothing that torch lets us ask: no registry has all modules, and a search of the garbage
     collector's objects takes as long as several steps and finds those of other libraries.
     """
+    frame = frame_around()
+    return frame.f_locals if frame is not None else {}
+
+
+def frame_around() -> FrameType | None:
+    """That of the function that has called us."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get('__name__', '').startswith(_ROOM):
         frame = frame.f_back
-    return frame.f_locals if frame is not None else {}
+    return frame
 
 
 def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:

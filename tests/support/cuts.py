@@ -1,0 +1,60 @@
+"""A training that runs through on one rank, and one that is stopped and goes on on others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parsl_freetrain import FragmentContext
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import all_finish, order, ranks
+
+
+def cut(ctx: FragmentContext, at: int) -> None:
+    """Call in the body: the first fragment is told to stop at a number of samples (0: is not)."""
+    if ctx.fragment == 1 and 0 < at <= ctx.samples:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def whole_and_cut(
+    fork_server: ForkClient,
+    folder: Path,
+    function: Callable[..., object],
+    *args: Any,
+    at: int,
+    **options: Any,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of both. The function gets the context, where to stop, and the arguments; the
+    other one begins on two ranks, and goes on on one.
+    """
+    (outcome,) = all_finish(
+        fork_server, order(folder / 'whole', **options), 1, folder / 'whole', function, 0, *args
+    )
+    there = folder / 'cut'
+    with ranks(fork_server, order(there, **options), 2, there, function, at, *args) as gang:
+        outcomes = gang.run()
+        log = gang.ranks[0].log.read_text()[-4000:]
+        assert [one.how for one in outcomes] == ['stopped'] * 2, (outcomes, log)
+    (other,) = all_finish(fork_server, order(there, 2, **options), 1, there, function, at, *args)
+    return load_weights(outcome.path), load_weights(other.path)
+
+
+def refused(
+    fork_server: ForkClient,
+    folder: Path,
+    function: Callable[..., object],
+    *args: Any,
+    world_size: int = 1,
+    **options: Any,
+) -> str:
+    """The sentence by which the function is refused."""
+    with ranks(fork_server, order(folder, **options), world_size, folder, function, *args) as gang:
+        errors = [outcome.error for outcome in gang.run() if outcome.how == 'error']
+    assert errors and errors[0].kind == 'BadInput', errors
+    return str(errors[0].message)
