@@ -70,6 +70,5 @@ def config(
             FreeTrainExecutor(
                 provider=BackfillProvider(site=site(account, queue)), checkpoint_dir=checkpoint_dir
             )
-        ],
-        strategy='none',  # the executor opens and closes its blocks itself
+        ]
     )

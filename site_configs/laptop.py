@@ -7,14 +7,14 @@ from parsl.config import Config
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite
 
 
+def site(nodes: int = 2, schedule: str | None = None) -> LocalSite:
+    """``nodes`` slots of this computer: ``FreeTrainExecutor(site='laptop')``."""
+    return LocalSite(nodes=nodes, schedule=schedule)
+
+
 def config(
     nodes: int = 2, schedule: str | None = None, checkpoint_dir: str = 'checkpoints'
 ) -> Config:
     """A Parsl configuration whose only executor trains on ``nodes`` slots of this computer."""
-    site = LocalSite(nodes=nodes, schedule=schedule)
-    return Config(
-        executors=[
-            FreeTrainExecutor(provider=BackfillProvider(site=site), checkpoint_dir=checkpoint_dir)
-        ],
-        strategy='none',  # the executor opens and closes its blocks itself
-    )
+    provider = BackfillProvider(site=site(nodes, schedule))
+    return Config(executors=[FreeTrainExecutor(provider=provider, checkpoint_dir=checkpoint_dir)])

@@ -83,6 +83,5 @@ def config(
                 provider=BackfillProvider(site=site(account, queue, partition)),
                 checkpoint_dir=checkpoint_dir,
             )
-        ],
-        strategy='none',  # the executor opens and closes its blocks itself
+        ]
     )

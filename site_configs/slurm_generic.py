@@ -26,6 +26,5 @@ def config(
     return Config(
         executors=[
             FreeTrainExecutor(provider=BackfillProvider(site=site), checkpoint_dir=checkpoint_dir)
-        ],
-        strategy='none',  # the executor opens and closes its blocks itself
+        ]
     )

@@ -220,7 +220,7 @@ def train(
     data = digits()
     with (
         live(executor.ledger_path, console),
-        parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))),
+        parsl.load(Config(executors=[executor], run_dir=str(folder / 'runinfo'))),
     ):
         futures: dict[str, TrainingFuture] = {
             name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS

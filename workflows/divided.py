@@ -138,7 +138,7 @@ def train(
         )(function)
         return app(**settings, trainer_name=name)
 
-    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
+    with parsl.load(Config(executors=[executor], run_dir=str(out / 'runinfo'))):
         divided = submitted(DIVIDED, shapes)
         for share in STRUCK_AT:
             until(divided, share * samples, site)

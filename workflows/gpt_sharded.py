@@ -186,7 +186,7 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         wait_for(lambda: sharded.progress().samples > before, sharded, site)
 
     kills, most = 0, max(count for count in shapes if count <= options.nodes)
-    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
+    with parsl.load(Config(executors=[executor], run_dir=str(out / 'runinfo'))):
         sharded = submitted(SHARDED, most)
         reach(most)
         visitors: list[TrainingFuture] = []

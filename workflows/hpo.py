@@ -113,4 +113,4 @@ def name_of(setting: dict[str, Any]) -> str:
 if __name__ == '__main__':
     site = LocalSite(nodes=4)
     executor = FreeTrainExecutor(provider=BackfillProvider(site=site), checkpoint_dir='checkpoints')
-    main(Config(executors=[executor], strategy='none'))
+    main(Config(executors=[executor]))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
+from parsl_freetrain import FreeTrainExecutor, freetrain_app
 
 
 def digits():
@@ -30,6 +30,5 @@ def train(ctx, images, labels, lr=0.05):
 
 
 if __name__ == '__main__':
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
-    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
+    with parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')])):
         print(train(*digits()).result())

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos import LightningTransformer
 from torch.utils.data import DataLoader, TensorDataset
 
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
+from parsl_freetrain import FreeTrainExecutor, freetrain_app
 from parsl_freetrain.integrations.lightning import Trainer
 
 starts = torch.randint(24, (96, 1), generator=torch.Generator().manual_seed(0))
@@ -49,6 +49,5 @@ def train(ctx):
 
 
 if __name__ == '__main__':
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
-    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
+    with parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')])):
         print(train().result().result)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
+from parsl_freetrain import FreeTrainExecutor, freetrain_app
 
 
 @freetrain_app(min_nodes=1, max_nodes=2, total_samples=120)
@@ -34,6 +34,5 @@ def generate(folder):
 
 
 if __name__ == '__main__':
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
-    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
+    with parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')])):
         print(train(generate(Path(sys.argv[1]))).result())

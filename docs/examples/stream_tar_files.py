@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import webdataset
 
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
+from parsl_freetrain import FreeTrainExecutor, freetrain_app
 
 
 @freetrain_app(min_nodes=1, max_nodes=2, total_samples=120)
@@ -41,6 +41,5 @@ def generate(folder):
 
 
 if __name__ == '__main__':
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
-    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
+    with parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')])):
         print(train(generate(Path(sys.argv[1]))).result())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
+from parsl_freetrain import FreeTrainExecutor, freetrain_app
 
 
 class Lines(IterableDataset):
@@ -48,6 +48,5 @@ def generate(folder):
 
 
 if __name__ == '__main__':
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
-    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
+    with parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')])):
         print(train(generate(Path(sys.argv[1]))).result())

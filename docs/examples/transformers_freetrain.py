@@ -9,7 +9,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
+from parsl_freetrain import FreeTrainExecutor, freetrain_app
 from parsl_freetrain.integrations.transformers import Trainer
 
 words = torch.randint(5, 64, (240, 12), generator=torch.Generator().manual_seed(0))
@@ -49,6 +49,5 @@ def train(ctx):
 
 
 if __name__ == '__main__':
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
-    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
+    with parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')])):
         print(train().result().result)

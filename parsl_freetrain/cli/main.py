@@ -28,6 +28,7 @@ VERBS = {
     'export': 'Write the record of runs as tables: an SQLite file, or Parquet files.',
     'holes': 'Show the holes available now. Nothing is submitted.',
     'logs': 'Show what the ranks of a trainer have printed.',
+    'new': 'Write a first script, and a site file for this machine.',
     'plan': 'Show every block that would be submitted, and its batch script; nothing is sent.',
     'preempt': 'Rehearse a preemption: take the nodes of a running trainer from it.',
     'replay': 'Replay a recorded machine or run: what would have been trained in its holes?',

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
+import runpy
 import signal
 import sys
 import traceback
@@ -23,7 +25,10 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 def run(
     workflow: Annotated[
-        str, typer.Argument(help='A Python file or a module that has a function main(config).')
+        str,
+        typer.Argument(
+            help='A Python file that calls trainings, or a file or module with a main(config).'
+        ),
     ],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The workflow's own arguments, after --.")
@@ -36,11 +41,12 @@ def run(
     ] = 'local',
     as_json: JsonOption = False,
 ) -> int:
-    """Run a workflow: call its main(config) with the Parsl configuration of the site.
+    """Run a workflow on a site, with a Parsl configuration for it.
 
-    The workflow loads the configuration with parsl.load(config), calls its apps and waits for
-    them. With --json its own output goes to standard error, and the closing summary to standard
-    output.
+    A Python file is run as python runs it, with the configuration loaded, so it needs no more than
+    decorated functions and their calls. If it has a function main(config), this is called instead,
+    and loads the configuration itself by parsl.load(config). With --json the workflow's own output
+    goes to standard error, and the closing summary to standard output.
     """
     from parsl_freetrain.cli.sites import config_of  # imported here, so that --help needs no Parsl
 
@@ -84,6 +90,8 @@ def _called(main: Any, config: Any, workflow: str) -> int:
         # One more Ctrl-C ends the process at once, and not with a traceback of what it clears up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return 130
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BadInput:
         raise
     except FreeTrainError as error:
@@ -129,6 +137,8 @@ def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
         The file or module does not exist, cannot be imported, or has no such ``main``.
     """
     path = Path(given)
+    if path.suffix == '.py' and path.is_file() and not _has_main(path):
+        return lambda config: _as_script(path, arguments, config)
     try:
         module = _file(path) if path.suffix == '.py' else _module(given)
     except BadInput:
@@ -159,6 +169,36 @@ def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
             'given; it should have main(config, arguments).'
         )
     return (lambda config: main(config, arguments)) if arguments else main
+
+
+def _has_main(path: Path) -> bool:
+    """Whether a file defines or imports a ``main``; one that cannot be parsed says why when run."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.parse(path.read_bytes()).body:
+            named = [node.name] if isinstance(node, ast.FunctionDef) else []
+            if isinstance(node, ast.ImportFrom):
+                named = [name.asname or name.name for name in node.names]
+            if 'main' in named:
+                return True
+    return False
+
+
+def _as_script(path: Path, arguments: list[str], config: Any) -> int:
+    """Run a file as ``python FILE ARGUMENTS`` does, with the configuration loaded."""
+    import parsl
+    from parsl.errors import ConfigurationError
+
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.absolute().parent))
+    with parsl.load(config):
+        try:
+            runpy.run_path(str(path), run_name='__main__')
+        except ConfigurationError as error:
+            raise BadInput(
+                f'The workflow {path} loads a Parsl configuration itself; run it with python, or '
+                'leave parsl.load out.'
+            ) from error
+    return 0
 
 
 def _file(path: Path) -> ModuleType:

@@ -49,7 +49,7 @@ def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:
         config = _configured(file)
         return config, _executor(config, given)[0]
     executor = FreeTrainExecutor(provider=provider_of(given))
-    return Config(executors=[executor], strategy='none'), executor
+    return Config(executors=[executor]), executor
 
 
 def _executor(config: Config, given: str) -> tuple[FreeTrainExecutor, BackfillProvider]:

@@ -74,8 +74,8 @@ logger = logging.getLogger(__name__)
 class FreeTrainExecutor(HighThroughputExecutor):
     """Runs trainers, and ordinary Parsl apps beside them, in blocks that fill a site's holes.
 
-    Use it in a :class:`parsl.config.Config` with ``strategy='none'``, since it opens and closes its
-    blocks itself.
+    Use it in a :class:`parsl.config.Config`. It opens and closes its blocks itself; Parsl's scaling
+    strategy concerns other executors only.
 
     Parameters
     ----------

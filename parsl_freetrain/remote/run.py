@@ -125,7 +125,7 @@ def main(checkpoint_dir: str, worker: str, start: str) -> None:
         assert isinstance(executor.provider, BackfillProvider)
         with_worker = executor.provider.site.is_local
         run_dir = str(desk.folder / 'runinfo')
-        parsl.load(Config(executors=[executor], strategy='none', run_dir=run_dir))
+        parsl.load(Config(executors=[executor], run_dir=run_dir))
     except Exception as error:
         logger.exception('The run in %s cannot be started', checkpoint_dir)
         try:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class BackfillProvider(ExecutionProvider, RepresentationMixin):
     """Opens one block per hole, each with its own number of nodes and walltime.
 
-    It is made for a :class:`~parsl_freetrain.executor.FreeTrainExecutor` under
-    ``strategy='none'``. Parsl's own scaling, which asks for blocks that are all alike, is refused.
+    Only a :class:`~parsl_freetrain.executor.FreeTrainExecutor` can use it. Parsl's own scaling,
+    which asks for blocks that are all alike, is refused.
 
     Parameters
     ----------
@@ -101,8 +101,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         """
         raise BadInput(
             'BackfillProvider opens blocks only for holes, and only for a FreeTrainExecutor, which '
-            'calls open_block() itself; use it there, with strategy="none" in parsl.Config, and '
-            'give other executors a provider of their own.'
+            'calls open_block() itself; give other executors a provider of their own.'
         )
 
     def open_block(self, request: BlockRequest, command: str, name: str) -> str:

@@ -88,6 +88,38 @@ def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
     assert (failed.returncode, failed.stdout) == (1, '')
 
 
+SCRIPT = """
+import sys, torch
+from parsl_freetrain import freetrain_app
+from neighbour import total
+@freetrain_app(total_epochs=total)
+def train(ctx, scale):
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(torch.utils.data.TensorDataset(torch.ones(32, 1)), batch_size=8):
+        optimizer.zero_grad()
+        (model(x) - scale).square().mean().backward()
+        optimizer.step()
+if __name__ == '__main__':
+    print('trained', train(3.0).result().samples, *sys.argv[1:])
+"""
+
+
+def test_a_script_needs_no_configuration(folder: Path) -> None:
+    (folder / 'neighbour.py').write_text('total = 2')
+    (folder / 'mine.py').write_text(SCRIPT)
+    done = freetrain_run(folder, 'mine.py', '--site', 'site.py', '--', 'a', '--b')
+    assert done.returncode == 0 and 'trained 64 a --b' in done.stdout, done.stderr
+    (folder / 'loads.py').write_text(
+        'import parsl\nfrom parsl_freetrain import FreeTrainExecutor\n'
+        "parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')]))"
+    )
+    failed = freetrain_run(folder, 'loads.py', '--site', 'site.py')
+    assert failed.returncode == 2 and 'run it with python, or leave parsl.load out' in failed.stderr
+    (folder / 'leaves.py').write_text('raise SystemExit(3)')
+    assert freetrain_run(folder, 'leaves.py', '--site', 'site.py').returncode == 3
+
+
 @pytest.mark.parametrize('times', [1, pytest.param(3, marks=pytest.mark.long)])
 def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path, times: int) -> None:
     workflow = folder / 'mine.py'
@@ -138,7 +170,7 @@ def test_the_users_own_error_comes_with_its_traceback(
     [
         (None, ['absent.py'], 'There is no workflow absent.py'),
         (None, ['no_such_module'], 'There is no workflow no_such_module'),
-        ('x = 1', ['w0.py'], 'has no function main(config)'),
+        (None, ['json'], 'has no function main(config)'),
         ('def main(): pass', ['w1.py'], 'does not take a Parsl configuration'),
         ('def main(arguments=None): pass', ['w2.py'], 'run the workflow with python'),
         (
@@ -147,7 +179,7 @@ def test_the_users_own_error_comes_with_its_traceback(
             "takes no arguments of its own, and 'more' was given",
         ),
         (
-            'import no_such_thing',
+            'import no_such_thing\ndef main(config): pass',
             ['w4.py'],
             "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'",
         ),

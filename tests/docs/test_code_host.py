@@ -1,15 +1,20 @@
-"""The pages read on a code host, which renders CommonMark: links have texts and lead somewhere, and
-nothing is left that only Sphinx understands.
+"""The pages read on a code host, which renders CommonMark: links have texts and lead somewhere,
+pictures are there, copies of files are up to date, and nothing is left that only Sphinx
+understands.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from tests.support.pages import ROOT, name_of, pages
+
+copies = runpy.run_path(str(ROOT / 'docs' / 'copies.py'))
 
 
 def prose(page: Path) -> str:
@@ -25,10 +30,13 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize('page', pages(), ids=name_of)
 def test_links_have_texts_and_lead_somewhere(page: Path) -> None:
-    text = prose(page)
-    assert not re.findall(r'\[\]\([^)]*\)', text)
-    assert not re.findall(r'\{[a-z:]+\}`', text)
-    for target in re.findall(r'\]\(([^)\s]+)\)', text):
+    html = MarkdownIt('commonmark').enable('table').render(page.read_text())
+    shown = re.sub(r'<(code|pre)>.*?</\1>', 'code', html, flags=re.S)
+    assert not re.search(r'<a [^>]*></a>', shown)
+    # Roles, fences with a name in braces, and definition lists.
+    assert not re.search(r'\{[a-z:]+\}|:::|^(<p>)?: |^:\w+:', shown, flags=re.M)
+    assert not re.search(r'class="language-\{', html)
+    for target in re.findall(r'(?:href|src)="([^"]+)"', html):
         if re.match(r'https?:|mailto:', target):
             continue
         path, _, anchor = target.partition('#')
@@ -36,6 +44,28 @@ def test_links_have_texts_and_lead_somewhere(page: Path) -> None:
         assert file.exists(), target
         if anchor and file.suffix == '.md':
             assert anchor in anchors(file), target
+
+
+@pytest.mark.parametrize('page', pages(), ids=name_of)
+def test_copies_are_those_of_the_files(page: Path) -> None:
+    """If not: ``python docs/copies.py``."""
+    text = page.read_text()
+    assert copies['page'](text) == text
+
+
+def test_a_directive_or_a_lost_picture_is_seen(tmp_path: Path) -> None:
+    for text in (
+        '[](x.md)',
+        '{ref}`x`',
+        '```{note}\nx\n```',
+        'Term\n: text',
+        '![a](no.png)',
+        ':::{x}',
+    ):
+        page = tmp_path / 'page.md'
+        page.write_text(text)
+        with pytest.raises(AssertionError):
+            test_links_have_texts_and_lead_somewhere(page)
 
 
 def test_pages_are_found() -> None:

@@ -39,10 +39,10 @@ def test_an_executor_for_a_site_by_its_name() -> None:
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
-        ({}, r'no site .*aurora, crux, delta, frontier, perlmutter, polaris, theta'),
+        ({}, r'no site .*aurora, crux, delta, frontier, laptop, perlmutter, polaris, theta'),
         (
             {'site': 'nosuch'},
-            r"no site 'nosuch'.*aurora, crux, delta, frontier, perlmutter, polaris, theta",
+            r"no site 'nosuch'.*aurora, crux, delta, frontier, laptop, perlmutter, polaris, theta",
         ),
         ({'site': 'polaris'}, 'Polaris takes no job without an account; .*FREETRAIN_ACCOUNT'),
         (
@@ -50,7 +50,6 @@ def test_an_executor_for_a_site_by_its_name() -> None:
             r"Polaris has no queue 'demand' for blocks; it has preemptable, prod",
         ),
         ({'site': 'theta'}, 'Theta takes no job without an account'),
-        ({'site': 'laptop'}, r'no function site\(\)'),
     ],
 )
 def test_what_a_site_needs(

@@ -132,15 +132,16 @@ def write(columns: list[Column], facts: dict[str, object], given: argparse.Names
 
 
 def page(columns: list[Column], facts: dict[str, object]) -> str:
-    """The part of docs/evidence/comparison.md that is measured."""
+    """docs/evidence/versus.md. ``python docs/pictures.py`` draws its picture."""
     words = (
         f'`{facts["command"]}` made this table on {facts["date"]} ({facts["machine"]}; load '
         f'average at the beginning {facts["load_at_begin"]:.1f}). Medians, with their ranges; '
         f'rounds: {facts["rounds"]}.'
     )
     return (
+        '# Other systems under the same kills\n\n'
         f'{textwrap.fill(words, 100, break_long_words=False)}\n\n{markdown(columns)}\n'
-        '<img src="../_static/versus.png" alt="The same figures as bars" style="width: 100%">\n'
+        '![The same figures as bars](../_static/versus.png)\n'
     )
 
 
