@@ -1,5 +1,4 @@
-"""``freetrain plan``: shows the blocks that would fill the present holes, with their batch
-scripts.
+"""``freetrain plan``: shows the blocks that would fill the present holes, with their batch scripts.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ LAST_S = 60.0
 class MetricExport:
     """Passes on what is known to be kept
     (:class:`~parsl_freetrain.journal.kept_metrics.KeptMetrics`), so no logger sees what a later
-    fragment repeats. A file beside the ledger keeps its position, for the next run of the
-    workflow.
+    fragment repeats. A file beside the ledger keeps its position, for the next run of the workflow.
     """
 
     def __init__(self, loggers: Sequence[MetricLogger], period_s: float = PERIOD_S) -> None:

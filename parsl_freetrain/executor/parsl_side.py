@@ -52,8 +52,7 @@ class ParslSide:
         return block_id, job_id
 
     def register(self, job_id: str) -> tuple[str, str]:
-        """Assign a block id to an adopted job; returns it and the command that connects
-        its nodes.
+        """Assign a block id to an adopted job; returns it and the command that connects its nodes.
         """
         block_id = str(self._executor._block_id_counter.get_id())
         self._note_block(block_id, job_id)

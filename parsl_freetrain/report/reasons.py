@@ -180,8 +180,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
 
 
 def _limit(name: str, fewest: int, decided: ev.Decided) -> str | None:
-    """The limit that keeps a trainer from free nodes; None: none, or the problem was not
-    recorded.
+    """The limit that keeps a trainer from free nodes; None: none, or the problem was not recorded.
     """
     given, document = decided.allocation, decided.document
     if document is None or sum(given.values()) + fewest > decided.nodes:

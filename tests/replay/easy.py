@@ -47,8 +47,7 @@ def shadow_of(head: Simulated, running: list[Simulated], machine: int, now: int)
 
 
 def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
-    """Start every job; returns the reservation that stood after every second in which a
-    job waited.
+    """Start every job; returns the reservation that stood after every second in which a job waited.
     """
     promised = []
     queue: list[Simulated] = []

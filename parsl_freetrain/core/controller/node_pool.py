@@ -1,8 +1,7 @@
 """The available nodes: the block of each, when it leaves, and which trainer holds it.
 
 Nodes of one block and class that leave at the same time are interchangeable, and are counted as a
-group.
-No operation walks over all nodes.
+group. No operation walks over all nodes.
 """
 
 from __future__ import annotations

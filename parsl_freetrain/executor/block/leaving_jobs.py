@@ -57,8 +57,7 @@ class LeavingJobs:
                     self._parsl.submit(leaving(manager), b'')
 
     def end(self, blocks: Sequence[BlockRecord], at: float) -> None:
-        """End the jobs of these blocks. One whose nodes have not all joined is cancelled at
-        once.
+        """End the jobs of these blocks. One whose nodes have not all joined is cancelled at once.
         """
         for block in blocks:
             self.tell(*block.greeted)

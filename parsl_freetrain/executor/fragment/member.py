@@ -48,8 +48,7 @@ class Member:
         )
 
     def run(self, payload: bytes) -> list[RankResult]:
-        """Start the ranks, and pass messages until the last one has ended. Returns how
-        each ended.
+        """Start the ranks, and pass messages until the last one has ended. Returns how each ended.
         """
         order, self._payload = self._order, payload
         key = (order.fragment.trainer, order.fragment.fragment, order.member)

@@ -40,9 +40,8 @@ def claim(
     Raises
     ------
     BadInput
-        If the folder cannot be used: it belongs to another trainer
-        or user, is not writable, is neither empty nor a trainer's, or has no usable checkpoint
-        although one is required.
+        If the folder cannot be used: it belongs to another trainer or user, is not writable, is
+        neither empty nor a trainer's, or has no usable checkpoint although one is required.
     """
     if resume == 'require' and not folder.is_dir():
         raise BadInput(

@@ -87,8 +87,7 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
 
 
 def trainer_of(folder: Path) -> str:
-    """The name of the trainer that a folder belongs to; raises BadInput if the file cannot be
-    read.
+    """The name of the trainer that a folder belongs to; raises BadInput if the file cannot be read.
     """
     return _read(folder / TRAINER_FILE)[0]
 

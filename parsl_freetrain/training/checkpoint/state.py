@@ -161,8 +161,7 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
 
 
 def assemble(path: str, state: State) -> Saved:
-    """A checkpoint's content from a split state. ``path`` is the checkpoint with the same
-    content.
+    """A checkpoint's content from a split state. ``path`` is the checkpoint with the same content.
     """
     assert state.structure is not None
     content = put_together(state.tensors, state.structure)

@@ -95,8 +95,7 @@ class PosixCheckpointStore:
         self._written: tuple[Path | None, frozenset[str]] = None, frozenset()
 
     def fence(self, fragment: int) -> None:
-        """Prevent fragments with a number below ``fragment`` from committing. It may be
-        repeated.
+        """Prevent fragments with a number below ``fragment`` from committing. It may be repeated.
         """
         fences = self.folder / FENCES
         make_dir(self.folder)
@@ -230,8 +229,7 @@ class PosixCheckpointStore:
         return [path for path in committed if path != current and str(path) not in kept]
 
     def last_fragment(self) -> int:
-        """The largest number of a fragment that was fenced or began a checkpoint here, 0 if
-        none.
+        """The largest number of a fragment that was fenced or began a checkpoint here, 0 if none.
         """
         return max(
             self._last_fence(), *fragments_in(self.folder), *fragments_in(self.folder / BAD), 0

@@ -143,8 +143,7 @@ def test_the_bound_of_a_milp_without_time_is_a_bound(time_limit_s: float) -> Non
 
 
 def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
-    """Bumpy curves on blocks of equal size, all but one of which end within the horizon
-    of 120 s.
+    """Bumpy curves on blocks of equal size, all but one of which end within the horizon of 120 s.
     """
     draw = random.Random(seed)
     sizes = [nodes // (ends + 1)] * (ends + 1)

@@ -1,5 +1,4 @@
-"""Whatever happens, in whatever order: a small world obeys the controller and checks
-every action.
+"""Whatever happens, in whatever order: a small world obeys the controller and checks every action.
 """
 
 from __future__ import annotations

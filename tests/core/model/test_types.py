@@ -1,5 +1,4 @@
-"""The words refuse what cannot be meant, in one sentence, and a curve is linear between
-its points.
+"""The words refuse what cannot be meant, in one sentence, and a curve is linear between its points.
 """
 
 from __future__ import annotations

@@ -413,8 +413,7 @@ def test_a_checkpoint_that_is_being_written_survives_the_users_error(
 
 
 def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
-    """From its second checkpoint on no file can be longer than ``limit`` bytes, as on a
-    full disk.
+    """From its second checkpoint on no file can be longer than ``limit`` bytes, as on a full disk.
     """
     model = nn.Linear(500, 10)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))

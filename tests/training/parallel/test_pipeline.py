@@ -104,8 +104,7 @@ def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> Non
 
 
 def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
-    """By layer: what its parameters and their gradients are at the ranks that have it,
-    as digests.
+    """By layer: what its parameters and their gradients are at the ranks that have it, as digests.
     """
     own = {
         number: hashlib.sha256(

@@ -117,8 +117,7 @@ def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
-    """Forward and backward passes alternate; 2 (N + D - 1) slots for N micro-batches and D
-    stages.
+    """Forward and backward passes alternate; 2 (N + D - 1) slots for N micro-batches and D stages.
 
     Raises
     ------

@@ -37,8 +37,7 @@ def split(extent: int, parts: int, axis: str) -> Bounds:
 
 @dataclass(frozen=True)
 class Window:
-    """A window that moves over the input, as in convolution and pooling. The numbers are
-    torch's.
+    """A window that moves over the input, as in convolution and pooling. The numbers are torch's.
     """
 
     kernel: int

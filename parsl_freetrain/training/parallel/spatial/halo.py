@@ -16,8 +16,7 @@ from parsl_freetrain.training.parallel.spatial import geometry
 from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid, Layout
 
 Moves = tuple[geometry.Move | None, geometry.Move | None, geometry.Move | None]
-"""What is needed along each axis; None if the axis is not divided, so that the layer
-itself pads.
+"""What is needed along each axis; None if the axis is not divided, so that the layer itself pads.
 """
 
 FIRST = 2

@@ -17,8 +17,7 @@ _OVER = (0, 2, 3, 4)
 
 
 class BatchNorm3d(nn.BatchNorm3d):
-    """``torch.nn.BatchNorm3d`` for :class:`.Sharded`: the statistics are those of whole
-    volumes.
+    """``torch.nn.BatchNorm3d`` for :class:`.Sharded`: the statistics are those of whole volumes.
 
     Parameters
     ----------
