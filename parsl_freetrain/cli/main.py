@@ -1,8 +1,7 @@
 """The program ``freetrain``: one verb for each question that a user has.
 
-A verb is a function with Typer annotations, named like its module in this package: ``allocate`` in
-``allocate.py``. It returns its exit status, or None for 0. Only the module of the verb that is
-called is imported, so ``--help`` and the other verbs do not wait for it.
+A verb is a function with Typer annotations, named like its module here: ``allocate`` in
+``allocate.py``. It returns its exit status, or None for 0. Only the verb called is imported.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ VERBS = {
 }
 """By verb, its line in the list of verbs."""
 
-# The base class of all usage errors. Newer versions of Typer contain their own click, older ones
-# import it.
+# The base class of all usage errors: newer versions of Typer contain their own click.
 USAGE_ERROR: type[Exception] = next(
     c for c in typer.BadParameter.__mro__ if c.__name__ == 'ClickException'
 )
@@ -114,9 +112,7 @@ def _program(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 for success, 2 for bad input (one sentence on
-    standard error), 1 for any other error.
-    """
+    """Run one verb. Exit status 0: success, 2: bad input (one sentence), 1: any other error."""
     given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack some characters

@@ -1,5 +1,4 @@
-"""``freetrain plan``: shows the blocks that would fill the present holes, with their batch scripts.
-"""
+"""``freetrain plan``: the blocks that would fill the present holes, with their batch scripts."""
 
 from __future__ import annotations
 
@@ -143,8 +142,8 @@ def _in_words(found: Forecast) -> str:
 
 
 def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
-    """The blocks for the present holes, largest first, at most ``max_blocks`` of them. Raises
-    BadInput if the site has no batch scripts.
+    """The blocks for the present holes, largest first, at most ``max_blocks``; BadInput if the site
+    has no batch scripts.
     """
     from parsl_freetrain.cli.sites import holes_of
     from parsl_freetrain.sites.batch.site import BatchSite

@@ -48,9 +48,7 @@ SETTINGS = {
     'measure_s': 'S',
     'seed': 'N',
 }
-"""The settings of a study that are options too, and what they take. Their names, defaults and texts
-are those of :class:`~parsl_freetrain.replay.study.Study`.
-"""
+"""The settings of a :class:`~parsl_freetrain.replay.study.Study` that are options too."""
 
 OF_A_LEDGER = ('solver', 'horizon', 'objective', 'time_limit')
 

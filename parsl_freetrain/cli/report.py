@@ -68,9 +68,7 @@ def report(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write atomically. Only the user may read the file, since it contains names, commands and
-    errors.
-    """
+    """Write atomically, for the user alone: the text has names, commands and errors."""
     try:
         files.replace(path.absolute(), text.encode(errors='replace'))
     except OSError as error:

@@ -122,19 +122,10 @@ def _close(ledger: Path, run: str, as_json: bool) -> None:
 
 
 def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
-    """The function to call with the Parsl configuration.
-
-    Parameters
-    ----------
-    given
-        A Python file, or the name of a module that can be imported from here.
-    arguments
-        The command line's arguments for the workflow, which its ``main`` takes as second argument.
-
-    Raises
-    ------
-    BadInput
-        The file or module does not exist, cannot be imported, or has no such ``main``.
+    """The function to call with the Parsl configuration. ``given``: a Python file, or a module that
+    can be imported from here. ``arguments``: the second argument of its ``main``, where that takes
+    one. Raises BadInput if the file or module does not exist, cannot be imported, or has no such
+    ``main``.
     """
     path = Path(given)
     if path.suffix == '.py' and path.is_file() and not _has_main(path):

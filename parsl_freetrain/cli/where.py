@@ -37,9 +37,9 @@ JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on s
 
 
 def ledger_at(given: Path | None) -> Path:
-    """Find the ledger. ``given``: a ledger; or a folder with ``ledger.journal`` or
-    ``checkpoints/ledger.journal``; or None for the first such folder from the current one upwards.
-    Raises BadInput if there is none.
+    """Find the ledger: itself, or in a folder with ``ledger.journal`` or
+    ``checkpoints/ledger.journal``, or in the first such folder from the current one upwards. Raises
+    BadInput if there is none.
     """
     if given is not None:
         path = given.absolute()

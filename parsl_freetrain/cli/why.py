@@ -49,9 +49,7 @@ def why(
 def explanation(
     journal: Journal, trainer: str, run: str | None, last: int, now: float
 ) -> dict[str, Any]:
-    """The output of ``freetrain why`` as data. Raises BadInput if there is no such run, or no such
-    trainer in it.
-    """
+    """What ``freetrain why`` says, as data. Raises BadInput if there is no such run or trainer."""
     from parsl_freetrain.report.learned import shapes_tried
     from parsl_freetrain.report.life import life_of
     from parsl_freetrain.report.names import chosen, trainer_named
@@ -115,9 +113,8 @@ def _memory(training: Training) -> dict[str, int]:
 
 
 def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[str, Any]:
-    """What is known of a trainer's speed in samples per second: whether its curve was stated, and
-    by node class the typical rate by measured count, and the count at which it is expected to be
-    fastest; and the node class on which it runs.
+    """A trainer's speed in samples per second: whether its curve was stated; by node class the
+    typical rate by measured count, and the count with the best; and the class that it runs on.
     """
     from parsl_freetrain.report.speed import Speed, place_of
 

@@ -11,9 +11,7 @@ __all__ = ['FreeTrainExecutor']
 
 
 def __getattr__(name: str) -> Any:
-    """Import the executor on first access, since nodes import parts of this package and need
-    neither a solver nor a ledger.
-    """
+    """Import the executor on first access: nodes import parts of this package, not a solver."""
     if name == 'FreeTrainExecutor':
         from parsl_freetrain.executor.executor import FreeTrainExecutor
 

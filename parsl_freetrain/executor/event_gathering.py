@@ -12,22 +12,15 @@ from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
 GATHER_S = 0.05
-"""Seconds to wait for other nodes after a node has joined, so that one decision handles them all.
-"""
+"""Seconds to wait for other nodes after one has joined, so that one decision handles them all."""
 LONGEST_GATHER_S = 4 * GATHER_S
 """Maximum seconds to wait if many nodes join one after the other."""
 
 
 def gather(control: ControlServer, timeout_s: float, expected: Callable[[], int]) -> list[Any]:
-    """Waiting commands and members' messages, in order.
-
-    Parameters
-    ----------
-    timeout_s
-        Maximum seconds until the first one.
-    expected
-        Number of nodes that have been sent their first task and have not answered yet. If some but
-        not all of them answer, wait for more.
+    """Waiting commands and members' messages, in order; waits ``timeout_s`` at most for the first.
+    ``expected``: number of nodes that have not answered their first task. If some but not all of
+    them answer, wait for more.
     """
     items = new = list(control.receive(timeout_s))
     begun = time.monotonic()

@@ -1,8 +1,6 @@
 """The event loop: one thread that gathers events, has the controller decide on all of them at once,
-and carries out the decision.
-
-Only this thread uses the controller, the blocks, the fragments and the control channel. Every event
-goes through one :class:`~parsl_freetrain.executor.stream.Stream`.
+and carries out the decision. Only this thread uses the controller, the blocks, the fragments and
+the control channel. Every event goes through one :class:`~.stream.Stream`.
 """
 
 from __future__ import annotations
@@ -52,14 +50,8 @@ MOST_FAILURES = 20
 
 
 class EventLoop:
-    """Runs from :meth:`start` to :meth:`stop`. Other threads use only :meth:`post`.
-
-    Parameters
-    ----------
-    requests
-        Handles what other programs of the user ask of this run.
-    clock
-        Returns the time in seconds since the epoch.
+    """Runs from :meth:`start` to :meth:`stop`. Other threads use only :meth:`post`. ``requests``:
+    of other programs of the user. ``clock``: seconds since the epoch.
     """
 
     def __init__(
@@ -106,9 +98,7 @@ class EventLoop:
         self._thread.start()
 
     def post(self, command: co.Command) -> None:
-        """Pass a command to the event loop, from any thread. If the loop has ended, the command is
-        refused here.
-        """
+        """Pass a command to the event loop, from any thread; refused if the loop has ended."""
         with self._ending:
             if not self._ended:
                 self._control.post(command)
@@ -116,9 +106,7 @@ class EventLoop:
         self._refuse(command)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread. Trainers that have not ended fail, with a message that says how to
-        resume.
-        """
+        """End the thread. Unfinished trainers fail, with a message that says how to resume."""
         self.post(co.Stop())
         self._thread.join(timeout_s)
 
@@ -187,9 +175,7 @@ class EventLoop:
         return now
 
     def _guarded(self, step: Callable[..., None], *args: object) -> None:
-        """Run a step. If it fails, log the error and continue, so that other trainers are not
-        affected.
-        """
+        """Run a step. An error is logged, and other trainers are not affected."""
         try:
             step(*args)
         except BaseException:  # members' results and users' callbacks may raise anything
@@ -291,9 +277,7 @@ class EventLoop:
         self._requests.look(now)
 
     def _handle_all(self, now: float) -> None:
-        """Give all emitted events to the controller in one batch, and carry out its actions. Repeat
-        with the events that these emit.
-        """
+        """Give emitted events to the controller, carry out its actions; repeat with theirs."""
         while events := self._stream.next_batch():
             reply = Reply()
             try:
@@ -312,9 +296,7 @@ class EventLoop:
                 self._fragments.hurry(now)
 
     def _decided(self, reply: Reply, now: float) -> ev.Decided:
-        """The event that the controller has handled a batch. Most problems are like the one before,
-        and large: of decisions that change nothing, few are kept.
-        """
+        """The event that a batch was handled. Of those that change nothing, few are kept."""
         if reply.decision is None:
             return ev.Decided(now, reply.actions)
         age_s, since_s = now - self._begun_at, now - self._kept_problem_at

@@ -1,6 +1,4 @@
-"""FreeTrainExecutor: Parsl's HighThroughputExecutor, with blocks in a site's holes and an event
-loop that runs trainers in them.
-"""
+"""Parsl's HighThroughputExecutor, with blocks in a site's holes and trainers that run in them."""
 
 from __future__ import annotations
 
@@ -289,9 +287,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
 
     def initialize_scaling(self) -> None:
-        """Compose the launch command with one more worker than ordinary tasks use. The interchange
-        reserves it for fragments.
-        """
+        """Compose the launch command with one more worker, which is reserved for fragments."""
         ordinary = self.max_workers_per_node
         self.max_workers_per_node = ordinary + 1
         try:
@@ -300,9 +296,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self.max_workers_per_node = ordinary
 
     def await_arguments(self, future: TrainingFuture) -> None:
-        """A trainer will be submitted when its arguments are there; it fails if this executor is
-        shut down before.
-        """
+        """A trainer that is submitted when its arguments are there, or fails at shutdown."""
         self._waiting.add(future)
         future.add_done_callback(lambda _: self._waiting.discard(future))
 
@@ -332,9 +326,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._waiting.discard(record.future)
 
     def submit_payload(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
-        """Send an ordinary task to the interchange, and a fragment to the event loop, which sends
-        it to every node of the fragment.
-        """
+        """Send an ordinary task to the interchange, a fragment to the event loop and its nodes."""
         if self.bad_state_is_set:
             raise self.executor_exception
         if FRAGMENT in context.get('resource_spec', {}):
@@ -369,16 +361,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             loop.post(command)
 
     def status(self) -> dict[str, JobStatus]:
-        """The provider's answer. For a block that was taken before its nodes had started, Parsl
-        would report MISSING, which is a failure.
-        """
+        """The provider's answer, without MISSING (Parsl's for a block taken early: a failure)."""
         statuses: dict[str, JobStatus] = BlockProviderExecutor.status(self)
         return statuses
 
     def quiesce(self) -> None:
-        """Stop every fragment with a checkpoint, and start nothing afterwards. Waits at most
-        ``timeouts.stop_grace_s`` seconds.
-        """
+        """Stop all fragments with a checkpoint, for good, in at most ``timeouts.stop_grace_s``."""
         if self._loop is not None:
             quiet = threading.Event()
             self._loop.post(commands.Quiesce(quiet))

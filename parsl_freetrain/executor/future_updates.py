@@ -12,10 +12,7 @@ from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 
 
 class FutureUpdater:
-    """A subscriber that updates the futures' progress and settles the futures.
-
-    ``records``: all trainers of the run, by name.
-    """
+    """A subscriber that updates the progress of all trainers' futures and settles them."""
 
     def __init__(self, records: Mapping[str, TrainerRecord]) -> None:
         self._records = records

@@ -1,7 +1,4 @@
-"""The process of the interchange; Parsl's executor starts it and writes its settings to its input.
-
-``python3 -m parsl_freetrain.executor.interchange_process`` takes no options.
-"""
+"""The interchange's process; Parsl's executor starts it and writes its settings to its input."""
 
 from __future__ import annotations
 

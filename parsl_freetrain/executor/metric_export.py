@@ -46,9 +46,7 @@ class MetricExport:
             self._thread.start()
 
     def stop(self) -> None:
-        """Pass on the rest, when the ledger is complete, and close the loggers. A logger that takes
-        long is left alone.
-        """
+        """Pass on the rest and close the loggers; one that takes long is left alone."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(LAST_S)

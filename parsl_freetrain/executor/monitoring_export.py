@@ -21,9 +21,7 @@ MOST_OF_THE_TIME = 0.05
 
 
 def database_of(endpoint: str | None) -> Path | None:
-    """The file of a monitoring endpoint such as ``sqlite:///runinfo/monitoring.db``; None for any
-    other endpoint.
-    """
+    """The file of a monitoring endpoint such as ``sqlite:///runinfo/monitoring.db``, or None."""
     if endpoint is None or not endpoint.startswith('sqlite:///'):
         return None
     return Path(endpoint.removeprefix('sqlite:///')).absolute()
@@ -41,9 +39,7 @@ class MonitoringExport:
         self._thread: threading.Thread | None = None
 
     def start(self, endpoint: str | None, ledger: Path, run: str) -> None:
-        """Start copying, unless it has started already or the endpoint is not an SQLite file.
-        ``run`` is Parsl's id of the run.
-        """
+        """Start copying Parsl's ``run``, unless it has begun or the endpoint is no SQLite file."""
         database = database_of(endpoint)
         with self._starting:
             if database is None or self._thread is not None:

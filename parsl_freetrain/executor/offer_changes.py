@@ -9,12 +9,8 @@ from parsl_freetrain.core.model.types import NodeOffer
 
 
 class OfferChanges:
-    """Compares what a site says of the last while, clipped, with what it has said before.
-
-    Parameters
-    ----------
-    stale_s
-        Seconds after its end from which an offer is over, although none has ended later.
+    """Compares what a site says of the last while, clipped, with what it has said before. An offer
+    that is replaced by no later one is over ``stale_s`` seconds after its end.
     """
 
     def __init__(self, stale_s: float) -> None:
@@ -25,9 +21,7 @@ class OfferChanges:
     def new(
         self, offers: Sequence[NodeOffer], now: float, *, last: bool = False
     ) -> tuple[NodeOffer, ...]:
-        """Offers that have begun, whose end is infinite, or that have ended. ``last``: all of them
-        end here.
-        """
+        """Offers that have begun, without an end, or ended (``last``: all of them end here)."""
         over_at = max([now - self._stale_s, *(offer.end for offer in offers)])
         found: dict[tuple[str, float], NodeOffer] = {}
         for offer in sorted(offers, key=lambda offer: (offer.node, offer.start)):

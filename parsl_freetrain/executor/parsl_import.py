@@ -11,10 +11,9 @@ import typeguard
 
 
 def import_parsl(*, runs_apps: bool) -> None:
-    """Import Parsl without what these processes do not use: its monitoring database, which takes
-    half of the time where SQLAlchemy is installed; and, where no apps run, the code that checks the
-    types of arguments, which is generated anew at every import and takes half of the rest. Bash
-    apps rely on it: it refuses what is no file for their output.
+    """Import Parsl without its monitoring database (SQLAlchemy: half of the time), and, where no
+    apps run, without the code that checks types of arguments (generated anew at every import: half
+    of the rest). Bash apps rely on it: it refuses what is no file for their output.
     """
     hidden = 'sqlalchemy' not in sys.modules
     if hidden:

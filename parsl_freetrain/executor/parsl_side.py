@@ -23,14 +23,8 @@ _LOOK_MS = 200
 
 class ParslSide:
     """The side of a started HighThroughputExecutor. Only the event loop's thread calls it, but for
-    :meth:`submit`.
-
-    Parameters
-    ----------
-    agent
-        What the command of a block's nodes begins with.
-    lock
-        The lock of the run's folder. If it is lost, trainers cannot go on, but ordinary apps do.
+    :meth:`submit`. ``agent``: what the command of a block's nodes begins with. ``lock``: of the
+    run's folder; without it trainers cannot go on, but ordinary apps do.
     """
 
     def __init__(self, executor: HighThroughputExecutor, agent: str, lock: RunLock) -> None:
@@ -52,8 +46,7 @@ class ParslSide:
         return block_id, job_id
 
     def register(self, job_id: str) -> tuple[str, str]:
-        """Assign a block id to an adopted job; returns it and the command that connects its nodes.
-        """
+        """Assign a block id to an adopted job; returns it and its nodes' command."""
         block_id = str(self._executor._block_id_counter.get_id())
         self._note_block(block_id, job_id)
         return block_id, self._executor._get_launch_command(block_id)
@@ -67,10 +60,7 @@ class ParslSide:
         executor.send_monitoring_info({block_id: executor._status[block_id]})
 
     def submit(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
-        """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
-        loop both submit here. Without an interchange it would wait for ever. Raises TrainerFailed
-        if the interchange is gone.
-        """
+        """Parsl's own submission, safe for two threads; TrainerFailed without interchange."""
         with self._submitting:
             while not self._executor.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):
                 if trouble := self._parsls_trouble():

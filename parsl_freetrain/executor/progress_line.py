@@ -18,16 +18,8 @@ _CLEAR = '\r\x1b[K'
 
 
 class ProgressLine:
-    """A subscriber that keeps one line up to date, if ``out`` is a terminal.
-
-    Parameters
-    ----------
-    records
-        All trainers of the run, by name.
-    ledger
-        Named once, for ``freetrain watch``.
-    clock
-        Seconds that only increase.
+    """A subscriber that keeps one line about the trainers up to date, if ``out`` is a terminal. It
+    names the ``ledger`` once, for ``freetrain watch``. ``clock``: seconds that only increase.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """What other programs of the same user ask of a live run: files in a private folder beside its
-ledger.
-
-Files work from any node that sees the file system, without a port or a password: who may write to
-the folder is who may ask. A request is ``ID.request``, its answer ``ID.answer``; both are JSON and
-appear whole, under their names.
+ledger. They work from any node that sees the file system, without a port or a password: who may
+write there may ask. A request is ``ID.request``, its answer ``ID.answer``; both are JSON and appear
+whole.
 """
 
 from __future__ import annotations
@@ -60,9 +58,7 @@ def requests_folder(ledger: Path) -> Path:
 
 
 class Requests:
-    """The live run's end. ``folder``: made, and cleared of what an earlier run has left. Raises
-    BadInput if somebody else owns the folder or may write to it.
-    """
+    """The live run's end. ``folder``: made and cleared; BadInput if others may write to it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,9 +69,7 @@ class Requests:
                 path.unlink(missing_ok=True)
 
     def new(self) -> list[tuple[str, Request]]:
-        """Requests that have come since the last call with their ids, oldest first; cheap where
-        there are none.
-        """
+        """Requests since the last call with their ids, oldest first; cheap if there are none."""
         found = []
         for path in sorted(self._folder.glob(f'*{_REQUEST}'), key=_changed_at):
             try:
@@ -101,10 +95,9 @@ def ask(
     check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence. ``check``:
-    called about once a second; raises BadInput when the run can no longer answer. Raises BadInput
-    if there is no such run, if it cannot do what is asked, or does not answer within ``timeout_s``
-    seconds.
+    """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence. ``check`` is
+    called about once a second and raises BadInput when the run can no longer answer; so does this
+    if there is no such run, it cannot do that, or does not answer within ``timeout_s`` seconds.
     """
     folder = requests_folder(ledger)
     if not ledger.is_file() or not folder.is_dir():

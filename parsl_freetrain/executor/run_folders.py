@@ -13,9 +13,7 @@ _RUN_DIR = 'run_dir of parsl.Config'
 
 
 def refuse_unquotable(logdir: str) -> None:
-    """Refuse a folder of Parsl whose name its commands cannot hold: they are in single quotes, and
-    formatted twice. Raises BadInput.
-    """
+    """Refuse (BadInput) a folder that Parsl's single-quoted, formatted commands cannot hold."""
     logs = os.path.abspath(logdir)
     if set(logs) & set("'{}") or not logs.isprintable():
         raise BadInput(
@@ -26,12 +24,11 @@ def refuse_unquotable(logdir: str) -> None:
 
 
 def keep_others_out(checkpoint_dir: Path, run_dir: str) -> None:
-    """Refuse folders that other users can change, and make Parsl's folder of this run private, with
-    its log. Raises BadInput, with what would be right.
+    """Refuse folders that other users can change (BadInput), and make Parsl's folder of this run,
+    with its log, private: what is in it (scripts, keys) is trusted by its name.
 
     Members of a group may replace a checkpoint_dir, since folders of projects are theirs: no
-    program in it is run, and whoever reads from it looks first whose it is. What is in ``run_dir``
-    (the scripts of blocks, the keys of the run) is trusted by its name.
+    program in it is run, and whoever reads from it looks first whose it is.
     """
     folder = checkpoint_dir.absolute()
     refuse_replaceable(folder, 'checkpoint_dir', group_may=True)

@@ -1,6 +1,4 @@
-"""One live run for each checkpoint folder: two would train the same trainers and overwrite each
-other's ledger.
-"""
+"""One live run for each checkpoint folder: two would overwrite each other's trainers and ledger."""
 
 from __future__ import annotations
 
@@ -30,19 +28,8 @@ SILENT_S = 90.0
 
 class RunLock:
     """A file in the checkpoint folder that names the live run. As a subscriber, it touches the
-    file, which is how runs on other computers see that this one lives.
-
-    Parameters
-    ----------
-    folder
-        The checkpoint folder.
-    run
-        Unlike every other run.
-
-    Attributes
-    ----------
-    lost
-        Why this run must end: another one has the folder. Empty while it has not.
+    file, by which runs on other computers see that this one lives. ``lost``: why this run must end
+    (another one has the folder), or empty.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -52,9 +39,7 @@ class RunLock:
         self.lost = ''
 
     def take_folder(self) -> None:
-        """Claim the folder. Raises BadInput if another live run has it, or the folder cannot be
-        written.
-        """
+        """Claim the folder; BadInput if another live run has it, or it cannot be written."""
         try:
             make_dir(self._path.parent)
             with _alone(self._path):

@@ -117,9 +117,7 @@ class Timeouts(Settings, frozen=True, kw_only=True):
 
     @property
     def silence_s(self) -> float:
-        """Maximum seconds without a sign of life from a node. The rest of ``hang_s`` is for ending
-        its fragment on the other nodes.
-        """
+        """Maximum seconds without a sign of a node; the rest of ``hang_s`` is for ending."""
         return 0.8 * self.hang_s
 
 
@@ -191,19 +189,8 @@ def _address(interface: str | None) -> str | None:
 
 
 def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> None:
-    """Refuse a trainer whose value the executor's metric cannot compute.
-
-    Parameters
-    ----------
-    samples
-        Number of samples that the trainer has trained.
-    at
-        The current time, in seconds since the epoch.
-
-    Raises
-    ------
-    BadInput
-        With the trainer's name and the node count.
+    """Refuse a trainer whose value the executor's metric cannot compute (BadInput, with name and
+    node count). ``samples``: that it has trained; ``at``: now, in seconds since the epoch.
     """
     for curve in dict(trainer.class_curves).values() or [trainer.curve]:
         objective_named(metric, 'metric')(
@@ -212,9 +199,7 @@ def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> Non
 
 
 def check_solver(policy: Policy, site: Site) -> None:
-    """Refuse the dynamic programme where nodes of a site are unequal or leave at several times.
-    Raises BadInput, with what differs.
-    """
+    """Refuse (BadInput) the dynamic programme where nodes are unequal or leave at several times."""
     if policy.solver_name != SolverName.DP:
         return
     classes = getattr(site, 'classes', ())
@@ -233,9 +218,7 @@ def check_solver(policy: Policy, site: Site) -> None:
 
 
 def check_classes(trainer: Trainer, site: HoleSource) -> None:
-    """Refuse a trainer whose curves name node classes that the site does not have. Raises BadInput,
-    with the trainer's name, the class, and the classes of the site.
-    """
+    """Refuse (BadInput) a trainer whose curves name node classes that the site does not have."""
     classes = set(getattr(site, 'classes', ()))
     if classes and trainer.shapes:
         raise BadInput(
@@ -255,9 +238,7 @@ def check_classes(trainer: Trainer, site: HoleSource) -> None:
 def controller_settings(
     policy: Policy, provider: BackfillProvider, ledger: Path, workers_per_node: int
 ) -> ControllerSettings:
-    """Put them together. The ledger, which need not exist, says what was used before. Raises
-    BadInput if that is the budget of all trainers, so that nothing can run.
-    """
+    """Put them together, with what the ledger says was used; BadInput if no budget is left."""
     budgets, total = policy.budgets, policy.budgets.get(EVERYBODY, math.inf)
     used_before = used_node_s(ledger) if budgets else {}
     if used_before.get(EVERYBODY, 0.0) >= total:

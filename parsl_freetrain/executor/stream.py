@@ -1,8 +1,6 @@
-"""The stream of all events of a run, and its subscribers.
-
-Emitters (blocks, fragments, requests, the event loop itself) emit events. Each is appended to the
-journal and published at once. Those that concern the controller are also kept until the event loop
-gives them to it in one batch; :class:`~parsl_freetrain.core.model.events.Decided` follows.
+"""The stream of all events of a run: each is appended to the journal and published at once. Those
+that concern the controller are kept, too, until the event loop gives them to it in one batch;
+:class:`~parsl_freetrain.core.model.events.Decided` follows.
 """
 
 from __future__ import annotations
@@ -27,14 +25,8 @@ class Subscriber(Protocol):
 
 
 class Stream:
-    """Publishes events, and keeps those for the controller in order.
-
-    Parameters
-    ----------
-    subscribers
-        Get every event, in this order.
-    recorders
-        Get every event before them, but those of :meth:`pass_by`.
+    """Publishes events to ``subscribers``, in this order, and keeps those for the controller.
+    ``recorders`` get every event before them, but those of :meth:`pass_by`.
     """
 
     def __init__(

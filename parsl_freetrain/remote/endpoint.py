@@ -130,8 +130,7 @@ def answer_to(order: orders.Order) -> orders.Answer:
 
 
 def _ensure_run(desk: Desk) -> None:
-    """Start the run of a folder unless it goes on. Raises BadInput if another program trains there.
-    """
+    """Start a folder's run unless it goes on. Raises BadInput if another program trains there."""
     try:
         refuse_live(desk.checkpoint_dir)
     except BadInput:

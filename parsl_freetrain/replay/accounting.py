@@ -1,9 +1,7 @@
-"""The accounts of a replay: samples by trainer, node-seconds by use, and the series for the charts.
-
-The rules are those of the published replayer, so that figures can be compared. Progress is rate x
-time. A change of nodes costs the samples of ``rescale_up_s`` or ``rescale_down_s`` seconds at the
-rate before it. The loss of nodes costs ``rescale_down_s`` seconds at the rate before it, at most
-once for each trainer and instant.
+"""The accounts of a replay: samples by trainer, node-seconds by use, and the charts' series. The
+rules are the published replayer's, for comparison: progress is rate x time; a change of nodes costs
+the samples of ``rescale_up_s`` or ``rescale_down_s`` seconds at the rate before it; the loss of
+nodes costs ``rescale_down_s`` seconds so, at most once for each trainer and instant.
 """
 
 from __future__ import annotations

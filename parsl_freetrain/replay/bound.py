@@ -31,11 +31,9 @@ _INSTANTS = 200
 def most_samples(
     trace: Trace, known_ends: bool, trainers: Sequence[Trainer], at_a_time: int
 ) -> float:
-    """A bound of the samples that the trainers can train on a trace, ``at_a_time`` at most at once;
-    ``known_ends``: as for :meth:`Trace.intervals`.
-
-    All trainers count as there all the time, and as going on beyond their totals: the end of a
-    trainer frees its nodes at no cost, which the bound does not count.
+    """A bound of the samples that the trainers can train on a trace, ``at_a_time`` at most at once,
+    with ends as in :meth:`Trace.intervals`. All count as there all the time, and beyond their
+    totals: a trainer's end frees its nodes at no cost, which the bound does not count.
     """
     curves = [t.curve for t in trainers if t.curve is not None]
     largest = max(t.max_nodes for t in trainers)
@@ -63,11 +61,10 @@ def most_samples(
 
 
 def _most(trains: Floats, pays: Floats, counts: Ints, idle: Floats, stay: Floats) -> float:
-    """The best that one trainer can have, divided at will.
-
-    ``trains`` has the shape (instants, counts): samples on each of the ``counts`` of nodes until
-    the next instant; ``pays``: samples that it costs to give up each. ``idle``, ``stay``: its nodes
-    after each instant, and those that do not leave at the next one.
+    """The best that one trainer can have, divided at will. ``trains``, of shape (instants, counts):
+    samples on each of the ``counts`` of nodes until the next instant; ``pays``: samples that it
+    costs to give up each. ``idle``, ``stay``: nodes after each instant, and those that stay at the
+    next.
     """
     instants, ways = trains.shape
     x = np.arange(trains.size).reshape(trains.shape)

@@ -42,9 +42,7 @@ class PlannedBlock:
     node_class: str = ''
 
     def time(self, late_s: float) -> tuple[float, float]:
-        """Start and end of its time with nodes, in seconds from now, if it starts ``late_s``
-        seconds from now and is not preempted.
-        """
+        """Start and end with nodes, in seconds from now, after ``late_s`` and if not preempted."""
         return late_s, late_s + self.walltime_s if self.hole_s is None else min(
             late_s + self.walltime_s, self.hole_s
         )
@@ -61,9 +59,8 @@ class Forecast:
 
 def trainers_at(path: Path) -> list[ReplayTrainer]:
     """The trainers of a file in the format of ``freetrain replay``, with ``submit_s`` from now; or
-    the unfinished trainers of a ledger's newest run, with the samples left.
-
-    Raises BadInput if the file is invalid, lacks a trainer's speed, or no trainer has samples left.
+    the unfinished trainers of a ledger's newest run, with the samples left. Raises BadInput if the
+    file is invalid, lacks a trainer's speed, or no trainer has samples left.
     """
     try:
         with path.open('rb') as file:
@@ -119,11 +116,9 @@ def forecasts(
     start_s: float,
     look_ahead_s: float,
 ) -> list[Forecast]:
-    """What the trainers would train on these blocks alone.
-
-    Maximum: every block starts at once, and a preemptible one lasts for ``look_ahead_s``. Minimum:
-    every block starts ``start_s`` seconds later and ends when its nodes are needed, and a
-    preemptible one is preempted as soon as it may be.
+    """What the trainers would train on these blocks alone. Maximum: every block starts at once, and
+    a preemptible one lasts for ``look_ahead_s``. Minimum: all start ``start_s`` seconds later and
+    end when their nodes are needed, and a preemptible one as soon as it may be preempted.
     """
     early, late = [], []
     for block in blocks:

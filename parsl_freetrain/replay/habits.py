@@ -39,19 +39,10 @@ def write_habits(trace: Trace, path: Path) -> None:
 
 
 def read_habits(path: str | Path, nodes: Collection[str] | None = None) -> NodeHabits:
-    """Habits of a machine, for ``Policy(habits=...)`` or a replay.
-
-    Parameters
-    ----------
-    path
-        The file, which ``freetrain replay --learn-habits`` has written.
-    nodes
-        Names of the machine's nodes, which are compared with those in the file; None: not compared.
-
-    Raises
-    ------
-    BadInput
-        If the file cannot be read, is no file of habits, or is about another machine.
+    """Habits of a machine, for ``Policy(habits=...)`` or a replay, from a file that ``freetrain
+    replay --learn-habits`` has written. ``nodes``: names of the machine's nodes, to be compared
+    with the file's, if any. Raises BadInput if it is unreadable, no file of habits, or another
+    machine's.
     """
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=HabitsFile)

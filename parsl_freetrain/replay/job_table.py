@@ -53,19 +53,15 @@ class JobTable:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the first to the last start, in seconds: the log does not show what was before or
-        after.
-        """
+        """From the first to the last start, in seconds: all that the log shows."""
         ran = self.start[self.end > self.start]
         return float(ran.min()), float(ran.max())
 
 
 def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) -> JobTable:
-    """Check the jobs of a log, in any order, and sort them. ``machine_nodes`` None: the nodes that
-    the log names; it must then name them for every job that ran.
-
-    Raises BadInput for a log without jobs, impossible times, a job that is larger than its machine,
-    or a machine of unknown size.
+    """Check and sort the jobs of a log. ``machine_nodes`` None: the nodes that the log names, for
+    every job that ran. Raises BadInput for a log without jobs, impossible times, a job that is
+    larger than its machine, or a machine of unknown size.
     """
     kept = [job for job in jobs if job.nodes > 0 or job.end > job.start]
     if odd := len(jobs) - len(kept):

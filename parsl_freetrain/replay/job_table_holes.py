@@ -20,8 +20,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.job_table import JobTable
 from parsl_freetrain.replay.trace import Floats, Ints, Trace
 
-# A waiting job that fits the idle nodes for longer than this is held back by something that the log
-# does not show.
+# A waiting job that fits the idle nodes for longer is held back by something not in the log.
 PATIENCE_S = 300.0
 # Because of clocks that disagree and replaced nodes, logs use slightly more nodes than there are.
 OVERBOOKED_SHARE = 0.01
@@ -225,9 +224,7 @@ class _Sweep:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The reservation of the job at the head of the queue: when it starts (infinite if none waits),
-    and the ``extra`` nodes that are free then and that it does not need.
-    """
+    """Of the first waiting job: its start (or infinite), and ``extra`` nodes then."""
 
     shadow_s: float
     extra: int
@@ -240,8 +237,7 @@ def reserve(
     needed: int, idle: int, expected: Iterable[tuple[float, int]], now: float
 ) -> Reservation:
     """The reservation of a job of ``needed`` nodes, of which ``idle`` are free now. ``expected``:
-    latest end and number of nodes of each running job, in order of time; one whose time is over is
-    expected to end at once. Times in seconds.
+    latest end (or at once, if past) and nodes of each running job, in order of time, in seconds.
     """
     free, shadow_s = idle, now
     for end, nodes in expected:

@@ -46,13 +46,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def draw(result: ReplayResult, folder: Path) -> list[Path]:
-    """Draw ``nodes.png``, ``node-seconds.png`` and ``decisions.png`` into an existing folder.
-
-    Returns
-    -------
-    list of pathlib.Path
-        The files.
-    """
+    """Draw ``nodes.png``, ``node-seconds.png`` and ``decisions.png`` into an existing folder."""
     return [
         _nodes(result.trace, folder / 'nodes.png'),
         _node_seconds(result.trace, folder / 'node-seconds.png'),
@@ -113,9 +107,7 @@ def _nodes(outcome: PoolResult, path: Path) -> Path:
 
 
 def lanes(outcome: PoolResult) -> list[tuple[Floats, Floats, Floats]]:
-    """Starts, ends and nodes of fragments, by lane: as many as trainers ran at once. A trainer
-    keeps its lane from its first fragment to its last one.
-    """
+    """Starts, ends and nodes of fragments by lane: each trainer's, reused when it has ended."""
     series = outcome.series
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -146,10 +138,7 @@ def lanes(outcome: PoolResult) -> list[tuple[Floats, Floats, Floats]]:
 
 
 def means(starts: Floats, ends: Floats, height: Floats, edges: Floats) -> Floats:
-    """The mean of a sum of boxes between each edge and the next one.
-
-    It is exact, since the integral of such a sum is linear between the ends of the boxes.
-    """
+    """The exact mean of a sum of boxes (its integral is linear) between neighbouring edges."""
     at = np.concatenate([starts, ends])
     order = np.argsort(at, kind='stable')
     at, step = at[order], np.concatenate([height, -height])[order]

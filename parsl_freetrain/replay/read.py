@@ -63,9 +63,7 @@ def read_trace(
 
 
 def kind_of(path: str | Path) -> str:
-    """``'swf'``, ``'sacct'``, ``'pbs'`` or else ``'idle'``; raises BadInput if there is no such
-    file.
-    """
+    """``'swf'``, ``'sacct'``, ``'pbs'`` or else ``'idle'``; BadInput if there is no such file."""
     data = read_bytes(path, 'idle intervals, or a job log', most=1 << 16)
     lines = data.decode('utf-8-sig', errors='replace').splitlines()
     first = next(filter(None, map(str.strip, lines)), '')

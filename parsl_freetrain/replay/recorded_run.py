@@ -1,7 +1,5 @@
-"""Replays the recorded events of a live run through a controller.
-
-The events stay as recorded, so a decision that differs has no consequences: each decision is made
-in the state that the run really had.
+"""Replays the recorded events of a live run through a controller. The events stay as recorded: each
+decision is made in the state that the run really had, and differing ones change nothing.
 """
 
 from __future__ import annotations
@@ -77,9 +75,7 @@ def changed(
     metric: str | None = None,
     time_limit_s: float | None = None,
 ) -> DecisionSettings:
-    """The settings of a run, with some replaced; None: the run's. Raises BadInput if the ledger
-    lacks them, or one is invalid.
-    """
+    """A run's settings, with some replaced; BadInput if one is missing or invalid."""
     own = DecisionSettings.of(run.began)
     if own is None:
         raise BadInput(f'The ledger has no settings of run {run.name!r}; it cannot be replayed.')
@@ -163,9 +159,7 @@ def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> R
 
 
 class _Asked:
-    """Answers like the run's solver, so that the state follows the run, and records the answers of
-    other settings in the same state.
-    """
+    """Answers like the run's solver, to follow the run, and records those of other settings."""
 
     state: ControllerState
 

@@ -28,19 +28,16 @@ WHERE_THEY_WENT = {
 class Series:
     """The course of a replay. Each value holds from its instant to the next one."""
 
-    #: The instants of changes, in seconds of the trace's clock; the last one is the end of the
-    #: window.
+    #: Instants of changes, in seconds of the trace's clock; the last one is the window's end.
     times: Floats
-    #: With ``used``, ``running``: numbers of idle nodes, of those among them that train, and of
-    #: running trainers.
+    #: With ``used``, ``running``: numbers of idle nodes, of those that train, of running trainers.
     idle: Ints
     used: Ints
     running: Ints
     samples: Floats  #: samples trained until then, minus losses
     #: Duration of each decision in seconds; there is none for the end of the window.
     decision_s: Floats
-    #: With ``span_start``, ``span_end``, ``span_nodes``: trainer, start, end and number of nodes of
-    #: each fragment.
+    #: With ``span_start``, ``span_end``, ``span_nodes``: each fragment's trainer, times and nodes.
     span_trainer: tuple[str, ...]
     span_start: Floats
     span_end: Floats
@@ -107,9 +104,7 @@ class PoolResult:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The same replay with decisions that know the scaling curves. Normalised work: the
-    node-seconds that the samples of each trainer would have taken on one node.
-    """
+    """The same replay with known scaling curves. Normalised work: node-seconds on one node."""
 
     samples: float
     work: float

@@ -163,8 +163,7 @@ def compare_work(
 
 
 def _work(trainers: Sequence[ReplayTrainer], of: PoolResult) -> float:
-    # A trainer that hardly moves on few nodes is measured by its speed on its maximum number of
-    # nodes; where nodes are unequal, by that on its slowest class.
+    # By its speed on its maximum number of nodes (few may hardly move it), of its slowest class.
     one_node = {}
     for t in (r.trainer for r in trainers):
         curves = [curve for _, curve in t.class_curves] or ([t.curve] if t.curve else [])

@@ -119,9 +119,7 @@ class Study(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Self:
-        """The study with these values, read as on the command line; BadInput says which one is
-        wrong.
-        """
+        """The study with these values, read as on the command line; BadInput names a wrong one."""
         fields = {field_named(name): value for name, value in values.items()}
         return cls(**{name: _read(name, value) for name, value in fields.items()})
 
@@ -233,9 +231,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def read_study(path: Path) -> tuple[dict[str, object], dict[str, list[object]]]:
-    """The values of a study in a TOML file, and what its table ``[sweep]`` sweeps over, by field.
-    Files in it are relative to its folder. Raises BadInput.
-    """
+    """A TOML file's values and those of its ``[sweep]``, by field; its folder's files. BadInput."""
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:

@@ -36,8 +36,7 @@ COLUMNS = (
 _SUBMIT, _WAIT, _RUN, _ALLOCATED, _REQUESTED, _LIMIT, _STATUS = 1, 2, 3, 4, 7, 8, 10
 _PARTS = (2, 3, 4)  # status of parts of a job that was checkpointed; the job has a line of its own
 _NEEDED = _ALLOCATED + 1  # a log may leave out the columns that follow
-# Headers give the size of a machine at one time. A job many times larger was rather counted in
-# other units than the header.
+# A job many times larger than the header's machine was rather counted in other units.
 _MOST_GROWTH = 2
 STANDARD = 'the columns must be the 18 of the Standard Workload Format, in its order'
 

@@ -38,11 +38,9 @@ class PoolChange:
 
     at: float  #: when, in seconds of the trace's clock
     joined: Ints  #: indices of the nodes that become idle, increasing
-    #: Indices of the nodes that become busy, increasing. They leave before the others join: a node
-    #: in both was busy only for an instant.
+    #: Indices of nodes that become busy, increasing, before others join: one in both stays.
     left: Ints
-    #: For each node of ``joined``: until when it is known to stay idle, in seconds of the trace's
-    #: clock; infinite if not known.
+    #: Until when each of ``joined`` stays idle, in seconds of the trace's clock, or infinite.
     known_until: Floats
 
 
@@ -131,21 +129,12 @@ class Trace:
         )
 
     def intervals(self, known_ends: bool = False) -> tuple[Floats, Floats, Ints, Floats]:
-        """Starts, ends, nodes and known ends of the intervals, with or without knowledge of the
-        scheduler's reservations.
+        """Starts, ends, nodes and known ends of the intervals, by start, then node; times in
+        seconds.
 
-        Parameters
-        ----------
-        known_ends
-            False: every idle interval as observed, with an unknown (infinite) end; intervals that
-            were divided only because a promise ran out are joined. True: a node is available as
-            long as it was promised, no longer than it was idle, and not at all if it was promised
-            for no time.
-
-        Returns
-        -------
-        tuple of arrays
-            In the order of starts, then of nodes; times in seconds.
+        ``known_ends`` False: every idle interval as observed, with an unknown (infinite) end; those
+        divided only because a promise ran out are joined. True: a node is available as long as it
+        was promised, no longer than it was idle, and not at all if it was promised for no time.
         """
         if known_ends:
             there = self.known_until > self.starts
@@ -173,9 +162,8 @@ class Trace:
 
     def changes(self, known_ends: bool = False) -> tuple[PoolChange, ...]:
         """Every change of the idle pool, in order of time, at most one for each instant;
-        ``known_ends``: as for :meth:`intervals`.
-
-        Nodes that are idle at the window's start join then; those idle at its end do not leave.
+        ``known_ends``: see :meth:`intervals`. Nodes idle at the window's start join then; those at
+        its end stay.
         """
         starts, ends, nodes, known = self.intervals(known_ends)
         order = np.lexsort((nodes, ends))
@@ -198,20 +186,9 @@ class Trace:
     def window(
         self, nodes: int | None = None, since: float | None = None, until: float | None = None
     ) -> Trace:
-        """Part of this trace; the clock stays the same.
-
-        Parameters
-        ----------
-        nodes
-            Number of nodes to use, the first ones in sorted order; None: all.
-        since, until
-            In seconds; this trace's window and its intervals are clipped to them. None: no
-            clipping.
-
-        Raises
-        ------
-        BadInput
-            No node, an empty window, or a window in which no node is idle.
+        """Part of this trace, with the same clock: the first ``nodes`` in sorted order (None: all),
+        clipped to ``since`` and ``until``, in seconds, if given. Raises BadInput for no node, an
+        empty window, or one in which no node is idle.
         """
         if nodes is not None and nodes < 1:
             raise BadInput(

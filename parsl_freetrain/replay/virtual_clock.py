@@ -17,9 +17,8 @@ EVERYTHING = 'idle'
 
 
 class Holes:
-    """The blocks of a recorded pool: nodes that become idle and leave together are one hole, which
-    one block fills; only one for each node class if no ends are known and fragments may span
-    blocks, since blocks make no difference then.
+    """The blocks of a recorded pool: one for nodes that become idle and leave together, or one for
+    each node class if no ends are known and fragments may span blocks.
     """
 
     def __init__(self, names: Sequence[str], apart: bool, classes: Sequence[str] = ()) -> None:

@@ -64,9 +64,7 @@ class World:
         closing: Sequence[ev.BlockClosed],
         submitted: Sequence[RecordedJob],
     ) -> None:
-        """Process an instant: nodes leave, others join, trainers finish and are submitted; decide
-        once.
-        """
+        """An instant: nodes leave and join, trainers finish and are submitted; decide once."""
         self._accounts.advance(at)
         events: list[ev.Event] = []
         finished = self._finish(at)

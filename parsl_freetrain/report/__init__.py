@@ -1,3 +1,1 @@
-"""Reports of a run as HTML pages for a browser: figures from the ledger, charts as SVG, no external
-files.
-"""
+"""Reports of a run as HTML pages: figures from the ledger, charts as SVG, no external files."""

@@ -87,9 +87,7 @@ def seconds(high: float) -> Scale:
 
 
 def logarithmic(low: float, high: float) -> Scale:
-    """An axis with ticks at powers of ten, and between them if there is room; both ends must be
-    above 0.
-    """
+    """An axis with ticks at powers of ten, and between them if there is room; both ends above 0."""
     if not high > low:
         low, high = low / 2, high * 2
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))

@@ -40,9 +40,7 @@ WHY = {
 
 @dataclass(frozen=True)
 class Cause:
-    """The node-seconds of one class, for one reason; ``kind`` and ``cause`` as in
-    :data:`WHY`.
-    """
+    """The node-seconds of one class, for one reason; ``kind`` and ``cause`` as in :data:`WHY`."""
 
     kind: str
     cause: str
@@ -56,10 +54,9 @@ class Cause:
 
 
 def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
-    """All offered node-seconds by use and cause, in the order of :data:`WHY`.
-
-    Classes are those of :func:`node_seconds_of`. ``now``: end of the account of a live run, in
-    epoch seconds; default: its last entry in the ledger.
+    """All offered node-seconds by use (see :func:`node_seconds_of`) and cause, in the order of
+    :data:`WHY`. ``now``: end of the account of a live run, in epoch seconds; default: its last
+    entry.
     """
     totals = dict.fromkeys(WHY, 0.0)
     for run in history.runs:
@@ -81,23 +78,13 @@ def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
 
 
 def node_seconds_of(history: History, now: float | None = None) -> dict[str, float]:
-    """What became of every second of every node that was offered.
+    """What became of every second of every node that was offered. ``now``: as in :func:`causes`.
 
-    Parameters
-    ----------
-    history
-        Of one run or of all.
-    now
-        When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
-
-    Returns
-    -------
-    dict
-        Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
-        joined, a fragment before its first step), ``checkpointing``, ``lost`` (in a fragment that
-        was preempted or failed, after what its checkpoints, and ranks that were left, kept for the
-        next one) and ``idle``. The parts add up to ``offered``; what a node did outside an offer,
-        or after the end of the run, counts nowhere. A second with overlapping records counts once.
+    Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
+    joined, a fragment before its first step), ``checkpointing``, ``lost`` (in a fragment that was
+    preempted or failed, after what its checkpoints, and ranks that were left, kept for the next
+    one) and ``idle``. The parts add up to ``offered``; what a node did outside an offer, or after
+    the end of the run, counts nowhere. A second with overlapping records counts once.
     """
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
     for cause in causes(history, now):

@@ -135,9 +135,7 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
 
 
 def _joined(boxes: Sequence[Box], least: float) -> list[Box]:
-    """Boxes of one kind; those of a row that are less than ``least`` apart are joined, since the
-    gap would be invisible.
-    """
+    """Boxes of one kind; those of a row less than ``least`` apart (no visible gap) are joined."""
     joined: list[Box] = []
     for box in sorted(boxes, key=lambda box: (box[2], box[0])):
         if joined and joined[-1][2] == box[2] and box[0] - joined[-1][1] < least:
@@ -248,9 +246,7 @@ def scaling(learned: Scaling, kind: str) -> Markup | None:
 
 
 def predicted_and_actual(found: Figures) -> Markup | None:
-    """Samples that decisions were expected to train against samples trained and kept; None if there
-    is nothing to compare.
-    """
+    """Samples expected by decisions against samples trained and kept; None: nothing to compare."""
     of = kinds(found)
     pairs = [
         (o, o.expected, o.trained)

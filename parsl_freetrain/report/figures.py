@@ -28,9 +28,7 @@ from parsl_freetrain.report.timeline import Clock
 
 @dataclass(frozen=True)
 class Decisions:
-    """Number of decisions, the same by solver status, and the median and maximum duration in
-    seconds.
-    """
+    """Number of decisions, the same by solver status, and their median and maximum seconds."""
 
     count: int
     by_status: dict[str, int]
@@ -65,14 +63,8 @@ class Figures:
 
 
 def figures(history: History, now: float, allocator: Allocator | None) -> Figures:
-    """The contents of the report on some runs, of which there is at least one.
-
-    Parameters
-    ----------
-    now
-        Epoch seconds.
-    allocator
-        An exact allocator, for the efficiency U; without it there is none.
+    """The contents of the report on some runs, at least one, at ``now`` (epoch seconds). The
+    efficiency U needs an exact allocator; without one there is none.
     """
     clock = Clock(history, now)
     name = history.runs[-1].name
@@ -105,9 +97,7 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
 
 
 def as_document(found: Figures) -> dict[str, Any]:
-    """The document of ``freetrain report --json``. Times of outcomes are seconds since the start of
-    their run.
-    """
+    """The document of ``freetrain report --json``. Outcomes: seconds since their run's start."""
     begun = {r.id: r.begun_at for r in found.history.runs}
     names = {r.id: r.name for r in found.history.runs}
     return {

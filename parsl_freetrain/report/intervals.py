@@ -63,9 +63,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def levels(changes: Iterable[tuple[float, int]], grid: Sequence[float]) -> list[int]:
-    """What (moment, change) pairs have added up to at each moment of the grid, its own changes
-    included.
-    """
+    """The sum of (moment, change) pairs up to each moment of the grid, its own changes included."""
     ordered = sorted(changes)
     moments = [x for x, _ in ordered]
     heights = [0]

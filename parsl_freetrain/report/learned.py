@@ -25,8 +25,7 @@ class Scaling:
     stated: bool  #: whether the user stated the curve's shape; otherwise it was measured
     #: (nodes, samples per second), from measurements; empty without any.
     curve: tuple[tuple[int, float], ...]
-    #: (nodes, samples per second, fragments): the typical speed of the fragments with this node
-    #: count, which the curve goes by too, and their number.
+    #: (nodes, typical samples per second, fragments), for each node count that was measured.
     measured: tuple[tuple[int, float, int], ...]
 
 
@@ -36,8 +35,7 @@ class RescaleCost:
 
     trainer: str
     change: str  #: 'up', 'down', or 'start': from no nodes at all
-    #: The cost that decisions assume before the first measurement, and also afterwards if the user
-    #: stated it.
+    #: The cost that decisions assume before the first measurement, or always if the user stated it.
     assumed_s: float
     #: One for each change: from the last step before it to the first step after it, as the ranks
     #: report. Without such a report: the time of the last checkpoint before the change plus the

@@ -17,14 +17,10 @@ from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.names import chosen
 
 SILENT_S = 90.0
-"""Seconds without a ledger entry after which a run counts as silent; a live run makes an entry
-every 30 s.
-"""
+"""Seconds without an entry after which a run is silent; a live run makes one every 30 s."""
 
 SAME_START_S = 2.0
-"""Maximum difference in seconds between the start times of a run and its process; a process with a
-larger difference has reused the process id.
-"""
+"""Most seconds between the start of a run and of its process; beyond, the process id was reused."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,7 @@ def life_of(
     now: float,
     lives: Callable[[RunBegan], bool | None] = lives_here,
 ) -> Liveness:
-    """The state of a run at ``now`` (epoch seconds). ``lives``: whether its process lives; None if
-    that is unknown.
-    """
+    """The state of a run at ``now`` (epoch seconds). ``lives``: whether its process does."""
     if run.ended is not None:
         return Liveness('ended')
     began = run.began
@@ -85,9 +79,7 @@ def life_of(
 
 
 def check_live(journal: Journal, what: str) -> None:
-    """Refuse a run that cannot answer; ``what``: what it is asked for, as in 'to cancel'. Raises
-    BadInput if there is no run, or the newest one has ended or died.
-    """
+    """Raise BadInput if the newest run is over, or there is none; ``what``: it is to do."""
     history = journal.history()
     run = chosen(history, journal.path)
     life = life_of(history, run, time.time())

@@ -55,9 +55,7 @@ def losses(history: History, clock: Clock) -> dict[str, Loss]:
 
 
 def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:
-    """Every n-th point, with the first and the last one of each fragment, and the extremes between
-    these.
-    """
+    """Every n-th point, with the ends of each fragment and the extremes between these points."""
     every = -(-sum(map(len, fragments)) // (MOST_POINTS // 2))
     if every <= 2:
         return tuple(tuple(points) for points in fragments)

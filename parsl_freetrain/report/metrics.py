@@ -36,19 +36,8 @@ Curves = dict[str, dict[str, tuple[CurvePoint, ...]]]
 
 @dataclass(frozen=True)
 class MetricView:
-    """How metrics are drawn.
-
-    Parameters
-    ----------
-    axis
-        One of :data:`AXES`.
-    smooth
-        Weight of the mean of the values before, 0 (not smoothed) to below 1.
-
-    Raises
-    ------
-    BadInput
-        If one of them is something else.
+    """How metrics are drawn: the axis, one of :data:`AXES`, and the weight of the mean of the
+    values before, 0 (not smoothed) to below 1. Raises BadInput if one of them is something else.
     """
 
     axis: str = 'samples'
@@ -67,9 +56,7 @@ class MetricView:
 
 
 def smoothed(line: Sequence[tuple[float, float]], weight: float) -> list[tuple[float, float]]:
-    """The exponential moving average over the points of a line, in which the first values do not
-    count more than others.
-    """
+    """The exponential moving average over the points of a line, unbiased at the start."""
     mean = share = 0.0
     found = []
     for x, value in line:
@@ -82,9 +69,7 @@ def smoothed(line: Sequence[tuple[float, float]], weight: float) -> list[tuple[f
 def metric_curves(
     history: History, clock: Clock, trainers: Collection[str] | None = None
 ) -> Curves:
-    """The curves of trainers of some runs, or of all, thinned. Only finite values count; of a
-    trainer that began anew, the newest training.
-    """
+    """The thinned finite values; of a trainer that began anew, the newest training."""
     found: dict[str, dict[str, list[CurvePoint]]] = {}
     for name, newest in {one.name: one for one in history.trainings}.items():
         if trainers is not None and name not in trainers:
@@ -118,9 +103,7 @@ def thinned(curve: Sequence[CurvePoint], most: int = MOST_POINTS) -> tuple[Curve
 
 
 def metrics_document(history: History, trainers: Sequence[str], now: float) -> dict[str, Any]:
-    """The metrics of the first of these trainers, for ``freetrain status``: by metric and trainer,
-    points as [samples, epochs or null, seconds, value].
-    """
+    """By metric and trainer (the first ones) [samples, epochs or null, seconds, value]s."""
     found = metric_curves(history, Clock(history, now), trainers[:MOST_TRAINERS])
     return {
         metric: {

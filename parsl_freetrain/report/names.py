@@ -13,9 +13,7 @@ MOST_NAMES = 8
 
 
 def chosen(history: History, path: Path, given: str | None = None) -> RunState:
-    """The run whose name begins with ``given``, or the newest one. ``path``: the ledger. Raises
-    BadInput if there is none, or more than one.
-    """
+    """The run of the ledger ``path``; BadInput as in :func:`run_named`, or without any run."""
     if not history.runs:
         raise BadInput(f'The ledger {path} has no run yet.')
     name = run_named([run.name for run in history.runs], given)
@@ -23,9 +21,7 @@ def chosen(history: History, path: Path, given: str | None = None) -> RunState:
 
 
 def run_named(names: Sequence[str], given: str | None) -> str | None:
-    """The run whose name begins with ``given``; None for the newest run. Raises BadInput if there
-    is none, or more than one.
-    """
+    """The run whose name begins with ``given`` (BadInput: none, or several); None: the newest."""
     if given is None or given in names:
         return given
     found = [name for name in names if name.startswith(given)]
@@ -43,9 +39,7 @@ def run_named(names: Sequence[str], given: str | None) -> str | None:
 
 
 def trainer_named(names: Iterable[str], given: str) -> str:
-    """The trainer of this name. Raises BadInput if there is none; the message lists the existing
-    ones, the most similar first.
-    """
+    """The trainer of this name. Raises BadInput if there is none, and names the most similar."""
     known = list(names)
     if given not in known:
         raise BadInput(

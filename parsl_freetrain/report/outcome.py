@@ -36,8 +36,7 @@ class DecisionOutcome:
     decision: int  #: its number among the decisions of the run, from 1
     at: float  #: at, until: when it was valid, in epoch seconds
     until: float
-    #: nodes_before, nodes: the trainer's nodes before and after. Nodes on which it was about to
-    #: start count.
+    #: nodes_before, nodes: the trainer's nodes before and after, with those about to start.
     nodes_before: int
     nodes: int
     #: expected, staying: samples expected in this time from the decision, and from changing
@@ -55,12 +54,9 @@ def outcomes(
 ) -> Iterator[DecisionOutcome]:
     """The outcomes of decisions about all trainers or one trainer, in order of trainers and time.
 
-    Parameters
-    ----------
-    now
-        End of the account of a live run, in epoch seconds; default: its last entry in the ledger.
-    numbers
-        Of the decisions within their run, from 1; None: all that changed a trainer's node count.
+    ``now``: end of the account of a live run, in epoch seconds; default: its last entry.
+    ``numbers``: of the decisions within their run, from 1; None: all that changed a trainer's node
+    count.
     """
     for run in history.runs:
         until = history.until(run, now)
@@ -185,9 +181,7 @@ def _kept(fragment: Fragment, until: float) -> Points:
 
 
 class _Trained:
-    """The total number of samples that a trainer's fragments have trained, linear between their
-    reports.
-    """
+    """The total that a trainer's fragments have trained, linear between their reports."""
 
     def __init__(self, fragments: Iterable[Points]) -> None:
         self._times: list[float] = []

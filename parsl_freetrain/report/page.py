@@ -97,9 +97,7 @@ def _tiles(found: Figures) -> dict[str, str]:
 
 
 def _at_present(status: RunStatus) -> dict[str, Any]:
-    """The trainers and blocks of a run that goes on, as :mod:`parsl_freetrain.cli.status` has
-    them, but for U: that is in the table of all trainers.
-    """
+    """The trainers and blocks of a run that goes on; their U is in the table of all trainers."""
     if status.life.state not in ('running', 'silent'):
         return {'said_now': None}
     trainers = [

@@ -1,6 +1,4 @@
-"""Explains a trainer's nodes from data of the ledger. This module reads no files and solves no
-problems.
-"""
+"""Explains a trainer's nodes from data of the ledger; reads no files and solves no problems."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ TRIGGERS = {
 
 @dataclass(frozen=True)
 class DecisionAbout:
-    """A decision from the view of one trainer. Worths are over the horizon, in the objective's unit
-    x seconds.
-    """
+    """A decision from the view of one trainer. Worths: for the horizon, objective x seconds."""
 
     ago_s: float  #: seconds since
     trigger: str
@@ -72,8 +68,7 @@ class DecisionAbout:
     expected: float | None = None
     staying_expected: float | None = None
     trained: float | None = None
-    #: By what share of its worth a better decision could have been better, at most; None: not
-    #: known.
+    #: By what share of its worth a better decision could be better, at most; None: not known.
     gap: float | None = None
 
 
@@ -180,8 +175,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
 
 
 def _limit(name: str, fewest: int, decided: ev.Decided) -> str | None:
-    """The limit that keeps a trainer from free nodes; None: none, or the problem was not recorded.
-    """
+    """The limit that keeps a trainer from free nodes; None: none, or it was not recorded."""
     given, document = decided.allocation, decided.document
     if document is None or sum(given.values()) + fewest > decided.nodes:
         return None

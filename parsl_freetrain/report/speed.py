@@ -20,10 +20,8 @@ def place_of(run: RunState, fragment: Fragment) -> Place:
 
 
 class Speed:
-    """Learns a trainer's speed as the controller does, report by report.
-
-    A curve that the user stated may be in any unit. It gives the shape; the measurement on the
-    smallest node count gives the scale.
+    """Learns a trainer's speed as the controller does, report by report. A curve that the user
+    stated may be in any unit: it gives the shape, the measurement on the fewest nodes the scale.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,9 +44,7 @@ class Speed:
             self._curves.clear()
 
     def curve(self, nodes: int = 1, node_class: str = '') -> ScalingCurve | None:
-        """Samples per second, up to the maximum of ``max_nodes``, the measured counts and
-        ``nodes``; None before the first measurement on this class.
-        """
+        """Samples per second, for ``nodes`` and all counts known; None: not measured yet."""
         place = max(self._most, nodes), node_class
         if place not in self._curves:
             self._curves[place] = self._curve(*place)

@@ -20,12 +20,10 @@ from parsl_freetrain.report.timeline import ending_of
 
 @dataclass(frozen=True)
 class TrainerNow:
-    """One trainer.
-
-    ``samples``: as last reported. ``rate``: samples per second (None while no fragment runs).
-    ``finish_s``: expected seconds until its total, at its mean speed since submission (None:
-    unknown, or it has ended). ``why``: why it ended. ``shape``: how its ranks share the work on its
-    nodes (None: no nodes, or no shapes).
+    """One trainer. ``samples``: as last reported. ``rate``: samples per second (None while no
+    fragment runs). ``finish_s``: expected seconds until its total, at its mean speed since
+    submission (None: unknown, or it has ended). ``why``: why it ended. ``shape``: how its ranks
+    share the work on its nodes (None: no nodes, or no shapes).
     """
 
     name: str
@@ -84,11 +82,9 @@ class LimitNow:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, with its trainers' counts summed over all runs of the ledger up to it.
-
-    ``elapsed_s``: since the run began. ``silent_s``: since its last entry. ``ended``: how it ended;
-    None if it is running or died. ``life``: its state. ``damage``: what of the ledger could not be
-    read.
+    """A run, with its trainers' counts summed over all runs of the ledger up to it. Seconds:
+    ``elapsed_s`` since the run began, ``silent_s`` since its last entry. ``ended``: how; None if it
+    is running or died. ``damage``: what of the ledger could not be read.
     """
 
     run: str = ''
@@ -107,8 +103,8 @@ class RunStatus:
 def snapshot(
     history: History, now: float, allocator: Allocator | None = None, named: str | None = None
 ) -> RunStatus:
-    """The state at ``now`` (epoch seconds). Efficiencies are None without an allocator, which must
-    be exact. Raises BadInput if the ledger has no run whose name begins with ``named``.
+    """The state at ``now`` (epoch seconds). Efficiencies need an exact allocator. Raises BadInput
+    if the ledger has no run whose name begins with ``named``.
     """
     name = run_named([run.name for run in history.runs], named)
     if not history.runs:

@@ -20,29 +20,18 @@ from parsl_freetrain.report.intervals import length
 from parsl_freetrain.report.timeline import ending_of, offered, phases_of, struck_nodes
 
 EVENNESS = 1e-3
-"""How far, relatively, an even division of the constant pool may fall behind the best one and be
-taken still.
-"""
+"""How far, relatively, an even division of the constant pool may be off the best and is taken."""
 
 
 def summary(history: History, now: float | None = None) -> dict[str, Any]:
-    """The closing summary of some runs.
+    """The closing summary of some runs. ``now``: as in :func:`~.causes.causes`.
 
-    Parameters
-    ----------
-    now
-        As in :func:`~parsl_freetrain.report.causes.node_seconds_of`.
-
-    Returns
-    -------
-    dict
-        ``trainers``: by name ``fragments``, ``preempted``, ``rescaled`` (successive fragments with
-        different node counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the
-        total, None if unknown), ``samples_repeated`` (trained and not kept), and further
-        ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
-        ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
-        :func:`~parsl_freetrain.report.causes.node_seconds_of`; ``wall_s`` (seconds, summed over
-        runs).
+    ``trainers``: by name ``fragments``, ``preempted``, ``rescaled`` (successive fragments with
+    different node counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the total,
+    None if unknown), ``samples_repeated`` (trained and not kept), and further
+    ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
+    ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
+    :func:`~.causes.node_seconds_of`; ``wall_s`` (seconds, summed over runs).
     """
     killed = [{node.block for node in struck_nodes(run)} for run in history.runs]
     return {
@@ -101,9 +90,7 @@ def _repeated(fragments: list[Fragment], living: set[int]) -> int:
 
 
 class CachedAllocator:
-    """An allocator that asks another one only about problems that it has not seen. ``allocator``:
-    whom to ask.
-    """
+    """Asks the given allocator only about problems that it has not seen."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator

@@ -1,9 +1,7 @@
 """The drawing primitives: inline SVG that fits any width and takes its colours from the style
-sheet. The charts of a report are in ``charts.py``.
-
-Text and marks keep their size and are placed in percent of the chart. Lines and areas are drawn in
-a square of 1000 x 1000 that is stretched over the chart; their strokes are not stretched. Style
-attributes are not used, since the page's policy forbids them.
+sheet. Text and marks keep their size and are placed in percent of the chart. Lines and areas are
+drawn in a square of 1000 x 1000 that is stretched over the chart, their strokes are not. The page's
+policy forbids style attributes.
 """
 
 from __future__ import annotations
@@ -21,16 +19,8 @@ SIDE = 1000
 
 
 class Chart:
-    """One chart, drawn layer by layer.
-
-    Parameters
-    ----------
-    x, y
-        The axes; ``y`` None: rows without a scale.
-    label
-        A description for screen readers.
-    size
-        'tall', 'middle' or 'low': a class of the style sheet.
+    """One chart, drawn layer by layer, on axes ``x`` and ``y`` (None: rows without a scale).
+    ``label``: for screen readers. ``size``: 'tall', 'middle' or 'low', a class of the style sheet.
     """
 
     def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
@@ -46,9 +36,7 @@ class Chart:
         self._names: list[str] = []
 
     def line(self, points: Iterable[Point], kind: str, name: str = '') -> None:
-        """Draw a line through data points; ``kind`` is a class of the style sheet, ``name`` a
-        tooltip.
-        """
+        """Draw a line through points; ``kind``: a class of the style sheet, ``name``: tooltip."""
         drawn = ' '.join(
             f'{SIDE * self._x.part(x):.1f},{SIDE * (1 - self._up(y)):.1f}' for x, y in points
         )
@@ -77,9 +65,7 @@ class Chart:
     def boxes(
         self, boxes: Iterable[tuple[float, float, float, float]], kind: str, name: str = ''
     ) -> None:
-        """Draw boxes of one kind: start and end on the x axis; top and bottom as parts of the
-        height from the top.
-        """
+        """Draw boxes: start and end on the x axis, top and bottom as parts of the height."""
         path = ''.join(
             f'M{SIDE * self._x.part(a):.1f} {SIDE * top:.1f}H{SIDE * self._x.part(b):.1f}'
             f'V{SIDE * bottom:.1f}H{SIDE * self._x.part(a):.1f}Z'

@@ -11,9 +11,7 @@ from parsl_freetrain.core.model.state import Fragment, History, Node, RunState
 from parsl_freetrain.report.intervals import Interval, clip, merge, subtract
 
 BUSY_CLASSES = ('lost', 'checkpointing', 'trained', 'starting')
-"""Classes of a node-second; where records overlap, the one named first counts. What is left of an
-offer is 'idle'.
-"""
+"""Classes of a node-second; where records overlap, the first counts. The rest is idle."""
 
 LOSING = frozenset({'preempted', 'failed'})
 """Endings after which work may be repeated."""
@@ -22,14 +20,8 @@ Phases = dict[str, list[Interval]]
 
 
 class Clock:
-    """Seconds since the start of the first run, runs one behind the other.
-
-    Parameters
-    ----------
-    history
-        Whose runs these are.
-    now
-        When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
+    """Seconds since the start of the first run, runs one behind the other. ``now``: as in
+    :func:`~parsl_freetrain.report.causes.causes`.
     """
 
     def __init__(self, history: History, now: float | None) -> None:
@@ -43,27 +35,21 @@ class Clock:
         self.joints = [self._offset[r.id] for r in history.runs[1:]]
 
     def of(self, run: int, at: float) -> float:
-        """An epoch second of a run, as this clock shows it; not before the run's start nor after
-        its end.
-        """
+        """An epoch second of a run, as this clock shows it; within the run."""
         return (
             self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]
         )
 
 
 def ending_of(fragment: Fragment, alive: bool) -> str | None:
-    """How it ended; a fragment that its run (no longer ``alive``) never ended was cut off with the
-    run: 'preempted'.
-    """
+    """How it ended; 'preempted' for one without an end whose run is over (not ``alive``)."""
     if fragment.ended is None:
         return None if alive else 'preempted'
     return fragment.ending
 
 
 def phases_of(history: History, run: RunState, until: float) -> dict[tuple[int, str, int], Phases]:
-    """By key of a run's fragments: their seconds by class, each second in one class. ``until``:
-    when the account of a fragment without an end stops, in epoch seconds.
-    """
+    """By fragment: its seconds, each in one class; without an end, until ``until`` (epoch)."""
     alive = history.alive(run)
     # What survivors hold in memory counts as far as the next fragment that started went on from it.
     used: dict[str, float] = defaultdict(lambda: math.inf if alive else 0.0)
@@ -128,9 +114,7 @@ def left_at(run: RunState, node: Node, until: float) -> float:
 
 
 def busy(history: History, run: RunState, until: float) -> dict[str, Phases]:
-    """By node name and class: when the node was in a block and not just idle there. Classes may
-    overlap.
-    """
+    """By node name and class: when it was in a block and not just idle; classes may overlap."""
     found: dict[str, Phases] = defaultdict(lambda: {name: [] for name in BUSY_CLASSES})
     arrived: dict[str, set[str]] = defaultdict(set)
     for node in run.nodes.values():
@@ -167,8 +151,7 @@ def struck_nodes(run: RunState) -> list[Node]:
 
 
 def _struck(fragment: Fragment, gone: Sequence[tuple[float, Node]]) -> list[Node]:
-    # The nodes whose loss hit the fragment. Its end may be noted shortly before the nodes' loss is:
-    # then the block of the first of them to go is what ended it.
+    # A fragment may end shortly before its nodes go: then the first block to go is what ended it.
     started = fragment.started_at or 0.0
     ended = math.inf if fragment.ended_at is None else fragment.ended_at
     lost_it = fragment.ending in (None, 'preempted')

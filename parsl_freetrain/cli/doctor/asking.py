@@ -27,11 +27,11 @@ def ask_here() -> dict[str, Any]:
 
 
 def ask_there(command: Sequence[str], folder: Path, addresses: Sequence[str]) -> dict[str, Any]:
-    """The probe's answer on another computer, which ``command`` reaches.
+    """The probe's answer on another computer, which ``command`` reaches; only ``error`` without
+    one.
 
-    Adds to the probe's own answer ``clock_skew_s`` (the certain part of the seconds by which its
-    clock is ahead) and ``race`` (see :func:`once_each`; None: the two did not see each other's
-    files). Without an answer there is only ``error``.
+    Adds ``clock_skew_s`` (the certain part of the seconds by which its clock is ahead) and ``race``
+    (see :func:`once_each`; None: the two did not see each other's files).
     """
     with private_folder(folder) as shared, socket.create_server(('', 0), backlog=8) as server:
         question = {
@@ -90,18 +90,8 @@ def _probe(command: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
 
 def ask_endpoint(endpoint_id: str, options: Path | None, executor: Any = None) -> dict[str, Any]:
     """The versions here and at a Globus Compute endpoint, or the error if it does not answer.
-
-    Parameters
-    ----------
-    options
-        A JSON file with the options of the endpoint's template.
-    executor
-        Sends tasks to the endpoint; default: the Globus Compute SDK's executor.
-
-    Raises
-    ------
-    BadInput
-        If the file cannot be read.
+    ``options``: a JSON file with the options of the endpoint's template; BadInput if it cannot be
+    read. ``executor``: sends tasks to the endpoint; default: the Globus Compute SDK's.
     """
     from parsl_freetrain.remote.client import FreeTrainClient
 

@@ -10,9 +10,7 @@ from typing import Any
 Facts = Mapping[str, Any]
 
 SKEW_S = 2.0
-"""Maximum difference of clocks, in seconds, that counts as none, since deadlines have larger
-margins.
-"""
+"""Largest difference of clocks, in seconds, that counts as none: deadlines have larger margins."""
 
 FREE_BYTES = 1 << 30
 SLOW_FSYNC_MS = 200.0
@@ -25,10 +23,8 @@ STALE_OPTIONS = {'nocto', 'async'}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one thing that was measured.
-
-    ``state`` is 'ok', 'note' (works, but you should know) or 'bad' (trainings would fail, or lose
-    work).
+    """The result for one thing that was measured. ``state``: 'ok', 'note' (works, but you should
+    know) or 'bad' (trainings would fail, or lose work).
     """
 
     what: str
@@ -102,10 +98,8 @@ def _batch(programs: Facts, facts: Facts) -> Iterator[Finding]:
 
 
 def _present(schedulers: Mapping[str, Sequence[str]], programs: Container[str]) -> list[str]:
-    """The schedulers of this machine.
-
-    Several have commands of the same names, such as qsub. They belong to a scheduler that also has
-    a command of its own here, if there is one.
+    """The schedulers of this machine. Commands that several have, such as qsub, belong to one that
+    also has a command of its own here, if there is one.
     """
     owners = Counter(name for needed in schedulers.values() for name in needed)
     here = {

@@ -58,9 +58,8 @@ def _version(command: Sequence[str]) -> str:
 
 
 def file_system(folder: Path) -> dict[str, Any]:
-    """Measure whether a folder's file system supports checkpoints and ledgers.
-
-    The measurements are made in a new folder in it, which is removed afterwards.
+    """Measure whether a folder's file system supports checkpoints and ledgers, in a new folder in
+    it.
     """
     found: dict[str, Any] = {
         'folder': str(folder),
@@ -137,21 +136,12 @@ def free_ports(first: int, last: int) -> int:
 
 
 def imports(prefix: Path, folder: Path, modules: tuple[str, ...] = MODULES) -> dict[str, Any]:
-    """How long a node's imports take: from an environment where it is, and from a packed copy on
-    this computer's own disk.
+    """How long a node's imports take: from the environment ``prefix`` where it is, and from a copy
+    packed in ``folder`` (on a shared file system) on this computer's own disk. All files are
+    removed.
 
-    Parameters
-    ----------
-    prefix
-        The environment.
-    folder
-        Where it is packed; on a shared file system. All that is made is removed again.
-
-    Returns
-    -------
-    dict
-        ``prefix``, ``local`` (the folder on the own disk), ``bytes`` of the archive, and in seconds
-        ``shared_s``, ``unpack_s``, ``local_s``; or only ``error``.
+    ``prefix``, ``local`` (the folder on the own disk), ``bytes`` of the archive, and in seconds
+    ``shared_s``, ``unpack_s``, ``local_s``; or only ``error``.
     """
     try:
         with private_folder(folder) as packed, tempfile.TemporaryDirectory() as local:

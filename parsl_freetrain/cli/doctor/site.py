@@ -1,6 +1,4 @@
-"""Compares what a site's file claims with what its scheduler says, and with what the nodes of one
-job see.
-"""
+"""Compares a site's file with its scheduler, and with what the nodes of one job see."""
 
 from __future__ import annotations
 
@@ -52,23 +50,10 @@ class SiteFile:
 
 
 def examine(given: str, folder: Path, nodes: int, wait_s: float) -> list[Finding]:
-    """Compare a site's file with its machine.
-
-    Parameters
-    ----------
-    given
-        The site, as for the other verbs.
-    folder
-        Where the nodes of the job write their answers; they must see it.
-    nodes
-        Number of nodes of a job that examines them; 0: none is submitted.
-    wait_s
-        Seconds until this job must have ended.
-
-    Raises
-    ------
-    BadInput
-        There is no such site, or it has no batch scheduler.
+    """Compare a site's file with its machine. ``folder``: where the nodes of a job write their
+    answers, which they must see. ``nodes``: of that job; 0: none is submitted. ``wait_s``: seconds
+    until it must have ended. Raises BadInput if there is no such site, or it has no batch
+    scheduler.
     """
     path = Path(given) if given.endswith('.toml') else file_of(given)
     provider = provider_of(given)
@@ -95,9 +80,7 @@ def examine(given: str, folder: Path, nodes: int, wait_s: float) -> list[Finding
 
 
 def _queues(path: Path, site: BatchSite) -> list[tuple[str, QueueLimits | None, BatchSite]]:
-    """All queues that a Python file states in its QUEUES; and the site's own, if that has no limits
-    there.
-    """
+    """All queues in a Python file's QUEUES; and the site's own, if that has no limits there."""
     module = load_site_file(path) if path.suffix == '.py' else None
     stated: dict[str, QueueLimits] = getattr(module, 'QUEUES', {})
     if module is None or not stated:
@@ -113,10 +96,9 @@ def _queues(path: Path, site: BatchSite) -> list[tuple[str, QueueLimits | None, 
 def of_queue(
     file: SiteFile, name: str, limits: QueueLimits, told: Partition, *, whole: bool = True
 ) -> list[Finding]:
-    """A machine's queue as the file states it. What the scheduler does not limit is not compared,
-    since the centre may refuse jobs by other means. ``whole``: whether the file states the limits
-    of the whole queue; otherwise those of a part of it (a QOS, or jobs of some sizes), which may be
-    narrower.
+    """A machine's queue as the file states it. What the scheduler does not limit is not compared:
+    the centre may refuse jobs by other means. ``whole``: the file states the limits of the whole
+    queue, not of a part (a QOS, or jobs of some sizes), which may be narrower.
     """
     # What, as the file has it, as the scheduler has it, and whether larger claims are refused.
     compared = (

@@ -16,9 +16,7 @@ BARS = '▁▂▃▄▅▆▇█'
 
 
 def metric_table(curves: Mapping[str, Mapping[str, Sequence[Any]]]) -> Table:
-    """One line for each metric and trainer: how it went over the samples, and the last value.
-    ``curves``: as of :func:`~parsl_freetrain.report.metrics.metrics_document`.
-    """
+    """One line for each metric and trainer of a ``metrics_document``: its course and last value."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
     for title in ('metric', 'trainer', 'over samples', 'now', 'smallest', 'largest'):
         left = title in ('metric', 'trainer', 'over samples')

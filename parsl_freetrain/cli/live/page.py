@@ -19,16 +19,8 @@ SHARE = 10
 
 
 class LivePage:
-    """The newest page about a run, for all browsers.
-
-    Parameters
-    ----------
-    journal
-        The ledger.
-    run
-        The beginning of a run's name; None: the newest run.
-    every_s
-        Least number of seconds between two writings; more if they take long.
+    """The newest page about a run (None: the newest run) of the ledger, for all browsers. It is
+    written every ``every_s`` seconds, or less often if that takes long.
     """
 
     def __init__(self, journal: Journal, run: str | None, every_s: float) -> None:
@@ -38,9 +30,7 @@ class LivePage:
         self._write()
 
     def newest(self) -> tuple[str, int | None]:
-        """The page, and in how many seconds there will be another one; None: there will be none.
-        What keeps it from being written is said in its place.
-        """
+        """The page, or why there is none; and seconds until the next one (None: no other)."""
         with self._lock:
             if not self._over and time.monotonic() >= self._next:
                 try:

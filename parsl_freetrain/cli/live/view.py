@@ -48,17 +48,7 @@ STATE_STYLES = {
 
 
 class LiveView:
-    """Renders the present state of a run.
-
-    Parameters
-    ----------
-    journal
-        The ledger.
-    allocator
-        An exact allocator, for the efficiency U; without it U is not shown.
-    run
-        The beginning of a run's name; None: the newest run.
-    """
+    """Renders the present state of a run (None: the newest one). U needs an exact allocator."""
 
     def __init__(
         self, journal: Journal, allocator: Allocator | None = None, run: str | None = None
@@ -99,11 +89,9 @@ def run_live(
     plain_s: float = 10.0,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Show a ledger until ``stop`` is set; the ledger need not exist yet.
-
-    On a terminal the view is redrawn every ``refresh_s`` seconds. Elsewhere one plain line per
-    trainer is printed every ``plain_s`` seconds, and once at the end. Raises BadInput if the file
-    is not a ledger, or is one of a newer version.
+    """Show a ledger until ``stop`` is set; the ledger need not exist yet. On a terminal the view is
+    redrawn every ``refresh_s`` seconds. Elsewhere one plain line per trainer is printed every
+    ``plain_s`` seconds, and at the end. Raises BadInput if the file is no ledger or too new.
     """
     journal = _wait_for(Path(path), stop, refresh_s)
     if journal is None:
@@ -123,10 +111,8 @@ def run_live(
 
 
 def closing_table(summary: Mapping[str, Any]) -> RenderableType:
-    """The closing table of a summary from :func:`parsl_freetrain.report.summary.summary`.
-
-    Accuracies (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) are shown if a workflow
-    added them.
+    """The closing table of a :func:`~parsl_freetrain.report.summary.summary`, with accuracies
+    (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) if a workflow added them.
     """
     return _Closing(summary)
 

@@ -1,7 +1,6 @@
-"""A server of one page, for the browsers of this user.
-
-Login nodes are shared. So the page is served to this computer only (or through a tunnel), to
-processes of this user and root that have the token. A foreign Host header is refused (rebinding).
+"""A server of one page, for the browsers of this user. Login nodes are shared: it serves only this
+computer (or a tunnel), to processes of this user and root that have the token, and refuses a
+foreign Host header (rebinding).
 """
 
 from __future__ import annotations
@@ -39,16 +38,9 @@ HEADERS = {
 
 
 class Page(ThreadingHTTPServer):
-    """A page at :attr:`address`, from its creation until ``close``.
-
-    Parameters
-    ----------
-    newest
-        Returns the page, and after how many seconds a browser is to ask again; None: never.
-    port
-        The port to listen on; 0: any free port.
-
-    BadInput is raised if the port is taken or not permitted.
+    """A page at :attr:`address` until ``close``. ``newest`` returns it, and after how many seconds
+    a browser is to ask again (None: never). ``port`` 0: any free one; BadInput if it is taken or
+    not permitted.
     """
 
     daemon_threads = True

@@ -10,8 +10,7 @@ class FreeTrainError(Exception):
 
 
 class BadInput(FreeTrainError, ValueError):
-    """Something that the user gave cannot be used; raised before anything is submitted or started.
-    """
+    """Something that the user gave cannot be used; raised before anything is submitted."""
 
 
 def refuse(what: str, value: object, must: str) -> NoReturn:

@@ -1,6 +1,4 @@
-"""Blocks that outlive the submitting process, and the next run of the same work that goes on with
-them.
-"""
+"""Blocks that outlive the submitting process, and the next run of the work that goes on in them."""
 
 from __future__ import annotations
 
@@ -43,17 +41,8 @@ class AdoptedBlock:
 
 
 class Adoption:
-    """Blocks of one run after the other, which share a checkpoint folder and a label.
-
-    Parameters
-    ----------
-    folder
-        The checkpoint folder.
-    run
-        Unlike every other run.
-    wait_s
-        Seconds that blocks wait for the next run; 0: they do not wait. Not used where a site cannot
-        find its blocks again.
+    """Blocks of one run after the other, which share a checkpoint folder and a label. They wait
+    ``wait_s`` seconds for the next one (0: not at all), if the site can find its blocks again.
     """
 
     def __init__(
@@ -72,9 +61,7 @@ class Adoption:
             self._site.identify(self._name)
 
     def node_command(self) -> str:
-        """What the command of a block's nodes begins with; its signals become notices to the
-        fragments there.
-        """
+        """What a node's command begins with; its signals become notices to the fragments there."""
         if self._site is None:
             return NODE
         return (
@@ -83,9 +70,7 @@ class Adoption:
         )
 
     def take_over(self, parsl: Registrar) -> list[AdoptedBlock]:
-        """Adopt what an earlier run has left, and tell its nodes. Raises FreeTrainError if the
-        scheduler does not answer.
-        """
+        """Adopt what an earlier run left, and tell its nodes; or FreeTrainError, if unanswered."""
         if self._site is None:
             return []
         adopted, commands = [], {}

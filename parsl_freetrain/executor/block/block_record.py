@@ -81,9 +81,7 @@ def nodes_needed(
     held: Iterable[BlockNodes],
     blocks: Mapping[str, BlockRecord],
 ) -> NodesNeeded:
-    """The demands, with blocks and managers in place of jobs and host names. A node that has not
-    joined has a name of its own.
-    """
+    """The demands, with blocks and managers (or names of their own) for jobs and hosts."""
     of_job = {block.job_id: (name, block) for name, block in blocks.items()}
     known = [(*of_job[nodes.block], nodes) for nodes in held if nodes.block in of_job]
     manager: dict[str, str] = {}

@@ -51,17 +51,9 @@ class Inbox(Protocol):
 
 
 class BlockManager:
-    """Carries out OpenBlock and CloseBlock, and emits changes of blocks and nodes.
-
-    Parameters
-    ----------
-    provider
-        The site's provider.
-    inbox
-        Gets a :class:`GreetingReturned` when a node's first task has returned.
-    template
-        Name of the fork server of this computer that forks those of its nodes, if nodes are
-        processes of this computer.
+    """Carries out OpenBlock and CloseBlock, and emits changes of blocks and nodes. ``inbox`` gets a
+    :class:`GreetingReturned` when a node's first task has returned. ``template``: the fork server
+    that forks those of its nodes, if these are processes of this computer.
     """
 
     def __init__(
@@ -91,9 +83,7 @@ class BlockManager:
         self._avoided: dict[str, tuple[float, str]] = {}  # by host name: until when, and why
 
     def open(self, request: BlockRequest, at: float) -> None:
-        """Submit a block. After a refusal nothing is submitted for a while, twice as long each
-        time.
-        """
+        """Submit a block; after a refusal nothing for a while, twice as long each time."""
         if at < self._not_before <= at + LONGEST_BACKOFF_S:  # unless the clock was set back
             return
         request = replace(request, avoid=tuple(sorted(self._avoided_at(at))))
@@ -179,9 +169,7 @@ class BlockManager:
         return sum(len(block.answering) for block in self.blocks.values())
 
     def greet_new(self) -> None:
-        """Send a first task to managers that have registered since the last call, and end those
-        whose blocks are over or have lost their nodes.
-        """
+        """Send a first task to new managers, and end those without a block or its nodes."""
         for manager in self._parsl.managers():
             block_id, name = manager['block_id'], manager['manager']
             block = self.blocks.get(block_id)
@@ -200,12 +188,8 @@ class BlockManager:
             )
 
     def greeted(self, block_id: str, manager: str, done: Future[Greeting], at: float) -> str:
-        """Handle the return of a node's first task: the node joins, or is unusable.
-
-        Returns
-        -------
-        str
-            Why no node of this site can be used; empty unless that is certain.
+        """Handle the return of a node's first task: the node joins, or is unusable. Returns why no
+        node of this site can be used; empty unless that is certain.
         """
         block = self.blocks.get(block_id)
         if block is None:
@@ -332,9 +316,7 @@ class BlockManager:
         self._end_managers(block.left)
 
     def noticed(self, node: str, at: float) -> None:
-        """Handle the scheduler's notice to a node. The block counts as ended, so that nothing more
-        starts on it.
-        """
+        """The scheduler's notice to a node: its block is over, nothing more starts on it."""
         for block_id, block in self.blocks.items():
             if node in block.nodes and not block.noticed:
                 block.noticed, block.until_s = True, at

@@ -1,6 +1,4 @@
-"""A node's first task and its last; and jobs that their nodes end: a scheduler's cancel frees the
-nodes about a second later.
-"""
+"""A node's first and last task, and jobs that their nodes end, sooner than a cancel would."""
 
 from __future__ import annotations
 
@@ -23,19 +21,11 @@ LEAVE_S = 1.0
 
 AGAIN_S = 5.0
 LONGEST_AGAIN_S = 30.0
-"""First and longest time, in seconds, until a cancellation is repeated that has failed. The event
-loop waits for the scheduler's command, so one that hangs must not be run without a pause.
-"""
+"""Shortest and longest seconds until a failed cancel is repeated: the event loop waits for each."""
 
 
 class LeavingJobs:
-    """Ends the jobs of blocks that are given back.
-
-    Parameters
-    ----------
-    clock
-        Seconds since the epoch, as the times that the methods are given.
-    """
+    """Ends the jobs of blocks that are given back. ``clock``: seconds since the epoch."""
 
     def __init__(
         self, provider: BackfillProvider, parsl: ParslSide, clock: Callable[[], float] = time.time
@@ -57,8 +47,7 @@ class LeavingJobs:
                     self._parsl.submit(leaving(manager), b'')
 
     def end(self, blocks: Sequence[BlockRecord], at: float) -> None:
-        """End the jobs of these blocks. One whose nodes have not all joined is cancelled at once.
-        """
+        """End the jobs of these blocks; one whose nodes have not all joined, at once."""
         for block in blocks:
             self.tell(*block.greeted)
         site = self._provider.site
@@ -75,9 +64,7 @@ class LeavingJobs:
         self.cancel(at)
 
     def cancel(self, at: float) -> None:
-        """Cancel those that have had time to end, and those that could not be cancelled before; all
-        of them if ``at`` is infinite.
-        """
+        """Cancel those that have had time to end, or failed before (``at`` infinite: all)."""
         if self._steps.set_back_s():
             self._until, self._again = dict.fromkeys(self._until, at), at
         late = [job_id for job_id, until in self._until.items() if until <= at]

@@ -1,10 +1,9 @@
 """Parsl's manager of a node, started so that Parsl is imported once on the node and not four times.
 
-``python3 -P -m parsl_freetrain.executor.block.manager`` takes the options of Parsl's
-``process_worker_pool.py`` and runs it. Parsl starts the manager's other processes by
-``multiprocessing``'s method 'spawn', each with an import of Parsl (about a second of a processor).
-Here they are forked from a process that was forked when Parsl had been imported and there were no
-threads and no ZeroMQ contexts yet.
+It takes the options of Parsl's ``process_worker_pool.py`` and runs it. Parsl starts the manager's
+other processes by ``multiprocessing``'s method 'spawn', each with an import of Parsl (about a
+second). Here they are forked from a process forked right after the import, without threads or
+ZeroMQ contexts.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def main() -> None:
 
 
 def fork_server() -> None:
-    """Start the fork server of ``multiprocessing`` as a fork of this process, which has imported
-    what its children need, instead of as a new interpreter.
-    """
+    """Start ``multiprocessing``'s fork server as a fork of this process, which has the imports."""
     from parsl.utils import setproctitle
 
     def fork(_: object, command: Sequence[str], kept: Sequence[int]) -> int:
@@ -67,9 +64,7 @@ def fork_server() -> None:
 
 
 def _end_together() -> None:
-    """End this process with the manager, and its workers with this process. A worker that lost its
-    manager would go on for as long as it holds what it could not send, and keep its block.
-    """
+    """End this process with the manager, and its workers (which keep the block) with it."""
     die_with_parent()
     server = os.getpid()
     os.register_at_fork(

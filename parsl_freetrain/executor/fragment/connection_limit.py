@@ -22,20 +22,11 @@ _LOOK_MS = 500
 class ConnectionLimit:
     """Keeps new connections out while too many are open that nobody has spoken through.
 
-    Each connection takes a file descriptor of this process, whoever has opened it, until its
-    handshake has failed. At the limit the kernel drops what asks for a new connection. Clients
-    repeat that by themselves, so those that may connect only wait. Open connections go on.
-
-    Parameters
-    ----------
-    router
-        Its connections are counted.
-    listener
-        The socket at which it listens.
-    known
-        Returns the number of connections through which somebody has spoken.
-    ended
-        Called with the file descriptor of each connection that has ended, from another thread.
+    Each takes a file descriptor of this process, whoever has opened it, until its handshake has
+    failed. At the limit the kernel drops what asks for a new connection. Clients repeat that by
+    themselves, so those that may connect only wait. Open connections go on. The connections of
+    ``router``, which listens at ``listener``, are counted; ``known`` says through how many somebody
+    has spoken; ``ended`` gets the file descriptor of each that has ended, from another thread.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""The control channel: messages between the executor and the members of running fragments.
-
-It uses Parsl's certificates (CurveZMQ), so only those who may connect to the interchange may
-connect here.
+"""The control channel: messages between the executor and the members of running fragments. With
+Parsl's certificates (CurveZMQ), only who may connect to the interchange may connect here.
 """
 
 from __future__ import annotations
@@ -49,15 +47,8 @@ class _ConnectionEnded:
 
 class ControlServer:
     """The executor's end. All methods except :meth:`post` must be called from one thread.
-
-    Parameters
-    ----------
-    cert_dir
-        Parsl's certificates; None: no encryption, for an executor with ``encrypted=False``.
-    address
-        Address to listen at; None: every interface.
-    port_range
-        First and last port to choose from.
+    ``cert_dir``: Parsl's certificates; None: no encryption (``encrypted=False``). ``address``: to
+    listen at; None: every interface. ``port_range``: first and last port to choose from.
     """
 
     def __init__(
@@ -106,9 +97,8 @@ class ControlServer:
 
     def receive(self, timeout_s: float) -> Iterator[Any]:
         """Yield members' messages (:class:`FromMember`), posted items, and last which members'
-        connections have ended. Waits at most ``timeout_s`` seconds for the first.
-
-        A member's result is posted after its messages: a scheduler's notice must not come last.
+        connections have ended. Waits at most ``timeout_s`` seconds for the first. A member's result
+        is posted after its messages: a scheduler's notice must not come last.
         """
         self._poller.poll(max(0, int(timeout_s * 1000)))
         try:
@@ -163,21 +153,9 @@ class ControlServer:
 
 
 class ControlClient:
-    """A member's end.
-
-    Parameters
-    ----------
-    addresses, port
-        Possible addresses of the executor. The first one that answers a TCP connection is used.
-    cert_dir
-        Parsl's certificates, on the shared file system.
-    key
-        The member's key, added to every message.
-
-    Attributes
-    ----------
-    address
-        This node's own address in the connection.
+    """A member's end, which adds its ``key`` to every message. The first of ``addresses`` that
+    answers a TCP connection is used, and :attr:`address` is this node's own in it. ``cert_dir``:
+    Parsl's certificates, on the shared file system.
     """
 
     def __init__(
@@ -217,9 +195,8 @@ class ControlClient:
 
 
 def _listener(address: str, ports: range) -> socket.socket:
-    """A socket that listens at a free port, tried in random order; raises OSError.
-
-    What is in its backlog is accepted beyond the limit.
+    """A socket that listens at a free port, tried in random order; raises OSError. What is in its
+    backlog is accepted beyond the limit.
     """
     for port in random.sample(ports, len(ports)):
         try:
@@ -231,13 +208,7 @@ def _listener(address: str, ports: range) -> socket.socket:
 
 
 def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> tuple[str, str]:
-    """The first address at which ``port`` answers, and the own address from which it was reached.
-
-    Raises
-    ------
-    ConnectionError
-        If none does.
-    """
+    """The first address at which ``port`` answers, and the own one it sees; or ConnectionError."""
     # At its limit of connections the port does not answer for some seconds.
     for limit_s, address in product((timeout_s, 5 * timeout_s), addresses):
         try:

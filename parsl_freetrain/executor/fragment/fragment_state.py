@@ -61,10 +61,8 @@ class LeftState:
 
 @dataclass
 class RunningFragment:
-    """The members of one fragment.
-
-    ``outer`` is what Parsl waits for; a member is *settled* when its task has come back or its node
-    is lost.
+    """The members of one fragment. ``outer`` is what Parsl waits for; a member is *settled* when
+    its task has come back or its node is lost.
     """
 
     action: StartFragment
@@ -117,9 +115,7 @@ class RunningFragment:
         return all(m in self.settled or m in self.lost for m in self.members)
 
     def lose(self, nodes: set[str], why: Mapping[str, str] | None = None) -> None:
-        """These nodes are gone; their members will not come back. ``why``: by node, as far as it is
-        known.
-        """
+        """These nodes are gone, with their members. ``why``: by node, as far as it is known."""
         for member in self.members:
             node = self.action.nodes[member]
             if node in nodes and member not in self.lost:
@@ -134,10 +130,8 @@ class RunningFragment:
             self.lost_why[self.action.nodes.index(node)] = 'its job ran out of memory'
 
     def silent(self, at: float, patience_s: float, start_s: float) -> dict[str, str]:
-        """Nodes of which nothing is heard any more, or whose ranks have ended without their task
-        coming back; with a reason.
-
-        A node of which nothing was ever heard may still be starting for ``start_s`` seconds.
+        """Nodes that are not heard any more, or whose ranks have ended without their task coming
+        back; with a reason. One that was never heard may still be starting for ``start_s`` seconds.
         """
         found: dict[str, str] = {}
         cut_off = self.cut_off()
@@ -188,9 +182,7 @@ class RunningFragment:
         }
 
     def cut_off(self) -> set[int]:
-        """Members whose computers have closed their connections: to here, and to the ranks of all
-        others, which have ended because of it.
-        """
+        """Members whose computers have lost their connections, to here and to all other ranks."""
         gone = {member for member in self.contact.disconnected if not self.ranks_ended(member)}
         return gone if self._ended_but(gone) else set()
 
@@ -207,9 +199,7 @@ class RunningFragment:
         )
 
     def _answer_s(self, member: int) -> float:
-        """Seconds for a member to answer. A wrong verdict costs its node a new greeting, and never
-        a result: the checkpoints are fenced.
-        """
+        """Seconds for a member to answer. A wrong verdict costs a greeting, never a result."""
         return ANSWER_S if self._ended_but(self.unanswered() | {member}) else LONE_ANSWER_S
 
     def deadlock(self, at: float) -> str:
@@ -275,13 +265,10 @@ class RunningFragment:
         }
 
     def result(self, faults_before: Mapping[str, Collection[str]] = {}) -> FragmentResult:
-        """What all that the members said adds up to.
-
-        ``faults_before``: by the message of a device's fault, the names of the nodes where earlier
-        fragments of the trainer had it.
+        """What all that the members said adds up to. ``faults_before``: by the message of a
+        device's fault, the nodes where earlier fragments of the trainer had it.
         """
-        # Only rank 0 knows which checkpoint is the last; without its word the next fragment looks
-        # for it.
+        # Only rank 0 knows the last checkpoint; without its word the next fragment looks for it.
         last = self.outcome()
         if last is not None and last.how in _ENDINGS:
             if last.path:
@@ -388,10 +375,7 @@ class RunningFragment:
 
 
 def came_back(done: Future[Any]) -> list[RankResult] | BaseException:
-    """What a member returned or raised.
-
-    An app's exception comes as a wrapped result, which the DataFlowKernel unwraps elsewhere.
-    """
+    """What a member returned or raised. An app's exception comes wrapped (DataFlowKernel's)."""
     error = done.exception()
     if error is not None:
         return error

@@ -10,15 +10,11 @@ from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.training.spec import messages as msg
 
 RESERVE_S = 1e6
-"""Seconds that ranks ahead wait if no rescale is due. Those of a trainer that has left the node end
-sooner.
-"""
+"""Seconds that ranks ahead wait if no rescale is due, unless their trainer leaves the node."""
 
 
 THINNED_S, THINNED = 20.0, 0.02
-"""Least time between two reports that are recorded: in seconds, or, where that is less, relative to
-the time since the fragment was decided.
-"""
+"""Least time between recorded reports: in seconds, or as a part of the fragment's age if less."""
 
 
 class Listener:
@@ -83,9 +79,7 @@ class Listener:
             self._members.give_up(fragment, 'one of its ranks died', spare=True)
 
     def _progressed(self, event: ev.FragmentProgressed, fragment: RunningFragment) -> None:
-        """Pass a report on. They are most of a run's events: the longer a fragment trains, the
-        fewer are recorded and decided about.
-        """
+        """Pass a report on. They are most events: of old fragments, fewer are recorded."""
         age_s = event.at - fragment.decided_at
         if 0 <= event.at - fragment.recorded_at < min(THINNED_S, THINNED * age_s):
             fragment.unrecorded = event

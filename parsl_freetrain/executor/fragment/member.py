@@ -48,8 +48,7 @@ class Member:
         )
 
     def run(self, payload: bytes) -> list[RankResult]:
-        """Start the ranks, and pass messages until the last one has ended. Returns how each ended.
-        """
+        """Start the ranks, and pass messages until all have ended. Returns how each ended."""
         order, self._payload = self._order, payload
         key = (order.fragment.trainer, order.fragment.fragment, order.member)
         for number in NOTICES:
@@ -129,9 +128,7 @@ class Member:
                 raise RuntimeError('The manager of this node is gone.')
 
     def _look_for_notice(self, notices: Channel[msg.Notice] | None) -> Channel[msg.Notice] | None:
-        """Record what the scheduler has told the node's first process; None once that process is
-        gone.
-        """
+        """Record what the scheduler told the node's first process; None once that is gone."""
         while notices is not None and notices.poll():
             try:
                 notice = notices.recv()
@@ -143,9 +140,7 @@ class Member:
         return notices
 
     def _pass_notice_on(self, control: ControlClient) -> None:
-        """Pass on the scheduler's notice: ranks save at their next step boundary, and the executor
-        starts nothing more on this node.
-        """
+        """Pass the scheduler's notice on: ranks save, and nothing more is started here."""
         if self._notice == self._passed_on:
             return
         self._passed_on = self._notice
@@ -158,9 +153,7 @@ class Member:
             process.send(message)
 
     def _end_stopped(self, running: dict[int, RankProcess]) -> None:
-        """Kill ranks that have been stopped for too long, and a stopped fork server, since all
-        other ranks would wait for them.
-        """
+        """Kill ranks stopped for too long, or a stopped fork server: all others would wait."""
         limit_s = _STOPPED_SHARE * self._order.fragment.hang_s
         if self._fork_server is not None and self._fork_server[1].stopped_s() >= limit_s:
             logger.warning('The fork server of this node was stopped, and is killed.')

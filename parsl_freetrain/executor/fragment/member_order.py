@@ -12,8 +12,7 @@ class MemberOrder:
     """One node's instructions for a fragment."""
 
     fragment: FragmentOrder  #: the order for the ranks
-    #: member, members: this node's index and the number of nodes. The node's first rank is ``member
-    #: * fragment.per_node``.
+    #: member, members: this node's index and the number of nodes; its first rank follows.
     member: int
     members: int
     addresses: list[str]  #: addresses, port, cert_dir: the executor's control channel
@@ -23,6 +22,5 @@ class MemberOrder:
     node_log_dir: str  #: folder for the logs of the nodes' fork servers
     #: Name of the fork server of this computer that forks those of its nodes; None: there is none.
     template: str | None = None
-    #: Maximum seconds that standby ranks for the next fragment wait; None: this order is for the
-    #: fragment itself.
+    #: Maximum seconds that standby ranks wait; None: this order is for the fragment itself.
     ahead_s: float | None = None

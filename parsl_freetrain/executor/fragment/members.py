@@ -9,13 +9,7 @@ from parsl_freetrain.training.spec import messages as msg
 
 
 class Members:
-    """Sends messages to members, and records them in the fragment.
-
-    Parameters
-    ----------
-    peer_s
-        As in :class:`~parsl_freetrain.executor.settings.Timeouts`.
-    """
+    """Sends messages to members, and records them in the fragment. ``peer_s``: see ``Timeouts``."""
 
     def __init__(self, control: ControlServer, peer_s: float = Timeouts().peer_s) -> None:
         self._control = control
@@ -27,9 +21,7 @@ class Members:
             self._control.send((fragment.name, fragment.number, member), message)
 
     def ask_to_stop(self, fragment: RunningFragment, at: float, *, followed: bool = False) -> None:
-        """Ask the fragment to save a checkpoint at the next step boundary and end. ``followed``:
-        the ranks of the next one are ready.
-        """
+        """Ask it to save at the next step and end. ``followed``: the next ranks are ready."""
         fragment.stopping.awaited.clear()
         fragment.stopping.at, fragment.stopping.followed = at, followed
         for member in fragment.members:
@@ -45,9 +37,7 @@ class Members:
         self._control.send((fragment.name, fragment.number, member), stop)
 
     def give_up(self, fragment: RunningFragment, why: str, *, spare: bool = False) -> None:
-        """Kill the remaining ranks of a fragment. ``spare``: first they may leave their states in
-        memory for the next fragment, if they can.
-        """
+        """Kill the remaining ranks; ``spare``: after they leave their states in memory."""
         if not fragment.given_up.why:
             fragment.given_up.why = why
             if spare and fragment.keeps:

@@ -1,7 +1,4 @@
-"""A node's fork server and standby ranks, as its Parsl workers use them, and who owns them.
-
-The workers never import torch. They ask the fork server for ranks.
-"""
+"""A node's fork server and standby ranks, as its Parsl workers (without torch) use and own them."""
 
 from __future__ import annotations
 
@@ -31,10 +28,8 @@ def node_name() -> str:
 
 
 def manager_pid() -> int:
-    """The process id of the manager that started this worker.
-
-    Not ``os.getppid()``: after the manager was killed, that is the id of a process that never ends,
-    and a fork server owned by it would never end either.
+    """The process id of this worker's manager. Not ``os.getppid()``: after the manager was killed
+    that never ends, and neither would a fork server owned by it.
     """
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
@@ -55,9 +50,7 @@ def fork_server_of_node(log_dir: str, template: str | None = None) -> ForkClient
 
 
 def start_template(log_dir: str) -> ForkClient:
-    """Start the template that forks the fork servers of nodes that are processes of this computer.
-    It ends with this process at the latest.
-    """
+    """Start the template that forks the nodes' fork servers here; it ends with this process."""
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     return ForkClient.start_template(
         f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'template.log')
@@ -65,9 +58,7 @@ def start_template(log_dir: str) -> ForkClient:
 
 
 def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Channel[FromRank]]:
-    """Start this node's standby ranks for the next fragment. Each channel becomes readable when its
-    rank waits.
-    """
+    """Start this node's ranks for the next fragment: channels, readable once their rank waits."""
     server = fork_server_of_node(order.node_log_dir, order.template)
     server.wait_ready(FORK_SERVER_READY_S)
     Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,13 +76,9 @@ def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Cha
 
 
 class NodeStandby:
-    """Starts a node's standby ranks once for each fragment, and knows when they wait.
-
-    Parameters
-    ----------
-    start
-        Starts them, and returns a channel for each that becomes readable when it waits or has
-        ended. Takes the number of seconds for which they wait.
+    """Starts a node's standby ranks once for each fragment, and knows when they wait. ``start``
+    takes the seconds for which they wait, and returns a channel for each that becomes readable when
+    it waits or has ended.
     """
 
     def __init__(self, start: Callable[[float], list[Channel[FromRank]]]) -> None:

@@ -13,10 +13,8 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 @dataclass(frozen=True)
 class ControlEndpoint:
-    """Address of the control channel, as seen from nodes.
-
-    ``node_log_dir`` is the folder for the logs of the nodes' fork servers. ``template`` is the name
-    of the fork server of this computer that forks those of its nodes, if there is one.
+    """Address of the control channel, as seen from nodes. ``node_log_dir``: for the logs of their
+    fork servers. ``template``: the fork server of this computer that forks those, if there is one.
     """
 
     addresses: list[str]

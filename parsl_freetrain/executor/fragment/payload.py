@@ -26,16 +26,9 @@ _registering = threading.Lock()
 def pack(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], trainer: str
 ) -> bytes:
-    """Serialise a function with its arguments.
-
-    A function of an installed package is sent by name; anything else (a notebook, a script, a
-    module beside it) by value, with what it uses of the modules that lie beside it, since nodes may
-    not be able to import them.
-
-    Raises
-    ------
-    BadInput
-        If something in it cannot be serialised.
+    """Serialise a function with its arguments. One of an installed package is sent by name;
+    anything else (a notebook, a script, a module beside it) by value, with what it uses of the
+    modules beside it, since nodes may not be able to import them. Raises BadInput if that fails.
     """
     with _registering, _by_value(function):
         try:
@@ -54,8 +47,7 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
     known = cloudpickle.list_registry_pickle_by_value()  # whatever the user has registered stays so
     loaded = list(sys.modules.items())
     for _, module in loaded:
-        # cloudpickle knows plain modules only; torch.backends.cudnn, for instance, is of its own
-        # class.
+        # cloudpickle knows plain modules only; torch.backends.cudnn is of its own class.
         if isinstance(module, ModuleType) and type(module) is not ModuleType:
             copyreg.pickle(type(module), _by_import)
     # There are thousands of modules, and few packages.
@@ -86,9 +78,7 @@ def _by_import(module: ModuleType) -> tuple[Callable[[str], ModuleType], tuple[s
 
 
 def _home(top: ModuleType | None) -> Path | None:
-    """The folder that a top-level module or package lies in; None if nodes have it too, as the
-    interpreter's own or installed.
-    """
+    """A top-level module's folder; None if nodes have it too (installed, or Python's own)."""
     if top is None:
         return None
     file = getattr(top, '__file__', None)

@@ -33,9 +33,7 @@ class RankResult:
         return 'hung' if self.killed else 'died'
 
     def may_lack_memory(self, status: int) -> bool:
-        """Whether SIGKILL has ended it, or a worker of its data loader, for no reason that is known
-        here; ``status``: of its exit.
-        """
+        """Whether SIGKILL has ended it, or its data loader's worker, for no known reason."""
         if self.outcome is None:
             return status == -signal.SIGKILL and not self.killed
         said = self.worker_died
@@ -70,9 +68,7 @@ class RankResult:
         return f'exited with status {self.status}'
 
     def suffers(self) -> int:
-        """How likely it is that it ended because of another rank; NCCL, for instance, aborts the
-        ranks that have lost a peer.
-        """
+        """How likely it ended because of another rank (NCCL aborts those that lost a peer)."""
         if self.how == 'hung':
             return 0
         ended_by = -(self.status or 0)

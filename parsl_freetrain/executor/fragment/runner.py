@@ -48,21 +48,9 @@ class MemberReturned:
 
 
 class FragmentRunner:
-    """Carries out StartFragment, StopFragment and AbandonFragment, and emits the results.
-
-    It is also a subscriber: when a node is gone, it ends the node's members.
-
-    Parameters
-    ----------
-    records
-        All trainers of the run, by name.
-
-    Attributes
-    ----------
-    running
-        The fragments that have not ended, by trainer and number.
-    records
-        All trainers of this run, by name.
+    """Carries out StartFragment, StopFragment and AbandonFragment, and emits the results. As a
+    subscriber, it ends the members of a node that is gone. ``records``: all trainers, by name;
+    ``running``: fragments that have not ended, by trainer and number.
     """
 
     def __init__(
@@ -181,9 +169,7 @@ class FragmentRunner:
             self._listener.heard(said, fragment, self.records[fragment.name], at)
 
     def stop(self, action: ev.StopFragment, at: float) -> None:
-        """Ask the fragment to save at the next step boundary and end. If the trainer continues at
-        once, wait until the next ranks are ready.
-        """
+        """Ask a fragment to save and end, once the next ranks (if any) are ready."""
         fragment = self.running.get((action.trainer, action.fragment))
         if fragment is None or fragment.stopping.why:
             return  # a rehearsed preemption does not wait for the next fragment
@@ -198,26 +184,14 @@ class FragmentRunner:
             self._members.ask_to_stop(fragment, at)
 
     def hurry(self, at: float) -> None:
-        """Stop all fragments that wait for the next ranks, because of another event. They, and
-        those that have just been told to stop, commit their states themselves.
-        """
+        """Stop all fragments that wait for the next ranks; they commit their states themselves."""
         for fragment in self.running.values():
             if fragment.stopping.awaited or fragment.stopping.followed:
                 self._members.ask_to_stop(fragment, at)
 
     def rehearse(self, name: str, grace_s: float, at: float) -> str:
         """Stop a trainer's running fragment as a preemption would, with a notice of ``grace_s``
-        seconds.
-
-        Returns
-        -------
-        str
-            A sentence that says what was done.
-
-        Raises
-        ------
-        BadInput
-            If the trainer has no running fragment.
+        seconds. Returns a sentence about it; raises BadInput if it has no running fragment.
         """
         fragment = next(
             (f for f in self.running.values() if f.name == name and not f.given_up.why), None
@@ -332,9 +306,7 @@ class FragmentRunner:
         return self._watchdog.within_s(self.running.values())
 
     def disconnected(self, gone: MemberDisconnected, at: float) -> bool:
-        """Ask a fragment's members whether they are there, since the connection to one has ended.
-        Returns whether that was before its ranks had ended.
-        """
+        """A connection has ended: ask all members whether they live, unless its ranks had ended."""
         fragment = self.running.get((gone.trainer, gone.fragment))
         if fragment is None or fragment.ranks_ended(gone.member):
             return False
@@ -367,9 +339,7 @@ def _id_of(task: Future[Checkpoint] | None) -> int | None:
 
 
 def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, unknown: str) -> None:
-    """Set the result of the future that Parsl waits for. A preempted fragment is not a failure, so
-    that it does not use up Parsl's retries.
-    """
+    """Set what Parsl waits for. A preemption is no failure, and uses up none of its retries."""
     if result is None:
         outer.set_exception(RuntimeError(unknown))
     elif result.ending is Ending.FAILED and result.exception is not None:

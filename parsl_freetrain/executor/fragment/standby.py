@@ -1,6 +1,4 @@
-"""Ranks that run ahead: those of a trainer's next fragment are started before the one that trains
-is asked to stop.
-"""
+"""A trainer's next ranks are started before the fragment that trains is asked to stop."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ logger = logging.getLogger(__name__)
 AHEAD_S = 30.0
 """Maximum seconds to wait for standby ranks before a fragment is asked to stop."""
 
-# For the fragment that trains to commit its last checkpoint and end, once it is asked to, and for
-# the next one to begin.
+# For a fragment that is asked to stop to commit its last checkpoint, and for the next to begin.
 _SPARE_S = 120.0
 
 
@@ -38,19 +35,11 @@ class StandbyLauncher:
         nodes: Collection[str],
         order: Callable[[RunningFragment, float], MemberOrder],
     ) -> bool:
-        """Start ranks on the nodes where the next fragment is expected; whether it is worth waiting
-        for them.
+        """Start ranks on the nodes where the next fragment is expected; whether to wait for them.
 
         A member of the fragment starts those on its own node. Other nodes are free, and run a task
         for it that does not wait for the ranks, which take as long to start as the members' own.
-
-        Parameters
-        ----------
-        nodes
-            Where the trainer is expected to go on.
-        order
-            Makes the order for a node that is not the fragment's yet, with the ranks' patience in
-            seconds.
+        ``order`` makes the order for such a node, with the ranks' patience in seconds.
         """
         if fragment.started_at is None or fragment.outer is None:
             return False

@@ -1,6 +1,4 @@
-"""The executor's record of a trainer, in addition to the controller's: its future, its spec, and
-how to submit its fragments.
-"""
+"""The executor's record of a trainer, beside the controller's: future, spec, how to submit."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ class TrainerRecord:
     trainer: Trainer
     spec: TrainingSpec
     store: str  #: its checkpoint folder
-    #: Submits a fragment. Takes the resource specification and the checkpoint to start from, and
-    #: returns the fragment's checkpoint future.
+    #: Submits a fragment, with resources and a checkpoint, and returns its checkpoint future.
     launch: Launch
     future: TrainingFuture
     checkpoint: Checkpoint  #: the newest committed checkpoint
@@ -61,9 +58,7 @@ class TrainerRecord:
         self.trainer = replace(self.trainer, total_samples=total_samples)
 
     def ranks_on(self, accelerators: Sequence[int]) -> int:
-        """Number of ranks on each of some nodes, given the accelerators of each. The first answer
-        determines the number of virtual shards.
-        """
+        """Ranks on each node with so many accelerators. The first answer fixes the shards."""
         per_node = self.spec.ranks_on(accelerators)
         if self.spec.ranks.per_node is None and per_node < max(accelerators, default=0):
             logger.warning(
@@ -88,9 +83,7 @@ class TrainerRecord:
             self.last_good = self.task
 
     def pause(self, fragment: RunningFragment, result: FragmentResult) -> None:
-        """Record the end of a fragment: the state that it left in memory, and, for a rescale, the
-        end of its last step.
-        """
+        """Record a fragment's end: the state left in memory, and for a rescale its last step."""
         outcome = fragment.outcome()
         self.left = left_states(fragment, result)
         stepped_at = outcome.stepped_at if outcome is not None else 0.0

@@ -40,9 +40,7 @@ class NodeSilent:
 
 
 class Watchdog:
-    """Checks fragments about once a second, after all received messages have been handled. Time in
-    which nobody listened does not count.
-    """
+    """Checks fragments every second, after all messages; not by time that nobody listened."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts

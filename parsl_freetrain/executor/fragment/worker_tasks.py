@@ -23,20 +23,9 @@ _order: ContextVar[MemberOrder] = ContextVar('member_order')
 def fragment_task(
     payload: bytes, checkpoint: Any = None, parsl_resource_specification: Any = None
 ) -> list[RankResult]:
-    """The Parsl task of a fragment, as each of its nodes runs it.
-
-    Parameters
-    ----------
-    payload
-        The user's function and its arguments, pickled by cloudpickle.
-    checkpoint
-        The previous fragment's checkpoint. It makes the chain of fragments visible to Parsl; the
-        ranks find the newest good checkpoint themselves.
-
-    Returns
-    -------
-    list of RankResult
-        One for each of this node's ranks.
+    """The Parsl task of a fragment on one node: a result for each of its ranks. ``payload``: the
+    user's function and its arguments, by cloudpickle. ``checkpoint`` makes the chain of fragments
+    visible to Parsl; the ranks find the newest good one themselves.
     """
     order = _order.get()
     if order.ahead_s is not None:
@@ -46,19 +35,15 @@ def fragment_task(
 
 
 def run_member(buffer: bytes, order: MemberOrder, execute: str | None = None) -> Any:
-    """Parsl's ``task_executor`` hook for fragments: run the task as ``order`` says. ``execute`` is
-    the hook that was set before, if any.
-    """
+    """Parsl's ``task_executor`` hook for fragments; ``execute``: the hook set before, if any."""
     _order.set(order)
     ignore_notices()
     return _executing(execute)(buffer)
 
 
 def run_ordinary(buffer: bytes, execute: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Parsl's ``task_executor`` hook for all other tasks. Processes that they start must end on
-    SIGTERM, as programs expect.
-
-    ``execute`` is the hook that was set before, if any, with its arguments.
+    """Parsl's ``task_executor`` hook for all other tasks; ``execute``: the hook before, if any.
+    Processes that they start must end on SIGTERM, as programs expect.
     """
     heed_notices()
     return _executing(execute)(buffer, *args, **kwargs)

@@ -17,16 +17,12 @@ from parsl_freetrain.report.status import TrainerNow
 class Progress:
     """The progress of a trainer."""
 
-    #: samples, total_samples: number of samples trained so far, and in total. The total is None
-    #: while only the number of epochs is known.
-    samples: int = 0
-    total_samples: int | None = None
-    nodes: int = 0  #: number of nodes that its fragment holds now
-    #: fragments, preempted, rescaled: in this run: number of fragments, number of preempted
-    #: fragments, and number of changes of the node count.
-    fragments: int = 0
-    preempted: int = 0
-    rescaled: int = 0
+    samples: int = 0  #: samples trained so far
+    total_samples: int | None = None  #: None while only the number of epochs is known
+    nodes: int = 0  #: nodes that its fragment holds now
+    fragments: int = 0  #: in this run
+    preempted: int = 0  #: preempted fragments in this run
+    rescaled: int = 0  #: changes of the node count in this run
     #: The last values given to ``ctx.report``.
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -100,9 +96,7 @@ class TrainingFuture(Future[Checkpoint]):
         return True
 
     def _submitted(self, submit: Callable[[], None], on_cancel: Callable[[], None]) -> bool:
-        """Submit the trainer, unless it was cancelled meanwhile; from now on ``on_cancel`` cancels
-        it. Returns whether it was submitted.
-        """
+        """Submit the trainer (``on_cancel`` cancels it then); False if it was cancelled before."""
         with self._lock:
             if self._withdrawn or self.done():
                 return False
@@ -128,9 +122,7 @@ class TrainingFuture(Future[Checkpoint]):
             self.set_running_or_notify_cancel()
 
     def _settle(self, settle: Callable[[], object]) -> None:
-        """Settle the future; its callbacks run in a thread of their own. They are the user's, and
-        the caller may be the event loop, which others wait for.
-        """
+        """Settle the future, in a thread of its own: callbacks are the user's, and others wait."""
         thread = threading.Thread(target=settle, name=f'FreeTrain-{self.name}', daemon=True)
         try:
             thread.start()

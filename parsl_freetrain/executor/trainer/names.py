@@ -27,9 +27,7 @@ class TrainerNames:
         self._taken: set[str] = set()
 
     def take(self, name: str, *, explicit: bool) -> str:
-        """A name that no trainer of this run has: ``name``, or if it is taken and not ``explicit``,
-        ``name-2`` and so on. Raises BadInput if an explicit name is taken.
-        """
+        """``name``, or if it is taken ``name-2`` and so on; BadInput if it is ``explicit``."""
         with self._lock:
             if explicit and name in self._taken:
                 raise BadInput(

@@ -1,6 +1,4 @@
-"""Files with a digest for each block, made while they are written, so that a reader can verify the
-blocks that it reads.
-"""
+"""Files with a digest of each block, so that a reader can verify the blocks that it reads."""
 
 from __future__ import annotations
 
@@ -41,14 +39,8 @@ def digest_of_blocks(blocks: Sequence[str]) -> str:
 
 
 class FileImage:
-    """The bytes of a file, in memory.
-
-    Attributes
-    ----------
-    content
-        The bytes.
-    fd
-        A file in memory that begins with them, which other processes can map; None: there is none.
+    """The bytes of a file, in memory. ``fd``: a file in memory that begins with them, which other
+    processes can map; None: there is none.
     """
 
     def __init__(self, content: memoryview, fd: int | None = None) -> None:
@@ -63,9 +55,7 @@ class FileImage:
         return self._blocks
 
     def write(self, path: Path) -> None:
-        """Write a new, private (0600) file and make it durable. Raises FileExistsError if there is
-        one of this name.
-        """
+        """Write a new, private (0600) file, durably; FileExistsError if there is one."""
         with create(path) as file:
 
             def write(part: memoryview, at: int) -> str:

@@ -32,9 +32,7 @@ def fresh(folder: Path, samples: int, fragment: int) -> Path:
 
 
 def key(path: Path) -> tuple[int, int, int]:
-    """What the name of a checkpoint directory says: samples, fragment, and the number of earlier
-    directories of that name.
-    """
+    """Samples, fragment, and number of earlier directories of a checkpoint directory's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2]), int(match[3] or 0)
@@ -59,9 +57,7 @@ def names(folder: Path) -> list[str]:
 
 
 def move_into(path: Path, folder: Path) -> Path | None:
-    """Move ``path`` into ``folder`` under its name and a number. Returns its new place; None if it
-    no longer exists.
-    """
+    """Move ``path`` into ``folder`` under its name and a number; None if it is gone."""
     for n in count(1):
         target = folder / f'{path.name}-{n}'
         if target.exists():
@@ -81,8 +77,7 @@ def move_into(path: Path, folder: Path) -> Path | None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint directory. If that fails, log it and leave the directory."""
-    # The marker goes first: if this process is killed in between, the rest does not count as a
-    # checkpoint.
+    # The marker goes first: the rest does not count as a checkpoint, if this is killed.
     try:
         (path / MARKER).unlink(missing_ok=True)
         sync_dir(path)

@@ -62,13 +62,8 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
 def same_weights(
     one: Checkpoint | str | os.PathLike[str], other: Checkpoint | str | os.PathLike[str]
 ) -> bool:
-    """Whether the models in two checkpoints are the same to the last bit. Both are given as for
-    :func:`load_weights`.
-
-    Raises
-    ------
-    BadInput
-        As :func:`load_weights`.
+    """Whether the models in two checkpoints (see :func:`load_weights`) are the same to the last
+    bit.
     """
     first, second = load_weights(one), load_weights(other)
     return first.keys() == second.keys() and all(
@@ -135,9 +130,7 @@ def export_weights(
 
 
 def _pieces(reader: PartReader) -> list[Piece]:
-    """The tensors of all models, by the names of :func:`load_weights`; each is read when it is
-    written.
-    """
+    """The tensors of all models, by :func:`load_weights`' names, each read when it is written."""
     # This format has no place for what a module keeps besides tensors (get_extra_state).
     found = {
         path: name

@@ -16,26 +16,10 @@ Path = tuple[Any, ...]
 def take_apart(
     state: Mapping[str, Any], called: Mapping[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split a state into its tensors and its structure. The containers are new; the tensors are
-    those of the state.
-
-    Parameters
-    ----------
-    state
-        Containers of tensors, numbers and texts.
-    called
-        Names of the entries of ``state`` for error messages.
-
-    Returns
-    -------
-    tuple
-        The tensors, by names such as 'optimizer.state.0.exp_avg', and everything else, in a form
-        that ``torch.load`` with ``weights_only`` can read.
-
-    Raises
-    ------
-    BadInput
-        If there is anything else, since it could not be loaded without running code of the file.
+    """Split a state of tensors, numbers, texts and containers (new ones are made) into its tensors,
+    by names such as 'optimizer.state.0.exp_avg', and everything else, in a form that ``torch.load``
+    with ``weights_only`` can read. ``called``: names of the entries for messages. Raises BadInput
+    for anything else, which could not be loaded without running code of the file.
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}

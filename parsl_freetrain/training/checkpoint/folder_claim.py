@@ -21,27 +21,15 @@ from parsl_freetrain.training.spec.retention import Resume
 def claim(
     folder: Path, trainer: str, identity: Mapping[str, JSON], resume: Resume
 ) -> Checkpoint | None:
-    """Check, before anything is submitted, that a trainer may use a folder. Returns the checkpoint
-    to continue from.
+    """Check, before anything is submitted, that a trainer may use its own folder, which is made
+    (0700), with its parents, if it does not exist. Returns the checkpoint to continue from.
 
-    Parameters
-    ----------
-    folder
-        The trainer's own folder; it is made (0700), with its parents, if it does not exist.
-    trainer
-        The trainer's name.
-    identity
-        What must be the same for the old state to be usable, for instance seed and batch size.
-    resume
-        'auto': continue from the newest good checkpoint, if any; 'require': there must be one;
-        'never': move what is there to ``old-<n>`` in the folder and start anew. Fragment numbers
-        continue in any case, so that no late process of the earlier run can commit.
-
-    Raises
-    ------
-    BadInput
-        If the folder cannot be used: it belongs to another trainer or user, is not writable, is
-        neither empty nor a trainer's, or has no usable checkpoint although one is required.
+    ``identity``: what must be the same for the old state to be usable, for instance seed and batch
+    size. ``resume``: 'auto': continue from the newest good checkpoint, if any; 'require': there
+    must be one; 'never': move what is there to ``old-<n>`` and start anew. Fragment numbers
+    continue in any case, so that no late process of the earlier run can commit. Raises BadInput if
+    the folder belongs to another trainer or user, is not writable, is neither empty nor a
+    trainer's, or lacks a required checkpoint.
     """
     if resume == 'require' and not folder.is_dir():
         raise BadInput(

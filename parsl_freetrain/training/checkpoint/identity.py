@@ -1,6 +1,4 @@
-"""Which trainer a checkpoint folder belongs to (``trainer.json``), and checks before a trainer may
-use a folder.
-"""
+"""A folder's trainer (``trainer.json``), and checks before a trainer may use a folder."""
 
 from __future__ import annotations
 
@@ -45,20 +43,17 @@ def prove_writable(folder: Path, trainer: str) -> None:
 
 
 def refuse_open(folder: Path) -> None:
-    """Refuse a folder of another user, or that other users may write to, since loading from it
-    could run their code. Raises BadInput if others may write to it; the message has the command
-    that forbids it.
+    """Refuse a folder of another user, or that others may write to: loading from it could run their
+    code. Raises BadInput, with the command that forbids it.
     """
     refuse_foreign(folder, 'checkpoint folder')
 
 
 def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) -> None:
-    """Write ``trainer.json`` into a new folder, or compare it with an existing one. Raises BadInput
-    if the folder belongs to another trainer (the message says which fields differ), or is not empty
-    and has no ``trainer.json``.
+    """Write ``trainer.json`` into a new folder, or compare it. Raises BadInput if the folder is
+    another trainer's (with the fields that differ), or neither empty nor a trainer's.
     """
-    # To JSON and back, so that both sides of the comparison have the same types (a tuple becomes a
-    # list).
+    # To JSON and back, so that both sides have the same types (a tuple becomes a list).
     wanted = json.loads(json.dumps({'trainer': trainer, 'identity': identity}, sort_keys=True))
     path = folder / TRAINER_FILE
     if not is_trainer_folder(folder):
@@ -87,8 +82,7 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
 
 
 def trainer_of(folder: Path) -> str:
-    """The name of the trainer that a folder belongs to; raises BadInput if the file cannot be read.
-    """
+    """The name of the trainer whose folder this is; raises BadInput if it cannot be read."""
     return _read(folder / TRAINER_FILE)[0]
 
 
@@ -98,10 +92,8 @@ def is_trainer_folder(folder: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Move everything in a trainer's folder to a new folder ``old-<n>`` in it. Returns that folder.
-
-    What was moved aside earlier stays, and so do the fences, which apply to every run in this
-    folder.
+    """Move everything in a trainer's folder to a new folder ``old-<n>`` in it, and return that; not
+    what was moved earlier, nor the fences, which apply to every run.
     """
     for n in count(1):
         old = folder / f'old-{n}'
@@ -110,8 +102,7 @@ def move_aside(folder: Path) -> Path:
         except FileExistsError:
             continue
         break
-    # trainer.json goes last: if the process is killed in between, the folder still belongs to the
-    # trainer.
+    # trainer.json goes last: the folder still belongs to the trainer if this is killed.
     for path in sorted(_contents(folder), key=lambda path: path.name == TRAINER_FILE):
         path.rename(old / path.name)
     sync_dir(old)

@@ -1,6 +1,4 @@
-"""Which part of a tensor this rank holds. For torch's DTensors that is a box; of any other tensor
-every rank holds all.
-"""
+"""Which part of a tensor this rank holds: a box of a DTensor, all of any other tensor."""
 
 from __future__ import annotations
 
@@ -57,8 +55,7 @@ class Box:
 
 def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether ranks may hold different parts of a tensor."""
-    # The import takes half as long as torch's own. Who reads a checkpoint needs none, and where it
-    # has not been imported there is no DTensor.
+    # Its import takes half as long as torch's own; where there was none, there is no DTensor.
     module = sys.modules.get('torch.distributed.tensor')
     return module is not None and isinstance(tensor, module.DTensor)
 

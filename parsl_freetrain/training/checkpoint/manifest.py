@@ -1,8 +1,6 @@
-"""What a checkpoint directory holds, and how it is verified.
-
-A checkpoint directory has the data files, ``manifest.json`` (a list of them with digests) and,
-written last, ``COMMITTED``, which holds the digest of the manifest. Without a complete
-``COMMITTED`` it is not a checkpoint.
+"""What a checkpoint directory holds, and how it is verified: the data files, ``manifest.json`` (a
+list of them with digests) and, written last, ``COMMITTED`` with the digest of the manifest. Without
+a complete ``COMMITTED`` it is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,11 +62,9 @@ def write_manifest(
     metrics: Mapping[str, float],
     hashed: Mapping[str, tuple[str, ...]],
 ) -> Manifest:
-    """Make the data files in ``folder`` durable and private, and write their manifest.
-
-    ``hashed``: the files that are so already, with the digest of each block. They are not read.
-    Raises BadInput if there is something other than plain files and directories, or a name that is
-    reserved.
+    """Make the data files in ``folder`` durable and private, and write their manifest. Those in
+    ``hashed``, with the digest of each block, are so already, and not read. Raises BadInput for
+    other things than plain files and directories, or a reserved name.
     """
     values = {name: float(value) for name, value in metrics.items()}
     files = _sealed_files(folder, hashed)
@@ -87,9 +83,7 @@ def commit(folder: Path) -> None:
 
 
 def is_committed(folder: Path) -> bool:
-    """Whether the marker is there and complete. A writer that was killed while it wrote the marker
-    has not committed.
-    """
+    """Whether the marker is complete: a writer killed while it wrote it has not committed."""
     try:
         return len((folder / MARKER).read_bytes()) > 2 * DIGEST_BYTES
     except (FileNotFoundError, NotADirectoryError):
@@ -97,9 +91,8 @@ def is_committed(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed checkpoint, verified by its marker. The data files are not read.
-    Raises Damaged if the manifest is not the one that was committed; BadInput if its format is not
-    the one that this version reads.
+    """The manifest of a committed checkpoint, verified by its marker, without the data. Raises
+    Damaged if it is not the committed one; BadInput if this version does not read its format.
     """
     try:
         content = (folder / MANIFEST).read_bytes()
@@ -121,12 +114,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) -> Manifest:
-    """Read the whole checkpoint and compare every byte's digest with what was committed.
-
-    ``content``: False compares the lengths of files only, for a reader that verifies what it reads;
-    so are those compared that this process has ``hashed`` while it wrote them. Raises Damaged if a
-    file is missing, or its length or content differs; OSError if the file system does not answer,
-    which says nothing about the checkpoint.
+    """Read the whole checkpoint and compare every byte's digest with what was committed; of files
+    only the length without ``content`` (for a reader that verifies what it reads) and if this
+    process ``hashed`` them. Raises Damaged if a file is missing or differs; OSError if the file
+    system does not answer, which says nothing about the checkpoint.
     """
     manifest = read_manifest(folder)
     for listed in manifest.files:
@@ -179,9 +170,8 @@ def _seal(path: Path) -> tuple[str, ...]:
 
 def damage(error: OSError) -> Exception:
     """What an error in reading a checkpoint means: :class:`Damaged`, or the error itself."""
-    # A file that is missing or that the disk cannot read is damage. Any other error (stale handle,
-    # time-out, permission) says nothing about the file, and setting the checkpoint aside would lose
-    # work.
+    # A missing or unreadable file is damage. Any other error (stale handle, time-out, permission)
+    # says nothing about it, and setting the checkpoint aside would lose work.
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO):
         return Damaged(
             f'{Path(error.filename or "").name or "a file"} cannot be read: {error.strerror}'

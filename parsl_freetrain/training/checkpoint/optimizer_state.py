@@ -1,8 +1,5 @@
-"""States of optimizers: loading them, moving them to their parameters' device, and keeping them by
-the names of parameters, so that they can be loaded where a model is divided differently.
-
-torch's own form numbers the parameters, and fits only an optimizer of the same parameters in the
-same order.
+"""States of optimizers: loaded, moved to their parameters' device, and kept by the names of
+parameters, so that they fit a model that is divided differently; torch numbers them.
 """
 
 from __future__ import annotations
@@ -17,13 +14,11 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types: bool) -> None:
-    """Set an optimizer to a state that its ``state_dict()`` returned.
-
-    Every tensor of a parameter's shape gets the parameter's memory layout. Checkpoints hold
-    contiguous tensors, but fused kernels read all tensors in the order of memory, so with another
-    layout of the parameter (channels_last) they would combine elements that do not belong together.
-    ``keep_types``: keep the saved types. torch casts every tensor to its parameter's type, which
-    rounds what an optimizer keeps in float32 for a bfloat16 parameter.
+    """Set an optimizer to a state that its ``state_dict()`` returned. Tensors of a parameter's
+    shape get its memory layout: fused kernels read all in the order of memory, and with another
+    layout of the parameter (channels_last) would combine elements that do not belong together.
+    ``keep_types``: torch would cast every tensor to its parameter's type, and round what an
+    optimizer keeps in float32 for a bfloat16 parameter.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state['param_groups'] for number in group['params']]
@@ -40,9 +35,7 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types:
 
 
 def move_to_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state to the parameters' devices. Adagrad makes its state when it is created, on the
-    device where the parameters are then.
-    """
+    """Move the state to the parameters' devices; Adagrad makes it where they are at first."""
     for group in optimizer.param_groups:
         steps_too = group.get('fused') or group.get('capturable')
         for parameter in group['params']:
@@ -76,9 +69,7 @@ def _placed(loaded: Any, saved: Any, parameter: torch.Tensor, keep_types: bool) 
 
 
 def parameter_names(prepared: Prepared) -> dict[int, str]:
-    """Names by ``id`` of the parameter, such as '1.layers.3.weight'. They begin with the number of
-    the model.
-    """
+    """Names by parameter's ``id``, as '1.layers.3.weight', with the number of the model first."""
     return {
         id(parameter): f'{i}.{name}'
         for i, model in enumerate(prepared.models, 1)
@@ -112,9 +103,8 @@ def is_by_name(state: dict[str, Any]) -> bool:
 def by_number(
     state: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> dict[str, Any]:
-    """The part of a state in the form of :func:`by_name` that concerns the optimizer's parameters,
-    in the form that ``optimizer.load_state_dict()`` takes. Raises ValueError if the state has other
-    groups, or lacks a parameter.
+    """The part of a state from :func:`by_name` for the optimizer's parameters, as
+    ``load_state_dict()`` takes it. Raises ValueError if it has other groups, or lacks a parameter.
     """
     if len(state['param_groups']) != len(optimizer.param_groups):
         raise ValueError(

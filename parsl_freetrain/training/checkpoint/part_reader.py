@@ -91,9 +91,8 @@ class PartReader:
         return torch.load(content, map_location='cpu', weights_only=True)
 
     def read(self, wanted: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        """The wanted parts, by name, on the CPU. Only the blocks that they are in are fetched.
-        Raises Damaged if what is read is not what was left; OSError if the file system does not
-        answer.
+        """The wanted parts, by name, on the CPU; only their blocks are fetched. Raises Damaged if
+        they are not what was left; OSError if the file system does not answer.
         """
         found = {
             name: torch.empty(box.sizes, dtype=self.dtype(name)) for name, box in wanted.items()

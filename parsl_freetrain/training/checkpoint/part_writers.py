@@ -1,9 +1,7 @@
-"""Those ranks that have a part of the state write a checkpoint together, in their threads beside
-training.
-
-They coordinate by keys of the store, never by the process groups that training uses, and nothing is
-planned together: each rank knows what it writes. Rank 0 names the folder; each rank writes its part
-and sets a key; rank 0 waits for all keys. If one is missing, nothing is committed.
+"""Ranks that have a part of the state write a checkpoint together, in threads beside training. They
+coordinate by keys of the store, never by the process groups that training uses: rank 0 names the
+folder, each rank writes its part and sets a key, rank 0 waits for all keys. If one is missing,
+nothing is committed.
 """
 
 from __future__ import annotations
@@ -29,16 +27,9 @@ _REFUSED = 'refused: '
 
 
 class PartWriters:
-    """The ranks that write together, as one of them sees it.
-
-    Parameters
-    ----------
-    store
-        A connection of its own, since the waits are in a thread; None: this rank writes alone.
-    folder
-        The trainer's folder.
-    limit_s
-        Seconds that rank 0 waits for the other ranks' parts after its own is written.
+    """The ranks that write together into the trainer's folder, as one of them sees it. ``store``: a
+    connection of its own, since the waits are in a thread; None: this rank writes alone.
+    ``limit_s``: seconds that rank 0 waits for the others' parts after its own.
     """
 
     def __init__(

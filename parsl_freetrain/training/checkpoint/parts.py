@@ -1,6 +1,4 @@
-"""What a state consists of. Each rank that writes has a part, a file of tensors. A whole state is
-one part of one.
-"""
+"""What a state consists of: parts, a file of tensors of each rank that writes; at least one."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ class Contents(msgspec.Struct, frozen=True):
     tensors: dict[str, Entry]  #: where the parts of each tensor are
     #: The files of tensors: of each, its size in bytes and the digests of its blocks.
     files: dict[str, tuple[int, tuple[str, ...]]]
-    #: Everything that is not a tensor, as ``torch.save`` writes it; empty: it is in another rank's
-    #: part.
+    #: Everything that is not a tensor, as ``torch.save`` writes it; empty: in another part.
     structure: bytes
 
     @property
@@ -97,21 +94,10 @@ def part_of(
     image: block_digests.FileImage | None = None,
     folder: Path | None = None,
 ) -> Contents:
-    """A rank's part.
-
-    Parameters
-    ----------
-    tensors
-        What this rank holds of each tensor that it writes.
-    boxes
-        Which part that is; those that are not named are whole.
-    structure
-        Everything that is not a tensor; None: another rank writes it.
-    image
-        The file of tensors, laid out by :func:`placed`; None: it is put together while it is
-        written.
-    folder
-        Where the file of tensors is written, durably; None: it is only in memory.
+    """A rank's part: what it holds of each tensor that it writes, and which ``boxes`` those are if
+    not the whole. ``structure``: everything that is not a tensor; None: another rank writes it.
+    ``image``: the file of tensors, laid out by :func:`placed`; None: it is put together while it is
+    written. ``folder``: where it is written, durably; None: it is only in memory.
     """
     name, files, entries = file_of(rank), {}, {}
     layout, places = placed(tensors, boxes)
@@ -144,9 +130,7 @@ def contents_of(rank: int) -> str:
 def placed(
     tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box]
 ) -> tuple[Layout, dict[str, tuple[int, int]]]:
-    """The file of tensors that :func:`part_of` writes, and where in it the bytes of each tensor
-    begin, with their number.
-    """
+    """The file of tensors of :func:`part_of`, and where in it each one's bytes are."""
     names = {
         name: _name_in_file(name, _box(name, tensor, boxes)) for name, tensor in tensors.items()
     }
@@ -165,9 +149,7 @@ def write_part(folder: Path, rank: int, part: Contents) -> str:
 
 
 def read_part(folder: Path, rank: int, expected: str) -> Contents:
-    """Another rank's part, which has the digest ``expected``. Raises FreeTrainError if the file
-    system shows another content, or none.
-    """
+    """Another rank's part, of digest ``expected``; FreeTrainError if the file system has it not."""
     path = folder / contents_of(rank)
     content = path.read_bytes() if path.exists() else b''
     if block_digests.digest_of_blocks(block_digests.blocks_of(io.BytesIO(content))) != expected:

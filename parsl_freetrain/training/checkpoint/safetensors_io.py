@@ -43,8 +43,7 @@ class Piece:
     name: str  #: its name in the file
     dtype: torch.dtype  #: dtype, shape: those of the tensor that ``get`` returns
     shape: tuple[int, ...]
-    #: Returns the tensor, dense and on any device. It is called just before the tensor is written,
-    #: so that only few copies exist at a time.
+    #: Returns the tensor, dense and on any device, just before it is written, one after the other.
     get: Callable[[], torch.Tensor]
 
     @property

@@ -19,13 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """Copies states, one at a time, into the same memory. A copy is valid until the next one is
-    taken.
-
-    The memory is one piece, and holds the bytes of the file that is written. It is page-locked if
-    tensors are on an accelerator, so that they are copied asynchronously. It is a file in memory,
-    which can be handed to another process, if there is room for one; it lives as long as this
-    object.
+    """Copies states, one at a time, into the same memory; a copy is valid until the next one. The
+    memory is one piece with the bytes of the file that is written, page-locked if tensors are on an
+    accelerator (copied asynchronously), and if there is room a file in memory, which can be handed
+    to another process; it lives as long as this object.
     """
 
     def __init__(self) -> None:
@@ -67,8 +64,7 @@ class Snapshots:
         self._fd = self._close = None
         self._arena = self._memory(size)
         if locked and torch.cuda.is_available():
-            # torch's own allocator of page-locked memory rounds up to a power of two. If this is
-            # refused, copies are slower.
+            # torch's allocator of it rounds up to a power of two. If refused, copies are slower.
             torch.cuda.cudart().cudaHostRegister(self._arena.data_ptr(), size, 0)
         self._locked = locked
 

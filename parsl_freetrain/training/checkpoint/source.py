@@ -16,9 +16,7 @@ from parsl_freetrain.training.checkpoint.transport import Disk, Transport
 
 
 def divided(state: st.State, mesh: DeviceMesh, rank: int) -> st.State:
-    """This rank's part of a state that all ranks of a mesh have collected. Each part of a tensor
-    has one rank that writes it; ranks that hold the same parts share them.
-    """
+    """This rank's part of a state that a mesh has collected; those with the same share it."""
     tensors, boxes = {}, {}
     for number, (name, tensor) in enumerate(state.tensors.items()):
         held_by, box = local_shard.holders(tensor, mesh), local_shard.box_of(tensor)
@@ -36,13 +34,7 @@ def held(state: st.State) -> st.State:
 
 
 class Opened:
-    """A state of which all but the tensors has been read.
-
-    Attributes
-    ----------
-    path, position
-        As in :class:`Saved`.
-    """
+    """A state of which all but the tensors has been read; see :class:`Saved`."""
 
     def __init__(self, path: str, contents: Contents, transport: Transport) -> None:
         self.path = path
@@ -51,9 +43,8 @@ class Opened:
         self.position = st.Position(**self._structure['rest']['position'])
 
     def load(self, prepared: Prepared | None = None) -> st.Saved:
-        """Read the tensors: what belongs to models and optimizers is divided as they are, if they
-        are given. Raises BadInput if the models are others; Damaged if what is read is not what was
-        committed.
+        """Read the tensors, those of models and optimizers (if given) divided as they are. Raises
+        BadInput if the models are others; Damaged if the data are not what was committed.
         """
         shapes = self._reader.shapes()
         like = self._like(prepared, shapes) if prepared is not None else {}
@@ -76,9 +67,7 @@ class Opened:
     def _like(
         self, prepared: Prepared, shapes: dict[str, tuple[int, ...]]
     ) -> dict[str, torch.Tensor]:
-        """The divided tensors of models, and parameters for what optimizers keep of them, by names
-        in the state.
-        """
+        """By names in the state: models' divided tensors, and parameters for optimizers' ones."""
         paths = self._structure['paths']
         models = {
             name: model.state_dict()
@@ -121,9 +110,7 @@ class Opened:
 
 
 def open_checkpoint(path: str) -> Opened:
-    """A checkpoint, which is read from its directory. Raises BadInput if it is not of this format;
-    Damaged if it is not what was committed.
-    """
+    """A checkpoint, to be read from its directory; Damaged, or BadInput for another format."""
     contents = Contents.read(Path(path))
     return Opened(path, contents, Disk(Path(path), contents.files))
 

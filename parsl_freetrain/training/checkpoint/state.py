@@ -1,6 +1,4 @@
-"""What a checkpoint holds: the state of models, optimizers, schedulers and scalers, and the
-position in the data.
-"""
+"""What a checkpoint holds: states of models, optimizers, schedulers, scalers, and the position."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ class Position:
 
     samples: int  #: training samples that the state has seen
     total_samples: int  #: total number of samples to train
-    #: seed, dataset_size, batch_size, shards: what the data order depends on, and in reproducible
-    #: mode the sums. ``shards`` is 0 in throughput mode.
+    #: seed, dataset_size, batch_size, shards: the data order depends on them; shards 0: throughput.
     seed: int
     dataset_size: int
     batch_size: int
@@ -52,8 +49,7 @@ class Position:
     #: Longest time that a checkpoint of this trainer has taken, in seconds; 0: unknown.
     checkpoint_s: float = 0.0
     user: dict[str, Any] = field(default_factory=dict)  #: the user's ``ctx.state``
-    #: loop, base: number of the function's loop, from 1, and the samples that its earlier loops
-    #: trained.
+    #: loop, base: number of the function's loop, from 1; samples that its earlier loops trained.
     loop: int = 1
     base: int = 0
     epoch: int = 0  #: number of epochs of that loop that have ended
@@ -72,8 +68,7 @@ class Position:
 class State:
     """A state to save, split into tensors and the rest."""
 
-    #: By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'; in a sharded state, this
-    #: rank's parts of those that it writes.
+    #: By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'; or this rank's parts.
     tensors: dict[str, torch.Tensor]
     structure: dict[str, Any] | None  #: everything else; None: another rank writes it
     #: Which part of the whole a tensor is; those that are not named are whole.
@@ -85,9 +80,7 @@ class State:
         return write_contents(folder, [self.part(0, folder)])
 
     def part(self, rank: int, folder: Path | None = None) -> Contents:
-        """This rank's part; its tensors are written into a folder where the other ranks write
-        theirs, unless there is none.
-        """
+        """This rank's part, its tensors written into a folder with the other ranks', if any."""
         return part_of(rank, self.tensors, self.boxes, self.structure, self.image, folder)
 
 
@@ -104,10 +97,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's content, read.
-
-    ``classes`` has the class names of 'optimizer', 'scheduler_2' and so on.
-    """
+    """A checkpoint's content, read. ``classes``: names by 'optimizer', 'scheduler_2' and so on."""
 
     path: str
     position: Position
@@ -125,10 +115,8 @@ class Saved:
 
 def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     """The states of everything, as 'model', 'optimizer', 'scheduler', 'scaler', 'model_2' and so
-    on. The tensors are the live ones.
-
-    ``named``: keep states of optimizers by the names of parameters, so that models may be divided
-    differently when they are loaded.
+    on, with the live tensors. ``named``: states of optimizers go by the names of parameters, so
+    that models may be divided differently when they are loaded.
     """
     things = {
         name: thing
@@ -146,11 +134,9 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
 
 
 def collect(content: Mapping[str, Any], position: Position) -> State:
-    """The state to save: the result of :func:`content_of`, and the position.
-
-    It has no state of random number generators, since every micro-batch is seeded by the seed and
-    the position. Raises BadInput if a state holds anything but tensors, numbers, texts and
-    containers, since nothing else can be loaded without running code of the file.
+    """The state to save: :func:`content_of`, and the position, which with the seed sets all random
+    numbers. Raises BadInput if it holds anything but tensors, numbers, texts and containers, which
+    cannot be loaded without running code of the file.
     """
     called = {name: f'the state of {name}' for name in content['classes']}
     return State(
@@ -161,8 +147,7 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
 
 
 def assemble(path: str, state: State) -> Saved:
-    """A checkpoint's content from a split state. ``path`` is the checkpoint with the same content.
-    """
+    """A checkpoint's content from a split state; ``path``: of the checkpoint with it."""
     assert state.structure is not None
     content = put_together(state.tensors, state.structure)
     states = {
@@ -173,9 +158,8 @@ def assemble(path: str, state: State) -> Saved:
 
 
 def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
-    """Set models, optimizers, schedulers and scalers to a saved state. ``parts``: the models may be
-    parts of those that were saved. Raises BadInput if the state does not fit; the models have not
-    been changed then.
+    """Set models, optimizers, schedulers and scalers to a saved state, of which they may be
+    ``parts``. Raises BadInput, before models are changed, if it does not fit.
     """
     for kind, several in _KINDS.items():
         now, then = getattr(prepared, several), getattr(saved, several)
@@ -226,9 +210,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
 
 
 def restore_average(average: torch.nn.Module, saved: Saved, number: int) -> None:
-    """Set a moving average to a saved state; ``number`` counts from 0. Raises BadInput if the
-    checkpoint has fewer averages.
-    """
+    """Set moving average ``number``, from 0, to a saved one; BadInput if there are fewer."""
     if number >= len(saved.averages):
         check_averages(saved, (average,) * (number + 1))
     _check_model(average, saved.averages[number], number, saved.path)
@@ -246,9 +228,7 @@ def check_averages(saved: Saved, now: Sequence[torch.nn.Module]) -> None:
 
 
 def check_position(now: Position, saved: Source) -> None:
-    """Check that what the data order depends on is the same as in the checkpoint. Raises BadInput
-    if something has changed, with both numbers.
-    """
+    """Refuse (BadInput, with both numbers) another data order than the checkpoint's."""
     then = saved.position
     for what, name in (
         ('the seed', 'seed'),

@@ -1,6 +1,4 @@
-"""Checkpoints that survive the kill of any process at any moment, and that a late process of an
-earlier fragment cannot overwrite.
-"""
+"""Checkpoints that survive any kill at any moment, and late processes of earlier fragments."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ class PosixCheckpointStore:
         self._written: tuple[Path | None, frozenset[str]] = None, frozenset()
 
     def fence(self, fragment: int) -> None:
-        """Prevent fragments with a number below ``fragment`` from committing. It may be repeated.
-        """
+        """Prevent fragments below ``fragment`` from committing. It may be repeated."""
         fences = self.folder / FENCES
         make_dir(self.folder)
         refuse_open(self.folder)
@@ -115,27 +112,13 @@ class PosixCheckpointStore:
         fragment: int,
         metrics: Mapping[str, float],
     ) -> Checkpoint:
-        """Commit what ``write`` writes into the empty directory that it is given.
+        """Commit what ``write`` writes into the empty directory that it is given: plain files,
+        closed when it returns. It may return the digests of the blocks of files that are private
+        and durable already, which are not read again. ``samples``: that the state has seen;
+        ``fragment``: the one that saves; ``metrics``: numbers to keep with it.
 
-        Parameters
-        ----------
-        write
-            Writes plain files, also in sub-directories, and returns when they are closed. It may
-            return the digests of the blocks of files that are private and durable already; those
-            are not read again.
-        samples
-            Training samples that the state has seen.
-        fragment
-            Number of the fragment that saves.
-        metrics
-            Numbers to keep with the checkpoint.
-
-        Raises
-        ------
-        Fenced
-            If a later fragment has begun. Nothing is committed then.
-        BadInput
-            If ``write`` left something other than plain files, or used a reserved name.
+        Raises Fenced if a later fragment has begun (nothing is committed), BadInput if ``write``
+        left other than plain files, or used a reserved name.
         """
         self._check_fence(fragment)
         make_dir(self.folder)
@@ -169,17 +152,11 @@ class PosixCheckpointStore:
         return manifest.checkpoint(folder)
 
     def latest(self) -> Checkpoint | None:
-        """The newest good checkpoint, verified to the last byte, or None.
+        """The newest good checkpoint, verified to the last byte, or None. Damaged ones are moved to
+        ``folder/bad``, get a ``reason.txt``, and are listed in :attr:`set_aside`.
 
-        Damaged checkpoints are moved to ``folder/bad``, get a ``reason.txt``, and are listed in
-        :attr:`set_aside`.
-
-        Raises
-        ------
-        BadInput
-            If other users may write to the folder, or the checkpoint has another format.
-        OSError
-            If the file system does not answer. No checkpoint is set aside for that.
+        Raises BadInput if others may write to the folder, or the format is another; OSError if the
+        file system does not answer, for which nothing is set aside.
         """
         return self._newest(verify)
 
@@ -200,11 +177,9 @@ class PosixCheckpointStore:
         return tuple(found)
 
     def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that ``keep`` does not keep, after the newest one has been verified.
-
-        What this object wrote last was hashed while it was written, so its blocks are not read
-        again. Incomplete checkpoints of earlier fragments are removed too. A directory that cannot
-        be removed is logged and left.
+        """Remove checkpoints that ``keep`` does not keep, after the newest was verified (not the
+        blocks that this object wrote and hashed), and incomplete ones of earlier fragments. A
+        directory that cannot be removed is logged and left.
         """
         newest = self.newest()
         if newest is not None and self._superfluous(keep, newest):
@@ -223,14 +198,12 @@ class PosixCheckpointStore:
     def _superfluous(self, keep: Retention, newest: Checkpoint) -> list[Path]:
         committed = self._committed()
         kept = keep.kept(self.checkpoints()) | {newest.path}
-        # If a late process of an earlier fragment has committed, the newest fragment's last state
-        # need not be among the newest by samples.
+        # The newest fragment's last state is kept, whatever a late process has committed.
         current = max(committed, key=lambda path: (key(path)[1], key(path)), default=None)
         return [path for path in committed if path != current and str(path) not in kept]
 
     def last_fragment(self) -> int:
-        """The largest number of a fragment that was fenced or began a checkpoint here, 0 if none.
-        """
+        """The largest fragment that was fenced or began a checkpoint here, 0 if none."""
         return max(
             self._last_fence(), *fragments_in(self.folder), *fragments_in(self.folder / BAD), 0
         )
@@ -278,8 +251,7 @@ class PosixCheckpointStore:
 
     def _committed(self) -> list[Path]:
         while True:
-            # Oldest first: if one is pruned meanwhile, the newer one that replaces it is either in
-            # this list, or makes the next list differ.
+            # Oldest first: what replaces one that is pruned is in this list, or changes the next.
             listed = directories(self.folder)
             committed = [path for path in listed if is_committed(path)]
             if committed or directories(self.folder) == listed:

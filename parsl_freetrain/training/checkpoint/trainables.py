@@ -1,6 +1,4 @@
-"""What the user gives to ``ctx.prepare``: models, optimizers, learning rate schedulers, gradient
-scalers and averaged models.
-"""
+"""What ``ctx.prepare`` gets: models, optimizers, schedulers, gradient scalers, averaged models."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the user gave to ``ctx.prepare``, by kind and in the given order, before it was
-    wrapped. ``averages`` are the copies that hold moving averages of models.
-    """
+    """What ``ctx.prepare`` got, by kind in the given order; ``averages``: moving ones of models."""
 
     models: tuple[torch.nn.Module, ...] = ()
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -34,19 +30,9 @@ class Prepared:
 
 
 def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
-    """Sort what was given to ``ctx.prepare`` by kind.
-
-    Parameters
-    ----------
-    named
-        Whether every parameter of an optimizer must belong to one of the models, whose names for
-        parameters are used in checkpoints.
-
-    Raises
-    ------
-    BadInput
-        If something is of another kind, there is no model or no optimizer, or a parameter belongs
-        to no model.
+    """Sort what was given to ``ctx.prepare`` by kind. ``named``: every parameter of an optimizer
+    must belong to a model, whose names checkpoints use. Raises BadInput if something is of another
+    kind, there is no model or no optimizer, or a parameter belongs to no model.
     """
     sorted_out: dict[str, list[Any]] = {name: [] for name in Prepared.__dataclass_fields__}
     for thing in things:
@@ -105,9 +91,7 @@ def _kind_of(thing: Any) -> str:
 
 
 def check_schedulers(prepared: Prepared) -> None:
-    """Check that all schedulers were prepared. Raises BadInput if a scheduler was made for an
-    optimizer but not given to ``ctx.prepare``.
-    """
+    """Refuse (BadInput) a scheduler that an optimizer has and ``ctx.prepare`` was not given."""
     known = {id(getattr(scheduler, 'optimizer', None)) for scheduler in prepared.schedulers}
     for optimizer in prepared.optimizers:
         # torch's schedulers mark the step method of their optimizer.

@@ -1,6 +1,4 @@
-"""Where the files of a state are kept, and from where they are got: the checkpoint's directory, the
-memory of a node (:mod:`.transport_memory`), another rank (:mod:`.transport_peers`).
-"""
+"""Where files of a state are kept: on disk, or in the memory of this or another node."""
 
 from __future__ import annotations
 

@@ -34,14 +34,8 @@ _ANSWER_S = 10.0
 
 
 class NodeMemory:
-    """What this node's fork server keeps for a trainer.
-
-    Parameters
-    ----------
-    files
-        Those that are asked for.
-    offer
-        What was offered before, and is wanted; see :meth:`wants`.
+    """What this node's fork server keeps for a trainer: the ``files`` asked for. ``offer``: what
+    was offered before, and is wanted; see :meth:`wants`.
     """
 
     def __init__(
@@ -136,9 +130,7 @@ def image_of(content: bytes) -> FileImage:
 
 
 def memory_file(size: int) -> tuple[int, memoryview]:
-    """A new file in memory, and its bytes. The caller closes the file descriptor. Raises OSError if
-    there is too little memory.
-    """
+    """A new file in memory (the caller closes it), and its bytes; OSError: too little memory."""
     fd = os.memfd_create('freetrain-state', os.MFD_CLOEXEC)
     try:
         # Without this, a lack of memory would end the process when it writes.

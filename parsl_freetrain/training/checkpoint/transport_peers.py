@@ -1,6 +1,4 @@
-"""From rank to rank: what a node has in memory, or one rank of a node reads, goes to the ranks that
-need it, block by block.
-"""
+"""From rank to rank: a node's memory, or what one rank of it reads, goes to those that need it."""
 
 from __future__ import annotations
 
@@ -30,26 +28,13 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class PeerTransport:
-    """The ranks of a fragment. All of them make one together, and call :meth:`put` and
-    :meth:`fetch` together.
+    """The ranks of a fragment, which make one, and call :meth:`put` and :meth:`fetch`, together.
 
-    Parameters
-    ----------
-    memory, disk
-        Those of this rank's node. Without a disk, blocks come from memory only.
-    files
-        Those of the state that is fetched.
-    per_node
-        Number of ranks on each node; one of them reads from the disk for the others.
-    heirs
-        For :meth:`put`: by rank, the one whose node keeps its file.
-
-    Attributes
-    ----------
-    bytes_here, bytes_from_others
-        What this rank has used, from its own node's memory and from other ranks.
-    taken
-        By name, the digests of the files of other ranks that this rank's node keeps.
+    ``memory``, ``disk``: of this rank's node (no disk: memory only). ``files``: of the state that
+    is fetched. ``per_node``: ranks on each node, one of which reads from the disk. ``heirs``, for
+    :meth:`put`: by rank, the one whose node keeps its file. ``bytes_here``, ``bytes_from_others``:
+    used from this node's memory and from other ranks; ``taken``: by name, digests of other ranks'
+    files kept on this node.
     """
 
     def __init__(
@@ -76,9 +61,7 @@ class PeerTransport:
             }
 
     def put(self, file: str, image: FileImage | None) -> bool:
-        """Keep each rank's file on its heir's node. None: this rank has no file. Returns whether
-        this rank's file is kept.
-        """
+        """Keep each rank's file (None: it has none) on its heir's node; whether this is kept."""
         kept = False
         for source, heir in sorted(self._heirs.items()):
             if self._peers.rank == source == heir:
@@ -119,9 +102,7 @@ class PeerTransport:
             raise self._damage
 
     def _plan(self, needed: set[Block]) -> Iterator[tuple[Block, list[list[int]]]]:
-        """All blocks that ranks need, in order, and the groups of ranks in which each is sent. The
-        first one of a group has it or reads it.
-        """
+        """All blocks needed, in order, with groups of ranks whose first one has or reads it."""
         every = [
             (name, number)
             for name, (_, digests) in self._files.items()
@@ -143,9 +124,7 @@ class PeerTransport:
             yield block, [group for group in groups.values() if len(group) > 1]
 
     def _read(self, block: Block) -> memoryview:
-        """A block from the disk. If it is damaged, that is raised at the end: others still need
-        what this rank has.
-        """
+        """A block from disk; damage is raised at the end, since others need this rank."""
         try:
             if self._disk is None:
                 raise Damaged(f'block {block[1]} of {block[0]} is not in memory as it was left')

@@ -30,8 +30,7 @@ from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlac
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-# A peer that was killed is noticed at once. This limit is for a peer whose node is silent; the node
-# agent normally notices that sooner.
+# For a peer whose node is silent, which the node agent normally notices sooner; a killed one shows.
 EXCHANGE_TIMEOUT = timedelta(minutes=10)
 _MARKS = (
     'gloo/transport',
@@ -170,10 +169,9 @@ class RankGroup(Subgroup):
         return store
 
     def barrier(self) -> bool:
-        # The process group is not destroyed. If it were, models wrapped in DDP would own it last,
-        # and would wait for gloo's threads with Python's lock held when they are freed. Such a
-        # thread may wait for that lock to drop a tensor: the rank would never end. The kernel
-        # closes the connections when the process exits.
+        # The process group is not destroyed: models wrapped in DDP would own it last, and wait for
+        # gloo's threads with Python's lock held when they are freed, while such a thread may wait
+        # for that lock to drop a tensor. The kernel closes the connections when the process exits.
         try:
             # Answers that nobody waited for; NCCL's barrier would not wait for them either.
             for work in self._open:
@@ -201,9 +199,7 @@ def on_cpu(tensor: torch.Tensor, wanted: bool) -> Iterator[torch.Tensor]:
 
 
 def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:
-    """For any memory layout. gloo sends as many bytes as the tensor has, from where it begins, and
-    NCCL refuses other layouts.
-    """
+    """For any memory layout: gloo sends the tensor's bytes from its start, NCCL refuses others."""
     dense = tensor.contiguous()
     dist.broadcast(dense, **source)
     if dense is not tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# The texts of cudaGetErrorString and hipGetErrorString, and of Level Zero. A kernel of the user may
-# also be to blame for some of them (an illegal address). Then they come back on other nodes.
+# cudaGetErrorString's, hipGetErrorString's and Level Zero's. Those of a user's kernel come again.
 _RUNTIMES = ('CUDA error', 'CUDA driver error', 'HIP error')
 _TEXTS = (
     'uncorrectable ECC error',
@@ -42,9 +41,7 @@ def device_fault(error: BaseException) -> str:
 
 
 def out_of_memory(kind: str, message: str) -> bool:
-    """Whether an error, by its class and message, says that there was too little memory: of an
-    accelerator, of torch's allocator on the CPU, of Python or of the system.
-    """
+    """Whether an error's class and message tell of too little memory: torch's, Python's, any."""
     return kind.endswith('MemoryError') or any(text in message for text in _NO_MEMORY)
 
 

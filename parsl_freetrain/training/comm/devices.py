@@ -23,9 +23,8 @@ _PART = 'MIG-'  # a part of a GPU
 @dataclass(frozen=True)
 class Kind:
     """A kind of accelerator: torch's names of its devices and of the backend for their tensors, and
-    the environment variables that restrict a process to some devices. Only one of them is set here:
-    ROCm applies HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left, so the same numbers in
-    both would name other devices.
+    the environment variables that restrict a process to some devices. One is set: ROCm applies
+    HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left.
     """
 
     device: str
@@ -70,9 +69,8 @@ def kind_here() -> Kind | None:
 def share_of(
     names: Sequence[str], local_rank: int, ranks_per_node: int, *, shared: bool = False
 ) -> tuple[str, ...]:
-    """A rank's share of its node's devices, as many as the others'; of fewer devices than ranks,
-    each gets one, and ``shared`` says that several may have the same. Raises BadInput if they may
-    not.
+    """A rank's share of its node's devices, as many as the others'; where there are fewer devices
+    than ranks, one each, which several may have if ``shared``. Raises BadInput if they may not.
     """
     if not 0 < len(names) < ranks_per_node:
         each = len(names) // ranks_per_node
@@ -113,11 +111,10 @@ def may_share(ranks_may: bool) -> bool:
 
 
 def backend_for(names: Sequence[str], kind: Kind | None, *, shared: bool = False) -> str:
-    """The backends of torch.distributed: gloo for tensors on CPUs, and the kind's own for those on
-    accelerators. Parts of GPUs (MIG) use gloo, since NCCL does not support them, and so do ranks of
-    which several have one device. ``names``: what :func:`name_of` gives, by rank; ``shared``:
-    whether several may have the same. Raises BadInput if only some ranks have a device, two ranks
-    have the same one and may not, or this torch has no backend for it.
+    """torch.distributed's backends: gloo for tensors on CPUs, for parts of GPUs (MIG: NCCL does not
+    support them) and for ranks that share a device; else the kind's own. ``names``: :func:`name_of`
+    by rank; ``shared``: several may have the same. Raises BadInput if only some ranks have a
+    device, two have the same one and may not, or this torch has no backend for it.
     """
     if kind is None or not any(names) or all(_PART in name for name in names):
         return GLOO
@@ -156,10 +153,9 @@ def count_visible() -> int:
 
 
 def take_devices(local_rank: int, ranks_per_node: int, *, shared: bool = False) -> torch.device:
-    """Restrict this process to its share of the visible devices. Returns the first of them, or the
-    CPU. Call it before anything uses a device: the runtimes read their environment variable once.
-    Raises BadInput if there are more ranks than devices and they are not ``shared``, or the
-    variable names devices that do not exist.
+    """Restrict this process to its share of the visible devices, before anything uses one (runtimes
+    read their environment once). Returns the first, or the CPU. Raises BadInput if there are more
+    ranks than devices and they are not ``shared``, or the variable names devices that do not exist.
     """
     kind = kind_here()
     if kind is None:
@@ -247,9 +243,7 @@ def _visible(kind: Kind) -> list[str]:
 
 
 def _apart(count: Callable[[], int]) -> int:
-    """A number that a child process finds. Counting may start the runtime, which then reads the
-    variable.
-    """
+    """A count by a child process: it may start the runtime, which then reads the variable."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:

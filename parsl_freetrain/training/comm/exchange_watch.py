@@ -1,12 +1,8 @@
-"""Notices that this rank has waited in one exchange for much longer than a step takes, or waits for
-a rank that is gone.
-
-If all ranks of a fragment wait, they do so for ever: one of them has left out an exchange, or made
-another one. Only the executor hears of all of them.
-
-gloo sometimes does not end an exchange whose connection breaks in the middle: what it was about to
-send is then on none of the lists whose waiting threads it wakes. Only the end of this process ends
-that wait.
+"""Notices that this rank waits in one exchange for much longer than a step takes, or for a rank
+that is gone. If all ranks wait, one has left out an exchange, or made another one: only the
+executor hears of all. gloo sometimes does not end an exchange whose connection breaks in the middle
+(what was to be sent is on none of the lists whose threads it wakes): only this process's end ends
+it.
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ from parsl_freetrain.training.spec.messages import NodeStays, Rendezvous, StopTr
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
 GOES, MAY_STAY, STAYS = range(3)
-"""What a rank knows of its node after the fragment: it is taken away; unknown; the trainer
-continues there.
-"""
+"""A rank's node after the fragment: it is taken away; unknown; the trainer continues there."""
 
 
 class Inbox:

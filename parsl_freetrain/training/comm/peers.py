@@ -17,9 +17,8 @@ class PeerLost(FreeTrainError):
 
 
 class Peers:
-    """All ranks of a fragment, including this one, which make the same calls in the same order;
-    here, a fragment of one rank, without a process group. ``exchanges_on_cpu``: tensors of other
-    devices are copied to the CPU for each exchange.
+    """All ranks of a fragment, which make the same calls in the same order; here one, without a
+    process group. ``exchanges_on_cpu``: tensors of devices are copied for each exchange.
     """
 
     rank = 0
@@ -86,9 +85,7 @@ def on_any_rank(peers: Peers, flag: bool) -> bool:
 
 
 def gather_bytes(peers: Peers, own: bytes, most: int | None = None) -> list[bytes]:
-    """What each rank gave, in order of rank. All call this. ``most`` bytes, if known, saves an
-    exchange.
-    """
+    """What each rank gave, by rank. All call this. ``most`` bytes, if known, saves an exchange."""
     if peers.world_size == 1:
         return [own]
     (longest,) = (most,) if most is not None else peers.all_reduce_max((len(own),))()

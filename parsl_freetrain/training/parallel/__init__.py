@@ -1,3 +1,1 @@
-"""Networks that are divided among ranks: in space (parts of a sample), by parameters (sharding),
-and in pipelines (layers).
-"""
+"""Networks divided among ranks: in space, by parameters (sharding), and in pipelines (layers)."""

@@ -1,8 +1,6 @@
-"""The holder file: a small file in a run's own folder that says which run holds the blocks.
-
-A block outlives the process that submitted it. Its nodes then read this file, which the next run
-with the same name writes. For each adopted job, it has the command by which the job's nodes connect
-to the new run.
+"""The holder file: a small file in a run's own folder that says which run holds the blocks. A block
+outlives the process that submitted it: its nodes read this file, in which the next run of the same
+name has for each adopted job the command by which its nodes connect to that run.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ def write_holder(path: Path, holder: Holder) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None if there is none. Raises BadInput if others can access it, or it is damaged: run
-    nothing.
-    """
+    """None if there is none; BadInput (run nothing!) if it is damaged or others can access it."""
     try:
         return msgspec.json.decode(files.read(path, _LARGEST), type=Holder)
     except FileNotFoundError:

@@ -1,6 +1,4 @@
-"""Messages between processes on the same machine, and the addresses of its fork servers: abstract
-sockets, one per name and user.
-"""
+"""Messages on one machine, and its fork servers' addresses: abstract sockets by name and user."""
 
 from __future__ import annotations
 
@@ -26,11 +24,9 @@ _BACKLOG = 128
 
 
 class Channel(Generic[T]):
-    """Whole messages over a connected ``SOCK_SEQPACKET`` socket.
-
-    The kernel keeps packets whole. If a sender is killed within a long message, the other end
-    receives at most an unfinished message. It is dropped when a short message follows, from another
-    process that holds the socket.
+    """Whole messages over a connected ``SOCK_SEQPACKET`` socket: the kernel keeps packets whole. Of
+    a sender killed within a long message at most an unfinished one comes, which is dropped when a
+    short one follows from another process that holds the socket.
     """
 
     def __init__(self, sock: socket.socket, decoder: Decoder[T]) -> None:
@@ -73,8 +69,7 @@ class Channel(Generic[T]):
             try:
                 packet = self._socket.recv(_PACKET_BYTES + 1)
             except ConnectionError:
-                # The kernel reports this once, before data that the other end sent before it closed
-                # without reading all of ours.
+                # The kernel reports this once, before data sent by an end that closed early.
                 packet = self._socket.recv(_PACKET_BYTES + 1)
             if not packet:
                 raise EOFError('The other end of the channel is gone.')

@@ -71,10 +71,9 @@ class RankProcess:
 
 
 class ForkClient:
-    """A node's fork server: a process that has imported torch and forks ranks. All clients of one
-    user on one node that say the same ``name`` share one; ``log``, its log file, is named in
-    errors. Its process id (``pid``) and the number of accelerators that its ranks can share
-    (``devices``) are known after :meth:`wait_ready`.
+    """A node's fork server: a process that has imported torch and forks ranks, shared by all
+    clients of one user on one node that say the same ``name``. ``log``: its file. ``pid``, and
+    ``devices``, the number of accelerators for its ranks, are known after :meth:`wait_ready`.
     """
 
     def __init__(self, name: str, log: str, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -91,14 +90,12 @@ class ForkClient:
     def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> ForkClient:
         """Start a fork server, unless one with this name is running. Returns at once.
 
-        It has the caller's environment, working directory and modules. It ends, with its ranks,
-        when the process ``owner_pid`` ends. If several callers start one at the same time, only one
-        remains.
+        It has the caller's environment, working directory and modules, and ends, with its ranks,
+        when the process ``owner_pid`` ends. Of several started at the same time, one remains.
 
-        ``template`` is the name of a fork server on this computer that forks this one, which saves
-        importing torch. The new one does not depend on the template's life, and has a session of
-        its own if the template has one. Without a suitable template, a process is started, which
-        stays in the caller's process group.
+        A suitable ``template``, the name of a fork server on this computer, forks it, which saves
+        importing torch; it then has a session of its own if the template has one, and does not
+        depend on its life. Without one, a process is started in the caller's process group.
         """
         parent = cls(name, log)
         parent._owner_pid = owner_pid
@@ -286,9 +283,7 @@ class ForkClient:
         self.pid, self.devices = answer.pid, answer.devices
 
     def _answer(self, channel: Channel[Any], kind: type[T], timeout_s: float) -> T | None:
-        """The first message of this kind; None if there is none in time. A stopped fork server
-        never answers: it is killed, so that the next caller starts another.
-        """
+        """The first message of this kind; None: not in time. A stopped fork server is killed."""
         deadline = time.monotonic() + timeout_s
         watch = StopWatch(channel.peer_pid())
         while True:

@@ -13,8 +13,7 @@ from importlib.machinery import PathFinder
 from parsl_freetrain.host.files import open_log
 from parsl_freetrain.training.spec.fork_messages import ForkServerWanted
 
-# These are read once, when the interpreter, an allocator, OpenMP or torch starts, so a running
-# process cannot adopt them.
+# Read when the interpreter, an allocator, OpenMP or torch starts: of no use to a running process.
 _READ_AT_START = (
     'LD_',
     'GLIBC_TUNABLES',

@@ -1,8 +1,6 @@
-"""The fork server of a node. It has imported torch, forks ranks, and ends with its owner.
-
-As a template it forks other fork servers. It is started by
-``python -m parsl_freetrain.training.process.fork_server`` with ``--name NAME --owner-pid PID`` and
-optionally ``--listener-fd FD``.
+"""The fork server of a node: it has imported torch, forks ranks, and ends with its owner. As a
+template it forks other fork servers. Its options: ``--name NAME --owner-pid PID [--listener-fd
+FD]``.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if listener is None:
         return 0
     listener.set_inheritable(False)
-    # The scheduler sends SIGTERM to all processes of a job as a notice. The ranks use it, and end
-    # with this process.
+    # SIGTERM to all processes of a job is a notice, which ranks use; they end with this process.
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     started_with = dict(os.environ)
@@ -295,8 +292,7 @@ class ForkServer:
     def _end_all(self) -> None:
         self._ranks.kill()
         self._standby.kill()
-        # A fork server that was forked by a template leads its own session, so what ends the node
-        # does not find the processes that its ranks have started.
+        # Forked by a template, it leads its own session: end what its ranks have started, too.
         end_session()
 
 
@@ -344,8 +340,7 @@ def _import_while_owned(owner: int) -> None:
         if poll.poll(0):
             os._exit(_OWNER_GONE)
 
-    # The import takes seconds, or minutes on a busy parallel file system. A thread that watches
-    # would not survive forks.
+    # The import takes seconds or minutes; a thread that watches would not survive forks.
     signal.signal(signal.SIGALRM, check)
     signal.siginterrupt(signal.SIGALRM, False)
     signal.setitimer(signal.ITIMER_REAL, _OWNER_CHECK_S, _OWNER_CHECK_S)

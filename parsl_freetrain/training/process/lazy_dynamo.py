@@ -1,8 +1,6 @@
-"""Imports torch._dynamo at its first real use.
-
-Every optimizer imports torch's compiler at its first step, only to tell it where compiled code
-ends, and DistributedDataParallel to ask for one of its settings; that takes as long as the import
-of torch, on each node and before the first step. A training that compiles nothing does not need it.
+"""Imports torch._dynamo at its first real use. Every optimizer imports torch's compiler at its
+first step, only to tell it where compiled code ends, and DistributedDataParallel for one of its
+settings; that takes as long as the import of torch, on each node and before the first step.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ class _Utils:
 
 
 class _Later(ModuleType):
-    """Stands for the package until something else than what is below is asked for; then the package
-    is executed in this very object.
-    """
+    """The package until something else than what is below is asked for: then it runs here."""
 
     utils = _Utils()
 
@@ -53,9 +49,7 @@ class _Later(ModuleType):
         """End a graph. Where nothing is compiled there is none."""
 
     def disable(self, fn: Any = None, recursive: bool = True, **how: Any) -> Any:
-        """Have the compiler leave out a function. torch asks for it (torch/_compile.py) and puts
-        the answer at the function, where it is replaced when there is a compiler.
-        """
+        """Have the compiler leave out a function; torch keeps the answer until there is one."""
         lock, given = self.__dict__.get('_later', (None, None))
         if lock is None or how != {'wrapping': False}:
             self._load()

@@ -30,9 +30,8 @@ def adopt_orphans() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep up to 1 GiB of freed memory: gradients and activations are freed in every
-    step, and their pages would be given back, asked for and zeroed again. Not where the environment
-    tunes malloc, or without glibc.
+    """Have glibc keep up to 1 GiB of freed memory, unless the environment tunes malloc: each step
+    would give back the pages of gradients and activations, ask for them and zero them again.
     """
     if any(name.startswith('MALLOC_') or name == 'GLIBC_TUNABLES' for name in os.environ):
         return
@@ -54,8 +53,7 @@ def end_descendants() -> None:
     until = time.monotonic() + _UNKILLABLE_S
     parents = {me}
     while _has_children() and time.monotonic() < until:
-        # All of them at once: a process may take a while to free its memory, and its children
-        # become ours only then.
+        # All at once: a process may take a while to die, and its children become ours only then.
         for pid in _descendants(me):
             if _kill_if(pid, lambda found: found.parent in parents):
                 parents.add(pid)

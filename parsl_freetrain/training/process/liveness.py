@@ -63,8 +63,7 @@ def guard_connections(hang_s: float) -> int:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
-            # Also for data that is never acknowledged; otherwise the kernel retries for a quarter
-            # of an hour.
+            # Also for unacknowledged data, which the kernel would repeat for a quarter of an hour.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience_s))
             guarded += 1
     return guarded

@@ -1,25 +1,20 @@
-"""The first process of a node: it runs Parsl's command, and turns signals into notices.
-
-It is started by ``python3 -P -m parsl_freetrain.training.process.node_agent COMMAND ...``,
-optionally with ``--holder FILE --job-variable NAME --wait SECONDS`` before the command.
+"""The first process of a node: it runs Parsl's command, and turns signals into notices. ``python3
+-P -m parsl_freetrain.training.process.node_agent COMMAND ...`` takes before the command ``--holder
+FILE --job-variable NAME --wait SECONDS`` and ``--template FOLDER``.
 
 A scheduler that takes nodes away sends SIGTERM to all of their processes. Parsl's manager would end
-on it, and the ranks with it, although there are seconds left to save. So all processes that are
-started here ignore SIGTERM and SIGUSR1, and this process notifies the members at work. After
-SIGTERM it ends the node as soon as no member is at work and its results have had time to arrive.
-:func:`leave` says that they have, and ends the node also before the scheduler does. SIGUSR1 is only
-a warning and does not end the node.
+on it, and the ranks with it, with seconds left to save. So all processes started here ignore
+SIGTERM and SIGUSR1 (a warning only), and this one notifies the members at work. After SIGTERM it
+ends the node once no member is at work and the results have had time to arrive; by :func:`leave`,
+which says that they have, also before.
 
 A node ends with its job. A scheduler may stop or kill nothing but the shell that its launcher has
 started (:mod:`parsl_freetrain.sites.batch.shell`), so this process ends with that shell, and
 whatever was started here ends with this process.
 
-With ``--template FOLDER`` a template of fork servers imports torch while Parsl's manager starts,
-which takes about as long; its log is in that folder.
-
-Parsl's manager ends by itself when it has lost its interchange. With ``--holder`` the node then
-stays for some time, so that a later run can adopt it; see
-:mod:`parsl_freetrain.training.process.block_lease`.
+With ``--template`` a template of fork servers imports torch while Parsl's manager starts, and logs
+to that folder. The manager ends when it has lost its interchange: with ``--holder`` the node then
+stays for some time, so that a later run can adopt it (:mod:`~.process.block_lease`).
 """
 
 from __future__ import annotations
@@ -99,9 +94,7 @@ def leave() -> None:
 
 
 class Node:
-    """Runs one command, and then those of later holders (``leased``), after at most ``wait_s``
-    each.
-    """
+    """Runs one command, then those of later holders (``leased``), each after ``wait_s`` at most."""
 
     def __init__(
         self, command: Sequence[str], leased: LeasedCommands | None = None, wait_s: float = 0.0

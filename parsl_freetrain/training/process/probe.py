@@ -1,10 +1,9 @@
 """What a computer reports about itself: versions, torch, GPUs, its clock, and what it sees of a
 folder and of a port of another computer.
 
-``python -P -m parsl_freetrain.training.process.probe`` reads a question (JSON) from standard input
-and prints the answer (JSON). Any command that runs on a compute node can start it. With ``FOLDER
-NODES [INTERFACE]`` it runs on every node of a job, for ``freetrain doctor --site``; the nodes find
-each other by files in FOLDER, which is private.
+``python -P -m parsl_freetrain.training.process.probe`` answers a question (JSON) on standard input
+by JSON. With ``FOLDER NODES [INTERFACE]`` it runs on every node of a job, for ``freetrain doctor
+--site``; the nodes find each other by files in FOLDER, which is private.
 """
 
 from __future__ import annotations
@@ -85,9 +84,7 @@ def of_gpus() -> list[str]:
 
 
 def race(folder: Path) -> dict[str, list[int]]:
-    """Make directories and files exclusively; the numbers of those made here. Each caller takes the
-    names in another order, so that a slightly later one still finds free names.
-    """
+    """Numbers of the names made exclusively here; each caller takes them in another order."""
     made: dict[str, list[int]] = {'mkdir': [], 'create': []}
     for number in random.sample(range(RACES), RACES):
         time.sleep(RACE_PAUSE_S)
@@ -111,9 +108,7 @@ def appears(path: Path, patience_s: float = PATIENCE_S) -> float | None:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """``folder``: of the other side, on a file system that both should see; ``addresses`` and
-    ``port``: where the other side listens.
-    """
+    """``folder``: one that both sides should see; the other one listens at the addresses."""
     found: dict[str, Any] = {
         'host': platform.node(),
         'executable': sys.executable,

@@ -20,9 +20,7 @@ from parsl_freetrain.training.spec.codec import encode
 from parsl_freetrain.training.spec.messages import RankPid
 
 FORK_SERVER_VARIABLE = 'FREETRAIN_FORK_SERVER'
-"""Environment variable of a rank: the address of its node's fork server, without the leading zero
-byte.
-"""
+"""Variable of a rank: the address of its node's fork server, without the leading zero byte."""
 
 KEPT_S = 60.0
 """Seconds after which a state that has not been fetched is dropped."""
@@ -75,9 +73,8 @@ class StandbySlots:
         self._dismiss(rank for rank in self._ranks.values() if rank.trainer != trainer)
 
     def claim(self, request: fork.Launch, channel: Channel[Any]) -> StandbyRank | None:
-        """Pass the connection of a launch to a matching standby rank, which need not wait yet; None
-        if there is none. The client is answered here: the rank reads the connection only when it
-        waits.
+        """Pass the connection of a launch to a matching standby rank (None: there is none), which
+        reads it once it waits. The client is answered here.
         """
         key = key_of(request)
         found = (r for r in self._ranks.values() if r.key == key and not _has_ended(r.pidfd))

@@ -1,6 +1,4 @@
-"""Messages are JSON documents whose ``kind`` names the class. What is not of the channel's union is
-logged and dropped, so that no message can end its reader.
-"""
+"""Messages are JSON documents whose ``kind`` names the class; others are logged and dropped."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ T = TypeVar('T')
 
 
 def encode(message: Struct) -> bytes:
-    """By Python's own ``json``, which also writes what users have and msgspec's encoders refuse:
-    metrics that are not finite, and file names that are not UTF-8.
-    """
+    """By Python's ``json``: msgspec refuses metrics that are not finite and names beyond UTF-8."""
     return json.dumps(msgspec.to_builtins(message, enc_hook=_as_float)).encode()
 
 

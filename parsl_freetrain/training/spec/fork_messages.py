@@ -10,9 +10,8 @@ from parsl_freetrain.training.spec.messages import Message, ProcessId, Status
 
 
 class Launch(Message, frozen=True):
-    """Fork a rank with additions to its environment, or use a matching standby rank. The payload,
-    whose digest this is, follows on the same connection. ``wait_s``: fork a standby rank instead,
-    which waits at most so many seconds for the trainer's next fragment.
+    """Fork a rank with additions to its environment, or use a matching standby rank. The payload of
+    this digest follows. ``wait_s``: fork a standby rank instead, which waits so long at most.
     """
 
     order: FragmentOrder
@@ -24,8 +23,7 @@ class Launch(Message, frozen=True):
 
 class ForkServerWanted(Message, frozen=True):
     """Fork another fork server, as if the requesting process had started it: with its environment,
-    ``sys.path``, working directory and CPUs, and only if it has the same ``sys.prefix`` and version
-    of Python. The name, the owner and the log are as in
+    ``sys.path``, directory and CPUs, and only for the same ``sys.prefix`` and Python. See
     :meth:`~parsl_freetrain.training.process.fork_client.ForkClient.start`.
     """
 
@@ -49,9 +47,8 @@ class Quit(Message, frozen=True):
 
 
 class OfferState(Message, frozen=True):
-    """A rank that has lost another one can leave its ``part`` of the state. :class:`StateWanted` is
-    the answer if no rank of this node has offered as much of it; otherwise the connection is
-    closed. ``alone``: it has what no other rank has.
+    """A rank that has lost another can leave its ``part`` of the state, ``alone`` with something.
+    The answer is :class:`StateWanted`, or the end of the connection if a rank here offered as much.
     """
 
     trainer: str
@@ -62,9 +59,7 @@ class OfferState(Message, frozen=True):
 
 
 class KeepState(Message, frozen=True):
-    """Keep a ``file`` of a trainer's state in memory; its file descriptor follows. ``offer``: what
-    was wanted before, if anything; it is not kept if a better offer has been made since.
-    """
+    """Keep a ``file`` of a state in memory (its descriptor follows) unless ``offer`` is outdone."""
 
     trainer: str
     digest: str

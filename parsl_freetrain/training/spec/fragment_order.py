@@ -34,9 +34,7 @@ class FragmentOrder:
     shape: Shape | None = None
     """How the ranks share the work; None: every rank trains its own samples."""
     interface: str | None = None
-    """Network interface of the communication between ranks, for instance 'hsn0'; None: 'lo' on one
-    node, otherwise the host's own address.
-    """
+    """Network interface between ranks, as 'hsn0'; None: 'lo' on one node, or the host's address."""
     hang_s: float = 15.0
     """Maximum seconds until a stopped rank or an unreachable peer ends the fragment."""
     handover: Handover | None = None
@@ -45,9 +43,7 @@ class FragmentOrder:
     exempt_until: float | None = None
     """``time.time()`` before which nothing preempts the fragment; None: something may."""
     speeds: tuple[float, ...] = ()
-    """How fast each node is, relative to the others: virtual shards are divided by it. Empty: the
-    nodes are alike.
-    """
+    """How fast each node is, relatively, by which virtual shards are divided. Empty: alike."""
     interruptions_per_s: float | None = None
     """How often to expect that its nodes are taken without notice; None: not known."""
 

@@ -68,9 +68,7 @@ class LeavingState(Message, frozen=True):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """An exception of the user's function, as texts, and as
-    ``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it cannot be sent.
-    """
+    """The user's exception in texts, and ``cloudpickle.dumps((it, tblib's traceback dict))``."""
 
     type: str
     message: str
@@ -80,9 +78,8 @@ class RankError(msgspec.Struct, frozen=True):
 
 class StateLeft(msgspec.Struct, frozen=True):
     """A state in memory for the next fragment, ``here`` (on the rank's node) or on another node.
-
-    ``needs``: samples of a checkpoint that was asked for before it, and has to be committed; 0:
-    there is none. ``part``: which of its ``parts`` it is, from 0; a whole state is one part of one.
+    ``needs``: samples of a checkpoint that has to be committed before it; 0: none. ``part``: which
+    of its ``parts`` it is, from 0.
     """
 
     digest: str
@@ -101,8 +98,7 @@ Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', '
 class Outcome(Message, frozen=True):
     """The last message of a rank."""
 
-    #: How it ended. 'finished' implies that the state is committed; 'stopped' too, if there is a
-    #: ``path``. If there is none, the state is only in memory.
+    #: How it ended. 'finished' implies a committed state; 'stopped' too if there is a ``path``.
     how: Ending
     samples: Count = 0  #: number of samples that this rank knows of
     #: On rank 0: the last committed checkpoint; None: there is none, or the fragment stopped and
@@ -112,8 +108,7 @@ class Outcome(Message, frozen=True):
     #: The exception of the user's function, or the fault of a device, if any.
     error: RankError | None = None
     stepped_at: Seconds = 0.0  #: end of the last step in seconds since the epoch; 0: there was none
-    #: step_s, checkpoint_s: seconds of the longest of the last steps, and of the longest
-    #: checkpoint; 0: unknown.
+    #: step_s, checkpoint_s: of the longest of the last steps, and of checkpoints; 0: unknown.
     step_s: Seconds = 0.0
     checkpoint_s: Seconds = 0.0
     #: The state that is left in memory for the next fragment; None: there is none.
@@ -139,8 +134,7 @@ FromRank = _PassedOn | RankPid | Waiting | LeavingState | Outcome | Exit
 
 class StopTraining(Message, frozen=True):
     """Save a checkpoint at the next step boundary and end; ``node_leaves``: leave no state here.
-    ``followed``: the next fragment is ready, and can write the checkpoint of a large state that is
-    left in memory.
+    ``followed``: the next fragment is ready, and can write a large state left in memory.
     """
 
     why: str

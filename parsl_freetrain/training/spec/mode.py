@@ -50,17 +50,19 @@ class Reproducible(Mode, frozen=True, kw_only=True):
 
     Attributes
     ----------
+    shards
+        Number of virtual shards of the global batch, at least ``max_nodes`` times the ranks per
+        node. Default: this minimum, for the ranks per node of the first fragment.
+    warn_only
+        Whether operations without a deterministic implementation only warn, as in
+        ``torch.use_deterministic_algorithms``. By default the trainer fails with an error that
+        names the operation. Checkpoints record this setting if it is True, since results may then
+        differ from run to run.
     seed, on_nan
         As in :class:`Mode`.
     """
 
-    #: Number of virtual shards of the global batch, at least ``max_nodes`` times the ranks per
-    #: node. Default: this minimum, for the ranks per node of the first fragment.
     shards: AtLeast1 | None = None
-    #: Whether operations without a deterministic implementation only warn, as in
-    #: ``torch.use_deterministic_algorithms``. By default the trainer fails with an error that names
-    #: the operation. Checkpoints record this setting if it is True, since results may then differ
-    #: from run to run.
     warn_only: bool = False
 
     def identity(self) -> dict[str, Any]:
@@ -87,6 +89,18 @@ class Scaled(Mode, frozen=True, kw_only=True):
 
     Attributes
     ----------
+    reference_ranks
+        The number of ranks for which the function states ``batch_size`` and the learning rate. With
+        n ranks the global batch has ``batch_size / reference_ranks * n`` samples.
+    lr
+        Factor of the learning rate with n ranks: n / reference_ranks ('linear'), its square root
+        ('sqrt'), or 1 ('none'). Default: 'linear' with ``combine='mean'``; 'none' with 'adasum',
+        which allows no other.
+    warmup_samples
+        Number of samples, from the beginning of the training, over which the factor grows linearly
+        from 1 to its full size. A factor below 1 holds from the beginning.
+    combine
+        How the ranks' gradients are combined: 'mean' over the samples, or 'adasum'.
     seed, on_nan
         As in :class:`Mode`.
 
@@ -102,17 +116,9 @@ class Scaled(Mode, frozen=True, kw_only=True):
     et al. 2020 (arXiv 2006.02924).
     """
 
-    #: The number of ranks for which the function states ``batch_size`` and the learning rate. With
-    #: n ranks the global batch has ``batch_size / reference_ranks * n`` samples.
     reference_ranks: AtLeast1 = 1
-    #: Factor of the learning rate with n ranks: n / reference_ranks ('linear'), its square root
-    #: ('sqrt'), or 1 ('none'). Default: 'linear' with ``combine='mean'``; 'none' with 'adasum',
-    #: which allows no other.
     lr: Literal['linear', 'sqrt', 'none'] | None = None
-    #: Number of samples, from the beginning of the training, over which the factor grows linearly
-    #: from 1 to its full size. A factor below 1 holds from the beginning.
     warmup_samples: Count = 0
-    #: How the ranks' gradients are combined: 'mean' over the samples, or 'adasum'.
     combine: Literal['mean', 'adasum'] = MEAN
 
     def __post_init__(self) -> None:

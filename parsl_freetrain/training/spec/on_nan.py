@@ -26,15 +26,11 @@ class NonFinitePolicy:
         self._suspect_until = -1
 
     def looks_at_every_step(self, samples: int) -> bool:
-        """Whether to check the gradient after ``samples`` samples before the step is taken, instead
-        of noticing bad numbers later.
-        """
+        """Whether to check the gradient before each step, instead of noticing bad numbers later."""
         return self.policy == SKIP or samples < self._suspect_until
 
     def kept_back(self, first: int, last: int, culprit: str) -> None:
-        """A step over the samples from ``first`` to ``last`` was skipped. Raises BadInput if
-        training is to stop, or too many in a row were skipped.
-        """
+        """A step over these samples was skipped; BadInput if the policy allows no (more) skips."""
         self._in_a_row += 1
         if self.policy == STOP:
             raise BadInput(self.sentence(first, last, culprit))

@@ -305,9 +305,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         return structs.replace(self, ranks=structs.replace(self.ranks, per_node=per_node))
 
     def trainer(self, name: str, function: str = '') -> Trainer:
-        """What decisions need; ``function`` as in
-        :class:`~parsl_freetrain.core.model.types.Trainer`. Raises BadInput if the trainer can never
-        run.
+        """What decisions need (``function``: see
+        :class:`~parsl_freetrain.core.model.types.Trainer`); BadInput if the trainer can never run.
         """
         scaling, owner = self.scaling, self.owner
         costs = {'up': scaling.rescale_up_s, 'down': scaling.rescale_down_s}

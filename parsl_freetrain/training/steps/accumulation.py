@@ -21,19 +21,10 @@ class Accumulation:
     """Adds up the gradients of micro-batches, and steps optimizers and schedulers in the last one.
 
     Each optimizer's ``step()`` takes its gradients away, so what the function does with gradients
-    before and after it (``zero_grad``, passes of other losses) has no effect on the sum. The sum is
-    as large as the gradients.
-
-    Parameters
-    ----------
-    combine
-        Combines the sums of all ranks, in place; gets those of one optimizer. A parameter that has
-        no gradient on this rank has None.
-
-    Raises
-    ------
-    BadInput
-        If an optimizer computes the loss several times in a step, or a gradient scaler is enabled.
+    before and after it (``zero_grad``, passes of other losses) has no effect on the sum, which is
+    as large as the gradients. ``combine`` adds up all ranks' sums for one optimizer in place; a
+    parameter without a gradient here has None. Raises BadInput if an optimizer computes the loss
+    several times in a step, or a gradient scaler is enabled.
     """
 
     def __init__(
@@ -72,9 +63,7 @@ class Accumulation:
             scheduler.__class__ = type(kind.__name__, (kind,), own)
 
     def begin(self, micro_batches: int) -> None:
-        """Call before the micro-batches of a global batch. With one micro-batch, everything is as
-        without this.
-        """
+        """Call before a global batch; with one micro-batch, all is as without this."""
         self._micro_batches, self._micro_batch = micro_batches, 0
 
     @property
@@ -88,9 +77,7 @@ class Accumulation:
         return self._micro_batch == self._micro_batches
 
     def begin_micro_batch(self, share: float, weight: float) -> None:
-        """Call before a micro-batch. ``share``: its share of the samples of the global batch;
-        ``weight``: the factor of its gradients in the sum.
-        """
+        """Call before a micro-batch, with its share of the samples and its gradients' factor."""
         self._micro_batch += 1
         self._share, self._weight = share, weight
         self._stepped = set()

@@ -21,9 +21,7 @@ import torch
 
 
 def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Adasum of two gradients of one tensor: same shape, any floating type; dot products are summed
-    in double precision.
-    """
+    """Adasum of two gradients of one tensor, of any type; dot products in double precision."""
     x, y = (t if t.dtype in (torch.float32, torch.float64) else t.float() for t in (a, b))
     dot, one, other = ((p * q).sum(dtype=torch.float64) for p, q in ((x, y), (x, x), (y, y)))
     # No value is read on the CPU, so nothing waits for a GPU.
@@ -48,21 +46,9 @@ def combine(
     world_size: int,
     sendrecv: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Adasum over all ranks. Every rank calls it and gets the same result.
-
-    Parameters
-    ----------
-    own
-        This rank's gradients, flat.
-    sizes
-        Number of elements of each tensor in it.
-    sendrecv
-        Sends a row to another rank and returns that rank's row; both call it.
-
-    Notes
-    -----
-    Each of the log2(n) rounds moves a whole row per rank; there are two more rounds if n is not a
-    power of two.
+    """Adasum over all ranks, which all call this and get the same. ``own``: this rank's gradients,
+    flat, of tensors with ``sizes`` elements. ``sendrecv`` sends a row to another rank and returns
+    that rank's; both call it, in log2(n) rounds (two more if n is not a power of two).
     """
     core = 1 << (world_size.bit_length() - 1)
     if rank >= core:

@@ -17,18 +17,11 @@ class Buffers:
     """Remembers the buffers of models, and undoes what was done to them. A forward pass may also
     put other tensors in their places (``self.mean = ...``).
 
-    Floating-point ones (complex ones as pairs of numbers) can be added up, in rows: a flat tensor
-    with all values, and 1 for each value that has changed, 0 for the others. Nothing here reads a
-    number, or launches an operation for each buffer.
-
-    Attributes
-    ----------
-    integers
-        Those of other types, the largest elements first.
-    changed_firsts
-        Numbers of those that may have changed in the first shard.
-    row_size
-        Number of elements of a row.
+    Floating-point ones (complex ones as pairs of numbers) can be added up, in rows of ``row_size``:
+    a flat tensor with all values, and 1 for each value that has changed, 0 for the others.
+    ``integers``: those of other types, the largest elements first; ``changed_firsts``: numbers of
+    those that may have changed in the first shard. Nothing here reads a number, or launches an
+    operation for each buffer.
     """
 
     def __init__(
@@ -87,9 +80,7 @@ class Buffers:
         self._integers_from_before()
 
     def note_first(self) -> None:
-        """Keep the present :attr:`integers` as those of the first shard, which count: they are not
-        added.
-        """
+        """Keep the present :attr:`integers` as those of the first shard, which count."""
         self._to_firsts()
         # PyTorch does not count all changes, so small ones are always taken for changed.
         self.changed_firsts = [
@@ -140,9 +131,7 @@ class Buffers:
         torch.ne(self._now, self._before, out=row[self._size :])
 
     def settle(self, total: torch.Tensor) -> None:
-        """Set each value to that of a weighted sum of rows if it has changed in one of them, and
-        else to what it was.
-        """
+        """Set each value that changed in a row to the weighted sum of rows, others as before."""
         changed = total[self._size :] > 0
         torch.where(changed, total[: self._size], self._before, out=self._now)
         self._from_now()

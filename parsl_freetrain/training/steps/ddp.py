@@ -1,6 +1,4 @@
-"""Throughput and scaled mode: torch's DistributedDataParallel, in which every sample counts the
-same even if the ranks have different numbers of samples.
-"""
+"""Throughput and scaled mode: DistributedDataParallel, in which every sample counts the same."""
 
 from __future__ import annotations
 
@@ -32,13 +30,10 @@ from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guar
 
 
 class ThroughputSteps:
-    """One micro-batch per global batch, which is this rank's part of it, or several if the user
-    asks for them. Optimizers and schedulers are the user's own.
-
-    Gradients are averaged over the ranks that hold the same parameters and train different samples.
-    In a pipeline, that is done when the optimizer steps, since a schedule has many backward passes.
-    ``adasum``: whether the ranks' gradients are combined by Adasum instead of their mean. Raises
-    BadInput if a gradient scaler is asked for in a pipeline.
+    """One micro-batch per global batch, this rank's part of it, or several if the user asks for
+    them. Gradients are averaged over the ranks that hold the same parameters and train different
+    samples, or combined by ``adasum``; in a pipeline when the optimizer steps, since a schedule has
+    many backward passes. Raises BadInput if a gradient scaler is asked for in a pipeline.
     """
 
     def __init__(
@@ -84,8 +79,7 @@ class ThroughputSteps:
             from parsl_freetrain.training.steps.sharded import MeanOfParts
 
             self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
-        # Hooks run in the order of their registration. Averaging comes first, so all ranks check
-        # and clip the same gradient.
+        # Hooks run in this order: averaging first, so that all ranks check and clip the same.
         if self._at_step:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
@@ -126,9 +120,7 @@ class ThroughputSteps:
         return self._prepared.schedulers
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
-        """From now on, the micro-batches of a global batch have ``micro_batch`` samples at most;
-        None: no limit. Raises BadInput if the models or optimizers cannot be trained so.
-        """
+        """Micro-batches have so many samples at most from now on (None: no limit); or BadInput."""
         self._micro_batch = micro_batch
         if micro_batch is None or self._accumulation is not None:
             return
@@ -160,9 +152,7 @@ class ThroughputSteps:
         return math.ceil(largest / (self._micro_batch or largest))
 
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
-        """Call before the micro-batches of a global batch. ``guarded``: skip the step if a gradient
-        is not finite.
-        """
+        """Call before a global batch. ``guarded``: skip the step if a gradient is not finite."""
         self._guard.on = guarded
         self.changed = False
         self._hooks_ran = False
@@ -213,35 +203,26 @@ class ThroughputSteps:
         return self._guard.on and self._guard.bad
 
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """Call after the micro-batches. Returns the maximum of all ranks' wishes, which may be up
-        to :attr:`delay` batches old.
-        """
+        """Call after it. Returns the maximum of all wishes, up to :attr:`delay` batches old."""
         decision = self._agreement.after_step(wish, time_left)
         if decision == Agreed.DIFFERENT:
             self._settings.refuse(self._peers)
         return decision
 
     def culprit(self) -> str:
-        """The rank whose gradient was not finite first, as part of a sentence. All ranks must call
-        this.
-        """
+        """Whose gradient was not finite first, as part of a sentence. All ranks call this."""
         steps = [int(row) for row in self._peers.all_gather(self._non_finite.first())]
         self._non_finite.forget()
         culprits = [str(rank) for rank, step in enumerate(steps) if step == min(steps) < NEVER]
         return f', on rank {", ".join(culprits)}' if culprits else ''
 
     def _anywhere(self, bad: bool) -> bool:
-        """Whether a gradient is not finite on any rank; with parts of gradients, a rank sees only
-        its own.
-        """
+        """Whether a gradient is not finite on any rank; parts are seen by their rank only."""
         return bad if self._mean is None else bool(self._peers.all_reduce_max((bad,))()[0])
 
     def _count_gradients(self, weight: float) -> None:
-        """Weight this rank's gradient by its number of samples, if the ranks have different
-        numbers.
-
-        DDP takes the plain mean over the ranks. Hooks on parameters cost some time, so they are
-        there only when they are needed.
+        """Weight this rank's gradient by its samples, if ranks have different numbers: DDP takes
+        the plain mean. Hooks on parameters cost some time, so they are there only when needed.
         """
         factor = weight * self._division.shape.data
         if self._adasum:
@@ -289,16 +270,13 @@ class ThroughputSteps:
             process_group=self._division.data_group,
         )
         if self._adasum:
-            # A lambda, since DDP checks annotations and rejects those that are strings, as they are
-            # in this module.
+            # A lambda, since DDP checks annotations and rejects texts, as they are here.
             wrapped.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
         return wrapped
 
     @torch.no_grad()
     def _unscale(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Undo the scaling of a gradient scaler before the gradients are looked at. The scaler
-        leaves it to the kernel of a fused optimizer.
-        """
+        """Undo a gradient scaler's scaling, which it leaves to fused optimizers' kernels."""
         scale = getattr(optimizer, 'grad_scale', None)
         if scale is None or not (self._clips or self.before_step):
             return

@@ -18,9 +18,7 @@ NO_SCALER = (
 
 class DeferredOptimizer:
     """Stands for an optimizer in the user's loop. ``step()`` hands over the micro-batch's gradient,
-    and the optimizer itself steps later.
-
-    Everything else is the optimizer's own.
+    and the optimizer steps later. Everything else is the optimizer's own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, hand_over: Callable[[], None]) -> None:
@@ -28,9 +26,7 @@ class DeferredOptimizer:
         self._hand_over = hand_over
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand over the gradient of this micro-batch; call it once in each micro-batch. Raises
-        BadInput if it was called in this micro-batch already.
-        """
+        """Hand over this micro-batch's gradient; BadInput if that was done already."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,18 +55,14 @@ class DeferredOptimizer:
 
 
 class DeferredScheduler:
-    """Stands for a scheduler in the user's loop. ``step()`` is only recorded; it is done once,
-    after the optimizer's step.
-    """
+    """Stands for a scheduler in the user's loop; ``step()`` is done once, after the optimizer's."""
 
     def __init__(self, scheduler: Any, note: Callable[[float | None], None]) -> None:
         self._scheduler = scheduler
         self._note = note
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Record a step. A metric, as ReduceLROnPlateau takes it, is averaged over the global
-        batch. Raises BadInput if there are other arguments.
-        """
+        """Record a step; ReduceLROnPlateau's metric is averaged. BadInput for other arguments."""
         values = [*args, *kwargs.values()]
         if not values:
             self._note(None)

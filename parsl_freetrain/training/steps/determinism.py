@@ -16,15 +16,9 @@ _SETTING: Any = deterministic  # torch makes its attributes at run time
 
 
 def demand_determinism(*, warn_only: bool) -> None:
-    """Have torch use deterministic implementations only, also if the user's function has asked for
-    something else.
-
-    Parameters
-    ----------
-    warn_only
-        As in ``torch.use_deterministic_algorithms``: an operation that has none only warns. Flash
-        and memory-efficient attention then keep their fast backward pass, which is not
-        deterministic.
+    """Have torch use deterministic implementations only, even if the function asks for others.
+    ``warn_only``: an operation that has none only warns; flash and memory-efficient attention keep
+    their fast backward pass, which is not deterministic.
     """
     # CUDA's matrix products need it, and read it when they are first used.
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
@@ -33,8 +27,7 @@ def demand_determinism(*, warn_only: bool) -> None:
         or torch.is_deterministic_algorithms_warn_only_enabled() is not warn_only
     ):
         _use_deterministic_algorithms(warn_only)
-    # By default, a second shape has kernels for all shapes compiled, while another rank, which saw
-    # only that shape, has kernels for it.
+    # Else a rank's second shape has kernels for all shapes compiled, another's first does not.
     compiler = sys.modules.get('torch._dynamo.config')
     if compiler is not None and compiler.automatic_dynamic_shapes:
         compiler.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
@@ -47,9 +40,8 @@ def demand_determinism(*, warn_only: bool) -> None:
 
 
 def fill_new_memory(wanted: bool) -> bool:
-    """Whether deterministic torch fills memory that is not initialised; returns whether it did so.
-    It does by default, to find operations that read such memory, and that takes a tenth of a step's
-    time on a GPU.
+    """Whether deterministic torch fills uninitialised memory, as by default to find operations that
+    read it, in a tenth of a GPU's step; returns whether it did so.
     """
     before = bool(_SETTING.fill_uninitialized_memory)
     _SETTING.fill_uninitialized_memory = wanted
@@ -60,16 +52,13 @@ def _use_deterministic_algorithms(warn_only: bool) -> None:
     if 'torch._inductor.config' in sys.modules:
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
         return
-    # As torch's function, which imports the compiler to tell it the same. That takes as long as the
-    # import of torch, and most trainings compile nothing.
+    # As torch's function, without importing the compiler, which takes long and is seldom used.
     os.environ['TORCHINDUCTOR_DETERMINISTIC'] = '1'
     torch._C._set_deterministic_algorithms(True, warn_only=warn_only)
 
 
 def explained(error: BaseException) -> BaseException:
-    """The error, or a sentence in its place if torch refused an operation that is not
-    deterministic.
-    """
+    """The error, or a sentence if torch refused an operation that is not deterministic."""
     if not isinstance(error, RuntimeError) or 'use_deterministic_algorithms' not in str(error):
         return error
     refusal = BadInput(

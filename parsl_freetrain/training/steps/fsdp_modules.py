@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
     """The modules that ``fully_shard`` was called on."""
-    # Where FSDP2, whose import takes as long as a third of torch's, has not been imported there is
-    # none.
+    # Its import takes long. Where it has not been imported there is none.
     fsdp = sys.modules.get('torch.distributed.fsdp')
     if fsdp is None:
         return []
@@ -23,9 +22,7 @@ def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
 
 
 def put_parts_back(models: Iterable[torch.nn.Module]) -> None:
-    """Have modules hold their parts of the parameters again, after a pass that has failed while
-    they held whole ones. Nothing is exchanged.
-    """
+    """Have modules hold their parts again, after a pass that failed with whole parameters."""
     for module in fsdp_modules(models):
         group = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():

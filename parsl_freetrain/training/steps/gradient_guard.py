@@ -32,15 +32,14 @@ _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSO
 
 
 class GradientGuard:
-    """Remembers each gradient as backward() left it, where the gradient in the loop is that of one
-    of several micro-batches. What is not linear in it (clipping) would give a result that depends
-    on the micro-batches, and what is read is not what the loop seems to say.
+    """Remembers each gradient as backward() left it, where it is that of one of several
+    micro-batches: what is not linear in it (clipping) would give a result that depends on them, and
+    what is read is not what the loop seems to say. ``whose``: what is said to the user about it.
 
     From backward() to the end of the micro-batch, parameters have another class. Packages other
     than torch get their ``grad`` as a tensor that can be cleared and refuses everything else.
-    Parameters of an own class, such as those of sharded models, keep it. PyTorch does not count all
-    changes of sharded gradients, so their norms are compared too, on the device: :meth:`changed`.
-    ``whose``: what is said to the user about the gradient.
+    Parameters of an own class, as of sharded models, keep it. PyTorch does not count all changes of
+    sharded gradients, so their norms are compared, on the device: :meth:`changed`.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
@@ -65,9 +64,7 @@ class GradientGuard:
         self._class.of_several = of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Call before the gradients of a micro-batch are taken. Raises BadInput if one was changed
-        after backward().
-        """
+        """Call before gradients are taken; BadInput if one was changed after backward()."""
         divided: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         noted, norms_of = self._left, self._norms
         for parameter in parameters:
@@ -82,9 +79,7 @@ class GradientGuard:
             self._compare(divided)
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-        """:meth:`check` gradients, and take them away from their parameters. To a reader they are
-        still there, until the end of the micro-batch.
-        """
+        """:meth:`check` gradients and take them, unseen by readers until the micro-batch ends."""
         self.check(parameters)
         gradients = list(map(grad_of, parameters))
         plain, own, taken = torch.nn.Parameter, self._class, self._taken
@@ -113,9 +108,7 @@ class GradientGuard:
         self._changed.append(before.view(torch.int64).ne(now.view(torch.int64)).any())
 
     def changed(self) -> torch.Tensor | None:
-        """Whether a sharded gradient was changed since this was last asked, as a number on the
-        device; None: there were none.
-        """
+        """Whether a sharded gradient has changed since, as a number on the device, or None."""
         flags, self._changed = self._changed, []
         return torch.stack(flags).any() if flags else None
 

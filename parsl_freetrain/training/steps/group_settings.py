@@ -1,6 +1,4 @@
-"""The settings in optimizers' parameter groups, such as learning rates: they must be the same in
-all micro-batches of a global batch and on all ranks.
-"""
+"""Settings of optimizers' parameter groups, as learning rates: equal in micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +25,8 @@ _OFFER = (
 
 
 class GroupSettings:
-    """Compares the settings of optimizers.
-
-    Attributes
-    ----------
-    history
-        A number for all steps so far and their settings; 0: there were none.
+    """Compares the settings of optimizers in all micro-batches of a global batch and on all ranks.
+    ``history``: a number for all steps so far and their settings; 0: there were none.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -99,9 +93,8 @@ class GroupSettings:
             )
 
     def agree(self, peers: Peers, *, in_micro_batches: bool = True) -> None:
-        """Compare the settings of all ranks, which call this together. ``in_micro_batches``: those
-        of ranks that had a micro-batch in the global batch; the others take them over. Raises
-        BadInput if they differ, on all ranks.
+        """Compare the settings of all ranks, which call this together. ``in_micro_batches``: of
+        those that had one; the others take them over. Raises BadInput on all if they differ.
         """
         mine, own = self.now(), self._first is not None or not in_micro_batches
         said = gather_bytes(peers, msgspec.msgpack.encode((own, mine)))

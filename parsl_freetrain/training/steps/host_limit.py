@@ -17,9 +17,7 @@ class HostLimit:
         self._steps, self._step_s, self._waited_s = -_SKIPPED, 0.0, 0.0
 
     def step_took(self, seconds: float, waited_s: float, passes: int, samples: int) -> None:
-        """Record a step: ``waited_s`` of its time Python waited for the device, and it had so many
-        forward and backward passes, of so many samples each.
-        """
+        """Record a step, in which Python waited so long, of so many passes and samples in each."""
         self._steps += 1
         if not 0 < self._steps <= _LOOKED_AT:
             return

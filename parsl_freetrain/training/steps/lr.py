@@ -1,6 +1,4 @@
-"""Learning rates that do not depend on the number of nodes: schedules by samples, and the factor of
-scaled mode.
-"""
+"""Learning rates independent of the number of nodes: by samples, and scaled mode's factor."""
 
 from __future__ import annotations
 
@@ -14,16 +12,13 @@ from torch.optim.lr_scheduler import LambdaLR
 def by_samples(
     optimizer: torch.optim.Optimizer, factor: Callable[[int], float], samples: Callable[[], int]
 ) -> LambdaLR:
-    """A scheduler; each ``step()`` sets the learning rate to the initial one times
-    ``factor(samples())``.
-    """
+    """A scheduler whose ``step()`` sets the initial learning rate times ``factor(samples())``."""
     return LambdaLR(optimizer, lambda _: factor(samples()))
 
 
 def scale_steps(optimizers: Iterable[torch.optim.Optimizer], factor: Callable[[], float]) -> None:
     """Multiply the learning rate by ``factor()`` during every step of the optimizers from now on.
-
-    Between steps, and in checkpoints, the learning rate is what the user or a scheduler has set.
+    Between steps, and in checkpoints, it is what the user or a scheduler has set.
     """
     kept: dict[int, list[Any]] = {}
 

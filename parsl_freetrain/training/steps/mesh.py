@@ -1,6 +1,4 @@
-"""How the ranks of a fragment share the work: which ranks train the same samples, and which hold
-the same parameters.
-"""
+"""Which ranks of a fragment train the same samples, and which hold the same parameters."""
 
 from __future__ import annotations
 
@@ -34,26 +32,14 @@ from parsl_freetrain.training.spec.shapes import check_shape
 
 
 class Division:
-    """One rank's position in the shape of its fragment; this kind: every rank holds the whole
-    model. :func:`division_of` makes the kind that the shape needs.
+    """One rank's position in the shape of its fragment; this kind: every rank holds the whole model
+    (``whole``). :func:`division_of` makes the kind that the shape needs.
 
-    Attributes
-    ----------
-    shape
-        The shape in the order; if there is none, every rank trains its own samples.
-    stated
-        Whether the order has a shape. The trainer may then continue in another one.
-    parts, data_rank
-        Number of parts of a global batch, and the number of this rank's part, from 0.
-    whole
-        Whether every rank holds the whole model.
-    pipelined
-        Whether some ranks hold parameters that others do not.
-
-    Raises
-    ------
-    BadInput
-        If the shape does not fit the number of ranks, or the mode does not support it.
+    ``shape``: in the order; if there is none (not ``stated``, so that the trainer cannot go on in
+    another one), every rank trains its own samples. ``parts``, ``data_rank``: number of parts of a
+    global batch, and this rank's, from 0. ``pipelined``: some ranks hold parameters that others do
+    not. Raises BadInput if the shape does not fit the number of ranks, or the mode does not support
+    it.
     """
 
     whole = True
@@ -85,9 +71,8 @@ class Division:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh with the dimensions :data:`~parsl_freetrain.core.model.types.MESH`.
-
-        It is made when it is first asked for, which all ranks must do at the same point.
+        """The ranks as a mesh with the dimensions :data:`~parsl_freetrain.core.model.types.MESH`,
+        made when it is first asked for, by all ranks at the same point.
         """
         if not dist.is_initialized():  # one rank has no process group, but a mesh needs one
             os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
@@ -141,9 +126,7 @@ class Division:
         return self._rank == 0
 
     def collect(self, prepared: Prepared) -> dict[str, Any] | None:
-        """The state of everything that this rank writes; None: it has given it to another rank.
-        All ranks that take part (:attr:`saves`) must call this.
-        """
+        """The state that this rank writes, or None. All in :attr:`saves` must call this."""
         return content_of(prepared, named=self.stated)
 
     def part_of(self, state: State) -> State:
@@ -155,9 +138,7 @@ class Division:
         return state
 
     def restore(self, prepared: Prepared, saved: Saved) -> None:
-        """Set what was prepared to a saved state, as
-        :func:`~parsl_freetrain.training.checkpoint.state.restore`.
-        """
+        """Set what was prepared, as :func:`~parsl_freetrain.training.checkpoint.state.restore`."""
         restore(prepared, saved)
 
     def read(self, path: str, prepared: Prepared) -> Saved:
@@ -288,9 +269,7 @@ def _receive(stage: int, group: ProcessGroup) -> dict[str, Any]:
 
 
 def _united(first: Any, second: Any) -> Any:
-    """Merge two nested states. Where both have a value that is not a container, the first one's
-    counts.
-    """
+    """Merge two nested states; where both have a value, the first one's counts."""
     if isinstance(first, dict) and isinstance(second, dict):
         return {
             **first,

@@ -19,20 +19,11 @@ from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 
 class Steps(Protocol):
-    """One mode.
-
-    Attributes
-    ----------
-    delay
-        Maximum number of batches from a wish to the decision.
-    kept_back
-        Whether the last batch's step was skipped because its gradient was not finite.
-    before_step
-        Functions to call once per global batch, when its gradient is known.
-    stepped
-        Whether an optimizer has been stepped at all.
-    changed
-        Whether the last batch has begun to change what checkpoints hold, apart from buffers.
+    """One mode. ``delay``: maximum number of batches from a wish to the decision. ``kept_back``:
+    whether the last step was skipped because its gradient was not finite. ``before_step``:
+    functions to call once per global batch, when its gradient is known. ``stepped``: whether an
+    optimizer has been stepped at all. ``changed``: whether the last batch has begun to change what
+    checkpoints hold, apart from buffers.
     """
 
     @property
@@ -52,9 +43,7 @@ class Steps(Protocol):
     @property
     def changed(self) -> bool: ...
     def culprit(self) -> str:
-        """The rank whose gradient was not finite first, as part of a sentence; empty: unknown. All
-        ranks must call this.
-        """
+        """Whose gradient was not finite first, or empty if unknown. All ranks call this."""
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
         """Set the maximum number of samples in one pass; None: no maximum."""

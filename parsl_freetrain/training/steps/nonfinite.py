@@ -32,11 +32,9 @@ def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 class Watch:
-    """Checks now and then whether parameters and buffers are still finite.
-
-    A gradient that is not finite makes parameters that are not, and they stay so. Checking them a
-    few times a second therefore finds what checking every gradient would find, at less cost.
-    Tensors that have infinities from the beginning (masks) are left out.
+    """Checks a few times a second whether parameters and buffers are still finite, which finds what
+    checking every gradient would, at less cost: what is not finite stays so. Tensors with
+    infinities from the beginning (masks) are left out.
     """
 
     def __init__(self, prepared: Prepared, clock: Callable[[], float] = monotonic) -> None:
@@ -131,17 +129,9 @@ class FirstNonFinite:
 class Guard:
     """Prevents optimizers from stepping with a gradient that is not finite.
 
-    Attributes
-    ----------
-    on
-        Whether it checks at all. Each check reads every gradient and waits for the device.
-    bad
-        Whether a step was skipped since this was last set to False.
-
-    Parameters
-    ----------
-    anywhere
-        Says whether any rank has found one, if a rank sees only parts of gradients.
+    ``on``: whether it checks at all, which reads every gradient and waits for the device. ``bad``:
+    whether a step was skipped since this was last set to False. ``anywhere`` says whether any rank
+    has found one, if a rank sees only parts of gradients.
     """
 
     def __init__(
@@ -156,8 +146,7 @@ class Guard:
             optimizer.register_step_pre_hook(self._look)
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        # With a gradient scaler, fused optimizers step in any case, and skip by themselves what the
-        # scaler has found; it also lowers its scale for that, which is no fault.
+        # With a gradient scaler, fused optimizers skip what it has found, which is no fault.
         scaled = getattr(optimizer, 'found_inf', None) is not None
         if self.on and not scaled and drop_bad_gradients(optimizer, self._anywhere):
             self.bad = True
@@ -166,9 +155,7 @@ class Guard:
 def drop_bad_gradients(
     optimizer: torch.optim.Optimizer, anywhere: Callable[[bool], bool] = lambda bad: bad
 ) -> bool:
-    """If a gradient is not finite, remove all gradients of the optimizer, so that its step does
-    nothing. Returns whether it did so.
-    """
+    """If a gradient is not finite, remove all (the step does nothing); whether it did so."""
     parameters = [p for group in optimizer.param_groups for p in group['params']]
     if not anywhere(not all_finite(p.grad for p in parameters)):
         return False

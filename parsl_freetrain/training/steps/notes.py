@@ -15,12 +15,10 @@ _EACH, _HEAD = 32, 128  # bytes at most of a scheduler's step, and of what there
 class Notes(msgspec.Struct, array_like=True):
     """One rank's notes."""
 
-    #: wish, settings: what the rank wants to happen next, and a digest of the settings of its
-    #: optimizers.
+    #: wish, settings: what the rank wants to happen next; a digest of its optimizers' settings.
     wish: int
     settings: bytes
-    #: present, stepped: by parameter, whether a shard has its gradient; by optimizer, whether the
-    #: body has called ``step()``.
+    #: present, stepped: which parameters have a gradient, which optimizers had ``step()`` called.
     present: bytes
     stepped: bytes
     #: By call of a scheduler's ``step``: the shard, the scheduler, and the value or None.

@@ -1,9 +1,6 @@
-"""Sums over virtual shards, in an order that does not depend on the number of ranks.
-
-Floating point sums depend on the order of addition. Here the order is a fixed binary tree over the
-shards' numbers. A rank with several neighbouring shards adds up whole subtrees by itself and sends
-only their sums. So each rank sends little more than one contribution, whatever the number of
-shards.
+"""Sums over virtual shards, in an order that does not depend on the number of ranks: a fixed binary
+tree over the shards' numbers. A rank with several neighbouring shards adds up whole subtrees by
+itself and sends only their sums, little more than one contribution.
 """
 
 from __future__ import annotations
@@ -37,18 +34,8 @@ class ShardTree:
     def add(
         self, sums: dict[Node, T | None], node: Node, value: T | None, plus: Callable[[T, T], T]
     ) -> None:
-        """Add one node's sum, and then every parent whose parts are now complete.
-
-        Parameters
-        ----------
-        sums
-            The sums so far; it is changed.
-        node
-            The node that ``value`` belongs to.
-        value
-            The sum; None: the node's shards are empty.
-        plus
-            Adds the sum of later shards to that of earlier ones.
+        """Add one node's sum (None: its shards are empty) to ``sums``, and then every parent whose
+        parts are complete. ``plus`` adds the sum of later shards to that of earlier ones.
         """
         sums[node] = value
         while node in self._parent:
@@ -88,18 +75,10 @@ class ShardTree:
 
 
 class SumOverShards:
-    """The sum of the contributions of all shards, wherever they are.
-
-    Attributes
-    ----------
-    mine
-        The shards of this rank.
-    most
-        The largest number of shards of a rank.
-    sizes
-        Of the shards of the current global batch; sums are of shares of the largest one.
-    magnitudes
-        Of this rank's sums, before the sum over several ranks, which hides what is not finite.
+    """The sum of the contributions of all shards, wherever they are. ``mine``: the shards of this
+    rank; ``most``: the largest number of a rank. ``sizes``: of the current global batch's shards;
+    sums are of shares of the largest. ``magnitudes``: of this rank's sums, before the sum over
+    several ranks, which hides what is not finite.
     """
 
     def __init__(
@@ -148,9 +127,7 @@ class SumOverShards:
         return bytes(any(g[i] is not None for g in own) for i in range(len(self._sums.parameters)))
 
     def total(self, present: Sequence[bool]) -> Contribution:
-        """The mean over all samples, on all ranks, which call this together. ``present``: the
-        parameters that have a gradient on any of them.
-        """
+        """The mean over all samples, on all ranks together; ``present``: gradients that any has."""
         sums, peers = self._sums, self._peers
         mine = {node: own for node, own in self._of.items() if own is not None}
         self.magnitudes = []
@@ -176,9 +153,7 @@ class SumOverShards:
         return total
 
     def _copies(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in page-locked memory, which is used again: copies from and to other memory take
-        many times as long.
-        """
+        """Copies in page-locked memory, which is kept: others take many times as long."""
         while len(self._on_cpu) < len(flats):
             here = torch.empty_like(flats[0], device='cpu', pin_memory=True)
             self._on_cpu.append(here)
@@ -187,11 +162,9 @@ class SumOverShards:
         return self._on_cpu[: len(flats)]
 
     def _exchange(self, mine: Mapping[Node, torch.Tensor], into: torch.Tensor) -> None:
-        """Add up the flat sums of all ranks' nodes, in the order of the tree, into ``into``, which
-        may be one of this rank's own.
-
-        Each rank adds up one slice of all sums, and the slices are put together. So a rank with one
-        node sends and receives about twice its sum, whatever the number of ranks.
+        """Add up the flat sums of all ranks' nodes in the tree's order into ``into``, which may be
+        one of this rank's own. Each rank adds up one slice of all sums; with one node it sends and
+        receives about twice its sum, whatever the number of ranks.
         """
         peers, ranks = self._peers, self._peers.world_size
         nodes = [list(filter(self.has_samples, cover)) for cover in self._covers]

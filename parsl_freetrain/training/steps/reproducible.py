@@ -1,6 +1,4 @@
-"""Reproducible mode: the same weights, to the last bit, for any number of ranks and wherever
-training is cut into fragments.
-"""
+"""Reproducible mode: the same weights, to the last bit, for any ranks and fragments."""
 
 from __future__ import annotations
 
@@ -29,11 +27,9 @@ from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 
 class ReproducibleSteps:
     """Cuts each global batch into virtual shards, one micro-batch each, and adds up their
-    contributions in the order of the shards.
-
-    What depends on how a batch is cut (sums, batch statistics, dropout) depends on the number of
-    virtual shards, never on the number of ranks. The ranks' wishes (to stop, to save) are exchanged
-    together with the contributions.
+    contributions in the order of the shards. What depends on how a batch is cut (sums, batch
+    statistics, dropout) depends on the number of virtual shards, never on that of ranks. The ranks'
+    wishes (to stop, to save) are exchanged together with the contributions.
     """
 
     delay = 0  # the ranks decide at the end of the same global batch
@@ -65,8 +61,7 @@ class ReproducibleSteps:
         self._in_hook = in_hook
         self._clip = clip_grad_norm
         self._device = device
-        # In a micro-batch, ranks that divide parameters take neighbouring shards: how many, and
-        # which of them this rank takes.
+        # Ranks that divide parameters take neighbouring shards: how many, and which is this one's.
         self._width, self._place = 1, 0
         parameters: dict[int, torch.nn.Parameter] = {}
         self._of_optimizer: list[list[int]] = []
@@ -135,9 +130,7 @@ class ReproducibleSteps:
             )
 
     def micro_batches(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """The micro-batches of this rank for a global batch: one for each of its shards that is not
-        empty or has a neighbour in the same micro-batch that is not.
-        """
+        """This rank's micro-batches: one for each shard not empty (or a neighbour there)."""
         parts = shard(batch.indices, self._shards)
         return [
             MicroBatch(
@@ -202,9 +195,7 @@ class ReproducibleSteps:
 
     @torch.no_grad()
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """Call after the micro-batches: exchange, then step once, unless the gradient is not
-        finite. Returns the maximum of all ranks' wishes.
-        """
+        """Exchange, then step once unless the gradient is not finite; the maximum of all wishes."""
         notes, total, culprits = self._exchange(wish())
         self.changed = True
         self.kept_back = culprits is not None
@@ -276,9 +267,7 @@ class ReproducibleSteps:
         return notes
 
     def _culprits(self, total: Contribution) -> list[int] | None:
-        """None if all gradients are finite; otherwise the ranks that have found one that is not.
-        This is the only read of the device in a step.
-        """
+        """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
         layout, magnitude, now = self._layout, self._layout.magnitude(total), time.perf_counter()
         size = float(magnitude)
         if self._device.type != 'cpu':
@@ -299,9 +288,7 @@ class ReproducibleSteps:
         self._ended_at = ended
 
     def _take_buffers(self, total: Contribution, notes: Sequence[told.Notes]) -> None:
-        """Set buffers to what the sums say, and the integer ones to those of the first shard that
-        is not empty.
-        """
+        """Set buffers to what the sums say, integer ones to the first shard's that is not empty."""
         if self._buffers.row_size:
             self._buffers.settle(total.buffers)
         first = self._sum.first_rank

@@ -1,11 +1,8 @@
-"""The norm of a gradient whose parts are on several ranks, with the same bits however many ranks
-hold it.
-
-Floating point sums depend on their order. Here the squares are first added up within each row of
-each tensor, along a fixed tree of elementwise additions, so that it does not matter which rows are
-on one rank. Then the rows' sums are put at fixed places of one vector, on all ranks, and added up
-along the same tree. Parts of a row (tensor parallelism) have places of their own: the result
-depends on the number of tensor parallel ranks.
+"""The norm of a gradient whose parts are on several ranks, with the same bits however many hold it.
+The squares are added up within each row of each tensor, along a fixed tree of elementwise
+additions, then the rows' sums at fixed places of one vector, on all ranks, along the same tree.
+Parts of a row (tensor parallelism) have places of their own: the result depends on the number of
+tensor parallel ranks.
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ from parsl_freetrain.training.steps.buffers import Buffers, copy_all
 
 @dataclass
 class Flat:
-    """Gradients and buffers in one tensor; ``pieces``: the gradients, in the memory layouts of the
-    parameters.
-    """
+    """Gradients (``pieces``, in the parameters' memory layouts) and buffers in one tensor."""
 
     tensor: torch.Tensor
     pieces: list[torch.Tensor]
@@ -40,16 +38,9 @@ class Contribution:
 
 class ShardSums:
     """Adds up contributions: gradients as backward() has left them, without a copy. For exchanges
-    they are copied into one flat tensor.
-
-    Sums have at least single precision, so that those of half precision gradients lose none. All
-    operations are on all tensors together.
-
-    Attributes
-    ----------
-    parameters
-        Those that have gradients, frozen or not: the function may unfreeze some in another rank's
-        micro-batch.
+    they are copied into one flat tensor. Sums have at least single precision, so that those of half
+    precision lose none. All operations are on all tensors together. ``parameters``: all with
+    gradients, frozen or not: the function may unfreeze some in another rank's micro-batch.
     """
 
     def __init__(

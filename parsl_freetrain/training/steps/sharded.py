@@ -1,6 +1,4 @@
-"""Models whose parameters are divided among ranks (FSDP2, tensor parallelism): what is refused, and
-how their gradients are added up.
-"""
+"""Parameters divided among ranks (FSDP2, tensor parallelism): what is refused; gradients' sums."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ _ELEMENTWISE = (
 def check_sharded(
     prepared: Prepared, division: Division, mode: Reproducible | Throughput | Scaled
 ) -> None:
-    """Refuse what cannot be trained in a shape that divides parameters, or not as the mode
-    promises; raises BadInput.
-    """
+    """Refuse (BadInput) what a shape that divides parameters cannot train, as the mode promises."""
     if any(scaler.is_enabled() for scaler in prepared.scalers):
         raise BadInput(
             'ctx.prepare was given a gradient scaler, but each rank sees only its own part of a '
@@ -123,13 +119,8 @@ def _check_reproducible(prepared: Prepared) -> None:
 
 class MeanOfParts(DefaultReduceScatter):
     """Throughput mode: the mean over the samples of a global batch. Copies of the model are added
-    up after FSDP's reduce-scatter.
-
-    Attributes
-    ----------
-    weight, alike
-        This rank's share of the samples of the global batch, and whether all ranks have the same.
-        Then sums are weighted, which are smaller than the gradients of whole parameters.
+    up after FSDP's reduce-scatter. ``weight``: this rank's share of the samples; ``alike``: all
+    ranks have the same. Then sums are weighted, which are smaller than whole gradients.
     """
 
     def __init__(
@@ -183,12 +174,8 @@ class MeanOfParts(DefaultReduceScatter):
 
 class SumOfShards(ReduceScatter):
     """Reproducible mode: the sum over a block of virtual shards, one on each rank that FSDP divides
-    parameters among, along the same tree as on one rank.
-
-    Attributes
-    ----------
-    weights
-        Of the shards in the block, in order, relative to the largest shard; 0: the shard is empty.
+    parameters among, along the same tree as on one rank. ``weights``: of the shards in the block,
+    relative to the largest shard; 0: it is empty.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], parts: int) -> None:

@@ -21,13 +21,10 @@ from parsl_freetrain.training.steps.sharded import SumOfShards
 
 
 class ShardedReproducibleSteps(ReproducibleSteps):
-    """As :class:`~parsl_freetrain.training.steps.reproducible.ReproducibleSteps`; in each
-    micro-batch the ranks of 'shard' take neighbouring virtual shards, and FSDP adds them up along
-    the tree.
-
-    Each rank then has the sums of its own parts of the parameters. What is the same in any shape:
-    the micro-batches, the tree, the order in which squares are added up for a norm, and the
-    optimizer, which treats each element by itself.
+    """As :class:`~parsl_freetrain.training.steps.reproducible.ReproducibleSteps`; the ranks of
+    'shard' take neighbouring virtual shards in each micro-batch, which FSDP adds up along the tree.
+    In any shape these are the same: the micro-batches, the tree, the order in which squares are
+    added up for a norm, and the optimizer, which treats each element by itself.
     """
 
     adds_buffers = False  # they are refused

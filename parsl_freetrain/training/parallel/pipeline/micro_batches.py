@@ -8,9 +8,8 @@ from torch import Tensor
 
 class MicroBatches:
     """The parts of a batch of at least one sample, and the sum of their losses so far. Their sizes
-    differ by at most 1. If there are fewer samples than parts, some samples are repeated with
-    weight 0. ``weights`` are the shares of the batch's samples, with which the losses of
-    micro-batches, which are means, are added.
+    differ by at most 1; of too few samples, some are repeated with weight 0. ``weights``: shares of
+    the batch's samples, with which the losses of micro-batches (means) are added.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, number: int, device: torch.device) -> None:

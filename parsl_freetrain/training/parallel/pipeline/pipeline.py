@@ -108,8 +108,7 @@ class Pipeline(nn.Module):
             )
             for direction, stage in held
         }
-        # In a schedule of two directions: the worker that has the same stage in the other
-        # direction.
+        # In a schedule of two directions: the worker with the same stage in the other direction.
         both = len({direction for direction, _ in held}) > 1
         self._partners = (
             {held: self.schedule.worker(held[1], 1 - held[0]) for held in self._stages}
@@ -119,12 +118,8 @@ class Pipeline(nn.Module):
         self._between: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The model's output, for evaluation with one stage. It is not used in training.
-
-        Raises
-        ------
-        BadInput
-            If this rank does not have all layers.
+        """The model's output, for evaluation with one stage; not used in training. Raises BadInput
+        if this rank does not have all layers.
         """
         if self._group is not None:
             raise BadInput(
@@ -168,9 +163,7 @@ class Pipeline(nn.Module):
         return batch.loss
 
     def _shared(self, complete: tuple[int, int] | None) -> tuple[int, list[nn.Parameter]] | None:
-        """The rank with which to sum gradients that are complete now, and their parameters; None if
-        there are none.
-        """
+        """A rank with which to sum gradients that are complete now, and their parameters."""
         if complete is None or complete not in self._partners:
             return None
         parameters = list(self._stages[complete].parameters())

@@ -47,9 +47,7 @@ class PipelineSchedule:
     """Number of stages, and of workers."""
     micro_batches: int
     rows: tuple[tuple[Task | None, ...], ...]
-    """By worker, by slot: the task; None if the worker waits (a bubble). All rows have the same
-    length, the makespan in slots.
-    """
+    """By worker, by slot: the task; None: a bubble. All rows have the makespan's length."""
 
     @property
     def slots(self) -> int:
@@ -67,9 +65,7 @@ class PipelineSchedule:
         )
 
     def feeds(self, task: Task) -> Task | None:
-        """The task at the neighbouring stage that takes the output of ``task``; None at the end of
-        the pipeline.
-        """
+        """The task at the neighbouring stage that takes this one's output; None at the end."""
         stage = task.stage + (1 if task.kind == FORWARD else -1)
         return (
             Task(task.kind, stage, task.micro_batch, task.direction)
@@ -78,9 +74,7 @@ class PipelineSchedule:
         )
 
     def fed_by(self, task: Task) -> Task | None:
-        """The task at the neighbouring stage that makes the input of ``task``; None at the end of
-        the pipeline.
-        """
+        """The task at the neighbouring stage that makes this one's input; None at the end."""
         stage = task.stage - (1 if task.kind == FORWARD else -1)
         return (
             Task(task.kind, stage, task.micro_batch, task.direction)
@@ -91,12 +85,7 @@ class PipelineSchedule:
 
 def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
     """All forward passes, then all backward passes; 2 (N + D - 1) slots for N micro-batches and D
-    stages.
-
-    Raises
-    ------
-    BadInput
-        If there is no stage or no micro-batch.
+    stages. Raises BadInput if there is no stage or no micro-batch.
     """
     _at_least_one(stages, micro_batches)
     turn = micro_batches + stages - 1
@@ -118,11 +107,7 @@ def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
 
 def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
     """Forward and backward passes alternate; 2 (N + D - 1) slots for N micro-batches and D stages.
-
-    Raises
-    ------
-    BadInput
-        If there is no stage or no micro-batch.
+    Raises BadInput if there is no stage or no micro-batch.
     """
     _at_least_one(stages, micro_batches)
     return _table(
@@ -187,13 +172,7 @@ METHODS = {'gpipe': gpipe, '1f1b': one_f_one_b, 'chimera': chimera}
 
 
 def make_schedule(method: str, stages: int, micro_batches: int) -> PipelineSchedule:
-    """The schedule of a method, by name.
-
-    Raises
-    ------
-    BadInput
-        If there is no such method, or it does not support these numbers.
-    """
+    """The schedule of a method, by name; BadInput if there is none for these numbers."""
     if method not in METHODS:
         raise BadInput(
             f'There is no pipeline method {method!r}; choose one of {", ".join(METHODS)}.'
@@ -202,13 +181,8 @@ def make_schedule(method: str, stages: int, micro_batches: int) -> PipelineSched
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """The layers of each stage: consecutive ones. The first stages have one more if the layers
-    cannot be divided evenly.
-
-    Raises
-    ------
-    BadInput
-        If there are fewer layers than stages.
+    """The layers of each stage: consecutive ones, in the first stages one more if they cannot be
+    divided evenly. Raises BadInput if there are fewer layers than stages.
     """
     if layers < stages:
         raise BadInput(

@@ -1,6 +1,4 @@
-"""Properties of a pipeline's schedule: whether it can be run, how long it takes, and how many
-activations it keeps in memory.
-"""
+"""Whether a pipeline's schedule can be run, how long it takes, and what it keeps in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +16,10 @@ from parsl_freetrain.training.parallel.pipeline.schedule_steps import actions_of
 
 
 def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
-    """Sentences that say why a schedule cannot be run; empty if it can.
-
-    A schedule can be run if each micro-batch passes each stage forward and backward once, at the
-    worker that has the stage, after the tasks that it depends on; if no worker waits for ever even
-    if sending waits for the receiver; and if both workers that have a stage complete it in the same
-    slot.
+    """Sentences that say why a schedule cannot be run; empty if it can: if each micro-batch passes
+    each stage forward and backward once, at the worker that has the stage, after the tasks that it
+    depends on; if no worker waits for ever even if sending waits for the receiver; and if both
+    workers that have a stage complete it in the same slot.
     """
     at = {task: slot for row in schedule.rows for slot, task in enumerate(row) if task is not None}
     found = [
@@ -77,12 +73,9 @@ def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
 
 
 def makespan(schedule: PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
-    """Time of a batch if each worker does its tasks in the schedule's order, as early as possible.
-
-    Parameters
-    ----------
-    forward, backward
-        Times of a pass through a stage, in the unit of the result. Messages take no time.
+    """Time of a batch if each worker does its tasks in the schedule's order, as early as possible,
+    in the unit of ``forward`` and ``backward``, the times of a pass through a stage. Messages take
+    none.
     """
     done: dict[Task, float] = {}
     free = [0.0] * schedule.stages

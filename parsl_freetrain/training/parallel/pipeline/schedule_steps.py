@@ -1,11 +1,10 @@
-"""The actions of each worker of a pipeline in order: compute, then exchange the results of the same
-slot.
+"""The actions of each worker of a pipeline in order: compute, then exchange the slot's results.
 
 After each slot, every worker begins to receive what others have computed for it in that slot, and
-sends its own result. So messages between two workers are sent and received in the same order,
-whatever the schedule, and need no labels. A worker begins to receive before it sends, and what is
-exchanged after a slot depends on earlier slots only. So no worker waits for ever, even if sending
-waits for the receiver. :func:`stuck` checks that for a given schedule.
+sends its own result. So messages between two workers are in the same order whatever the schedule,
+and need no labels. Since a worker begins to receive before it sends, and what is exchanged depends
+on earlier slots only, no worker waits for ever, even if sending waits for the receiver;
+:func:`stuck` checks that for a given schedule.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ RUN, POST, SEND, WAIT = 'run', 'post', 'send', 'wait'
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """The result of a task (activations or their gradients) on its way to the neighbouring stage,
-    from one worker to another.
-    """
+    """The result of a task (activations or their gradients), on its way to another worker."""
 
     task: Task
     source: int
@@ -88,13 +85,8 @@ def actions_of(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def stuck(programs: Sequence[Sequence[Action]]) -> Mapping[int, Action]:
-    """The workers that wait for ever, and in which action; empty if all finish.
-
-    Parameters
-    ----------
-    programs
-        The actions of each worker. Sending waits until the target has posted the receive; waiting,
-        until the message was sent.
+    """The workers that wait for ever, and in which action; empty if all finish. Sending waits until
+    the target has posted the receive, waiting until the message was sent.
     """
     at = [0] * len(programs)
     posted: set[StageTransfer] = set()

@@ -30,9 +30,7 @@ class Stage:
         return (p for layer in self._layers for p in layer.parameters() if p.requires_grad)
 
     def forward(self, micro_batch: int, value: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """The output for a micro-batch; for the last stage the loss. The graph is kept until
-        :meth:`backward`.
-        """
+        """The output for a micro-batch, or the last stage's loss; keeps the graph."""
         if not self._first:
             value = value.requires_grad_(value.is_floating_point() or value.is_complex())
         output = through(self._layers, value)
@@ -42,9 +40,8 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """Add to the parameters' gradients; returns the gradient of the input, None at the first
-        stage. ``gradient``: gradient of the output; None at the last stage, whose output is the
-        loss.
+        """Add to the parameters' gradients; returns that of the input, None at the first stage.
+        ``gradient``: of the output; None at the last stage, whose output is the loss.
         """
         value, output = self._kept.pop(micro_batch)
         if output.requires_grad:
@@ -79,9 +76,8 @@ def through(layers: Sequence[nn.Module], value: Tensor) -> Tensor:
 def make_layers(
     makers: Sequence[Callable[[], nn.Module]], wanted: Sequence[int], seed: int
 ) -> dict[int, nn.Module]:
-    """Make some layers by their numbers. The initial weights of a layer do not depend on where, and
-    with which others, it is made. Raises BadInput if a layer uses statistics of the batch, which in
-    a pipeline would be those of micro-batches.
+    """Make layers by their numbers, on which alone their initial weights depend. Raises BadInput if
+    a layer uses statistics of the batch, which in a pipeline would be those of micro-batches.
     """
     layers = {}
     for number in wanted:

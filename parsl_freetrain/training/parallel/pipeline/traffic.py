@@ -1,6 +1,4 @@
-"""The messages between the workers of a pipeline: activations, their gradients, and gradients to be
-summed over two workers that have the same stage.
-"""
+"""Messages of a pipeline: activations, their gradients, gradients to be summed by two workers."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ class Traffic:
         message in ``sends``; ``complete`` another worker, and parameters that both have, whose
         gradients are complete: :meth:`finish` sums them.
         """
-        # Receives come first, and all are in one call. So neither gloo nor NCCL, which keeps the
-        # order of calls, waits for ever.
+        # Receives first, in one call: neither gloo nor NCCL, which keeps the order, waits for ever.
         incoming = [
             torch.empty_like(self._like(message), device=self._device) for message in receives
         ]
@@ -110,9 +107,7 @@ class Traffic:
         return dist.P2POp(what, tensor, dist.get_global_rank(self._group, worker), self._group)
 
     def _like(self, message: StageTransfer) -> Tensor:
-        """An empty tensor for a message: the gradient of a stage's input is like the output before
-        it.
-        """
+        """An empty tensor for a message; a gradient is like the output before its stage."""
         task = message.task
         return self._between[task.micro_batch][
             task.stage if task.kind == FORWARD else task.stage - 1

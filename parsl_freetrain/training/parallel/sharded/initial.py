@@ -1,7 +1,5 @@
-"""The first values of a model that was made on the meta device.
-
-They are drawn module by module, each from its own seed, so they depend neither on the number of
-ranks nor on how the model is divided, and a rank holds one whole module at a time.
+"""The first values of a model made on the meta device, module by module, each from its own seed:
+they depend neither on the ranks nor on the division, and a rank holds one whole module at a time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Where the parts of a divided axis begin and end, and what a layer needs of the neighbouring
-parts. All numbers are integers.
-
-An axis of ``n`` positions in ``p`` parts is described by its bounds, ``p + 1`` numbers from 0 to
-``n``. Each layer determines the bounds of its output: an output position belongs to the part that
-has the input position in the middle of its window. So parts need not be equal or divisible by the
+parts. All numbers are integers. An axis of ``n`` positions in ``p`` parts has ``p + 1`` bounds,
+from 0 to ``n``. Each layer determines those of its output: an output position belongs to the part
+with the input position in the middle of its window. So parts need not be equal or divisible by the
 stride, and the halo is as narrow as possible.
 """
 
@@ -23,9 +21,7 @@ Range = tuple[int, int]
 
 
 def split(extent: int, parts: int, axis: str) -> Bounds:
-    """Bounds of parts whose sizes differ by at most one position, larger ones first. Raises
-    BadInput if there are more parts than positions.
-    """
+    """Bounds of parts that differ by one position at most, larger ones first; or BadInput."""
     if parts > extent:
         raise BadInput(
             f'The {axis} of {extent} cannot be divided into {parts} parts: it can into '
@@ -37,8 +33,7 @@ def split(extent: int, parts: int, axis: str) -> Bounds:
 
 @dataclass(frozen=True)
 class Window:
-    """A window that moves over the input, as in convolution and pooling. The numbers are torch's.
-    """
+    """A window that moves over the input, as in convolution and pooling, in torch's numbers."""
 
     kernel: int
     stride: int = 1
@@ -50,16 +45,12 @@ class Window:
         return (n + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     def place(self, position: int) -> int:
-        """The first output position after a border of parts at ``position``; may be outside of the
-        output.
-        """
+        """The first output position after a border at ``position``, even outside."""
         middle = self.dilation * (self.kernel - 1) // 2 - self.padding
         return -((middle - position) // self.stride)
 
     def need(self, low: int, high: int) -> Range:
-        """The input range that the output from ``low`` to before ``high`` depends on; may extend
-        beyond the input.
-        """
+        """The inputs that the outputs from ``low`` to before ``high`` need; even outside."""
         return low * self.stride - self.padding, (
             high - 1
         ) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
@@ -67,9 +58,7 @@ class Window:
 
 @dataclass(frozen=True)
 class TransposedWindow:
-    """A window into which each input position is spread, as in transposed convolution. The numbers
-    are torch's.
-    """
+    """A window into which each input position is spread, as in torch's transposed convolution."""
 
     kernel: int
     stride: int = 1
@@ -112,9 +101,7 @@ class Move:
 
 @lru_cache(maxsize=4096)
 def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
-    """Bounds of a layer's output, from those of its input. Raises BadInput if a part would be
-    empty.
-    """
+    """Bounds of a layer's output, from its input's; BadInput if a part would be empty."""
     extent = reach.extent(bounds[-1])
     inner = [min(max(reach.place(position), 0), extent) for position in bounds[1:-1]]
     found = (0, *inner, extent)
@@ -128,9 +115,8 @@ def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
 
 @lru_cache(maxsize=4096)
 def moves(reach: Reach, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
-    """What every part needs of the input, which has ``bounds``, for its part of the output, which
-    has the bounds ``out``. Raises BadInput if a part needs more than its neighbours have, on all
-    ranks, so that none waits for another.
+    """What every part needs of the input (in parts ``bounds``) for its part of the output
+    (``out``). Raises BadInput, on all ranks, if a part needs more than its neighbours have.
     """
     needs = [reach.need(*part) for part in pairwise(out)]
     return tuple(_move(reach, bounds, needs, part, axis) for part in range(len(needs)))

@@ -1,6 +1,4 @@
-"""The ranks that share a sample, as a grid of depth x height x width, and their exchanges along its
-axes.
-"""
+"""The ranks that share a sample, as a grid of depth x height x width, and their exchanges."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ class Grid:
 
     @classmethod
     def rehearsal(cls, spatial: tuple[int, int, int]) -> Grid:
-        """The first rank of a grid without the other ranks. Nothing is sent, and received tensors
-        have no defined content.
-        """
+        """A grid's first rank alone: nothing is sent, what is received has no defined content."""
         depth, height, width = map(Axis, spatial)
         return cls((depth, height, width))
 
@@ -114,12 +110,7 @@ class Grid:
 
     def layout(self, extents: tuple[int, int, int]) -> Layout:
         """The layout of a volume of these extents (voxels of depth, height, width) in parts that
-        are as equal as possible.
-
-        Raises
-        ------
-        BadInput
-            If there are more parts than positions.
+        are as equal as possible. Raises BadInput if there are more parts than positions.
         """
         depth, height, width = (
             split(n, axis.parts, name)

@@ -1,7 +1,5 @@
 """Halo exchange: a rank receives what it needs of its neighbours' parts, and sends back the
-gradient of it.
-
-The axes are exchanged one after the other, so corners arrive with the second and third axis.
+gradient of it, one axis after the other, so that corners come along.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from parsl_freetrain.training.parallel.spatial import geometry
 from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid, Layout
 
 Moves = tuple[geometry.Move | None, geometry.Move | None, geometry.Move | None]
-"""What is needed along each axis; None if the axis is not divided, so that the layer itself pads.
-"""
+"""What is needed along each axis; None: it is not divided, so that the layer itself pads."""
 
 FIRST = 2
 """The dimension of depth: volumes are (samples, channels, depth, height, width)."""
@@ -27,9 +24,8 @@ def plan(
     reaches: Sequence[geometry.Reach], layout: Layout, grid: Grid, like: Layout | None = None
 ) -> tuple[Layout, Moves]:
     """The layout of a layer's output, and what this rank needs for its part. ``reaches``: how the
-    layer acts on each axis; ``like``: the output's layout, if it shall not follow from the input's.
-    Raises BadInput if a part of the output would be empty, or would need more than its neighbours
-    have.
+    layer acts on each axis; ``like``: the output's layout, if not the usual. Raises BadInput if a
+    part would be empty, or would need more than its neighbours have.
     """
     out: list[geometry.Bounds] = []
     needed: list[geometry.Move | None] = []
@@ -44,9 +40,7 @@ def plan(
 
 
 def collect(x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
-    """What a rank needs, from its own part ``x`` and its neighbours; and what it received, two
-    tensors for each divided axis.
-    """
+    """What a rank needs, and what it received for that: two tensors for each divided axis."""
     got: list[Tensor] = []
     for dim, axis, move in _steps(needed, grid):
         sent = x.narrow(dim, *_from(move.send[0])), x.narrow(dim, *_from(move.send[1]))

@@ -67,11 +67,9 @@ class BatchNorm3d(nn.BatchNorm3d):
 
 
 def statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
-    """Number of values of a channel on all ranks of ``axes``, their mean and their (biased)
-    variance, in double precision.
-
-    Sums of parts are combined as by Chan, Golub and LeVeque (Stanford STAN-CS-79-773, 1979), which
-    is accurate even if the mean is large compared with the deviation.
+    """Number of values of a channel on all ranks of ``axes``, their mean and (biased) variance, in
+    double precision. Parts are combined as by Chan, Golub and LeVeque (Stanford STAN-CS-79-773,
+    1979), accurate even if the mean is large compared with the deviation.
     """
     variance, mean = (value.double() for value in torch.var_mean(x, _OVER, correction=0))
     count = mean.new_tensor([x.numel() / x.shape[1]])

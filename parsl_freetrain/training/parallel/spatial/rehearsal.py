@@ -1,6 +1,4 @@
-"""Checking whether a network can be divided, before anything is submitted. Nothing is computed or
-sent.
-"""
+"""Whether a network can be divided, before anything is submitted, computed or sent."""
 
 from __future__ import annotations
 

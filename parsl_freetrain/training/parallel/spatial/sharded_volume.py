@@ -1,6 +1,4 @@
-"""Volumes divided among ranks, and conversions to undivided tensors: sums, parameters, whole
-volumes.
-"""
+"""Volumes divided among ranks, and undivided tensors from them: sums, parameters, whole volumes."""
 
 from __future__ import annotations
 
@@ -27,14 +25,9 @@ class Sharded:
 
     @classmethod
     def of(cls, local: Tensor, extents: tuple[int, int, int], grid: Grid) -> Sharded:
-        """This rank's part of volumes of ``extents`` (voxels of depth, height, width) that are
-        divided as equally as possible.
-
-        Raises
-        ------
-        BadInput
-            If there are more parts than positions, or the extents of ``local`` are not those of
-            this rank's part.
+        """This rank's part of volumes of ``extents`` (voxels of depth, height, width), divided as
+        equally as possible. Raises BadInput if there are more parts than positions, or the extents
+        of ``local`` are not those of this rank's part.
         """
         layout = grid.layout(extents)
         expected = tuple(place.stop - place.start for place in grid.own(layout))
@@ -70,16 +63,12 @@ def concatenate(volumes: Sequence[Sharded]) -> Sharded:
 
 
 def total(value: Tensor, grid: Grid) -> Tensor:
-    """The sum over the ranks that share a sample, for instance of a loss of which each rank has
-    computed a part.
-    """
+    """The sum over the ranks that share a sample, for instance of each one's part of a loss."""
     return value if grid.parts == 1 else _Total.apply(value, grid)  # type: ignore[no-untyped-call]
 
 
 def shared(grid: Grid, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Parameters for use on parts: their gradients are summed over the ranks that share a sample,
-    in one exchange.
-    """
+    """Parameters for use on parts: their gradients are summed over the ranks in one exchange."""
     present = [parameter for parameter in parameters if parameter is not None]
     if grid.parts == 1 or not present:
         return parameters
