@@ -58,9 +58,7 @@ def kill_at(rank: int, step: int, *, after_s: float = 0.0, fragment: int | None 
 
 
 def preempt_at(seconds: float, *, grace_s: float = 0.0, fragment: int | None = 1) -> Fault:
-    """All ranks are preempted ``seconds`` after their first step: SIGTERM if there is a grace
-    period, and SIGKILL at its end.
-    """
+    """All ranks get SIGTERM (if ``grace_s``) ``seconds`` after their first step, then SIGKILL."""
 
     def strike() -> None:
         if grace_s > 0:
@@ -73,10 +71,8 @@ def preempt_at(seconds: float, *, grace_s: float = 0.0, fragment: int | None = 1
 def disk_full_at(
     byte: int, *, rank: int = 0, checkpoint: int = 1, fragment: int | None = 1
 ) -> Fault:
-    """No file that a rank writes for the n-th checkpoint can grow beyond ``byte`` bytes.
-
-    The kernel limits the size of files, so the error is EFBIG ('File too large'), an OSError like
-    ENOSPC. It needs neither rights nor a small disk.
+    """No file that a rank writes for the n-th checkpoint can grow beyond ``byte`` bytes (EFBIG, an
+    OSError like ENOSPC); it needs neither rights nor a small disk.
     """
 
     def strike() -> None:

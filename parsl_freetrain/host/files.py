@@ -20,10 +20,8 @@ def create(path: Path, *, mode: int = PRIVATE) -> BinaryIO:
 
 
 def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a file that does not exist yet; raises FileExistsError, also for a link of this name.
-
-    ``durable``: wait until the bytes are on disk; the directory's entry is only after
-    :func:`sync_dir`.
+    """Write a file that does not exist yet, or FileExistsError (also for a link). ``durable``: wait
+    for the disk; the directory's entry is so only after :func:`sync_dir`.
     """
     with create(path, mode=mode) as file:
         file.write(content)
@@ -33,9 +31,8 @@ def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool 
 
 
 def replace(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a file in place of any that is there: readers see the old or the new one, whole.
-
-    ``durable`` as in :func:`write_new`. A device or a pipe, such as /dev/null, is written to.
+    """Write a file in place of any that is there (readers see the old or the new one, whole), or
+    into a device or a pipe, such as /dev/null. ``durable``: see :func:`write_new`.
     """
     if path.is_char_device() or path.is_fifo():
         path.write_bytes(content)

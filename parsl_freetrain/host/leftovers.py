@@ -1,9 +1,6 @@
-"""What ``multiprocessing`` of a node's manager leaves when it is killed: named semaphores, and a
-folder of sockets. Both are in /dev/shm, whatever TMPDIR the manager has: who comes later may have
-another one.
-
-The first process of a node kills the manager, and then removes them. A scheduler that takes a node
-kills that process too, so the next manager of the same user on the node removes what is left.
+"""What ``multiprocessing`` of a killed manager leaves in /dev/shm, whatever its TMPDIR: named
+semaphores, and a folder of sockets. The node's first process kills the manager and removes them; if
+it is killed too, the user's next manager on the node does.
 """
 
 from __future__ import annotations
@@ -23,9 +20,7 @@ SHARED = Path('/dev/shm')  # noqa: S108  # where Linux has named semaphores
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """Have ``multiprocessing`` use names that tell whose its files are, removed at the end; remove
-    those of dead managers now.
-    """
+    """Have ``multiprocessing`` use names that tell whose files are; remove dead managers'."""
     import multiprocessing  # who only removes needs none of it
 
     remove_leftovers()

@@ -15,9 +15,7 @@ _FIRST = 500
 
 
 def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, int]:
-    """The file with the count, and how many processes the kernel has ended because memory was full:
-    of a process's cgroup, or else of the computer; 0 if that is unknown.
-    """
+    """The file and count of processes that the kernel ended for memory: a cgroup's or all."""
     for path in (*_counters(root / f'proc/{pid}/cgroup', root), root / 'proc/vmstat'):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():

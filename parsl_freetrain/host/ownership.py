@@ -41,9 +41,7 @@ def refuse_foreign(folder: Path, what: str) -> None:
 
 
 def is_ours(owner: int, folder: Path) -> bool:
-    """Whether this user is ``owner``, as the file system of ``folder`` names users: it may map
-    their ids (root squash, user namespaces).
-    """
+    """Whether this user is ``owner`` to the file system of ``folder``, which may map ids."""
     return owner == os.geteuid() or owner == _owner_of_new_files(folder)
 
 
@@ -108,9 +106,7 @@ def _looked_up(path: Path) -> Iterator[Path]:
 
 
 def _is_trusted(owner: int, folder: Path) -> bool:
-    """Whether ``owner`` is root or this user. In a user namespace (a container), root has no number
-    of its own, but that of all who have none.
-    """
+    """Whether ``owner`` is root (in a container, whoever has no number) or this user."""
     return owner in (0, os.geteuid(), _nobody()) or is_ours(owner, folder)
 
 
@@ -128,9 +124,7 @@ def _is_closed(folder: Path) -> bool:
 
 
 def _is_private(group: int) -> bool:
-    """Whether nobody else is in a group: root's, or the one that many systems make for each user
-    (with a umask of 002).
-    """
+    """Whether a group is of one: root's, or one that systems make for each user (umask of 002)."""
     try:
         found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -16,9 +16,7 @@ _STOPPED, _DEAD = 'T', 'ZX'
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process at one moment. The kernel's start time tells it from a later one with the same
-    number, and does not move when the clock is set.
-    """
+    """One process at one moment; the start time tells it from a later one of its number."""
 
     state: str  # one letter, as in proc(5)
     parent: int
@@ -57,18 +55,14 @@ def process_ids() -> set[int]:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files to its maximum: whoever connects to a port takes
-    one.
-    """
+    """Raise this process's limit of open files: whoever connects to a port takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process but those closed meanwhile, as duplicates that are closed
-    before the next one.
-    """
+    """The open TCP sockets of this process, as duplicates that are closed one by one."""
     for entry in list(Path('/proc/self/fd').iterdir()):
         with contextlib.suppress(OSError):
             fd = int(entry.name)

@@ -35,22 +35,13 @@ FLEETING = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.OrdinaryWork, ev.No
 
 
 class JournalWriter:
-    """The one writer of a journal.
+    """The one writer of a journal ``path``, which is appended to, or created with its parents for
+    the user alone (0600 in 0700). Raises BadInput if it cannot be written, is no journal, or of
+    another version.
 
     Events are kept in memory until :meth:`flush`, which writes them as one record: a reader never
     sees half of a round of the event loop. After kill -9 of the writer, the file holds everything
     up to the last one. Nothing that happens to the file ends or holds up the run.
-
-    Parameters
-    ----------
-    path
-        The file; created, with its missing parents, for the user alone (0600 in 0700). An existing
-        journal is appended to.
-
-    Raises
-    ------
-    BadInput
-        ``path`` cannot be written, is no journal, or is one of another version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,9 +56,7 @@ class JournalWriter:
         self._fd, self._size, self._names = _open(self.path)
 
     def begin_run(self, began: ev.RunBegan) -> None:
-        """Start a run (or a resume); written at once. Raises BadInput if the journal has a run of
-        this name, or cannot be written.
-        """
+        """Start a run, written at once; BadInput if there is one of this name or it cannot be."""
         if began.name in self._names:
             raise BadInput(
                 f'The ledger {self.path} has a run {began.name!r} already; each run needs a name '
@@ -101,9 +90,8 @@ class JournalWriter:
         self._run.append(event)
 
     def flush(self) -> None:
-        """Write what is pending. If that cannot be done now, it stays pending, and a warning is
-        logged once. A damaged file is set aside, and a new one takes its place. After
-        :meth:`close` there is nothing to write.
+        """Write what is pending. If that fails, it stays so, and one warning is logged. A damaged
+        file is set aside, and a new one takes its place.
         """
         with self._lock:
             self._flush()
@@ -174,9 +162,7 @@ class JournalWriter:
         return ''
 
     def _begin_anew(self, why: str) -> None:
-        """Put a new file in the place of a damaged one, with what can still be read of earlier
-        runs, and what matters of this one.
-        """
+        """Put a new file in a damaged one's place, with what matters and can be read."""
         with os.fdopen(os.dup(self._fd), 'rb') as old:
             before = [
                 record(piece.content)

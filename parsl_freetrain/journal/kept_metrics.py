@@ -1,6 +1,4 @@
-"""The metrics of a trainer along the training that was kept: each position once, although fragments
-were preempted and repeated.
-"""
+"""The metrics of a trainer along the training that was kept: each position once."""
 
 from __future__ import annotations
 
@@ -49,16 +47,9 @@ def began_in(history: History, trainer: str, run: int) -> int:
 
 
 class KeptMetrics:
-    """The metrics of one trainer, from its progress reports as these come in.
-
-    A point counts when a checkpoint has it behind it. What was trained and lost never appears.
-
-    Parameters
-    ----------
-    began
-        The number of the run to begin with, from :func:`began_in`.
-    mark
-        That of the last point which is known already.
+    """The metrics of one trainer, from its reports as they come in, beginning with run ``began``
+    (:func:`began_in`) and behind the last point known (``mark``). A point counts when a checkpoint
+    has it behind it: what was trained and lost never appears.
     """
 
     def __init__(self, trainer: str, began: int, mark: tuple[int, int] = (-1, 0)) -> None:

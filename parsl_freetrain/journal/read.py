@@ -20,9 +20,7 @@ from parsl_freetrain.journal.records import Piece, check_head, scan
 
 @dataclass(frozen=True)
 class Batch:
-    """Events that the controller was given in one call, and its answer; ``seq`` counts from 1
-    within the run.
-    """
+    """Events that the controller got in one call, and its answer; ``seq`` counts from 1."""
 
     seq: int
     events: tuple[ev.Event, ...]
@@ -108,9 +106,7 @@ class Journal:
     def events(
         self, *kinds: type[ev.Event], run: RunState | None = None
     ) -> Iterator[tuple[int, ev.Event]]:
-        """All events, or those of some kinds or one run, in order, each with the number of its run.
-        Reads the file again.
-        """
+        """All events, or of some kinds or one run, with their run's number; reads the file."""
         number = 0
         with self._open() as file:
             for piece in scan(file, file.tell()):

@@ -1,7 +1,5 @@
-"""The file of a journal: a line that says what it is, then records.
-
-A record is a mark, the length and the CRC-32 of its content, and the content: a list of events, as
-msgpack. By the mark, a reader finds the next record behind a damaged place.
+"""The file of a journal: a line that says what it is, then records: a mark, by which a reader gets
+behind damage, the length and CRC-32 of the content, and that: a list of events, as msgpack.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ def record(content: bytes) -> bytes:
 
 
 def check_head(file: BinaryIO, path: Path) -> None:
-    """Raise BadInput unless a file is a journal of this version; then it stands at its first
-    record.
-    """
+    """Raise BadInput unless a file is a journal of this version; it stands at a record then."""
     file.seek(0)
     head = file.read(len(HEAD))
     if not head:
@@ -70,11 +66,7 @@ def check_head(file: BinaryIO, path: Path) -> None:
 
 
 def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
-    """Whole records from a place on, and the unreadable places between them.
-
-    What comes after the last whole record is left out: it is being written, or its writer was
-    killed.
-    """
+    """Whole records from a place on, and unreadable places between them; no incomplete last one."""
     file.seek(begin)
     data, base, at = b'', begin, 0  # the data begin at ``base`` in the file
     damaged_from: int | None = None

@@ -144,9 +144,7 @@ def write_sqlite(history: History, database: Path, prefix: str = '') -> None:
 
 
 def write_parquet(history: History, folder: Path) -> None:
-    """Write the tables into a folder, which is made where it does not exist: ``trainers.parquet``
-    and so on.
-    """
+    """Write the tables into a folder: ``trainers.parquet`` and so on."""
     import pandas as pd
 
     folder.mkdir(parents=True, exist_ok=True)

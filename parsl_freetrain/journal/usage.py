@@ -12,10 +12,8 @@ from parsl_freetrain.journal.read import Journal
 
 
 def used_node_s(ledger: Path) -> dict[str, float]:
-    """Node-seconds used in all runs of a ledger, by the keys of budgets; empty without a ledger.
-
-    A fragment counts from the decision that started it until its end, or until its run was last
-    heard of, with all of its nodes. Raises BadInput if the file is no ledger.
+    """Node-seconds used in all runs of a ledger (BadInput), by the keys of budgets; empty without
+    one. A fragment counts with all nodes from its decision to its end, or its run's last sign.
     """
     if not ledger.exists():
         return {}
@@ -24,9 +22,7 @@ def used_node_s(ledger: Path) -> dict[str, float]:
 
 
 def used_until(history: History, last: RunState, now: float | None) -> dict[str, float]:
-    """The same up to a run, whose running fragments count until ``now`` (epoch seconds); None: they
-    count until the run was last heard of.
-    """
+    """The same up to a run, whose running fragments count until ``now``, or its last sign."""
     used: dict[str, float] = {}
     for run in history.runs:
         if run.id > last.id:
@@ -47,10 +43,8 @@ def owners_in(run: RunState) -> dict[str, tuple[str, ...]]:
 
 
 def charged(ledger: Path) -> float:
-    """What all runs of a ledger were charged for blocks, at most; 0 without a ledger.
-
-    A block whose end is not known counts with all that it can cost. Raises BadInput if the file is
-    no ledger.
+    """What all runs of a ledger (BadInput) were charged for blocks, at most; 0 without one. A block
+    whose end is not known counts with all that it can cost.
     """
     charges = Charges(None, 0.0)
     if not ledger.exists():

@@ -51,9 +51,7 @@ class RemoteTraining(TrainingFuture):
         self._on_cancel = self._cancel
 
     def ask(self) -> None:
-        """Send the order, and again until the trainer has ended: what is not answered may be lost,
-        and the endpoint knows what it has taken already.
-        """
+        """Send the order until the trainer has ended: the endpoint knows what it has taken."""
         with self._lock:
             if self.done():
                 return
@@ -278,9 +276,7 @@ class FreeTrainClient(Executor):
         )
 
     def close(self) -> None:
-        """Stop following. Trainers keep running at the endpoint; their futures here raise an error
-        that says how to find them again.
-        """
+        """Stop following. Trainers keep running; their futures raise an error that says where."""
         self._closed = True
         for name, training in list(self._open.items()):
             training.fail(
@@ -342,9 +338,7 @@ class FreeTrainClient(Executor):
         return answer
 
     def refusal(self, error: BaseException) -> FreeTrainError | None:
-        """The error to raise if sending again is of no use; None if the endpoint is only
-        unreachable for now.
-        """
+        """The error to raise, or None if the endpoint is only unreachable for now."""
         if isinstance(error, FreeTrainError):
             return error
         status = getattr(error, 'http_status', None)

@@ -1,8 +1,6 @@
-"""Run as a program at an endpoint: carries out the order on standard input, and answers it.
-
-``python -m parsl_freetrain.remote.endpoint``. Orders and what became of them are private files in a
-folder inside the checkpoint folder. A process of its own takes them, which the first order starts:
-:mod:`parsl_freetrain.remote.run`.
+"""``python -m parsl_freetrain.remote.endpoint``: carries out the order on standard input, and
+answers. Orders and their outcomes are private files in the checkpoint folder, which a process of
+its own takes (:mod:`parsl_freetrain.remote.run`).
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ class Desk:
         refuse_foreign(self.folder, 'folder of orders')
 
     def place(self, order: orders.Order) -> None:
-        """Put an order to train there, once. Raises BadInput if the name is that of another trainer
-        that goes on.
-        """
+        """Put an order there, once; BadInput if another trainer of its name goes on."""
         name = order.trainer
         check_name(name)
         known = self.status(name)

@@ -1,8 +1,6 @@
-"""What a client sends to an endpoint, and what comes back.
-
-An endpoint runs :func:`run_or_join`, a plain function that needs nothing of ours where it is
-unpacked: it passes the order to a Python that has this package. Orders and answers are msgpack. Of
-an order, only the function to train is unpickled, by the run that trains it.
+"""What a client sends to an endpoint, and what comes back, as msgpack. An endpoint runs
+:func:`run_or_join`, a plain function that passes the order to a Python that has this package. Only
+the function to train is unpickled, by the run that trains it.
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ COMPARED = {'python': 2, 'parsl-freetrain': 3, 'cloudpickle': 1, 'torch': 2}
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """'train' (start a trainer, or find the one that this request has started), 'look', 'cancel' or
-    'versions'; each is answered with the state of the trainer, or of all.
-
-    Trainers with the same ``checkpoint_dir`` train in one run, with these ``settings``. The order
-    stays at the endpoint for ``hold_s`` seconds, unless a trainer ends. ``payload`` is the function
-    with its arguments.
+    """'train' (start a trainer, or find this request's), 'look', 'cancel' or 'versions'; each is
+    answered with the state of the trainer, or of all. Trainers of a ``checkpoint_dir`` train in one
+    run, with these ``settings``. The order stays for ``hold_s`` seconds, unless a trainer ends.
+    ``payload``: the function with its arguments.
     """
 
     verb: str
@@ -49,9 +45,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainerStatus(msgspec.Struct, frozen=True):
-    """A trainer at the endpoint, started by this request. ``end`` is empty while it goes on, and
-    then says how it ended; ``sentence`` is what is wrong.
-    """
+    """A trainer of this request; ``end``: how it ended (or ''), ``sentence``: what is wrong."""
 
     request: str
     state: str = 'sent'
@@ -84,9 +78,7 @@ def decoded(content: Any, kind: type[Kind]) -> Kind:
 
 
 def _run_or_join(order: bytes, python: str = '') -> bytes:
-    """Train at an endpoint: start the run of a checkpoint folder, or join the one that goes on.
-    Takes an :class:`Order`, and returns an :class:`Answer`, as msgpack.
-    """
+    """Start the run of a checkpoint folder, or join it: an order in, an answer out, as msgpack."""
     import subprocess
     import sys
 

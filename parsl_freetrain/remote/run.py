@@ -1,8 +1,6 @@
-"""Run as a program, by an order: the run of one checkpoint folder, for all orders that lie there.
-
-``python -m parsl_freetrain.remote.run CHECKPOINT_DIR PID START``. It ends when there are no orders
-any more. On this computer's own nodes it also ends with the process ``PID``, which belongs to the
-endpoint's job; elsewhere it submits blocks, and outlives the endpoint.
+"""``python -m parsl_freetrain.remote.run CHECKPOINT_DIR PID START``: the run of one checkpoint
+folder, until its orders are done. On this computer's own nodes it also ends with the process
+``PID`` of the endpoint's job; elsewhere it submits blocks, and outlives the endpoint.
 """
 
 from __future__ import annotations
@@ -113,9 +111,7 @@ def _how(error: BaseException | None) -> tuple[str, str]:
 
 
 def main(checkpoint_dir: str, worker: str, start: str) -> None:
-    """Run until there is nothing to do, or SIGTERM; then trainers stop with a checkpoint, and their
-    orders stay for the next run.
-    """
+    """Run until all is done, or SIGTERM, at which orders stay for the next run."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     desk = Desk(checkpoint_dir)

@@ -1,7 +1,5 @@
-"""The child process of :class:`~parsl_freetrain.solver.isolated.IsolatedAllocator`.
-
-Problems and answers go through a pipe; the process ends when the pipe closes, or by a kernel timer
-when a problem takes too long, even while the solver lets no Python run.
+"""The child process of :class:`~parsl_freetrain.solver.isolated.IsolatedAllocator`: problems and
+answers go through a pipe. It ends with the pipe, or by a kernel timer, even if no Python runs.
 """
 
 from __future__ import annotations

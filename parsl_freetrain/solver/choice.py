@@ -23,9 +23,7 @@ class PartialAllocator(Allocator, Protocol):
 
 
 class EitherAllocator:
-    """Uses the ``first`` allocator for the problems to which it applies, ``otherwise`` for all
-    others.
-    """
+    """Uses the ``first`` allocator where it applies, and ``otherwise``."""
 
     def __init__(self, first: PartialAllocator, otherwise: Allocator) -> None:
         self._first = first
@@ -39,12 +37,9 @@ class EitherAllocator:
 
 
 def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True) -> Allocator:
-    """The solver of that name: 'auto' (the fastest exact one: the dynamic programme, column
-    generation or the MILP), 'milp', 'dp' or 'equal-share'; pass it to :func:`close_allocator` when
-    done.
-
-    The MILP and column generation take the best allocation found after ``time_limit_s``, in a child
-    process if ``isolated``. Raises BadInput for another name, or no number of seconds.
+    """The solver of that name (or BadInput): 'auto' (the fastest exact one), 'milp', 'dp' or
+    'equal-share'; pass it to :func:`close_allocator` when done. The MILP and column generation take
+    the best found after ``time_limit_s``, in a child process if ``isolated``.
     """
     if name not in list(SolverName):
         raise BadInput(f'There is no solver {name!r}; choose one of {", ".join(SolverName)}.')

@@ -21,12 +21,10 @@ _START_S = 60.0
 
 
 class IsolatedAllocator:
-    """Runs another allocator, which is pickled, in a child process.
-
-    The first problem starts the child, which then serves all later ones. If the child dies, or is
-    killed because it did not answer ``margin_s`` seconds after the time limit that ``inner`` itself
-    obeys, the answer is to stay put, and the next problem starts a new child. The child ends with
-    :meth:`close`, or with this process, however that ends.
+    """Runs another allocator, which is pickled, in a child process, from the first problem on. If
+    it dies, or is killed ``margin_s`` seconds after the time limit that ``inner`` itself obeys, the
+    answer is to stay put, and the next problem starts a new one. It ends with :meth:`close`, or
+    this process.
     """
 
     def __init__(self, inner: Allocator, time_limit_s: float, margin_s: float = 5.0) -> None:

@@ -1,6 +1,4 @@
-"""Searches over the settings of a training with Optuna's samplers and pruners: every setting is a
-trainer, and a dropped one gives its nodes back at once.
-"""
+"""Searches over settings with Optuna: each is a trainer; a dropped one gives back its nodes."""
 
 from __future__ import annotations
 
@@ -194,9 +192,7 @@ def _epochs_of(train: FreeTrainApp) -> int:
 
 
 class _Search:
-    """Trains what a study proposes, and compares the settings after some numbers of epochs, the
-    last of which is the total.
-    """
+    """Trains what a study proposes, and compares after some numbers of epochs up to the total."""
 
     def __init__(
         self,

@@ -1,4 +1,1 @@
-"""Which trainer gets how many nodes of which block: the problem, its rules, its solvers.
-
-Start with ``problem.py``, which defines what is maximised.
-"""
+"""Which trainer gets how many nodes of which block; ``problem.py`` says what is maximised."""

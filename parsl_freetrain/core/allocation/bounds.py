@@ -51,10 +51,8 @@ def rates_at(curve: ScalingCurve, counts: NDArray[np.int64]) -> Floats:
 
 
 def upper_bound(problem: Problem) -> float:
-    """An upper bound of the objective over all allocations, by a price per node.
-
-    It takes all nodes to stay for the horizon and leaves out the limits, so it can be far off where
-    many nodes leave early.
+    """An upper bound of the objective by a price per node. All nodes stay for the horizon and there
+    are no limits: it can be far off where many leave early.
     """
     nodes = sum(block.nodes for block in problem.places)
     worths = [_with_fewer(problem, bid, nodes) for bid in problem.bids]

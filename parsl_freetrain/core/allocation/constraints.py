@@ -51,9 +51,7 @@ def members_by_key(trainers: Iterable[Owned]) -> dict[str, list[str]]:
 def check_keys(
     values: Mapping[str, float], what: str, unit: str, kinds: Collection[str] = OWNERS
 ) -> None:
-    """Raise BadInput if a key names no owner of these kinds, or a value is not 0 or more. ``what``
-    and ``unit`` (of the values) are for messages.
-    """
+    """Raise BadInput unless all keys name owners of these kinds, and values are 0 or more."""
     for key, value in values.items():
         kind, _, owner = key.partition(' ')
         if kind not in kinds or (not owner) != (kind == EVERYBODY):
@@ -67,9 +65,7 @@ def check_keys(
 
 
 def pool_limits(pool: int, max_nodes: int | None, keep_free: int) -> list[Limit]:
-    """Limits on all trainers together: of ``pool`` nodes at most ``max_nodes`` are used (None:
-    all), and ``keep_free`` stay idle.
-    """
+    """Limits on all trainers: at most ``max_nodes`` of the pool, and ``keep_free`` idle."""
     limits = [Limit(most=max_nodes, why='max_nodes')] if max_nodes is not None else []
     return limits + ([Limit(most=max(pool - keep_free, 0), why=KEPT_FREE)] if keep_free else [])
 
@@ -118,9 +114,7 @@ def share_limits(
 
 
 def reachable_sums(counts: Iterable[Sequence[int]], most: int) -> int:
-    """Bit n is set if trainers can hold n nodes together, for n up to ``most``. Each may hold none,
-    or one of its ``counts`` above 0.
-    """
+    """Bit n is set if trainers can hold n nodes, up to ``most``: each none or one of its counts."""
     sums = 1
     for of_one in counts:
         more = 0

@@ -24,9 +24,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Reason:
-    """One trainer's part of an allocation. All worths are over the horizon, in the objective's unit
-    x seconds.
-    """
+    """One trainer's part of an allocation. Worths: over the horizon, objective's unit x seconds."""
 
     trainer: str
     nodes_before: int

@@ -40,17 +40,13 @@ class Running:
         return nodes == self.nodes and node_class in ('', self.node_class)
 
     def after_restart(self, left_s: float | None) -> float:
-        """The share of its speed that a restart leaves.
+        """The share of its speed that a restart leaves; ``left_s``: seconds that the rest of the
+        training takes after it, None: unknown.
 
         (life - lost) / (life + restart) is charged to trainers that restart often, where life is
         the age and what is left; left / (left + restart) to those that are nearly done. Sia and
-        Pollux do not know what is left, and take the age for the life: a restart of 250 s in the
-        first hour of ten would count as a loss of a third.
-
-        Parameters
-        ----------
-        left_s
-            Seconds that the rest of the training takes after it; None: unknown.
+        Pollux take the age for the life: a restart of 250 s in the first hour of ten would count as
+        a loss of a third.
         """
         share, life_s = 1.0, self.age_s + (left_s or 0.0)
         if self.age_s > self.restart_s:
@@ -84,9 +80,7 @@ class Candidate:
 
     @property
     def one_node_rate(self) -> float:
-        """Rate on one node; where that is 0, rate per node at the first point above 0; 1 if there
-        is none.
-        """
+        """Rate on one node; where that is 0, per node at the first point above 0; else 1."""
         if self.slowest is not None:
             return self.slowest
         return self.curve.rate_at(1) or next(
@@ -296,9 +290,7 @@ def _scaled(candidate: Candidate, factor: float) -> ScalingCurve:
 
 
 def _tabulated(candidate: Candidate, worth: Callable[[int], float]) -> ScalingCurve:
-    """A curve with a point at every count that the trainer may get, since ``worth`` need not be
-    linear in between.
-    """
+    """A curve with a point at every count, since ``worth`` need not be linear in between."""
     points = {n: _checked(candidate, n, worth(n)) for n in _counts(candidate)}
     return ScalingCurve.from_points(points)
 

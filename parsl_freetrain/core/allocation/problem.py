@@ -180,9 +180,7 @@ class Problem:
 
     @cached_property
     def held_fits(self) -> bool:
-        """Whether each block has the nodes that are held in it, so that everything can stay where
-        it is.
-        """
+        """Whether each block has the nodes held in it, so that everything can stay."""
         held = [bid.held for bid in self.bids if bid.held]
         in_first = sum(bid.current_nodes for bid in self.bids if not bid.held)
         totals = [sum(counts) for counts in zip(*held, strict=True)] or [0] * len(self.places)
@@ -196,9 +194,7 @@ class Problem:
         return bid.held or (bid.current_nodes, *(0 for _ in self.places[1:]))
 
     def barred(self, bid: Bid) -> tuple[int, ...]:
-        """Indices of those of :attr:`places` that the bid may not start on: they end too soon, or
-        it does not use their class.
-        """
+        """Indices of the :attr:`places` that end too soon for the bid, or whose class it avoids."""
         if bid.shortest_s <= self._first_end and not bid.class_curves:
             return ()
         return tuple(

@@ -49,10 +49,8 @@ class Asked:
         return perf_counter() - self._started
 
     def solved(self, solve: Callable[[Problem], Found]) -> Answer:
-        """The best allocation that ``solve`` finds for the problem with merged blocks.
-
-        What runs is kept where that is worth no less, and where ``solve`` raises, finds none, or
-        breaks a rule.
+        """The best allocation that ``solve`` finds for merged blocks, or what runs, where that is
+        worth no less, and where ``solve`` raises, finds none, or breaks a rule.
         """
         try:
             groups = groups_of(self._problem)

@@ -61,9 +61,7 @@ class Bids:
         return dict(self._current)
 
     def refresh(self, state: ControllerState, at: float, places: Places) -> tuple[Bid, ...]:
-        """Bring all bids up to date. A trainer whose fragment is ending has already paid for the
-        change, and bids as if it held no nodes.
-        """
+        """Bring all bids up to date; a fragment that ends has paid, and bids without nodes."""
         self._let_time_pass(state, at)
         if places.layout != self._layout:  # the places of held nodes have new indices
             self._layout = places.layout
@@ -99,9 +97,7 @@ class Bids:
             state.changed[heappop(self._settling)[1]] = None
 
     def _follow(self, name: str, state: ControllerState, at: float) -> None:
-        """Note when time will change this bid, and whether it depends on the speed of other
-        trainers.
-        """
+        """Note when time changes this bid, and whether it depends on others' speed."""
         trainer = state.active.get(name)
         if trainer is None:
             self._unmeasured.pop(name, None)

@@ -56,9 +56,7 @@ def _within_caps(state: ControllerState, wanted: list[tuple[Trainer, int]]) -> i
 
 def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> list[OpenBlock]:
     """A block for each hole that is long enough and can be paid, cheapest and largest first, while
-    more nodes are wanted.
-
-    None on which no trainer could start: it would be given back and requested again.
+    more nodes are wanted; none on which no trainer could start.
     """
     if state.shutting_down:
         return []
@@ -109,9 +107,7 @@ def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> 
 
 
 def _usable(state: ControllerState, at: float, holes: Iterable[Hole]) -> list[Hole]:
-    """The holes long enough for some trainer, of a class that one uses, not above the maximum
-    price.
-    """
+    """The holes long enough for some trainer, of a class that one uses, not too dear."""
     return [
         hole
         for hole in holes
@@ -143,11 +139,9 @@ def _of_use(state: ControllerState, node_class: str) -> bool:
 
 
 def _slower(state: ControllerState, node_class: str, offered: set[str]) -> tuple[int, int]:
-    """The number of classes, offered or there, that are slower than this one, and of their nodes
-    that are there or on their way: these are no reason to do without this class.
-
-    It must be so much faster that trainers surely move: a block that stays idle is given back, and
-    would be asked for again.
+    """How many classes, offered or there, are slower than this, and how many of their nodes are
+    there or to come, which are no reason to do without it. It must be so much faster that trainers
+    surely move, or an idle block is given back and asked for again.
     """
     if not node_class:
         return 0, 0

@@ -19,9 +19,7 @@ INSTANT_S = 1e-6
 
 @dataclass
 class Meter:
-    """The use of one budget, in node-seconds; ``used`` counts up to the time ``at``. ``noted``: the
-    controller has stopped its trainers, which may take some time.
-    """
+    """Node-seconds of a budget used up to ``at``; ``noted``: its trainers are being stopped."""
 
     limit: float
     used: float
@@ -48,9 +46,7 @@ class Meter:
 
 
 class Budgets:
-    """The budgets of a run, and what of them earlier runs used: node-seconds by trainer, user or
-    group, see :class:`~parsl_freetrain.core.controller.settings.ControllerSettings`.
-    """
+    """A run's budgets and what earlier runs used of them, by trainer, user or group."""
 
     def __init__(self, limits: Mapping[str, float], used_before: Mapping[str, float]) -> None:
         self._meters = {
@@ -68,9 +64,7 @@ class Budgets:
         return self._meters[key].used_at(at)
 
     def next_spent(self) -> float:
-        """When the next budget in use will be spent if nothing changes, noted ones left out; or
-        infinity.
-        """
+        """When the next budget not noted is spent if nothing changes, or infinity."""
         return min(
             (m.spent_at for m in self._meters.values() if m.nodes and not m.noted), default=math.inf
         )
@@ -82,9 +76,7 @@ class Budgets:
                 meter.noted = True
 
     def spent(self, trainer: Trainer, at: float, needed_node_s: float = 0.0) -> str:
-        """The spent budget that stops the trainer, as a clause for a message; empty if there is
-        none. ``needed_node_s``: minimum node-seconds for which a start is worthwhile.
-        """
+        """The spent budget that stops the trainer, as a clause, or ''; a start needs so much."""
         for key, meter in self._of(trainer).items():
             used = meter.used_at(at)
             if meter.limit - used <= max(needed_node_s, meter.nodes * INSTANT_S):
@@ -100,12 +92,9 @@ class Budgets:
 
 
 class Charges:
-    """What the machine's accounts are charged for blocks, in their own unit, ``before`` by earlier
-    runs.
-
-    An open block counts with all that it can cost, so that the budget is never exceeded. One that
-    is over counts with what it has cost at most: from the earliest time at which it may have got
-    its nodes.
+    """What the machine's accounts are charged for blocks, in their unit, ``before`` by earlier
+    runs: for an open block all that it can cost, so that the budget is never exceeded; after it at
+    most what it has, from the earliest time at which it may have got nodes.
     """
 
     def __init__(self, limit: float | None, before: float) -> None:
@@ -126,9 +115,7 @@ class Charges:
         return self.limit - self.charged - may_cost
 
     def too_dear(self, holes: Iterable[Hole], least: float, at: float) -> str:
-        """Why no block can be paid if none is open, as a clause for a message; empty if one can.
-        The holes are long enough; a block of ``least`` nodes is of use.
-        """
+        """Why no block of ``least`` nodes in these (long) holes can be paid, as a clause, or ''."""
         costs = [
             (hole.charge.cost(int(least), hole.lasts_s(at)), hole.lasts_s(at))
             for hole in holes

@@ -108,9 +108,7 @@ class Controller:
 
     @singledispatchmethod
     def _take_in(self, event: ev.Event) -> tuple[list[ev.Action], bool]:
-        """Update the state. Return the actions that do not depend on the allocation, and whether a
-        new allocation is needed.
-        """
+        """Update the state: actions apart from the allocation, and whether that must be new."""
         raise TypeError(f'The controller does not know the event {event!r}.')
 
     @_take_in.register
@@ -312,9 +310,7 @@ class Controller:
         return [], True
 
     def _pause(self, trainer: cs.TrainerState, at: float) -> None:
-        """Wait before the next fragment, twice as long each time: what makes one fail, such as a
-        full disk, may pass. The first failure may be an accident.
-        """
+        """Wait before the next fragment, twice as long each time, since causes may pass."""
         trainer.failures += 1
         if trainer.failures > 1:
             pause_s = min(FIRST_PAUSE_S * 2 ** (trainer.failures - 2), LONGEST_PAUSE_S)

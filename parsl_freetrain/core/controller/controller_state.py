@@ -68,9 +68,7 @@ class TrainerState:
         self.shapes = ShapeChoice(dict(self.trainer.shapes))
 
     def learn(self, rate: float) -> bool:
-        """Add a speed that the running fragment has reported; whether the curve, which is that of
-        the best shape, may have changed enough for a new decision.
-        """
+        """Add a reported speed; whether the best shape's curve may give a new decision."""
         assert self.running is not None
         nodes, shape = len(self.running.nodes), self.running.shape
         profile, before = self.profiles.on(self.running.node_class), self.shapes.best(nodes)
@@ -143,9 +141,7 @@ class ControllerState:
         self._leaving: dict[str, TrainerState] = {}
 
     def timed(self) -> None:
-        """Update the shortest times, in seconds, for which nodes are of use to any active trainer
-        (rounded to two digits, since all bids are renewed when it changes), and to every one.
-        """
+        """Update the shortest useful times (seconds, two digits: changes renew all bids)."""
         each = [t.measured.shortest_s(self._min_hole_s) for t in self.active.values()] or [
             self._min_hole_s
         ]

@@ -72,9 +72,7 @@ def _longest(
     order: Order,
     soon_free: Iterable[str] = (),
 ) -> dict[str, tuple[str, ...]]:
-    """The nodes of each trainer, where those with most nodes choose first: a trainer loses speed on
-    all its nodes when one of them is taken. No node is taken out of its group.
-    """
+    """Each trainer's nodes, none taken yet: those with most choose first, as one loss costs all."""
     soon = {name for name in soon_free if name in pool.nodes}
     free = {
         place: sorted(
@@ -104,9 +102,7 @@ def foresee(
     pool: Pool,
     order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
-    """The nodes that :func:`assign` will choose once the former ones are free, if nothing else
-    changes; fewer where other trainers hold some. No node is taken.
-    """
+    """The nodes that :func:`assign` will choose once the former ones are free, or fewer."""
     where = (
         {group.key: place for place, groups in places.items() for group in groups} if wants else {}
     )

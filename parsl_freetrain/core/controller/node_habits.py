@@ -52,9 +52,7 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
             refuse('NodeHabits: hazard', list(self.hazard), f'{len(AGES_S)} numbers')
 
     def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
-        """The names of nodes, those first that are expected to stay longest, at a time on the clock
-        of ``since_s``.
-        """
+        """The names of nodes, by how long they are expected to stay from ``at`` on."""
         by_host = sorted(nodes, key=lambda node: node.host or node.name)
         if abs(self.position - 0.5) > CLEAR:
             if self.position < 0.5:

@@ -1,7 +1,5 @@
-"""The available nodes: the block of each, when it leaves, and which trainer holds it.
-
-Nodes of one block and class that leave at the same time are interchangeable, and are counted as a
-group. No operation walks over all nodes.
+"""The available nodes: the block of each, when it leaves, which trainer holds it. Those of a block
+and class that leave together are counted as a group. No operation walks over all nodes.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ GroupKey = tuple[str, float, str]
 
 @dataclass(frozen=True)
 class PoolNode:
-    """A node, its block, when it leaves, in seconds (None: unknown), its class, its host (empty:
-    its name), and when it joined.
-    """
+    """A node, its block and end (None: unknown), class, host (empty: its name), and start."""
 
     name: str
     block: str
@@ -30,9 +26,7 @@ class PoolNode:
 
 @dataclass
 class Group:
-    """Nodes of one block and class that leave at the same time, ``until_s`` (infinite: unknown):
-    how many, busy ones included, and those that no fragment holds.
-    """
+    """Nodes of a block and class that leave at ``until_s`` (or infinite): all, and free ones."""
 
     block: str
     until_s: float

@@ -21,9 +21,7 @@ from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand, in_ne
 
 
 class _Group(NamedTuple):
-    """Nodes that are alike: of one block, released alone or not, with one holder, of use to the
-    same jobs, given already or not, spare or not.
-    """
+    """Nodes alike: block, released alone, holder, useful jobs, given already, spare."""
 
     block: int
     alone: bool
@@ -67,10 +65,8 @@ def _serving_all(
     cost: Mapping[str, float],
     given: Collection[str],
 ) -> frozenset[str] | None:
-    """The nodes that serve all demands; None: they cannot.
-
-    An integer programme. Nodes of one block with the same holder that serve the same jobs are
-    counted together, so that its size depends on blocks and trainers and not on nodes.
+    """The nodes that serve all demands, or None, by an integer programme. Nodes of one block with
+    the same holder that serve the same jobs are counted together.
     """
     import pulp  # slow to import, and seldom needed
 
@@ -154,9 +150,7 @@ def _costs(
 
 
 def give_back(state: ControllerState, event: ev.NodesNeeded) -> list[ev.StopFragment]:
-    """Choose nodes for the waiting jobs, and stop the fragments that run there. That costs the
-    measured pause of a rescale on all of a fragment's nodes, in node-seconds.
-    """
+    """Choose nodes for waiting jobs, and stop fragments there, at a rescale's measured cost."""
     blocks = [block for block in event.blocks if block.block in state.blocks]
     holder = {
         node: state.pool.holder[node]

@@ -47,10 +47,8 @@ class Measured:
         )
 
     def costs(self, trainer: Trainer) -> tuple[float, float]:
-        """The assumed costs of a rescale to more, and to fewer, nodes, in seconds.
-
-        The first of these that is known: the user's value, the measured pause, the measured time of
-        a checkpoint and a start (the maximum that a rescale can cost), the default.
+        """Assumed costs of a rescale to more and to fewer nodes, in seconds: the user's, the
+        measured pause, a measured checkpoint and start (the most), or the default.
         """
         whole_s = (
             None

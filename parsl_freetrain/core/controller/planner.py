@@ -31,9 +31,7 @@ class Plan:
 
 
 class Planner:
-    """Turns the state into problems, and answers into actions; ``metric`` and errors as of
-    :class:`~parsl_freetrain.core.controller.controller.Controller`.
-    """
+    """Turns the state into problems, answers into actions; see :class:`~.controller.Controller`."""
 
     def __init__(
         self, allocator: Allocator, settings: ControllerSettings, metric: Metric | None = None
@@ -123,9 +121,7 @@ class Planner:
         )
 
     def _answer(self, problem: Problem) -> tuple[Problem, Answer]:
-        """The answer, and the problem that it solves: without the last minimum shares if not all of
-        them can be kept.
-        """
+        """The answer, and its problem: without the last minimum shares that cannot be kept."""
         answer = self._allocator.allocate(problem)
         while answer.status == 'infeasible' and problem.limits and problem.limits[-1].least:
             problem = replace(problem, limits=problem.limits[:-1])
@@ -202,9 +198,7 @@ class Planner:
     def _start(
         self, state: cs.ControllerState, plan: Plan, places: Places, at: float
     ) -> list[ev.Action]:
-        """Start the waiting trainers that can; nodes of others may be held by fragments that are
-        ending.
-        """
+        """Start waiting trainers, unless fragments that end still hold their nodes."""
         wants = [
             Want(name, counts, state.active[name].former)
             for name, counts in plan.waiting.items()

@@ -38,9 +38,7 @@ def carry_out(
     at: float,
     guarded: Callable[..., None] = _at_once,
 ) -> None:
-    """Carry out a reply of the controller. ``guarded`` calls a function with arguments; a live run
-    goes on if that fails.
-    """
+    """Carry out a reply; ``guarded`` calls a function, and in a live run survives its failure."""
     for action in actions:
         match action:
             case ev.OpenBlock(request):

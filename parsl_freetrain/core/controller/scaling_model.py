@@ -52,9 +52,7 @@ class Evidence:
 
 
 def _prior() -> Floats:
-    """Logarithm of the probability of each pair before anything is measured, up to a constant: all
-    magnitudes of a parameter are as likely, but a speed that falls soon is less so.
-    """
+    """Log probability of each pair before a measurement: all magnitudes alike, early falls less."""
     sigma, kappa = (grid.ravel() for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
     peak = np.sqrt((1 - np.minimum(sigma, 1)) / np.maximum(kappa, 1e-12))
     logs: Floats = -np.log1p(8 / np.maximum(peak, 1.0))
@@ -65,10 +63,8 @@ PRIOR = _prior()
 
 
 class Posterior:
-    """The rates of a trainer as far as they are known.
-
-    ``own``: its evidence, None if it has not been measured; ``related``: that of trainers of the
-    same function; ``one_node``: the rate on one node if neither has been measured.
+    """A trainer's rates, from its ``own`` evidence, that of trainers of the same function
+    (``related``), or the assumed ``one_node``.
     """
 
     def __init__(self, own: Evidence | None, related: Sequence[Evidence], one_node: float) -> None:

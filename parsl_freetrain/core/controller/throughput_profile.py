@@ -14,10 +14,7 @@ from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, p
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 OPTIMISM = {1: 3.0, 2: 0.5}
-"""By how many standard deviations a measured trainer's other counts are taken to be faster than
-expected, so that they are tried, by the number of measured counts of its function. What a try
-costs, a rescale, is in the decision.
-"""
+"""By the number of counts measured: standard deviations that others are hoped to be faster."""
 
 CAUTION = 0.5
 """The same while there are unknown trainers: they must not lose nodes to the hopes of others."""
@@ -177,9 +174,7 @@ class ClassProfiles:
         return self._profiles[node_class]
 
     def best(self) -> Profile:
-        """The profile of the class that is fastest on one node, of those stated or measured, or
-        else ''.
-        """
+        """The profile of the class fastest on one node, of those stated or measured, or ''."""
         known = [self.on(name) for name in self._by_class] or list(self.measured.values())
         return max(known, key=_one_node_rate, default=self.on(''))
 

@@ -14,9 +14,7 @@ class BadInput(FreeTrainError, ValueError):
 
 
 def refuse(what: str, value: object, must: str) -> NoReturn:
-    """Raise BadInput with the sentence ``what is value; it must be must.``, for example "Ranks:
-    per_node is 0; it must be at least 1."
-    """
+    """Raise BadInput: "Ranks: per_node is 0; it must be at least 1." (what, value, must)."""
     raise BadInput(f'{what} is {shown(value)}; it must be {must}.')
 
 
@@ -27,6 +25,4 @@ def shown(value: object) -> str:
 
 
 class TrainerFailed(FreeTrainError, RuntimeError):
-    """A trainer ended without reaching its total for a reason that is not an exception of the
-    user's code.
-    """
+    """A trainer ended before its total, not by an exception of the user's code."""

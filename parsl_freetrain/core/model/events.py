@@ -49,9 +49,7 @@ class HolesSeen(Event, frozen=True):
 
 
 class BlockOpened(Event, frozen=True):
-    """A block was submitted as the batch system's job ``job_id``, or adopted from an earlier run;
-    ``request`` is what the controller asked for.
-    """
+    """A block was submitted as job ``job_id``, or adopted, after the controller's ``request``."""
 
     block: str
     request: BlockRequest
@@ -103,10 +101,8 @@ class BlockEndKnown(Event, frozen=True):
 
 
 class NodesNeeded(Event, frozen=True):
-    """Waiting jobs of others would start now on nodes of our blocks.
-
-    Together they can all be served. A name in ``demands`` and ``blocks`` is that of a node which
-    has joined, or of one that has not joined yet.
+    """Waiting jobs of others would start now on nodes of our blocks, all of them together. Nodes in
+    ``demands`` and ``blocks`` have joined, or have not joined yet.
     """
 
     demands: tuple[NodeDemand, ...]
@@ -114,10 +110,7 @@ class NodesNeeded(Event, frozen=True):
 
 
 class NodesLeft(Event, frozen=True):
-    """Nodes are gone; fragments on them cannot go on.
-
-    ``how``: 'lost' while their block continues, or as in :class:`BlockClosed`.
-    """
+    """Nodes are gone: 'lost' while their block continues, or as in :class:`BlockClosed`."""
 
     nodes: tuple[str, ...]
     how: str = 'lost'
@@ -183,9 +176,7 @@ class FragmentLaunched(Event, frozen=True):
 
 
 class FragmentStarted(Event, frozen=True):
-    """A rank of a fragment begins its first training step; that of rank 0 is recorded. ``keeps``:
-    if another rank is lost, it leaves its state in memory.
-    """
+    """A rank's first step; rank 0's is recorded. ``keeps``: after a loss it leaves its state."""
 
     at: Seconds
     trainer: str
@@ -214,9 +205,7 @@ class CheckpointSaved(Event, frozen=True):
 
 
 class Rescaled(Event, frozen=True):
-    """A trainer goes on with ``after`` nodes in place of ``before``; for ``seconds`` no step was
-    trained.
-    """
+    """A trainer goes on with ``after`` nodes for ``before``, after ``seconds`` without a step."""
 
     trainer: str
     fragment: int
@@ -383,9 +372,7 @@ Action = (
 
 
 class Decided(Event, frozen=True):
-    """The controller has handled the events before this one, back to the last of its kind;
-    ``status`` to ``seconds`` are the allocator's answer.
-    """
+    """The controller handled all events since the last of its kind, with this answer."""
 
     actions: tuple[Action, ...] = ()  # what is done next, in order
     trigger: str = ''  # the classes of events that led to it; empty: there was no decision

@@ -56,9 +56,7 @@ class Expression:
     _formula: Formula = field(repr=False, compare=False)
 
     def value(self, fields: Fields) -> float:
-        """Its value. Raises ArithmeticError or ValueError where mathematics has none: a division by
-        zero, the logarithm of 0, a number too large.
-        """
+        """Its value; ArithmeticError or ValueError if it has none (1 / 0, log of 0, too large)."""
         return float(self._formula(fields))
 
 

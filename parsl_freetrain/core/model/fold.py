@@ -16,9 +16,7 @@ from parsl_freetrain.core.model import state as st
 
 
 def fold(history: st.History, events: Iterable[ev.Event], keep_progress: bool = True) -> st.History:
-    """Take in the events that follow; returns the same history. ``keep_progress``: fragments of
-    runs that begin keep all of their reports, not only the last.
-    """
+    """Take in events; returns the same history. Fragments may keep only their last report."""
     runs = history.runs
     run = runs[-1] if runs else None
     for event in events:

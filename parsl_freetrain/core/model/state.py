@@ -1,7 +1,5 @@
-"""What has become of runs, as :mod:`parsl_freetrain.core.model.fold` makes it of their events.
-
-Times are in seconds since the epoch. ``run`` counts the runs of a journal from 1: a workflow that
-is resumed appends to the same one.
+"""What has become of runs, by :mod:`parsl_freetrain.core.model.fold`; times in seconds since the
+epoch. ``run`` counts the runs of a journal from 1: a resumed workflow appends.
 """
 
 from __future__ import annotations
@@ -190,11 +188,8 @@ class RunState:
 
 @dataclass
 class History:
-    """The runs of one journal.
-
-    ``latest`` is the number of the newest run of the journal, whether or not it is among ``runs``:
-    the only one that may be alive; None: it is known to be dead. ``damage``: sentences about places
-    that could not be read.
+    """The runs of one journal. ``latest``: number of the newest run, in ``runs`` or not: the only
+    one that may be alive; None: it is dead. ``damage``: sentences about unreadable places.
     """
 
     runs: list[RunState] = field(default_factory=list)
@@ -233,9 +228,7 @@ class History:
         return run.ended is None and run.id == self.latest
 
     def until(self, run: RunState, now: float | None = None) -> float:
-        """When the account of the run ends: at its end, ``now`` if it is alive, else at its last
-        entry.
-        """
+        """When the run's account ends: at its end, ``now`` if it is alive, or its last entry."""
         if run.ended is not None:
             return max(run.begun_at, run.ended.at)
         return max(run.last_at, now) if now is not None and self.alive(run) else run.last_at

@@ -46,9 +46,7 @@ _PROVEN = 1e-9
 
 
 class ColumnAllocator:
-    """Exact allocation by branch and price. After ``time_limit_s`` seconds the best allocation
-    found so far is taken, if it beats staying put.
-    """
+    """Exact by branch and price; after ``time_limit_s`` seconds, the best found or staying put."""
 
     def __init__(self, time_limit_s: float = 10.0) -> None:
         self.time_limit_s = time_limit_s

@@ -55,9 +55,7 @@ class Incumbent:
         self.polish(chosen)
 
     def polish(self, ways: Integers) -> None:
-        """Let the bids choose again from their own and free nodes until none gains; offer the
-        result.
-        """
+        """Let bids choose again from own and free nodes until none gains; offer the result."""
         every, ways = self._pricing.every, ways.copy()
         while self._go_on():
             reply = self._reply(ways, np.zeros(ways.shape), every)

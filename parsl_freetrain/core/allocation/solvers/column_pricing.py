@@ -197,9 +197,7 @@ class Pricing:
 
 
 def _window_maximum(values: Floats, low: Integers, high: Integers) -> Floats:
-    """For each row j and column n, the maximum of ``values[j, m]`` over n - high[j] <= m <= n -
-    low[j]; minus infinity where there is none.
-    """
+    """For row j, column n: the maximum of ``values[j, m]`` over n - high[j] <= m <= n - low[j]."""
     best = np.empty_like(values)
     # In most rows the window holds all smaller counts.
     best[:, 0] = -np.inf

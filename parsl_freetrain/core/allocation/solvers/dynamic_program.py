@@ -25,9 +25,7 @@ _REMEMBERED = 8192
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Worth of the last problem's bids at each count, and the nodes they hold. The table is wider
-    than the problem needs, since pools grow.
-    """
+    """The last bids' worth at each count, and nodes. Wider than needed, since pools grow."""
 
     bids: tuple[Bid, ...]
     horizon_s: float
@@ -44,11 +42,8 @@ class _Table:
 
 
 class DpAllocator:
-    """Exact allocation by a price per node and a dynamic programme; see
-    :mod:`parsl_freetrain.core.allocation.solvers.knapsack`.
-
-    The worth of a bid at each count is cached by the identity of the bid object: pass the same
-    object again while the bid has not changed.
+    """Exact allocation by a price per node and a dynamic programme (:mod:`~.solvers.knapsack`). The
+    worth of a bid is cached by the object: pass the same while the bid has not changed.
     """
 
     def __init__(self) -> None:

@@ -10,10 +10,8 @@ from parsl_freetrain.core.allocation.solution import Asked
 
 class EqualShareAllocator:
     """The heuristic that BFTrainer (arXiv 2106.12091) is compared with: each of J trainers gets N
-    // J of N nodes; the rest goes first come, first served.
-
-    Caps and the trainers' node counts are obeyed; scaling curves and ends of blocks are ignored, so
-    an answer may be worse than staying put.
+    // J of N nodes; the rest goes first come, first served. Caps and node counts are obeyed, curves
+    and ends of blocks are not: an answer may be worse than staying put.
     """
 
     def allocate(self, problem: Problem) -> Answer:

@@ -38,9 +38,7 @@ def solved_sparse(
     integer: bool = False,
     **options: Any,
 ) -> tuple[Any, float]:
-    """As :func:`solved`; ``use`` has the choice, increasing, the row and the value of each entry
-    that is not 0.
-    """
+    """As :func:`solved`; ``use``: choice (increasing), row and value of each entry but 0."""
     import highspy  # takes long to import, and most problems are solved without it
 
     scale = scale_of(float(np.abs(worth).max(initial=0.0)))

@@ -89,9 +89,7 @@ def _price(
 def _fill(
     losses: Floats, price: float, low: Integers, high: Integers, nodes: int, tolerance: float
 ) -> Integers:
-    """A good choice that fits: ``low``, with the counts of ``high`` that fit, then the single
-    changes that are worth most.
-    """
+    """A good choice that fits: ``low``, with fitting counts of ``high``, then the best changes."""
     rows = np.arange(len(losses))
     choice = low.copy()
     left = nodes - int(low.sum())
@@ -116,9 +114,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class _Stage:
-    """One trainer in the search: for each number of nodes above the number at the price, which of
-    its changes led there.
-    """
+    """One trainer's changes, by the number of nodes above that at the price to which they led."""
 
     row: int
     changes: Integers

@@ -1,8 +1,6 @@
-"""The allocation as a mixed-integer linear programme (PuLP and HiGHS): the reference.
-
-Its variables count nodes per trainer and block, because the nodes of a block are interchangeable.
-A binary variable for each count, in place of weights between points of a curve, stays exact for
-curves that are not concave.
+"""The allocation as a mixed-integer linear programme (PuLP and HiGHS): the reference. It counts
+nodes per trainer and block, whose nodes are interchangeable. A binary for each count, in place of
+weights between points of a curve, stays exact for curves that are not concave.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class MilpAllocator:
-    """Exact allocation by a MILP over node counts. After ``time_limit_s`` seconds (BadInput if it
-    is no number) the best allocation found so far is taken, if it beats staying put.
-    """
+    """Exact by a MILP over node counts; after ``time_limit_s`` (or BadInput) the best found."""
 
     def __init__(self, time_limit_s: float = 10.0) -> None:
         if not math.isfinite(time_limit_s) or time_limit_s < 0:
@@ -156,10 +152,9 @@ class IntegerProgram:
     def _in_class(
         self, j: str, bid: Bid, node_class: str, nodes: list[pulp.LpVariable], cap: list[int]
     ) -> pulp.LpVariable:
-        """For each interval between ends, a choice of the number of nodes left of one class.
-
-        There are two binaries for each count and interval: with and without losing nodes at its
-        end, which costs a restart. Returns the one of having no nodes of the class.
+        """For each interval between ends, a choice of the nodes left of one class: two binaries for
+        each count, with and without losing nodes at its end, which costs a restart. Returns the one
+        of having no nodes of the class.
         """
         problem, places = self._problem, self._problem.places
         left = list(problem.places_by_class[node_class])
@@ -211,9 +206,7 @@ class IntegerProgram:
         nodes: list[pulp.LpVariable],
         chosen: dict[int, list[pulp.LpVariable]],
     ) -> None:
-        """The cost of changing nodes, by the new count; as many other nodes cost as much as
-        growing.
-        """
+        """The cost of changing nodes, by the new count; as many others cost as growing."""
         now, rate = bid.current_nodes, bid.current_rate
         for k, variables in chosen.items():
             if k != now:

@@ -25,10 +25,8 @@ Integers = NDArray[np.int64]
 
 
 class MixedAllocator:
-    """Exact allocation for trainers with :attr:`Bid.mixed_parts`, beside others.
-
-    After ``time_limit_s`` seconds HiGHS takes the best allocation found so far. At most
-    ``most_ways`` ways are looked at, of all trainers together.
+    """Exact for trainers with :attr:`Bid.mixed_parts`, beside others: HiGHS's best within
+    ``time_limit_s`` seconds, of at most ``most_ways`` ways of all trainers.
     """
 
     def __init__(self, time_limit_s: float = 10.0, most_ways: int = 30_000) -> None:
