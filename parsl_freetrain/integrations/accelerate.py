@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.loop.context import FragmentContext
 
 
@@ -32,5 +30,4 @@ def torchrun_environment(ctx: FragmentContext) -> None:
         MASTER_ADDR='127.0.0.1',
         MASTER_PORT='1',
     )
-    if not dist.is_initialized():
-        dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    world.show()

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.device_faults import causes, device_fault
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here, may_share
 from parsl_freetrain.training.comm.exchange_watch import exchanges
@@ -28,6 +29,7 @@ from parsl_freetrain.training.process import lazy_dynamo, liveness
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
+from parsl_freetrain.training.spec.mode import Reproducible
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 # For a peer whose node is silent, which the node agent normally notices sooner; a killed one shows.
@@ -83,12 +85,14 @@ class Subgroup(Peers):
 
 
 class RankGroup(Subgroup):
-    """The default process group of torch.distributed, and its store."""
+    """The group of all ranks, and its store. torch.distributed's default group is this one, too;
+    in reproducible mode only once it is asked for.
+    """
 
     def __init__(
         self, order: FragmentOrder, place: RankPlace, store: Store, secret: str, gpu: str
     ) -> None:
-        self._group, self.rank, self.world_size = None, place.rank, place.world_size
+        self.rank, self.world_size = place.rank, place.world_size
         self._texts = SealedStore(store, secret)
         self._open: list[dist.Work] = []
         self._hang_s = order.hang_s
@@ -104,6 +108,10 @@ class RankGroup(Subgroup):
                 world_size=place.world_size,
                 timeout=EXCHANGE_TIMEOUT,
             )
+        print(f'Tensors are exchanged by {dist.get_backend()}')
+        self._group = dist.group.WORLD
+        if isinstance(order.spec.mode, Reproducible):
+            self._group = world.hide()
         self._connections = liveness.connections() - earlier
         liveness.guard_connections(order.hang_s)
 
@@ -130,7 +138,7 @@ class RankGroup(Subgroup):
     def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
         with as_peer_loss():
-            work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
+            work = dist.all_reduce(shared, dist.ReduceOp.MAX, self._group, async_op=True)
         self._open = [
             other for other in (*self._open, work) if other is not None and not other.is_completed()
         ]
@@ -147,19 +155,20 @@ class RankGroup(Subgroup):
         sent = row.cpu() if self.exchanges_on_cpu else row
         got = torch.empty_like(sent)
         with as_peer_loss():
+            ops = ((dist.isend, sent), (dist.irecv, got))
             for work in dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, got, partner)]
+                [dist.P2POp(op, of, group=self._group, group_peer=partner) for op, of in ops]
             ):
                 work.wait()
         return got.to(row.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         with as_peer_loss():
-            dist.send(tensor, to)
+            dist.send(tensor, group=self._group, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         with as_peer_loss():
-            dist.recv(tensor, source)
+            dist.recv(tensor, group=self._group, group_src=source)
         return tensor
 
     def store(self) -> SealedStore | None:
@@ -176,7 +185,7 @@ class RankGroup(Subgroup):
             # Answers that nobody waited for; NCCL's barrier would not wait for them either.
             for work in self._open:
                 work.wait()
-            dist.barrier()
+            dist.barrier(self._group)
         except RuntimeError:
             return False
         return True

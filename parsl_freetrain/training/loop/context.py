@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.sampler import Sampler
 from parsl_freetrain.training.loop.evaluation import Measure
@@ -70,9 +72,7 @@ class FragmentContext:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last reported metrics. At the end of an epoch these are means over its last global
-        batch, the same on all ranks.
-        """
+        """The last reported metrics; at the end of an epoch, means over its last global batch."""
         return dict(self._run.state.metrics)
 
     @property
@@ -99,9 +99,7 @@ class FragmentContext:
 
     @property
     def shape(self) -> Shape:
-        """How the ranks of this fragment share the work. If the trainer has no ``shapes``, every
-        rank trains its own samples.
-        """
+        """How the ranks share the work; without ``shapes``, each trains its own samples."""
         return self._run.division.shape
 
     @property
@@ -112,14 +110,19 @@ class FragmentContext:
         """
         return self._run.division.mesh
 
+    def torch_distributed(self) -> ProcessGroup:
+        """The group of all ranks, which becomes torch.distributed's default one. In throughput and
+        scaled mode it always is. In reproducible mode a pass in the body of :meth:`loop` is one
+        virtual shard: libraries take themselves for alone, and exchanges there are refused.
+        """
+        return world.show()
+
     def time_left(self) -> float:
         """Seconds until the nodes are taken away; infinite if unknown."""
         return self._run.checkpointer.timing.time_left()
 
     def should_stop(self) -> bool:
-        """Whether this rank knows of a reason to stop. The loop stops by itself; only long work
-        outside of it needs to ask.
-        """
+        """Whether there is a reason to stop. Only long work outside of the loop needs to ask."""
         return self._run.parts.inbox.stop_requested() or self._run.checkpointer.must_stop(1)
 
     def samples_lr(
@@ -217,8 +220,8 @@ class FragmentContext:
         DataLoader.
 
         When the fragment has to stop, the loop ends the function by an exception that is not an
-        ``Exception``. Code after the loop runs only when the total has been trained. The last
-        checkpoint is written when the function returns.
+        ``Exception``. Code after the loop runs when the total has been trained; when the function
+        returns, the last checkpoint is written.
 
         A function may have several loops, one after the other. Each but the last one then says how
         much it trains; the last one trains the rest of the total. Within :meth:`epochs` it trains
@@ -232,13 +235,13 @@ class FragmentContext:
             samples of it, and the total is in samples. Or a DataLoader of one of these, with its
             settings; then leave out ``batch_size`` and those below.
         batch_size
-            Number of samples in a global batch, over all ranks: what one optimizer step sees. In
-            scaled mode, the number for the reference number of ranks.
+            Samples in a global batch, over all ranks: what one optimizer step sees. In scaled mode,
+            the number for the reference number of ranks.
         micro_batch
             Maximum number of samples in one forward and backward pass of a rank. The body of the
             loop then runs several times for a global batch, and the gradients are added up.
         epochs, samples
-            How much this loop trains, if the function has several; in the unit of the total.
+            How much this loop trains, if there are several; in the unit of the total.
         shuffle
             Whether each epoch has its own random order. A stream keeps its order.
         sampler
@@ -314,9 +317,8 @@ class FragmentContext:
         Parameters
         ----------
         best
-            The value by which the best of these checkpoints is chosen, which is then kept: the
-            smallest, or with ``Retention(mode='max')`` the largest. It is the metric 'best' of the
-            checkpoint.
+            The value by which the best of these checkpoints is chosen and kept: the smallest, or
+            with ``Retention(mode='max')`` the largest. It is the checkpoint's metric 'best'.
 
         Raises
         ------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.context import FragmentContext
@@ -57,6 +58,7 @@ def train_here(
             run.finish(function(FragmentContext(run), *args, **kwargs))
             outcome = run.outcome('finished', None)
     finally:
+        world.refuse_in_body(bool)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict, warn_only=warn_only)
         fill_new_memory(filled)

@@ -24,6 +24,7 @@ from parsl_freetrain.training.checkpoint.state import (
     check_position,
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.own_generators import own_generators, variables_of
@@ -100,6 +101,8 @@ class FragmentRun:
             find_unused_parameters,
         )
         prepared, steps = self.model.prepared, self.model.steps
+        if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
+            world.refuse_in_body(self.in_body)
         steps.before_step.append(self._before_step)
         self._averages = take_averages(
             self.model, self.peers, self.in_body, fresh=self.saved is None

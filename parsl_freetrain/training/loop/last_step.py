@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.devices import GLOO
 from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
@@ -84,7 +82,7 @@ class LastStep:
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
         self._parts, self._model, self._state = parts, model, state
-        self.possible = model.division.copies > 1 and dist.get_backend() == GLOO
+        self.possible = model.division.copies > 1 and parts.peers.exchanges_on_cpu
         self.needs = 0
         self._end: _End | None = None
         self._in_batch = False

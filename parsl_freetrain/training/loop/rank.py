@@ -13,7 +13,6 @@ from types import TracebackType
 import cloudpickle
 import tblib
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from parsl_freetrain.training.checkpoint.manifest import Damaged
@@ -149,7 +148,6 @@ class _Rank:
         self._peers = peers
         if place.world_size > 1:
             exchanges.start(place.rank, self._channel.send, peers.broken, self._end_in)
-            print(f'Tensors are exchanged by {dist.get_backend()}')
         parts = begin(order, place, peers, self._channel, self._inbox, self._device)
         self._run = FragmentRun(parts)
         return self._run

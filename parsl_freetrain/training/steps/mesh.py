@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -22,9 +21,9 @@ from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.source import divided, held, open_checkpoint
 from parsl_freetrain.training.checkpoint.state import Saved, State, content_of, restore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
@@ -74,10 +73,7 @@ class Division:
         """The ranks as a mesh with the dimensions :data:`~parsl_freetrain.core.model.types.MESH`,
         made when it is first asked for, by all ranks at the same point.
         """
-        if not dist.is_initialized():  # one rank has no process group, but a mesh needs one
-            os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
-            with lazy_dynamo.hidden():
-                dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+        world.show()  # a mesh needs a process group
         mesh = init_device_mesh(self._device.type, self.shape.sizes, mesh_dim_names=MESH)
         guard_connections(self._hang_s)
         return mesh

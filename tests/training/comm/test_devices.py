@@ -275,7 +275,7 @@ def tells_its_backend(ctx: FragmentContext) -> None:
     import torch.distributed as dist
 
     total = torch.tensor([ctx.rank])
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=ctx.torch_distributed())
     raise LookupError(f'{dist.get_backend()} {total.item()}')
 
 

@@ -44,14 +44,11 @@ class Seekable(Stream):
 
 
 class Divided(Stream):
-    """As users write them for one process per rank."""
+    """Another one in each process."""
 
     def __iter__(self) -> Iterator[Any]:
-        import torch.distributed as dist
-
-        for i, sample in enumerate(super().__iter__()):
-            if not dist.is_initialized() or i % dist.get_world_size() == dist.get_rank():
-                yield sample
+        for number, x in super().__iter__():
+            yield number, x + os.getpid()
 
 
 def train(

@@ -1,0 +1,72 @@
+"""The default process group of torch.distributed, which libraries ask whether they are alone.
+
+In reproducible mode a rank trains virtual shards one after the other, as many as it has, and what a
+loss exchanged with another rank would depend on which shards are trained at the same time. So the
+group of all ranks is hidden: a library that asks takes itself for alone, as it is in a shard.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.process import lazy_dynamo
+
+_EXCHANGES = re.compile('gather|reduce|alltoall|all_to_all|broadcast|scatter|send|recv|barrier')
+_hidden: ProcessGroup | None = None
+_in_body: Callable[[], bool] = bool
+
+
+def hide() -> ProcessGroup:
+    """Make torch.distributed forget the default group; returns it."""
+    global _hidden
+    _hidden, dist.GroupMember.WORLD = dist.group.WORLD, None
+    assert _hidden is not None
+    return _hidden
+
+
+def show() -> ProcessGroup:
+    """The group of all ranks, as the default one from now on; of one rank, a group is made."""
+    global _hidden
+    if _hidden is not None:
+        dist.GroupMember.WORLD, _hidden = _hidden, None
+    if dist.group.WORLD is None:
+        os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
+        with lazy_dynamo.hidden():
+            dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def refuse_in_body(in_body: Callable[[], bool]) -> None:
+    """Refuse every exchange of this process that is asked for while ``in_body()``, by BadInput with
+    its name. The ranks would wait for each other if they have different numbers of shards.
+    """
+    global _in_body
+    _in_body = in_body
+    for name in filter(_EXCHANGES.search, dir(ProcessGroup)):
+        if not hasattr(plain := getattr(ProcessGroup, name), '__wrapped__'):
+            setattr(ProcessGroup, name, _outside(plain, name))
+
+
+def _outside(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(plain)
+    def exchange(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if _in_body():
+            raise BadInput(
+                f'In the body of ctx.loop, something exchanges tensors by torch.distributed ('
+                f'{name.strip("_")} of a process group). In reproducible mode each pass is one '
+                'virtual shard, which is alone, whatever other ranks train at the time: leave the '
+                'exchange out (ddp=False of a loss), do it in ctx.before_step, or use '
+                'mode=Throughput().'
+            )
+        return plain(group, *args, **kwargs)
+
+    return exchange
