@@ -15,6 +15,7 @@ from typing import Any, Optional
 from parsl.app.app import python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
+from parsl.errors import NoDataFlowKernelError
 
 from parsl_freetrain.core.model.checked_settings import checked_arguments, refuse_unknown
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
@@ -77,7 +78,13 @@ class FreeTrainApp:
             If the trainer can never run; nothing is submitted then.
         """
         self._check_arguments(args, kwargs)
-        dfk = DataFlowKernelLoader.dfk()
+        try:
+            dfk = DataFlowKernelLoader.dfk()
+        except NoDataFlowKernelError as error:
+            raise BadInput(
+                f'{self.name} cannot train yet, since Parsl has no configuration: call parsl.load '
+                'with one that has a FreeTrainExecutor, or run the file by freetrain run FILE.'
+            ) from error
         executor = self._executor(dfk)
         called = self.name if trainer_name is None else trainer_name
         check_name(called)

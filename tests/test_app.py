@@ -24,7 +24,6 @@ import parsl
 import pytest
 from parsl.app.app import python_app
 from parsl.config import Config
-from parsl.errors import NoDataFlowKernelError
 from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
 from parsl.providers import LocalProvider
 
@@ -519,7 +518,9 @@ def load(folder: Path, *executors: Any, **settings: Any) -> Any:
 
 
 def test_without_parsl_or_without_the_executor(tmp_path: Path) -> None:
-    with pytest.raises(NoDataFlowKernelError):
+    with pytest.raises(
+        BadInput, match='Parsl has no configuration: call parsl.load .* freetrain run FILE'
+    ):
         app()()
     with load(tmp_path, ThreadPoolExecutor()), refused('needs a FreeTrainExecutor', 'none'):
         app()()

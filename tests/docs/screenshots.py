@@ -35,6 +35,19 @@ BEFORE = """(() => {{
 BEFORE_THE_COSTS, BEFORE_THE_CARDS = BEFORE.format('What'), BEFORE.format('Loss and speed')
 """Leave the first part of the page."""
 
+ONLY_THE_NODES = """(() => {
+  const all = [...document.querySelectorAll('h2')];
+  const from = all.find(h => h.textContent.startsWith('Nodes over'));
+  while (from.previousSibling) from.previousSibling.remove();
+  let to = from.nextElementSibling;
+  while (to.tagName !== 'H2') to = to.nextElementSibling;
+  while (to.nextSibling) to.nextSibling.remove();
+  to.remove();
+  from.remove();
+  document.body.style.margin = '8px';
+})()"""
+"""For README.md."""
+
 TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #1d1f21; color: #e8e8e8; }}
 pre {{ margin: 0; padding: 16px; font: 14px 'DejaVu Sans Mono', monospace; }}
@@ -56,6 +69,7 @@ def main(out: Path) -> None:
                 sys.exit(f'The demonstration ended with status {demo.returncode}.')
             report = folder / 'run' / 'report.html'
             picture(browser, report, out / 'report.png', SIZE, BEFORE_THE_COSTS)
+            picture(browser, report, out / 'nodes.png', (1000, 300), ONLY_THE_NODES)
         finally:
             demo.kill()
 

@@ -25,8 +25,11 @@ ELSEWHERE = {
     'make ': 'each make target has tests of its own; that it exists is checked by '
     'tests/test_house.py',
     '. .venv/bin/activate': 'is for the shell of a user',
-    'python docs/examples/digits_freetrain.py': 'run by tests/test_docs.py',
     'freetrain run workflows/hpo.py': 'run by tests/test_workflows.py, shorter',
+    'freetrain new first': 'run by tests/cli/test_new.py',
+    'freetrain run first/train.py': 'run by tests/cli/test_new.py',
+    'freetrain run train.py': 'run by tests/docs/test_python_blocks.py, tests/slurm and tests/pbs',
+    'git clone': 'needs this repository elsewhere',
     'freetrain run mine.py --site local': 'run by tests/cli/test_run.py',
     'freetrain doctor --checkpoints /scratch/me': 'needs a folder of a supercomputer; '
     'tests/cli/test_doctor.py runs the verb',

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain import LocalSite, Shape, Throughput, freetrain_app
-from tests.support.pages import Block, blocks, name_of, pages
+from tests.cli.test_run import freetrain_run
+from tests.support.pages import ROOT, Block, blocks, name_of, pages
 from tests.support.prepared import prepare
 from tests.support.training import freetrain
 
@@ -31,6 +32,7 @@ NOT_CALLED = {
     'command-line.md': 'a workflow without a training in it; tests/cli/test_run.py runs whole ones',
     'tuning.md': 'a search of many trainers: tests/tuning/test_tune.py',
     'sharding.md': 'shapes of several ranks: tests/training/parallel/test_sharded.py',
+    'get-started.md': 'the file site_configs/laptop.py: tests/sites/test_named.py',
     'globus.md': 'main() needs an endpoint in the cloud of Globus Compute',
 }
 # Pages whose blocks need a training that runs, in this order: a later one finds what an earlier one
@@ -168,13 +170,22 @@ def folder(run_dir: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    'page', [page for page in WITH_PYTHON if name_of(page) not in TRAINING], ids=name_of
+    'page',
+    [page for page in WITH_PYTHON if name_of(page) not in (*TRAINING, 'README.md')],
+    ids=name_of,
 )
 def test_blocks_of_a_page_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {'__name__': '__main__'}
     for block in blocks(page, 'python'):
         run(block, names)
     trained(name_of(page), names)
+
+
+def test_the_script_of_the_readme_runs_as_it_says(folder: Path) -> None:
+    (script,) = blocks(ROOT / 'README.md', 'python')
+    (folder / 'train.py').write_text(script.code)
+    done = freetrain_run(folder, 'train.py')
+    assert done.returncode == 0 and 'samples=5000' in done.stdout, done.stderr
 
 
 def test_blocks_that_need_a_training_run(folder: Path) -> None:

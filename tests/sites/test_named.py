@@ -12,6 +12,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.cobalt import CobaltSite
+from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.named import site_files, site_in_table
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -34,6 +35,12 @@ def test_an_executor_for_a_site_by_its_name() -> None:
     assert isinstance(executor.provider, BackfillProvider)
     assert isinstance(executor.provider.site, CobaltSite)
     assert executor.provider.site.options.mcdram == 'flat'
+
+
+def test_this_computer_has_a_name() -> None:
+    provider = FreeTrainExecutor(site='laptop').provider
+    assert isinstance(provider, BackfillProvider) and isinstance(provider.site, LocalSite)
+    assert provider.site.nodes == 2
 
 
 @pytest.mark.parametrize(
