@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
@@ -33,7 +33,7 @@ from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.runtime import LiveRuntime
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.host.clock_steps import ClockSteps
+from parsl_freetrain.host.run_clock import RunClock
 from parsl_freetrain.sites.protocols import Site, Yielding
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
@@ -51,7 +51,7 @@ MOST_FAILURES = 20
 
 class EventLoop:
     """Runs from :meth:`start` to :meth:`stop`. Other threads use only :meth:`post`. ``requests``:
-    of other programs of the user. ``clock``: seconds since the epoch.
+    of other programs of the user. ``clock``: the times of all events.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EventLoop:
         fragments: FragmentRunner,
         parsl: ParslSide,
         requests: RequestHandler,
-        clock: Callable[[], float] = time.time,
+        clock: RunClock | None = None,
     ) -> None:
         self._controller = controller
         self._control = control
@@ -75,7 +75,7 @@ class EventLoop:
         self._parsl = parsl
         self._runtime = LiveRuntime(blocks, fragments)
         self._requests = requests
-        self._clock = clock
+        self._clock = clock or RunClock()
         self._broken = ''  # why no trainer can continue
         self._failures = 0  # consecutive failures of the allocator
         self._ordinary = 0
@@ -86,10 +86,9 @@ class EventLoop:
         self._asked = False  # the scheduler, which has not answered yet
         self._asked_at = 0.0
         self._polled_early_at = 0.0  # since a node has disconnected
-        self._begun_at = clock()
+        self._begun_at = self._clock()
         self._kept_problem_at = 0.0
         self._offers = OfferChanges(OFFERS_PERIOD_S + 2 * site.poll_s)
-        self._steps = ClockSteps(clock)
         self._ended = ''
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name='FreeTrain-EventLoop', daemon=True)
@@ -123,13 +122,13 @@ class EventLoop:
 
     def _round(self) -> None:
         """Wait for events and handle them."""
-        now = self._now()
+        now = self._clock()
         pause = min(self._next_poll, self._next_look) - now
         if self._blocks.starting() and not self._broken:
             self._guarded(self._blocks.greet_new)
             pause = min(pause, GREETING_POLL_S)
         items = gather(self._control, max(pause, 0.0), self._blocks.answering)
-        now = self._now()
+        now = self._clock()
         for item in items:
             self._guarded(self._take, item, now)
         for node, why in self._fragments.faulty().items():
@@ -163,16 +162,6 @@ class EventLoop:
             # A Ctrl-C at this moment can free the event's lock under us; the event is set then.
             with suppress(RuntimeError):
                 self._quiet.set()
-
-    def _now(self) -> float:
-        """The time. If the clock was set back, everything that was due later is due now."""
-        back_s, now = self._steps.set_back_s(), self._clock()
-        if back_s:
-            logger.warning('The clock was set back by %.0f s', back_s)
-            self._next_poll = self._next_offers = self._next_look = now
-            self._asked_at, self._polled_early_at = now, 0.0
-            self._begun_at = min(self._begun_at, now)
-        return now
 
     def _guarded(self, step: Callable[..., None], *args: object) -> None:
         """Run a step. An error is logged, and other trainers are not affected."""
@@ -306,8 +295,11 @@ class EventLoop:
         return reply.decision.event(now, reply.actions, keep_problem=keep)
 
     def _note_offers(self, now: float, last: bool = False) -> None:
-        since = max(self._begun_at, now - OFFERS_BACK_S)
-        offers = self._site.offers(since, now)
+        since, ahead_s = max(self._begun_at, now - OFFERS_BACK_S), self._clock.ahead_s
+        offers = [
+            replace(one, start=one.start - ahead_s, end=one.end - ahead_s)
+            for one in self._site.offers(since + ahead_s, now + ahead_s)
+        ]
         self._stream.emit(ev.OffersSeen(now, self._offers.new(offers, now, last=last)))
 
     def _finish(self, why: str, how: str) -> None:

@@ -58,6 +58,7 @@ from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import TrainerNames
 from parsl_freetrain.host.processes import allow_open_files
+from parsl_freetrain.host.run_clock import RunClock
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared
@@ -269,10 +270,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
             log_dir,
             template,
         )
-        fragments = FragmentRunner(control, stream, endpoint, self.timeouts, parsl, records)
+        clock = RunClock()
+        fragments = FragmentRunner(control, stream, endpoint, self.timeouts, parsl, records, clock)
         stream.subscribers.append(fragments)
         blocks = BlockManager(
-            self.provider, stream, control, log_dir, parsl, template, self.timeouts.join_s
+            self.provider, stream, control, log_dir, parsl, template, self.timeouts.join_s, clock
         )
         requests = Requests(requests_folder(self.ledger_path))
         return EventLoop(
@@ -284,6 +286,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             fragments,
             parsl,
             RequestHandler(requests, fragments, stream),
+            clock,
         )
 
     def initialize_scaling(self) -> None:

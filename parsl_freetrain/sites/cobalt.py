@@ -52,9 +52,9 @@ _STATES = {
 }
 _UNREACHED = ('failed to connect', 'unable to connect', 'connection refused')
 _GRACE_S = 10.0
-_LIFETIME = """case $COBALT_ENDTIME in
+_LIFETIME = """case $COBALT_STARTTIME$COBALT_ENDTIME in
     ''|*[!0-9]*) left=$(({limit} - SECONDS)) ;;
-    *) left=$((COBALT_ENDTIME - $(date +%s))) ;;
+    *) left=$((COBALT_ENDTIME - COBALT_STARTTIME - SECONDS)) ;;  # of one clock
 esac
 """
 

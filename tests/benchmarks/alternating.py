@@ -122,7 +122,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
         mode=mode,
         shards=int(shards or world),
         seed=1,
-        deadline=time.time() + 1e6,
+        deadline=time.monotonic() + 1e6,
         checkpoint_every_s=1e9,
         on_nan=on_nan,
         trainer='bench',

@@ -30,7 +30,6 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.event_gathering import gather
-from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.journal.read import Journal
 from tests.support.training import fit, freetrain
@@ -237,7 +236,6 @@ def test_a_clock_that_was_set_back_holds_nothing_up(
 
     monkeypatch.setattr(site, 'statuses', counted)
     monkeypatch.setattr(time, 'time', clock)  # Parsl's own, too
-    monkeypatch.setattr(EventLoop.__init__, '__defaults__', (clock,))
     with freetrain(tmp_path, site):
         future = freetrain_app(max_nodes=1, total_epochs=10**6)(fit)(pause_s=0.1)
         wait_until(lambda: future.progress().samples > 0)

@@ -217,7 +217,6 @@ def checkpoints_and_kill(machine: Machine) -> Figures:
     launched_at = time.time()
     with machine.gang(folder, 1, in_rank.train, name, fragment=2, total_samples=total, **how) as g:
         outcome = finished(g, machine.patience_s)
-        ended_at = time.time()
         started = g.ranks[0].said(FragmentStarted)[0]
         last = [said.checkpoint for said in g.ranks[0].said(CheckpointSaved)]
     assert started.samples >= saved[-1].samples, 'the last checkpoint was not taken'
@@ -228,7 +227,7 @@ def checkpoints_and_kill(machine: Machine) -> Figures:
         'next_pause_s': saved[1].pause_s,
         'written_gb_s': size / 1e9 / saved[1].seconds,
         'last_pause_s': last[-1].pause_s,
-        'last_step_to_end_s': ended_at - outcome.stepped_at,
+        'last_step_to_end_s': outcome.idle_s or 0.0,
         'saves_in_the_last_50_steps': len(last),
         'kill_to_end_s': end_s,
         'launch_to_first_step_s': started.at - launched_at,

@@ -270,6 +270,7 @@ class Machine:
             'PBS_NODEFILE': nodes,
             'COBALT_JOBID': number,
             'COBALT_NODEFILE': nodes,
+            'COBALT_STARTTIME': str(int(now)),
             'COBALT_ENDTIME': str(int(now + job['walltime_s'])),
             'LSB_JOBID': number,
             'LSB_HOSTS': ' '.join(job['names']),

@@ -128,6 +128,8 @@ def qstat(machine: Machine, arguments: list[str]) -> int:
                 print(
                     f'Job Id: {number}.{SERVER}\n    Job_Name = {job["name"]}\n    '
                     f'Resource_List.walltime = {clock(job["walltime_s"])}\n'
+                    f'    ctime = {time.ctime(job["submitted"])}\n'
+                    + (f'    stime = {time.ctime(job["start"])}\n' if job['start'] else '')
                 )
             return status
         shown = json.dumps(

@@ -20,8 +20,8 @@ class BlockRecord:
     request: BlockRequest
     until_s: float | None = None  #: its end in seconds since the epoch; None if unknown
     greeted: set[str] = field(default_factory=set)  #: managers that were sent a first task
-    #: Greeted managers whose first task has not returned.
-    answering: set[str] = field(default_factory=set)
+    #: Greeted managers whose first task has not returned, and when it was sent.
+    answering: dict[str, float] = field(default_factory=dict)
     #: Host names of the ready nodes, by manager id.
     nodes: dict[str, str] = field(default_factory=dict)
     #: Managers whose first task failed, or that were lost.

@@ -19,9 +19,11 @@ from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_record import BlockRecord, nodes_needed
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs, greeting
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
+from parsl_freetrain.executor.node_clocks import NodeClocks
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.host.run_clock import RunClock
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -65,6 +67,7 @@ class BlockManager:
         parsl: ParslSide,
         template: str | None = None,
         join_s: float = math.inf,
+        clock: RunClock | None = None,
     ) -> None:
         self._provider = provider
         self._stream = stream
@@ -74,7 +77,9 @@ class BlockManager:
         self._template = template
         self._join_s = join_s
         self.blocks: dict[str, BlockRecord] = {}
-        self.leaving = LeavingJobs(provider, parsl)
+        self._clock = clock or RunClock()
+        self._node_clocks = NodeClocks()
+        self.leaving = LeavingJobs(provider, parsl, self._clock)
         self._not_before = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self._refusals: list[str] = []
@@ -84,7 +89,7 @@ class BlockManager:
 
     def open(self, request: BlockRequest, at: float) -> None:
         """Submit a block; after a refusal nothing for a while, twice as long each time."""
-        if at < self._not_before <= at + LONGEST_BACKOFF_S:  # unless the clock was set back
+        if at < self._not_before:
             return
         request = replace(request, avoid=tuple(sorted(self._avoided_at(at))))
         try:
@@ -157,7 +162,14 @@ class BlockManager:
         for hole in self._provider.holes():
             names = tuple(name for name in hole.names if name not in avoided)
             if names or not hole.names:
-                holes.append(replace(hole, nodes=len(names) or hole.nodes, names=names))
+                holes.append(
+                    replace(
+                        hole,
+                        nodes=len(names) or hole.nodes,
+                        names=names,
+                        until_s=self._clock.of_wall(hole.until_s),
+                    )
+                )
         self._stream.emit(ev.HolesSeen(at, tuple(holes)))
 
     def starting(self) -> bool:
@@ -181,7 +193,7 @@ class BlockManager:
             if name in block.greeted:
                 continue
             block.greeted.add(name)
-            block.answering.add(name)
+            block.answering[name] = self._clock()
             greeted = self._parsl.submit(greeting(name, self._node_log_dir, self._template), b'')
             greeted.add_done_callback(
                 lambda done, b=block_id, m=name: self._inbox.post(GreetingReturned(b, m, done))  # type: ignore[misc]
@@ -194,13 +206,14 @@ class BlockManager:
         block = self.blocks.get(block_id)
         if block is None:
             return ''
-        block.answering.discard(manager)
+        sent_at = block.answering.pop(manager, at)
         error = done.exception()
         if error is not None:
             return self._unusable(block_id, manager, error, at)
         self._ever_joined = True
         node = done.result()
         name = node.name
+        self._node_clocks.measured(name, sent_at, node.clock, at)
         until_s, why = self._avoided.get(name, (0.0, ''))
         if at < until_s:
             return self._unusable(block_id, manager, FreeTrainError(why), at)
@@ -210,7 +223,7 @@ class BlockManager:
         block.nodes[manager] = name
         block.managers[name] = manager
         if not block.noticed:
-            block.until_s = self._provider.end_of(block.job_id)
+            block.until_s = self._end_of(block)
         self._stream.emit(
             *block.start(block_id, at), block.joined(at, block_id, (manager,), (node.devices,))
         )
@@ -228,7 +241,7 @@ class BlockManager:
             self.close([block_id], at)
         if (
             self._ever_joined
-            or isinstance(error, ManagerLost)
+            or isinstance(error, ManagerLost | TimeoutError)
             or len(self._refusals) < HOPELESS_GREETINGS
         ):
             return ''
@@ -252,16 +265,22 @@ class BlockManager:
             if block.silent_s(at) > self._join_s:
                 self._give_up(block_id, at)
                 continue
+            self._give_up_silent(block_id, block, at)
+            if block_id not in self.blocks:
+                continue
             if (
                 status is not None
                 and status.state in (JobState.PENDING, JobState.HELD)
                 and (block.nodes or block.unusable)
             ):
                 self._requeued(block_id, at)
-            until_s = block.until_s if block.noticed else self._provider.end_of(block.job_id)
+            until_s = block.until_s if block.noticed else self._end_of(block)
             if until_s != block.until_s:
                 block.until_s = until_s
                 self._stream.emit(ev.BlockEndKnown(at, block_id, until_s))
+
+    def _end_of(self, block: BlockRecord) -> float | None:
+        return self._clock.of_wall(self._provider.end_of(block.job_id))
 
     def _over(self, block_id: str, status: JobStatus, at: float) -> None:
         """Handle a block that has ended, according to the batch system."""
@@ -305,6 +324,13 @@ class BlockManager:
         nodes = self.blocks[block_id].request.nodes
         self._stream.emit(ev.BlockRefused(at, nodes, self._not_before - at, why))
         self.close([block_id], at)
+
+    def _give_up_silent(self, block_id: str, block: BlockRecord, at: float) -> None:
+        """Count nodes as unusable whose first task does not return; it may do so later."""
+        for manager in [m for m, sent in block.answering.items() if at - sent > self._join_s]:
+            del block.answering[manager]
+            why = f'its worker has not answered its first task within {self._join_s:g} s'
+            self._unusable(block_id, manager, TimeoutError(why), at)
 
     def _requeued(self, block_id: str, at: float) -> None:
         """Handle a block that is queued again: its nodes are gone, and others will come."""

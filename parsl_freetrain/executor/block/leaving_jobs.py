@@ -12,7 +12,6 @@ from parsl_freetrain.executor.block.block_record import BlockRecord
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.protocols import Yielding
 from parsl_freetrain.sites.provider import BackfillProvider
 
@@ -36,7 +35,6 @@ class LeavingJobs:
         self._backoff = Backoff(AGAIN_S, LONGEST_AGAIN_S)
         self._until: dict[str, float] = {}  # by job id: then it is cancelled
         self._failed: set[str] = set()  # jobs that could not be cancelled: they may still run
-        self._steps = ClockSteps(clock)
         self._again = 0.0  # then this is tried again, with one command for all of them
 
     def tell(self, *managers: str) -> None:
@@ -65,8 +63,6 @@ class LeavingJobs:
 
     def cancel(self, at: float) -> None:
         """Cancel those that have had time to end, or failed before (``at`` infinite: all)."""
-        if self._steps.set_back_s():
-            self._until, self._again = dict.fromkeys(self._until, at), at
         late = [job_id for job_id, until in self._until.items() if until <= at]
         for job_id in late:
             del self._until[job_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -69,6 +70,7 @@ class RunningFragment:
     decided_at: float
     checkpoint: Checkpoint
     outer: Future[Checkpoint] | None = None
+    sent_at: float = -math.inf  # to its nodes
     started_at: float | None = None
     ranks_per_node: int = 1
     reached: int = 0

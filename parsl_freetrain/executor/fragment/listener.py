@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from msgspec import structs
+
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.node_clocks import NodeClocks
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.training.spec import messages as msg
 
@@ -20,23 +25,29 @@ THINNED_S, THINNED = 20.0, 0.02
 class Listener:
     """Handles messages from members of running fragments."""
 
-    def __init__(self, members: Members, stream: Stream) -> None:
+    def __init__(self, members: Members, stream: Stream, clocks: NodeClocks | None = None) -> None:
         self._members = members
         self._stream = stream
+        self._clocks = clocks or NodeClocks()
 
     def heard(
         self, said: msg.FromMember, fragment: RunningFragment, record: TrainerRecord, at: float
     ) -> None:
-        """Record a member's message in its fragment, and emit what concerns others."""
-        member = said.member
+        """Record a member's message in its fragment, and emit what concerns others. Its events get
+        the time of their arrival: the node may have another clock.
+        """
+        member, message = said.member, said.message
         if member not in fragment.members or not _is_its_own(said, fragment):
             return
         fragment.contact.heard[member] = at
         fragment.contact.disconnected.discard(member)
-        match said.message:
-            case msg.Hello(node):
+        if isinstance(message, ev.Event):
+            message = structs.replace(message, at=at)
+        match message:
+            case msg.Hello(node, clock):
                 fragment.contact.names[member] = node
-                self._members.catch_up(fragment, member)
+                self._clocks.measured(node, fragment.sent_at, clock, at)
+                self._members.catch_up(fragment, member, at)
             case msg.Rendezvous() as rendezvous:
                 fragment.rendezvous = rendezvous
                 self._members.tell_all(fragment, rendezvous)
@@ -61,7 +72,8 @@ class Listener:
                 fragment.saving = True
             case ev.CheckpointSaved(checkpoint=checkpoint) as saved:
                 fragment.stepped_at, fragment.saving = at, False
-                record.checkpoint = fragment.note(checkpoint)
+                saved = structs.replace(saved, checkpoint=replace(checkpoint, at=at))
+                record.checkpoint = fragment.note(saved.checkpoint)
                 last, fragment.unrecorded = fragment.unrecorded, None
                 self._stream.emit(*([last] if last else []))
                 self._stream.emit(saved)
@@ -99,14 +111,14 @@ class Listener:
         name, number = fragment.name, fragment.number
         if record.spec.ranks.ahead:
             self._members.tell_all(fragment, msg.StartStandby(RESERVE_S, rescale=False))
-        fragment.started_at, fragment.stepped_at = started.at, at
+        fragment.started_at = fragment.stepped_at = at
         # It may not have got the state in memory that it was to go on from.
         fragment.reached = max(fragment.checkpoint.samples, started.samples)
         self._stream.emit(started)
         paused, record.paused = record.paused, None
         nodes = len(fragment.members)
         if paused is not None and paused[0] != nodes:
-            seconds = max(0.0, started.at - paused[1])
+            seconds = max(0.0, at - paused[1])
             self._stream.emit(ev.Rescaled(at, name, number, paused[0], nodes, seconds))
 
 

@@ -33,7 +33,7 @@ class Member:
     """One node's share of a fragment."""
 
     def __init__(self, order: MemberOrder) -> None:
-        self._order = order
+        self._order = order = order.received()
         self._ranks: dict[int, RankProcess] = {}
         self._watches: dict[int, StopWatch] = {}
         self._fork_server: tuple[int, StopWatch] | None = None
@@ -56,7 +56,7 @@ class Member:
         control = ControlClient(order.addresses, order.port, order.cert_dir, key)
         notices = listen_for_notices()
         try:
-            control.send(msg.Hello(node_fork_server.node_name()))
+            control.send(msg.Hello(node_fork_server.node_name(), time.time()))
             self._launch(payload, control.address)
             self._relay(control, notices)
         finally:
@@ -200,6 +200,8 @@ class Member:
                 self._standby.begin(wait_s, awaited=rescale)
                 if rescale:
                     self._tell(msg.NodeStays())
+            case msg.TimeLeft(left_s):
+                self._tell(msg.NodeEnds(time.monotonic() + left_s))
             case msg.AreYouThere():
                 control.send(msg.Alive())
             case msg.Abandon(why, spare_s):

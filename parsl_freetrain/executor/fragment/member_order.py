@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
@@ -24,3 +25,15 @@ class MemberOrder:
     template: str | None = None
     #: Maximum seconds that standby ranks wait; None: this order is for the fragment itself.
     ahead_s: float | None = None
+    #: Seconds until the nodes are taken away, from when this order was sent; None: unknown.
+    left_s: float | None = None
+    exempt_s: float | None = None  #: in which nothing preempts the fragment; None: something may
+
+    def received(self) -> MemberOrder:
+        """The order with times of this node, which may have another clock."""
+        now = time.monotonic()
+        deadline = None if self.left_s is None else now + self.left_s
+        exempt_until = None if self.exempt_s is None else now + self.exempt_s
+        return replace(
+            self, fragment=replace(self.fragment, deadline=deadline, exempt_until=exempt_until)
+        )

@@ -59,9 +59,11 @@ class Members:
             fragment.contact.asked_at, fragment.contact.asked_why = at, why
         self.tell_all(fragment, msg.AreYouThere())
 
-    def catch_up(self, fragment: RunningFragment, member: int) -> None:
+    def catch_up(self, fragment: RunningFragment, member: int, at: float) -> None:
         """Tell a member that has just reported what the others were told before."""
         key = (fragment.name, fragment.number, member)
+        if fragment.action.deadline_s is not None:
+            self._control.send(key, msg.TimeLeft(max(0.0, fragment.action.deadline_s - at)))
         if fragment.given_up.why:
             self._control.send(key, self._abandon(fragment))
         elif fragment.stopping.why and not fragment.stopping.awaited:

@@ -32,19 +32,19 @@ def member_order(
     store: str,
     endpoint: ControlEndpoint,
     hang_s: float,
+    at: float,
 ) -> MemberOrder:
-    """One node's instructions for a fragment."""
+    """One node's instructions for a fragment, sent at that time."""
+    action = fragment.action
     shapes = spec.shapes.get(len(fragment.members))
     order = FragmentOrder(
         trainer=fragment.name,
         fragment=fragment.number,
         store=store,
         spec=spec,
-        deadline=fragment.action.deadline_s,
-        exempt_until=fragment.action.exempt_until_s,
-        speeds=fragment.action.speeds,
-        interruptions_per_s=fragment.action.interruptions_per_s,
-        shape=shapes[fragment.action.shape] if shapes else None,
+        speeds=action.speeds,
+        interruptions_per_s=action.interruptions_per_s,
+        shape=shapes[action.shape] if shapes else None,
         interface=endpoint.interface,
         hang_s=hang_s,
         handover=fragment.begins_with.handover if fragment.begins_with is not None else None,
@@ -60,4 +60,6 @@ def member_order(
         str(Path(store) / 'logs'),
         endpoint.node_log_dir,
         endpoint.template,
+        left_s=None if action.deadline_s is None else action.deadline_s - at,
+        exempt_s=None if action.exempt_until_s is None else action.exempt_until_s - at,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,7 @@ class MemberReturned:
 class FragmentRunner:
     """Carries out StartFragment, StopFragment and AbandonFragment, and emits the results. As a
     subscriber, it ends the members of a node that is gone. ``records``: all trainers, by name;
-    ``running``: fragments that have not ended, by trainer and number.
+    ``running``: fragments that have not ended, by trainer and number. ``clock``: as of all times.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class FragmentRunner:
         timeouts: Timeouts,
         parsl: ParslSide,
         records: dict[str, TrainerRecord] | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._clock = clock
         self._control = control
         self._stream = stream
         self._endpoint = endpoint
@@ -130,7 +133,7 @@ class FragmentRunner:
             unknown = f'Fragment {number} of trainer {name!r} is not known here.'
             _resolve(outer, self._early.pop((name, number), None), unknown)
             return
-        fragment.outer, fragment.task = outer, buffer
+        fragment.outer, fragment.task, fragment.sent_at = outer, buffer, self._clock()
         earlier = context.get('task_executor', {}).get('f')
         for member in fragment.members:
             if member in fragment.lost:
@@ -160,6 +163,7 @@ class FragmentRunner:
             record.store,
             self._endpoint,
             self._timeouts.hang_s,
+            self._clock(),
         )
 
     def heard(self, said: FromMember, at: float) -> None:

@@ -86,10 +86,13 @@ class TrainerRecord:
         """Record a fragment's end: the state left in memory, and for a rescale its last step."""
         outcome = fragment.outcome()
         self.left = left_states(fragment, result)
-        stepped_at = outcome.stepped_at if outcome is not None else 0.0
+        idle_s = outcome.idle_s if outcome is not None else None
         self.paused = (
-            (len(fragment.members), stepped_at)
-            if fragment.stopping.goes_on and result.ending is Ending.STOPPED and stepped_at
+            (len(fragment.members), fragment.ended[0][0] - idle_s)
+            if fragment.stopping.goes_on
+            and result.ending is Ending.STOPPED
+            and idle_s is not None
+            and 0 in fragment.ended.get(0, ())
             else None
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.standby import overdue
 from parsl_freetrain.executor.settings import Timeouts
-from parsl_freetrain.host.clock_steps import LEAST_S as SET_BACK_S
 
 LOOK_S = 1.0
 """Maximum seconds between two checks."""
@@ -59,10 +58,6 @@ class Watchdog:
     ) -> list[GiveUp | StopNow | NodeSilent]:
         """What to do about fragments and nodes that exceed a limit at ``at``."""
         fragments = list(fragments)
-        if self._looked_at is not None and at < self._looked_at - SET_BACK_S:
-            for fragment in fragments:
-                _set_back(fragment, self._looked_at - at)
-            self._looked_at = at
         away_s = 0.0 if self._looked_at is None else at - self._looked_at - self._again_s
         late = away_s > self._again_s
         self._looked_at = at
@@ -114,17 +109,3 @@ class Watchdog:
                 f'see "freetrain logs {fragment.name}"'
             )
         return ''
-
-
-def _set_back(fragment: RunningFragment, seconds: float) -> None:
-    """By the clock's new time, all that has happened was so much earlier."""
-    fragment.nobody_listened(-seconds)
-    fragment.decided_at -= seconds
-    fragment.stopping.at -= seconds
-    if fragment.started_at is not None:
-        fragment.started_at -= seconds
-    if fragment.trouble_at is not None:
-        fragment.trouble_at -= seconds
-    fragment.contact.stuck = {
-        rank: (where, at - seconds) for rank, (where, at) in fragment.contact.stuck.items()
-    }

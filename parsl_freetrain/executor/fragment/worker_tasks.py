@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -59,17 +60,18 @@ def _executing(execute: str | None) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Greeting:
-    """The name of a node, and the number of its accelerators."""
+    """The name of a node, the number of its accelerators, and its clock when it was greeted."""
 
     name: str
     devices: int
+    clock: float = 0.0
 
 
 def greet(buffer: bytes, log_dir: str, timeout_s: float, template: str | None = None) -> Greeting:
     """A node's first task: start the node's fork server, and describe the node."""
-    server = node_fork_server.fork_server_of_node(log_dir, template)
+    clock, server = time.time(), node_fork_server.fork_server_of_node(log_dir, template)
     server.wait_ready(timeout_s)
-    return Greeting(node_fork_server.node_name(), server.devices)
+    return Greeting(node_fork_server.node_name(), server.devices, clock)
 
 
 def leave(buffer: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parsl_freetrain.sites.batch.options import BatchOptions
 
@@ -32,6 +32,8 @@ class BlockShape:
         Which nodes not.
     node_class
         The class of the nodes, where the site config tells them apart.
+    hole_s
+        Seconds until the deadline.
     """
 
     nodes: int
@@ -41,6 +43,7 @@ class BlockShape:
     names: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
     node_class: str = ''
+    hole_s: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def shape_for(
         max(least, math.floor(walltime_s / step_s * options.shrink) * step_s),
         deadline,
         names if options.pin_nodes else (),
+        hole_s=None if hole_s is None else math.floor(hole_s),
     )
 
 

@@ -43,12 +43,17 @@ exit "$status"
 """
 
 
-def until_deadline(deadline: int | None) -> str:
-    """Shell lines that shorten ``left`` so that the block ends by a time of ``time.time()``."""
+def until_deadline(deadline: int | None, hole_s: int | None = None) -> str:
+    """Shell lines that shorten ``left`` so that the block ends by a time of ``time.time()``.
+
+    The node's clock may differ from this computer's: where ``hole_s``, the seconds until then, are
+    known here and the scheduler has said there for how long the job has ``waited``, these count.
+    """
     if deadline is None:
         return ''
+    known = f'[ -z "$waited" ] || hole=$(({hole_s} - waited - SECONDS))\n'
     return f"""hole=$(({deadline} - $(date +%s)))
-[ "$hole" -ge "$left" ] || left=$hole
+{known if hole_s is not None else ''}[ "$hole" -ge "$left" ] || left=$hole
 """
 
 

@@ -22,7 +22,7 @@ def render(
         (f'#PBS {line}' for line in _directives(options, shape, place)),
         options,
         worker_init,
-        _LIFETIME.format(least=shape.least_s) + until_deadline(shape.deadline),
+        _LIFETIME.format(least=shape.least_s) + until_deadline(shape.deadline, shape.hole_s),
         run_with_launcher(launch, command, options.grace_s),
     )
 
@@ -76,8 +76,12 @@ def clock(seconds: int) -> str:
 
 
 _LIFETIME = """# The scheduler may have shortened the walltime so that the block fits: ask.
-walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
-    sed -n 's/^ *Resource_List\\.walltime = //p')
+waited=  # in the queue, by the scheduler's clock
+said=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null)
+of() {{ sed -n "s/^ *$1 = //p" <<<"$said"; }}
+walltime=$(of 'Resource_List\\.walltime') made=$(of ctime) began=$(of stime)
+[ -z "$made" ] || [ -z "$began" ] ||
+    waited=$(($(date -d "$began" +%s) - $(date -d "$made" +%s)))
 case $walltime in
     *[!0-9:]*|''|*:*:*:*) left={least} ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;

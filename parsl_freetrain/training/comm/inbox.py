@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.messages import NodeStays, Rendezvous, StopTraining, ToRank
+from parsl_freetrain.training.spec.messages import (
+    NodeEnds,
+    NodeStays,
+    Rendezvous,
+    StopTraining,
+    ToRank,
+)
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
 GOES, MAY_STAY, STAYS = range(3)
@@ -15,13 +22,18 @@ GOES, MAY_STAY, STAYS = range(3)
 
 
 class Inbox:
-    """Reads the channel at step boundaries only: nothing happens in the middle of a step."""
+    """Reads the channel at step boundaries only: nothing happens in the middle of a step.
+
+    ``deadline``: when the nodes are taken away, in seconds of ``time.monotonic()``, as far as it
+    was heard since the order.
+    """
 
     def __init__(self, channel: Channel[ToRank]) -> None:
         self._channel = channel
         self._stop = False
         self._goes = self._stays = self._followed = False
         self._rendezvous: Rendezvous | None = None
+        self.deadline = math.inf
 
     def listen_to_signals(self) -> None:
         """Treat :data:`STOP_SIGNALS` as requests to stop, also if they were blocked until now."""
@@ -72,6 +84,8 @@ class Inbox:
                 self._stop = True
                 self._goes = self._goes or message.node_leaves
                 self._followed = message.followed
+            case NodeEnds(deadline):
+                self.deadline = deadline
             case NodeStays():
                 self._stays = True
             case Rendezvous():

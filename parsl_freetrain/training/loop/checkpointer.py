@@ -115,7 +115,7 @@ class Checkpointer:
             path=last.path if last is not None and not self._only_in_memory else None,
             metrics=dict(metrics),
             error=error,
-            stepped_at=self.timing.stepped_at,
+            idle_s=time.monotonic() - at if (at := self.timing.stepped_at) else None,
             step_s=self.timing.step_s,
             checkpoint_s=self.timing.measured_s,
             left=left,

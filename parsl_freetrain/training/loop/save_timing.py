@@ -31,7 +31,9 @@ class SaveTiming:
     size
         The state's size in bytes.
     stepped_at
-        End of the last step in seconds since the epoch; 0: there was none.
+        End of the last step, in seconds of ``time.monotonic()``; 0: there was none.
+    deadline
+        When the nodes are taken away, in the same seconds; infinite if unknown.
     measured_s
         Longest time to write a checkpoint in this fragment; 0: none was written.
     """
@@ -43,6 +45,7 @@ class SaveTiming:
         self._expected_s = self._pause_s = self._tidying_s = 0.0
         self._saved_at, self._asked = time.monotonic(), False
         self.size, self.stepped_at, self.measured_s = 0, 0.0, 0.0
+        self.deadline = math.inf if order.deadline is None else order.deadline
 
     def expect(self, size: int, longest_s: float) -> None:
         """Set the estimates that hold before the first checkpoint: the state's size in bytes, and
@@ -77,7 +80,7 @@ class SaveTiming:
             self._first_step_s = seconds
             self.begin()
         exchanges.step_took(seconds)
-        self.stepped_at = time.time()
+        self.stepped_at = time.monotonic()
 
     def paused(self, seconds: float) -> None:
         """Record how long a copy of the state has held up training."""
@@ -90,7 +93,7 @@ class SaveTiming:
 
     def time_left(self) -> float:
         """Seconds until the nodes are taken away; infinite if unknown."""
-        return math.inf if self._order.deadline is None else self._order.deadline - time.time()
+        return self.deadline - time.monotonic()
 
     def must_stop(self, steps_ahead: int, *, writing: bool) -> bool:
         """Whether there may be too little time to save after ``steps_ahead`` more batches, where
@@ -145,4 +148,4 @@ class SaveTiming:
         """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
         until = self._order.exempt_until
         margin_s = 2 * self.longest_s + max(self._steps_s, default=self._first_step_s) + FLOOR_S
-        return until is not None and 0 < until - time.time() < margin_s
+        return until is not None and 0 < until - time.monotonic() < margin_s

@@ -84,6 +84,6 @@ class Wishes:
             )
 
     def _stops(self, steps_ahead: int) -> bool:
-        return self._inbox.stop_requested() or (
-            self._is_main and self._checkpointer.must_stop(steps_ahead)
-        )
+        stop, timing = self._inbox.stop_requested(), self._checkpointer.timing
+        timing.deadline = min(timing.deadline, self._inbox.deadline)
+        return stop or (self._is_main and self._checkpointer.must_stop(steps_ahead))

@@ -29,8 +29,8 @@ class FragmentOrder:
     fragment: int  # its number, from 1
     store: str  # the trainer's checkpoint folder
     spec: TrainingSpec
-    deadline: float | None
-    """``time.time()`` at which the nodes are taken away; None if unknown."""
+    deadline: float | None = None
+    """``time.monotonic()`` of a rank's node at which the nodes are taken away; None: unknown."""
     shape: Shape | None = None
     """How the ranks share the work; None: every rank trains its own samples."""
     interface: str | None = None
@@ -41,7 +41,7 @@ class FragmentOrder:
     """The initial state in memory; None: it is read from the newest checkpoint."""
     samples: int = 0  # of the newest checkpoint that the executor knows
     exempt_until: float | None = None
-    """``time.time()`` before which nothing preempts the fragment; None: something may."""
+    """The same, before which nothing preempts the fragment; None: something may."""
     speeds: tuple[float, ...] = ()
     """How fast each node is, relatively, by which virtual shards are divided. Empty: alike."""
     interruptions_per_s: float | None = None

@@ -107,7 +107,7 @@ class Outcome(Message, frozen=True):
     metrics: Metrics = {}  #: the user's last reported metrics
     #: The exception of the user's function, or the fault of a device, if any.
     error: RankError | None = None
-    stepped_at: Seconds = 0.0  #: end of the last step in seconds since the epoch; 0: there was none
+    idle_s: Seconds | None = None  #: seconds since the end of the last step; None: there was none
     #: step_s, checkpoint_s: of the longest of the last steps, and of checkpoints; 0: unknown.
     step_s: Seconds = 0.0
     checkpoint_s: Seconds = 0.0
@@ -146,16 +146,25 @@ class NodeStays(Message, frozen=True):
     """The trainer is expected to continue on this node."""
 
 
-ToRank = Rendezvous | StopTraining | NodeStays
+class NodeEnds(Message, frozen=True):
+    """When the nodes are taken away, in seconds of ``time.monotonic()`` of this one."""
+
+    deadline: Seconds
+
+
+ToRank = Rendezvous | StopTraining | NodeStays | NodeEnds
 
 
 # ---- member -> executor ----
 
 
 class Hello(Message, frozen=True):
-    """A member has started; ``node`` is the name of its node."""
+    """A member has started; ``node`` is the name of its node, and ``clock`` its time there, in
+    seconds since the epoch.
+    """
 
     node: str
+    clock: Seconds = 0.0
 
 
 class Alive(Message, frozen=True):
@@ -223,4 +232,10 @@ class StartStandby(Message, frozen=True):
     rescale: bool = True
 
 
-ToMember = Rendezvous | StopTraining | Abandon | AreYouThere | StartStandby
+class TimeLeft(Message, frozen=True):
+    """``Hello``'s answer: the nodes are taken in so many seconds; the order may have waited."""
+
+    left_s: Seconds
+
+
+ToMember = Rendezvous | StopTraining | Abandon | AreYouThere | StartStandby | TimeLeft

@@ -20,8 +20,12 @@ export CCL_PROCESS_LAUNCHER=none CCL_ATL_TRANSPORT=ofi CCL_KVS_CONNECTION_TIMEOU
 export CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD=1024 FI_MR_CACHE_MONITOR=userfaultfd
 
 # The scheduler may have shortened the walltime so that the block fits: ask.
-walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
-    sed -n 's/^ *Resource_List\.walltime = //p')
+waited=  # in the queue, by the scheduler's clock
+said=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null)
+of() { sed -n "s/^ *$1 = //p" <<<"$said"; }
+walltime=$(of 'Resource_List\.walltime') made=$(of ctime) began=$(of stime)
+[ -z "$made" ] || [ -z "$began" ] ||
+    waited=$(($(date -d "$began" +%s) - $(date -d "$made" +%s)))
 case $walltime in
     *[!0-9:]*|''|*:*:*:*) left=2485 ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
@@ -29,6 +33,7 @@ case $walltime in
 esac
 export left=$((left - SECONDS))
 hole=$((1800005000 - $(date +%s)))
+[ -z "$waited" ] || hole=$((5000 - waited - SECONDS))
 [ "$hole" -ge "$left" ] || left=$hole
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0

@@ -18,8 +18,12 @@ SECONDS=0
 export TMPDIR=/tmp OMP_NUM_THREADS=128
 
 # The scheduler may have shortened the walltime so that the block fits: ask.
-walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
-    sed -n 's/^ *Resource_List\.walltime = //p')
+waited=  # in the queue, by the scheduler's clock
+said=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null)
+of() { sed -n "s/^ *$1 = //p" <<<"$said"; }
+walltime=$(of 'Resource_List\.walltime') made=$(of ctime) began=$(of stime)
+[ -z "$made" ] || [ -z "$began" ] ||
+    waited=$(($(date -d "$began" +%s) - $(date -d "$made" +%s)))
 case $walltime in
     *[!0-9:]*|''|*:*:*:*) left=5400 ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;

@@ -47,6 +47,31 @@ def test_blocks_are_asked_for_at_the_lowest_priority() -> None:
     assert '#PBS -p -1024\n' in render(options(), BlockShape(1, 60, 60), PLACE, 'true')
 
 
+@pytest.mark.parametrize('ahead_s', [3600, -3600, 0])
+def test_a_block_ends_with_its_hole_whatever_the_clock_of_its_node_says(
+    tmp_path: Path, ahead_s: int
+) -> None:
+    """By the scheduler's times, the job has waited for 40 s of a hole of 300."""
+    shape = shape_for(1, 300.0, (), options(start_s=30.0), 36000.0, NOW, 1)
+    script = render(options(launch=('true',)), shape, PLACE, 'true')
+    told = '    Resource_List.walltime = 01:00:00\n    ctime = Thu Nov 26 17:00:10 2026\n'
+    told += '    stime = Thu Nov 26 17:00:50 2026\n'
+    for name, text in (
+        ('qstat', f'cat <<END\n{told}END'),
+        ('date', f'[ $# != 1 ] || exec echo {int(NOW) + ahead_s}; exec /bin/date "$@"'),
+        ('timeout', 'case $1 in 20) shift; exec "$@";; *) echo "$3" >"$SAID";; esac'),
+    ):
+        (tmp_path / name).write_text(f'#!/bin/bash\n{text}\n')
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / 'script').write_text(script)
+    environment = {'PATH': f'{tmp_path}:/usr/bin:/bin', 'PBS_JOBID': '1'}
+    environment['SAID'] = str(tmp_path / 'said')
+    command = ['/bin/bash', str(tmp_path / 'script')]
+    subprocess.run(command, check=False, timeout=LIMIT_S, env=environment)
+    left_s = int((tmp_path / 'said').read_text())
+    assert 300 - 40 - 10 - 5 <= left_s <= 300 - 40 - 10, 'ending_s is 10'
+
+
 def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     marker = tmp_path / 'was run'
     command = f"""echo 'it''s' "$(touch '{marker}')" ; `touch '{marker}'`"""

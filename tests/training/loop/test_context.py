@@ -260,7 +260,7 @@ def test_what_the_context_says(fork_server: ForkClient, tmp_path: Path) -> None:
 
     import time
 
-    outcomes = run(fork_server, tmp_path, look, world_size=2, deadline=time.time() + 3000)
+    outcomes = run(fork_server, tmp_path, look, world_size=2, deadline=time.monotonic() + 3000)
     assert [outcome.how for outcome in outcomes] == ['finished', 'finished'], outcomes
 
 

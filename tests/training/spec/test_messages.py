@@ -72,8 +72,11 @@ FROM_MEMBER = [
     ms.StandbyReady(),
 ]
 STOP = ms.StopTraining('preempted', node_leaves=True)
-TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays()]
-TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs', 5.0), ms.AreYouThere(), ms.StartStandby(150.0)]
+TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays(), ms.NodeEnds(1e5)]
+TO_MEMBER = [
+    RENDEZVOUS, STOP, ms.Abandon('hangs', 5.0), ms.AreYouThere(), ms.StartStandby(150.0),
+    ms.TimeLeft(60.0),
+]  # fmt: skip
 REQUESTS = [
     fm.Launch(ORDER, PLACE, {'A': '\udc80'}, 'digest'),
     fm.Launch(ORDER, PLACE, {}, 'digest', 30.0),

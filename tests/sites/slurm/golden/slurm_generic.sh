@@ -18,10 +18,12 @@ SECONDS=0
 
 # Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
 # or an administrator changed it: ask.
-end=$(SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
-case $end in
+read -r start end < <(
+    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e'
+)
+case $start$end in
     ''|*[!0-9]*) left=960 ;;
-    *) left=$((end - $(date +%s))) ;;
+    *) left=$((end - start - SECONDS)) ;;  # of one clock; the node may have another
 esac
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0

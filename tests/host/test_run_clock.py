@@ -1,0 +1,18 @@
+"""The clock of a run."""
+
+import pytest
+
+from parsl_freetrain.host.run_clock import RunClock
+
+
+@pytest.mark.parametrize('step_s', [3600.0, -3600.0])
+def test_no_step_of_the_computers_clock_moves_it(step_s: float) -> None:
+    wall, steady = 1e9, 50.0
+    clock = RunClock(lambda: wall, lambda: steady)
+    wall, steady = wall + 5.5, steady + 5.0
+    assert (clock(), clock.ahead_s, clock.of_wall(2e9)) == (1e9 + 5, 0.0, 2e9), 'no step'
+    wall += step_s
+    assert clock() == 1e9 + 5
+    ends_in_s = 100.0
+    assert clock.of_wall(wall + ends_in_s) == clock() + ends_in_s
+    assert clock.of_wall(None) is None
