@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +67,11 @@ class RunLock:
                 self._give_a_sign()
 
     def _give_a_sign(self) -> None:
-        other = block_lease.read_holder(self._path)
+        try:
+            other = block_lease.read_holder(self._path)
+        except BadInput:
+            block_lease.write_holder(self._path, block_lease.this_process(self._run))
+            return
         if other is None or other.run == self._run:
             os.utime(self._path)
         elif not self.lost:
@@ -104,9 +109,22 @@ def _alone(path: Path) -> Iterator[None]:
 def refuse_live(folder: Path) -> None:
     """Check that no live run has a checkpoint folder. Raises BadInput if one has."""
     path = folder / FILE
-    other = block_lease.read_holder(path)
+    try:
+        other = block_lease.read_holder(path)
+    except BadInput:
+        _set_damaged_aside(path)
+        other = None
     if other is not None and (left_s := _lives_s(other, path)) > 0:
         raise BadInput(_refusal(other, path, left_s))
+
+
+def _set_damaged_aside(path: Path) -> None:
+    """Set a damaged file aside; if a run lives whose file it was, it gives the folder up at its
+    next sign of life, and its late checkpoints are fenced.
+    """
+    aside = path.with_name(f'{path.name}.damaged-{secrets.token_hex(4)}')
+    path.rename(aside)
+    logger.warning('%s is damaged, so which run has the folder is unknown; kept as %s', path, aside)
 
 
 def _lives_s(other: block_lease.Holder, path: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import stat
@@ -50,35 +51,71 @@ def open_log(path: str | Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE)
 
 
+OF_THE_MOMENT = frozenset(
+    {
+        *(errno.ESTALE, errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.ENOTCONN),
+        *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR),
+    }
+)
+"""Errors in opening or reading a file that say nothing about it; all others mean damage."""
+
+
+def open_regular(path: Path, limit: float = math.inf) -> BinaryIO:
+    """Open a file of ours for reading, without waiting for anything. Raises OSError, also for a
+    link, a pipe, a device, or a file of more than ``limit`` bytes.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_size <= limit:
+        return os.fdopen(fd, 'rb')
+    os.close(fd)
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, 'It is no regular file', str(path))
+    raise OSError(errno.EFBIG, f'It has {found.st_size} bytes', str(path))
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """All of a file of ours that has at most ``limit`` bytes; raises as :func:`open_regular`."""
+    with open_regular(path, limit) as file:
+        return file.read()
+
+
 def read(path: Path, limit: int) -> bytes:
     """At most ``limit`` bytes of a file that nobody else can have written. Raises FileNotFoundError
     if there is none; BadInput if it is a link or no regular file, belongs to another user, or
     others may read or write it.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise BadInput(f'{path} cannot be read ({error.strerror}); remove it.') from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(fd)
+        raise BadInput(
+            f'{path} must be a file of yours that nobody else can read or write '
+            '(mode 0600); remove it.'
+        )
     with os.fdopen(fd, 'rb') as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise BadInput(
-                f'{path} must be a file of yours that nobody else can read or write '
-                '(mode 0600); remove it.'
-            )
         return file.read(limit)
 
 
 def make_dir(folder: Path) -> None:
-    """Make ``folder`` with mode 0700, with its parents, unless it exists; durable in its parent."""
+    """Make ``folder`` with mode 0700, with its parents, unless it exists; durable in its parent.
+    Raises BadInput if something else has its name.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         if not folder.is_dir():
-            raise
+            raise BadInput(
+                f'{folder} must be a folder, and is something else: remove it, and it is made anew.'
+            ) from None
     else:
         sync_dir(folder.parent)
 

@@ -20,7 +20,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign
-from parsl_freetrain.journal.records import HEAD, check_head, record, scan
+from parsl_freetrain.journal.records import HEAD, check_head, is_remains, record, scan
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,28 @@ class JournalWriter:
         )
 
 
+class _Remains(Exception):
+    """A file is what remains of a journal."""
+
+
 def _open(path: Path) -> tuple[int, int, set[str]]:
+    """As :func:`_opened`. What remains of a journal whose beginning is gone is set aside."""
+    try:
+        return _opened(path)
+    except _Remains:
+        with files.open_regular(path) as old:
+            readable = [record(p.content) for p in scan(old, 0) if p.content is not None]
+        log.warning(
+            'The ledger %s has lost its beginning; it is kept as %s. Reports may lack something of '
+            'earlier runs.',
+            path,
+            _set_aside(path),
+        )
+        files.write_new(path, b''.join([HEAD, *readable]))
+        return _opened(path)
+
+
+def _opened(path: Path) -> tuple[int, int, set[str]]:
     """A descriptor that appends, the size of the file, and the names of its runs."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -221,7 +242,7 @@ def _open(path: Path) -> tuple[int, int, set[str]]:
                 f'The ledger {path} belongs to another user (id {found.st_uid}); name a file of '
                 'your own.'
             )
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise BadInput(
             f'The ledger {path} cannot be written ({error.strerror}); give a path that can.'
@@ -233,6 +254,8 @@ def _open(path: Path) -> tuple[int, int, set[str]]:
         with os.fdopen(os.dup(fd), 'rb') as file:
             if found.st_size == 0:
                 os.write(fd, HEAD)
+            if is_remains(file):
+                raise _Remains
             check_head(file, path)
             for piece in scan(file, len(HEAD)):
                 end = piece.end

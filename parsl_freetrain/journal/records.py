@@ -65,6 +65,17 @@ def check_head(file: BinaryIO, path: Path) -> None:
         )
 
 
+def is_remains(file: BinaryIO) -> bool:
+    """Whether a file is what remains of a journal that was cut, or whose beginning is gone."""
+    file.seek(0)
+    begins = file.read(_CHUNK)
+    return not begins.startswith(HEAD) and (
+        HEAD.startswith(begins)
+        or not begins.strip(b'\0')
+        or (_MARK in begins and _KIND not in begins)
+    )
+
+
 def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
     """Whole records from a place on, and unreadable places between them; no incomplete last one."""
     file.seek(begin)

@@ -75,6 +75,30 @@ def test_a_run_on_another_computer_lives_as_long_as_it_touches_its_file(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize('kind', ['cut', 'a pipe', 'a folder'])
+def test_a_damaged_file_of_a_dead_run_is_set_aside(tmp_path: Path, kind: str) -> None:
+    path, before = tmp_path / FILE, RunLock(tmp_path, 'before')
+    before.take_folder()
+    content = path.read_bytes()
+    if kind == 'cut':
+        path.write_bytes(content[:7])
+    else:
+        path.unlink()
+        os.mkfifo(path) if kind == 'a pipe' else path.mkdir()
+    mine = RunLock(tmp_path, 'mine')
+    mine.take_folder()
+    assert len(list(tmp_path.glob(f'{FILE}.damaged-*'))) == 1
+    before.take(OffersSeen(1e9))
+    assert 'has taken the checkpoint_dir' in before.lost, 'if it lives after all'
+    path.write_bytes(content[:7])
+    mine.take(OffersSeen(1e9))
+    assert not mine.lost, 'a live run writes its file again'
+    mine.take(OffersSeen(2e9))
+    assert not mine.lost
+    mine.free_folder()
+    assert not path.exists()
+
+
 def test_a_clock_that_was_set_back_ends_no_signs_of_life(tmp_path: Path) -> None:
     lock = RunLock(tmp_path, 'mine')
     lock.take_folder()

@@ -10,7 +10,8 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from parsl_freetrain.host.files import sync_dir
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.files import OF_THE_MOMENT, sync_dir
 from parsl_freetrain.training.checkpoint.manifest import MARKER
 
 log = logging.getLogger(__name__)
@@ -49,11 +50,17 @@ def fragments_in(folder: Path) -> list[int]:
 
 
 def names(folder: Path) -> list[str]:
-    """The names in ``folder``; none if it does not exist."""
+    """The names in ``folder``; none if it does not exist. Raises BadInput if it is no folder."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        if error.errno in OF_THE_MOMENT:
+            raise
+        raise BadInput(
+            f'The folder {folder} cannot be read ({error.strerror}): put it back, or remove it.'
+        ) from error
 
 
 def move_into(path: Path, folder: Path) -> Path | None:

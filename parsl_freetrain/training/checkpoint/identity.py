@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.host.files import make_dir, sync_dir, write_new
+from parsl_freetrain.host.files import make_dir, read_regular, sync_dir, write_new
 from parsl_freetrain.host.ownership import refuse_foreign
 
 JSON: TypeAlias = 'bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None'
 
 TRAINER_FILE = 'trainer.json'
 FENCES = 'fences'
+_MOST = 2**24  # bytes of a trainer file
 _ANEW = (
     "give this trainer another name or folder, or resume='never' to move the old state aside "
     'and start anew'
@@ -112,11 +113,11 @@ def move_aside(folder: Path) -> Path:
 
 def _read(path: Path) -> tuple[str, dict[str, JSON]]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path, _MOST))
         return str(found['trainer']), dict(found['identity'])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInput(
-            f"{path} cannot be understood, so the folder may be another trainer's: {_ANEW}."
+            f"{path} cannot be read ({error}), so the folder may be another trainer's: {_ANEW}."
         ) from error
 
 

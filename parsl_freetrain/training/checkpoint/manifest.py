@@ -5,7 +5,6 @@ a complete ``COMMITTED`` it is not a checkpoint.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
@@ -16,12 +15,19 @@ import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.host.files import sync_dir, write_new
+from parsl_freetrain.host.files import (
+    OF_THE_MOMENT,
+    open_regular,
+    read_regular,
+    sync_dir,
+    write_new,
+)
 from parsl_freetrain.training.checkpoint.block_digests import DIGEST_BYTES, blocks_of, digest
 
 FORMAT = 3
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
+_MARKER_MOST, _MANIFEST_MOST = 1024, 2**30  # bytes
 
 
 class Damaged(FreeTrainError):
@@ -85,9 +91,13 @@ def commit(folder: Path) -> None:
 def is_committed(folder: Path) -> bool:
     """Whether the marker is complete: a writer killed while it wrote it has not committed."""
     try:
-        return len((folder / MARKER).read_bytes()) > 2 * DIGEST_BYTES
+        return len(read_regular(folder / MARKER, _MARKER_MOST)) > 2 * DIGEST_BYTES
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        if error.errno in OF_THE_MOMENT:
+            raise
+        return True  # it is damaged, which reading it will tell
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -95,8 +105,8 @@ def read_manifest(folder: Path) -> Manifest:
     Damaged if it is not the committed one; BadInput if this version does not read its format.
     """
     try:
-        content = (folder / MANIFEST).read_bytes()
-        marker = (folder / MARKER).read_bytes()
+        content = read_regular(folder / MANIFEST, _MANIFEST_MOST)
+        marker = read_regular(folder / MARKER, _MARKER_MOST)
     except OSError as error:
         raise damage(error) from error
     if marker.decode('ascii', 'replace').strip() != digest(content):
@@ -105,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
         document = json.loads(content)
         if document['format'] == FORMAT:
             return msgspec.convert(document, Manifest)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f'{MANIFEST} cannot be understood: {error!r}') from error
     raise BadInput(
         f'Checkpoint {folder} has format {document["format"]} and this version of parsl-freetrain '
@@ -122,7 +132,7 @@ def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) 
     manifest = read_manifest(folder)
     for listed in manifest.files:
         try:
-            with (folder / listed.name).open('rb') as file:
+            with open_regular(folder / listed.name) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != listed.bytes:
                     raise Damaged(f'{listed.name} has {found} bytes, {listed.bytes} were committed')
@@ -170,10 +180,9 @@ def _seal(path: Path) -> tuple[str, ...]:
 
 def damage(error: OSError) -> Exception:
     """What an error in reading a checkpoint means: :class:`Damaged`, or the error itself."""
-    # A missing or unreadable file is damage. Any other error (stale handle, time-out, permission)
-    # says nothing about it, and setting the checkpoint aside would lose work.
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO):
-        return Damaged(
-            f'{Path(error.filename or "").name or "a file"} cannot be read: {error.strerror}'
-        )
-    return error
+    # To set a checkpoint aside for an error of the moment would lose work.
+    if error.errno in OF_THE_MOMENT:
+        return error
+    return Damaged(
+        f'{Path(error.filename or "").name or "a file"} cannot be read: {error.strerror or error}'
+    )

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.host.files import read_regular
 from parsl_freetrain.training.checkpoint import block_digests
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, verify
@@ -20,6 +21,7 @@ from parsl_freetrain.training.checkpoint.safetensors_io import Layout, Piece, la
 from parsl_freetrain.training.checkpoint.transport import Disk
 
 CONTENTS = 'contents.json'
+_MOST = 2**34  # bytes of it
 
 Place = tuple[str, int, int]
 """A file, where in it the bytes begin, and their number."""
@@ -69,7 +71,7 @@ class Contents(msgspec.Struct, frozen=True):
         """
         committed = {file.name: file.blocks for file in verify(folder, content=False).files}
         try:
-            content = (folder / CONTENTS).read_bytes()
+            content = read_regular(folder / CONTENTS, _MOST)
         except OSError as error:
             raise damage(error) from error
         if block_digests.blocks_of(io.BytesIO(content)) != committed.get(CONTENTS):
@@ -151,7 +153,7 @@ def write_part(folder: Path, rank: int, part: Contents) -> str:
 def read_part(folder: Path, rank: int, expected: str) -> Contents:
     """Another rank's part, of digest ``expected``; FreeTrainError if the file system has it not."""
     path = folder / contents_of(rank)
-    content = path.read_bytes() if path.exists() else b''
+    content = read_regular(path, _MOST) if path.exists() else b''
     if block_digests.digest_of_blocks(block_digests.blocks_of(io.BytesIO(content))) != expected:
         raise FreeTrainError(
             f'{path} is not what rank {rank} wrote: the file system must show a file to other '

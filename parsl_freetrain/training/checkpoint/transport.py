@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from parsl_freetrain.host.files import open_regular
 from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
@@ -68,14 +70,14 @@ class Disk:
     def _read(self, block: Block, target: memoryview) -> None:
         name, number = block
         try:
-            with (self._folder / name).open('rb', buffering=0) as file:
-                file.seek(number * hashing.BLOCK)
+            with open_regular(self._folder / name) as file:
+                at = number * hashing.BLOCK
                 while target:
-                    got = file.readinto(target)
+                    got = os.preadv(file.fileno(), [target], at)
                     if not got:
                         raise Damaged(f'{name} is shorter than it was when it was committed')
                     self.bytes_read += got
-                    target = target[got:]
+                    target, at = target[got:], at + got
         except OSError as error:
             raise damage(error) from error
 

@@ -190,3 +190,21 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
         assert refused and 'no node of block b1 has joined within 60 s of its start' in refused[0]
     else:
         assert not site.cancelled and not refused
+
+
+def test_a_node_whose_worker_never_answers_holds_no_block() -> None:
+    """Its manager has registered: a worker is stopped, or a file system of the node hangs."""
+    told, nobody, site = Told(), cast(Any, None), Shared()
+    provider = BackfillProvider(site)
+    provider._jobs['7'] = None
+    blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl(), join_s=60.0)
+    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 600.0)), 0.0)
+    block, runs = blocks.blocks['b1'], {'b1': JobStatus(JobState.RUNNING)}
+    block.greeted.add('n1')
+    block.answering['n1'] = 100.0
+    blocks.poll(runs, 160.0)
+    assert not site.cancelled
+    blocks.poll(runs, 161.0)
+    assert site.cancelled == ['7']
+    (why,) = [event.error for event in told.events if isinstance(event, ev.NodeUnusable)]
+    assert why == 'its worker has not answered its first task within 60 s'
