@@ -105,17 +105,13 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def make_dir(folder: Path) -> None:
-    """Make ``folder`` with mode 0700, with its parents, unless it exists; durable in its parent.
-    Raises BadInput if something else has its name.
-    """
+    """Make ``folder`` with mode 0700, with its parents, unless it exists; durable in its parent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         if not folder.is_dir():
-            raise BadInput(
-                f'{folder} must be a folder, and is something else: remove it, and it is made anew.'
-            ) from None
+            raise
     else:
         sync_dir(folder.parent)
 

@@ -17,6 +17,7 @@ from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.events import OffersSeen
 from parsl_freetrain.executor import run_lock
 from parsl_freetrain.executor.run_lock import FILE, SILENT_S, RunLock
+from parsl_freetrain.training.process import block_lease
 from parsl_freetrain.training.process.block_lease import Holder, write_holder
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
@@ -131,7 +132,7 @@ def test_of_two_runs_that_begin_together_one_has_the_folder(
             second.join(1.0)
         write_holder(path, holder)
 
-    monkeypatch.setattr(run_lock, 'write_holder', meanwhile)
+    monkeypatch.setattr(block_lease, 'write_holder', meanwhile)
     begin('first')
     second.join()
     assert sorted(text.partition(':')[0].partition(' checkpoint_dir')[0] for text in said) == [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import make_dir, sync_dir, write_new
 from parsl_freetrain.training.checkpoint.directories import (
@@ -97,7 +97,10 @@ class PosixCheckpointStore:
         fences = self.folder / FENCES
         make_dir(self.folder)
         refuse_open(self.folder)
-        make_dir(fences)
+        try:
+            make_dir(fences)
+        except FileExistsError:
+            raise BadInput(f'{fences} is no folder: remove it, and it is made anew.') from None
         try:
             write_new(fences / f'{fragment:06d}', b'')
         except FileExistsError:
