@@ -117,7 +117,8 @@ def _read(path: Path) -> tuple[str, dict[str, JSON]]:
         return str(found['trainer']), dict(found['identity'])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInput(
-            f"{path} cannot be understood ({error}), so the folder may be another trainer's: {_ANEW}."
+            f"{path} cannot be understood ({error}), so the folder may be another trainer's: "
+            f'{_ANEW}.'
         ) from error
 
 
