@@ -51,10 +51,12 @@ def refused(
     function: Callable[..., object],
     *args: Any,
     world_size: int = 1,
+    fragment: int = 1,
     **options: Any,
 ) -> str:
     """The sentence by which the function is refused."""
-    with ranks(fork_server, order(folder, **options), world_size, folder, function, *args) as gang:
+    ordered = order(folder, fragment, **options)
+    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
         errors = [outcome.error for outcome in gang.run() if outcome.how == 'error']
-    assert errors and errors[0].kind == 'BadInput', errors
+    assert errors and errors[0].type == 'BadInput', errors
     return str(errors[0].message)

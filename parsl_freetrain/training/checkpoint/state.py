@@ -62,6 +62,8 @@ class Position:
     #: Digests of some samples of a stream, by number.
     marks: dict[str, str] = field(default_factory=dict)
     order: str = ''  #: the name of the order of the samples; empty: unknown
+    #: Some of what the dataset had at the beginning of the fragment or of the epoch.
+    looks: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

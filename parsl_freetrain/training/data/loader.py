@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +75,8 @@ def make_loader(
     read: LoaderSettings,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """The collated samples of each micro-batch, in order; for an accelerator (``device``) in
+    """The collated samples of each micro-batch, in order, with workers that stay if the
+    micro-batches can be iterated over again; for an accelerator (``device``) in
     page-locked memory, from which copies need not wait. With a seed, what the dataset draws at
     random (augmentation), from whatever generator, depends only on the micro-batch and not on the
     worker that loads it; without one (None), it comes from torch's generator, as in any DataLoader,
@@ -85,12 +88,13 @@ def make_loader(
         'num_workers': read.num_workers,
         'worker_init_fn': partial(_begin_worker, read.worker_init_fn),
         'pin_memory': device.type != 'cpu',
+        'persistent_workers': read.num_workers > 0,
     }
     if read.collate_fn is None and _has_rows(dataset):
         dataset, options['collate_fn'] = _Rows(dataset), list
     batches: Any = micro_batches
     if seed is None:
-        batches = (list(micro_batch.indices) for micro_batch in micro_batches)
+        batches = _Indices(micro_batches)
     else:
         dataset = _SeededDataset(dataset, read.collate_fn, seed)
     return DataLoader(dataset, batch_sampler=batches, **options)
@@ -109,15 +113,28 @@ def size_of(dataset: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device, in containers that are rebuilt."""
+    """The batch with its tensors on the device. Containers keep their classes and attributes; what
+    has a method ``to`` is moved by it.
+    """
+    if device.type == 'cpu':
+        return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, '_fields'):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+    if callable(getattr(type(batch), 'to', None)):
+        return batch.to(device)
+    if isinstance(batch, tuple):
+        moved = (to_device(value, device) for value in batch)
+        return type(batch)(*moved) if hasattr(batch, '_fields') else type(batch)(moved)
+    if isinstance(batch, (MutableMapping, MutableSequence)):
+        found = copy.copy(batch)
+        for key in list(batch) if isinstance(batch, MutableMapping) else range(len(batch)):
+            found[key] = to_device(batch[key], device)
+        return found
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        made: Any = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(made, field.name, to_device(getattr(batch, field.name), device))
+        return made
     return batch
 
 
@@ -145,6 +162,14 @@ class _Rows(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [tensor[indices] for tensor in self._tensors]
+
+
+@dataclass(frozen=True)
+class _Indices:
+    micro_batches: Iterable[MicroBatch]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(micro_batch.indices) for micro_batch in self.micro_batches)
 
 
 class _SeededDataset(Dataset[Any]):

@@ -5,17 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import islice
-from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-_DEPTH, _ITEMS, _MOST = 8, 64, 20_000
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.Tensor, type, ModuleType, CodeType)
+from parsl_freetrain.training.data.inside import inside
 
 
 class OwnGenerators:
@@ -70,83 +65,3 @@ def _seeding(value: Any) -> Callable[[int], object] | None:
     if isinstance(value, numpy.RandomState) and value is not numpy.mtrand._rand:
         return lambda seed: value.seed(seed % 2**32)
     return None
-
-
-def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All that is in named objects, each once, by a path: items, attributes, and what functions
-    refer to. Of long containers it is the first items. Models are not looked into.
-    """
-    seen: set[int] = set()
-    waiting = deque((name, value, 0) for name, value in named.items())
-    while waiting and len(seen) < _MOST:
-        path, value, depth = waiting.popleft()
-        if isinstance(value, _PLAIN) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield path, value
-        if depth < _DEPTH:
-            waiting.extend((f'{path}{at}', one, depth + 1) for at, one in parts_of(value))
-
-
-def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
-    """What an object refers to, by how it is reached."""
-    if isinstance(value, Mapping):
-        return [(f'[{key!r}]', one) for key, one in _first(value.items())]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return [(f'[{i}]', one) for i, one in enumerate(_first(value))]
-    if isinstance(value, BuiltinMethodType):
-        return [('', value.__self__)]
-    if isinstance(value, MethodType):
-        return [('', value.__self__), ('()', value.__func__)]
-    if isinstance(value, partial):
-        return [('', value.func), ('()', value.args), ('()', value.keywords)]
-    if isinstance(value, FunctionType):
-        return _of_function(value)
-    if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
-        return ()
-    found = [(f'.{key}', one) for key, one in getattr(value, '__dict__', {}).items()]
-    kinds = type(value).__mro__
-    for kind in kinds:
-        slots = kind.__dict__.get('__slots__', ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, slot):
-                found.append((f'.{slot}', getattr(value, slot)))
-    for name in ('__getitem__', '__getitems__', '__iter__', '__call__', 'forward'):
-        own = next((kind.__dict__[name] for kind in kinds if name in kind.__dict__), None)
-        if isinstance(own, FunctionType):
-            found.append((f'.{name}', own))
-    return found
-
-
-def _first(items: Iterable[Any]) -> list[Any]:
-    return list(islice(items, _ITEMS))
-
-
-def _of_function(function: FunctionType) -> list[tuple[str, Any]]:
-    found = [('()', one) for one in (function.__defaults__ or ())]
-    found += [('()', one) for one in (function.__kwdefaults__ or {}).values()]
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            found.append((f'.{name}', cell.cell_contents))
-        except ValueError:  # not assigned yet
-            continue
-    found += globals_of(function.__code__, function.__globals__)
-    return found
-
-
-def globals_of(code: CodeType, its: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The global variables that code names, and of functions only those of its own module."""
-    found = []
-    for name in code.co_names:
-        value = its.get(name)
-        if isinstance(value, FunctionType) and value.__globals__ is not its:
-            continue
-        if value is not None and not isinstance(value, _PLAIN):
-            found.append((f'.{name}', value))
-    return found
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The variables that the code of a frame names."""
-    named = {name[1:]: one for name, one in globals_of(frame.f_code, frame.f_globals)}
-    return {**named, **frame.f_locals}

@@ -25,12 +25,12 @@ class SampledOrder:
     on the seed and the epoch only, by which torch, ``random``, numpy and the sampler's own
     ``generator`` are seeded while the sampler is asked. ``sampler`` is one of torch, whose
     ``set_epoch`` is called if it has that, or a function of the epoch. It may leave samples out and
-    repeat them. All epochs have ``size`` samples; ``name`` differs for another order. Raises
-    BadInput if it divides the samples among ranks, gives something else than indices, or another
-    order when it is asked again.
+    repeat them. All epochs have ``size`` samples; ``names`` differ for another order of an epoch.
+    ``epoch`` is the first that is trained. Raises BadInput if it divides the samples among ranks,
+    gives something else than indices, or another order when it is asked again.
     """
 
-    def __init__(self, sampler: Sampler, dataset_size: int, seed: int) -> None:
+    def __init__(self, sampler: Sampler, dataset_size: int, seed: int, epoch: int = 0) -> None:
         if isinstance(sampler, DistributedSampler):
             raise BadInput(
                 'ctx.loop was given a DistributedSampler, which divides the samples among ranks; '
@@ -39,17 +39,17 @@ class SampledOrder:
             )
         self._sampler, self._dataset_size, self._seed = sampler, dataset_size, seed
         self.size = 0
-        first = self(0)
+        self.names: dict[int, str] = {}
+        first = self(epoch)
         self.size = len(first)
         if not first:
             raise BadInput(f'{self.who} gives no indices; it must give at least one.')
-        if self(0) != first:
+        if self(epoch) != first:
             raise BadInput(
                 f'{self.who} gives other indices when it is asked again for the same epoch, so '
                 'the order could not be continued after a stop: draw from torch, random or numpy, '
                 'which are seeded for each epoch, or give a function of the epoch.'
             )
-        self.name = hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
 
     def __call__(self, epoch: int) -> array[int]:
         with _random_numbers_of(f'{self._seed}:{epoch}:sampler') as seed:
@@ -57,8 +57,9 @@ class SampledOrder:
         if self.size and len(indices) != self.size:
             raise BadInput(
                 f'{self.who} gives {len(indices)} indices for epoch {epoch} and {self.size} for '
-                'epoch 0; all epochs must have the same length.'
+                'the first; all epochs must have the same length.'
             )
+        self.names[epoch] = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
         return indices
 
     def _ask(self, epoch: int, seed: int) -> array[int]:
@@ -95,13 +96,13 @@ class SampledOrder:
 
 
 def sampled_order(
-    sampler: Sampler | None, dataset_size: int, seed: int, peers: Peers
+    sampler: Sampler | None, dataset_size: int, seed: int, peers: Peers, epoch: int = 0
 ) -> SampledOrder | None:
     """All ranks call this. Raises BadInput as :class:`SampledOrder`, or if ranks differ."""
     if sampler is None:
         return None
-    order = SampledOrder(sampler, dataset_size, seed)
-    if len(set(gather_bytes(peers, order.name.encode()))) > 1:
+    order = SampledOrder(sampler, dataset_size, seed, epoch)
+    if len(set(gather_bytes(peers, order.names[epoch].encode()))) > 1:
         raise BadInput(
             f'{order.who} does not give the same indices on all ranks: do not let it depend on the '
             'rank; ctx.loop gives each rank its own samples.'
@@ -128,7 +129,13 @@ def _random_numbers_of(text: str) -> Iterator[int]:
             numpy.random.set_state(before[1])
 
 
-def order_name(chosen: SampledOrder | None, shuffle: bool, drop_last: bool) -> str:
-    """In checkpoints and errors."""
-    kind = f'sampled ({chosen.name})' if chosen else 'shuffled' if shuffle else 'not shuffled'
-    return f'{kind}, drop_last={drop_last}'
+def order_name(
+    chosen: SampledOrder | None, shuffle: bool, drop_last: bool, in_epoch: int, samples: int
+) -> str:
+    """In checkpoints and errors, after a number of samples of the loop. Between two epochs an order
+    has no name: what a sampler depends on may change there.
+    """
+    epoch, within = divmod(samples, in_epoch)
+    name = chosen.names.get(epoch, '') if chosen is not None and within else ''
+    kind = f'sampled ({name})' if name else 'sampled' if chosen else 'shuffled'
+    return f'{kind if chosen or shuffle else "not shuffled"}, drop_last={drop_last}'

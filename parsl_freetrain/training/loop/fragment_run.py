@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.events import TotalKnown
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.state import (
     Position,
@@ -25,9 +26,10 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
 from parsl_freetrain.training.comm import world
+from parsl_freetrain.training.data.inside import variables_of
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
-from parsl_freetrain.training.data.own_generators import own_generators, variables_of
+from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop import update_guard
 from parsl_freetrain.training.loop.averages import (
@@ -68,6 +70,7 @@ class FragmentRun:
         self._lengths = LoopLengths(parts.order.spec)
         self._averages: list[PreparedAverage] = []
         self._epochs: EpochLoop | None = None
+        self._look: Callable[[], None] = lambda: None  # at the dataset, at the begin of an epoch
 
     def in_body(self) -> bool:
         """Whether the body of the loop is running."""
@@ -161,6 +164,7 @@ class FragmentRun:
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, epochs, samples)
             if self.loop is not None:
+                self._look()
                 return self._epochs.micro_batches(data, micro_batch)
         batches = self._batches(self.model, data, micro_batch, epochs, samples)
         if self._epochs is None or batches is None:
@@ -179,8 +183,10 @@ class FragmentRun:
         spec, saved = self.order.spec, self.saved
         if is_stream(data.dataset):
             self._lengths.check_stream(epochs)
-        source = LoopData(data, spec.mode.seed, self.peers)
         there = saved.position if saved is not None else None
+        begun = there is not None and there.loop == self._lengths.loops + 1
+        epoch = there.epoch - there.epoch_due if begun and there is not None else 0
+        source = LoopData(data, spec.mode.seed, self.peers, max(epoch, 0))
         span = self._lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
         self._find_generators(data)
         if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
@@ -190,6 +196,8 @@ class FragmentRun:
         self.state.total_samples = span.total
         if self.is_main and spec.total_epochs is not None:
             self.parts.channel.send(TotalKnown(time.time(), self.order.trainer, span.total))
+        if self.division.shape.spatial == Shape().spatial:  # else ranks have parts of samples
+            source.check_same(saved)
         position = source.position(self.state.samples, span, spec.shards, saved)
         guard = self._guard_of(model)
         if self.state.phase is Phase.LOOP_ENDED:
@@ -197,8 +205,10 @@ class FragmentRun:
         if saved is not None:
             self._go_on(model, saved, position)
         batches = source.batches(self.state.samples, span, spec)
+        if self._epochs is not None:
+            self._look = batches.look
         model.steps.limit(micro_batch, batches.order.batch_size)
-        base, in_epoch = batches.base, batches.order.epoch_size
+        base, in_epoch, order_at = batches.base, batches.order.epoch_size, source.order_at
         self.loop = TrainingLoop(
             self.parts,
             model,
@@ -206,6 +216,7 @@ class FragmentRun:
             position,
             # Not a method of the batches: a stream's own workers run for as long as it is held.
             lambda samples: (samples - base) // in_epoch,
+            lambda samples: order_at(samples - base),
             guard,
         )
         return self.loop.run(batches)

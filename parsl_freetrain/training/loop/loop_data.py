@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Position, Source
-from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.data.inside import Looks, different, fingerprint, looks_of
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.sample_order import (
@@ -23,6 +27,11 @@ from parsl_freetrain.training.data.sampler import SampledOrder, order_name, samp
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.spec.training import TrainingSpec
+
+_SPLIT = (
+    'Split and shuffle with a fixed seed, such as numpy.random.default_rng(0), and sort what comes '
+    'from a set or a folder.'
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class LoopLengths:
     def __init__(self, spec: TrainingSpec) -> None:
         self._spec = spec
         self._epochs_before = 0.0
-        self._loops = self._end = 0
+        self.loops = self._end = 0
 
     def check_stream(self, epochs: float | None) -> None:
         """Refuse what is given in epochs, which a stream does not have."""
@@ -66,13 +75,13 @@ class LoopLengths:
         Without ``epochs`` and ``samples`` it trains the rest of the total. Raises BadInput if both
         are given, if samples are given for a total in epochs, or if not so much is left.
         """
-        self._loops += 1
+        self.loops += 1
         base = self._end
-        if position is None or self._loops == position.loop:
+        if position is None or self.loops == position.loop:
             base = now if position is None else position.base
         length, total = self._length(base, in_epoch, epochs, samples)
         self._end = base + length
-        return LoopSpan(self._loops, base, length, total)
+        return LoopSpan(self.loops, base, length, total)
 
     def _length(
         self, base: int, in_epoch: int, epochs: float | None, samples: int | None
@@ -114,8 +123,9 @@ class LoopData:
     stream is to be read as a dataset, or if a sampler does not give the same order on all ranks.
     """
 
-    def __init__(self, read: LoaderData, seed: int, peers: Peers) -> None:
+    def __init__(self, read: LoaderData, seed: int, peers: Peers, epoch: int = 0) -> None:
         self.read, self._seed, self._peers = read, seed, peers
+        self.looks: Looks = {}
         self.dataset, self._size = read.dataset, ENDLESS
         self._stream: NumberedStream | None = None
         if is_stream(read.dataset):
@@ -123,10 +133,42 @@ class LoopData:
             self.dataset = self._stream = NumberedStream(read.dataset, seed)
         else:
             self._size = size_of(read.dataset)
-        self._chosen: SampledOrder | None = sampled_order(read.sampler, self._size, seed, peers)
+        self._chosen: SampledOrder | None = sampled_order(
+            read.sampler, self._size, seed, peers, epoch
+        )
         self._ordered = self._chosen.size if self._chosen is not None else self._size
         self._shuffle = read.shuffle and self._stream is None
         self.in_epoch = epoch_size(self._ordered, read.batch_size, read.drop_last)
+        self.order_at = partial(
+            order_name, self._chosen, self._shuffle, read.drop_last, self.in_epoch
+        )
+
+    def check_same(self, saved: Source | None) -> None:
+        """All ranks call this. Raises BadInput if the dataset is not the same on all ranks, or not
+        the one with which the checkpoint was written within an epoch.
+        """
+        if self._stream is not None:
+            return
+        self.looks.update(looks_of(self.read.dataset))
+        said = gather_bytes(self._peers, msgspec.json.encode(self.looks))
+        others = [msgspec.json.decode(one, type=Looks) for one in said]
+        for rank, other in enumerate(others):
+            if where := different(others[0], other):
+                raise BadInput(
+                    'The dataset given to ctx.loop is not the same on all ranks, so samples would '
+                    f'be lost and others trained twice: {where}, on ranks 0 and {rank}. {_SPLIT}'
+                )
+        there = saved.position if saved is not None else None
+        within = (
+            there is not None
+            and (there.samples - there.base) % self.in_epoch
+            and there.dataset_size == self._size  # otherwise the length is what is refused
+        )
+        if saved and within and (where := different(saved.position.looks, self.looks)):
+            raise BadInput(
+                f'The dataset given to ctx.loop has changed since checkpoint {saved.path}, so '
+                f'samples would be lost and others trained twice: {where}. {_SPLIT}'
+            )
 
     def position(self, samples: int, span: LoopSpan, shards: int, saved: Source | None) -> Position:
         """The position at a number of samples, as it is saved."""
@@ -142,7 +184,8 @@ class LoopData:
             loop=span.number,
             base=span.base,
             marks=self._stream.marks if self._stream is not None else {},
-            order=order_name(self._chosen, self._shuffle, self.read.drop_last),
+            order=self.order_at(samples - span.base),
+            looks=self.looks,
         )
 
     def batches(self, samples: int, span: LoopSpan, spec: TrainingSpec) -> BatchSource:
@@ -164,7 +207,7 @@ class LoopData:
             sampler=self._chosen,
             drop_last=self.read.drop_last,
         )
-        return BatchSource(order, self.dataset, self.read, span.base)
+        return BatchSource(order, self.dataset, self.read, span.base, self.looks)
 
 
 @dataclass(frozen=True)
@@ -177,15 +220,21 @@ class BatchSource:
     dataset: Any
     read: LoaderData
     base: int
+    looks: Looks
 
     @property
     def end(self) -> int:
         """Number of samples at the end of the loop."""
         return self.base + self.order.total_samples
 
-    def batches(self, samples: int) -> Iterator[GlobalBatch]:
-        """The global batches from a number of samples on."""
-        for batch in self.order.batches(samples - self.base):
+    def batches(self, samples: int, *, of_epoch: bool = False) -> Iterator[GlobalBatch]:
+        """The global batches from a number of samples on; or only those of its epoch."""
+        done = samples - self.base
+        size = self.order.epoch_size
+        left = min(size - done % size, self.order.total_samples - done)
+        count = -(-left // self.order.batch_size) if of_epoch else None
+        # What comes later is not even asked for: it may depend on the end of the epoch.
+        for batch in islice(self.order.batches(done), count):
             yield replace(batch, samples_before=self.base + batch.samples_before)
 
     def loader(
@@ -193,6 +242,15 @@ class BatchSource:
     ) -> Iterable[Any]:
         """The data of these micro-batches, as of :func:`make_loader`."""
         return make_loader(self.dataset, micro_batches, seed, self.read, device)
+
+    def fingerprint(self) -> bytes:
+        """It changes when the user changes what workers have a copy of."""
+        return fingerprint(dataset=self.dataset, collate_fn=self.read.collate_fn)
+
+    def look(self) -> None:
+        """Look at the dataset again, after an end of an epoch that may have changed it."""
+        if self.looks:
+            self.looks.update(looks_of(self.read.dataset))
 
     def epochs_before(self, samples: int) -> int:
         """Number of epochs of this loop that have ended at this number of samples."""

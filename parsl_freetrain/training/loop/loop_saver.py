@@ -25,7 +25,7 @@ from parsl_freetrain.training.steps.group_settings import plain_values
 class LoopSaver:
     """Saves the state of a loop. ``position`` is saved with each checkpoint, with what has changed
     since the loop began; ``epochs_before`` gives the number of epochs of the loop that have ended
-    at a number of samples.
+    at a number of samples, and ``order_at`` the name of the order there.
     """
 
     def __init__(
@@ -35,12 +35,14 @@ class LoopSaver:
         state: LoopState,
         position: Position,
         epochs_before: Callable[[int], int],
+        order_at: Callable[[int], str],
         last: LastStep,
         rollback: Rollback,
     ) -> None:
         self._checkpointer, self._is_main = parts.checkpointer, parts.place.rank == 0
         self._model, self._state, self._position = model, state, position
         self._epochs_before, self._last, self._rollback = epochs_before, last, rollback
+        self._order_at = order_at
         self._replicas = Replicas(parts, model)
 
     def save(self, how: Callable[[Any, int, Mapping[str, float]], None]) -> None:
@@ -101,6 +103,7 @@ class LoopSaver:
             checkpoint_s=self._checkpointer.timing.longest_s,
             user=state.user.values if self._is_main else {},
             epoch=self._epochs_before(state.samples),
+            order=self._order_at(state.samples),
             epoch_due=state.epoch_due,
             finishing=state.finishing,
             finished=state.phase is Phase.FINISHED,

@@ -42,9 +42,21 @@ class FragmentEnd(BaseException):
     """
 
 
+class Restarted:
+    """The micro-batches of some global batches, for a loader that is iterated over once for each
+    epoch.
+    """
+
+    items: Iterator[tuple[GlobalBatch, Sequence[MicroBatch]]] = iter(())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (micro_batch for _, micro_batches in self.items for micro_batch in micro_batches)
+
+
 class TrainingLoop:
-    """Trains one loop of a fragment, and keeps ``state`` up to date. ``position`` and
-    ``epochs_before`` are as of :class:`~parsl_freetrain.training.loop.loop_saver.LoopSaver`.
+    """Trains one loop of a fragment, and keeps ``state`` up to date. ``position``,
+    ``epochs_before`` and ``order_at`` are as of
+    :class:`~parsl_freetrain.training.loop.loop_saver.LoopSaver`.
     """
 
     def __init__(
@@ -54,6 +66,7 @@ class TrainingLoop:
         state: LoopState,
         position: Position,
         epochs_before: Callable[[int], int],
+        order_at: Callable[[int], str],
         guard: UpdateGuard,
     ) -> None:
         order, self._mode = parts.order, parts.order.spec.mode
@@ -70,7 +83,7 @@ class TrainingLoop:
         self._last = LastStep(parts, model, state)
         self._rollback = Rollback(parts, model, state, self._policy)
         self._saver = LoopSaver(
-            parts, model, state, position, epochs_before, self._last, self._rollback
+            parts, model, state, position, epochs_before, order_at, self._last, self._rollback
         )
         self._wishes = Wishes(parts, model, state, self._rollback)
         self._began = 0, 0.0  # samples and time where the rate is counted from
@@ -88,6 +101,7 @@ class TrainingLoop:
             state.epoch = data.epochs_before(state.samples) - 1
             self._at_end = state.samples == data.end
             yield from self._end_epoch()
+            data.look()
             self._saver.save_wanted()
         while not state.loop_over:
             yield from self._until_end(data)
@@ -136,6 +150,7 @@ class TrainingLoop:
             ended = state.epoch_due
             if ended:
                 yield from self._end_epoch()
+                data.look()
             if decision is Agreed.FINISH:
                 state.phase = Phase.ENDED_EARLY
             if self._at_end or state.phase is Phase.ENDED_EARLY:
@@ -153,15 +168,23 @@ class TrainingLoop:
     ) -> Iterator[tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]]:
         """The global batches, this rank's micro-batches of each, and what loads these in order."""
         self._draw_for_itself()
-        ahead, here = tee(
-            (batch, self._steps.micro_batches(batch)) for batch in data.batches(self._state.samples)
+        # Workers load ahead: not over an end of an epoch at which the data may be changed.
+        of_epoch = bool(data.read.num_workers) and (
+            self._hooks.at_epochs or data.read.sampler is not None
         )
-        # Ranks that train the same samples must also draw the same random numbers for them.
-        alike = self._reproducible or self._division.grouped
-        to_load = (micro_batch for _, micro_batches in ahead for micro_batch in micro_batches)
-        loaded = iter(data.loader(to_load, self._mode.seed if alike else None, self._device))
-        for batch, micro_batches in here:
-            yield batch, micro_batches, loaded
+        ahead, loader, before = Restarted(), None, b''
+        while self._state.samples < data.end:
+            batches = data.batches(self._state.samples, of_epoch=of_epoch)
+            ahead.items, here = tee((batch, self._steps.micro_batches(batch)) for batch in batches)
+            now = data.fingerprint() if of_epoch else b''
+            if loader is None or now != before:
+                # Ranks that train the same samples must also draw the same random numbers for them.
+                alike = self._reproducible or self._division.grouped
+                loader = data.loader(ahead, self._mode.seed if alike else None, self._device)
+                before = now
+            loaded = iter(loader)
+            for batch, micro_batches in here:
+                yield batch, micro_batches, loaded
 
     def _begin(self, batch: GlobalBatch) -> None:
         state = self._state

@@ -4,11 +4,14 @@ replaced; ``make gpu`` has the same test with a real one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
@@ -42,7 +45,55 @@ def test_batches_for_an_accelerator_are_page_locked_and_their_copies_do_not_wait
     assert [batch.tolist() for batch in batches] == [[0.0, 1.0], [2.0, 3.0]]
     assert pinned == [batch.data_ptr() for batch in batches][:locked]
     to_device({'x': [batches[0]], 'y': (batches[1], 'text')}, device)
-    assert copied == [(batch.data_ptr(), True) for batch in batches]
+    assert copied == [(batch.data_ptr(), True) for batch in batches][:locked]
+
+
+class Record(dict[str, Any]):
+    """As in many training scripts: entries are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Graphs(list[Any]):
+    def __init__(self, graphs: list[Any], number: int) -> None:
+        super().__init__(graphs)
+        self.number = number
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Scan:
+    x: torch.Tensor
+    name: str
+
+
+X = torch.zeros(3, 2)
+PACKED = nn.utils.rnn.pack_padded_sequence(X[None], torch.tensor([3]), batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'moved'),
+    [
+        (Record(x=X, name='a'), lambda b: b.x),
+        (OrderedDict(x=X, name='a'), lambda b: b['x']),
+        (Graphs([X, 'a'], 2), lambda b: b[0] if b.number == 2 else None),
+        (Pair(X, 'a'), lambda b: b.x),
+        (Scan(X, 'a'), lambda b: b.x),
+        ((X, ['a', {'x': X}]), lambda b: b[1][1]['x']),
+        (PACKED, lambda b: b.data),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_keeps_its_class(batch: Any, moved: Any) -> None:
+    there = to_device(batch, torch.device('meta'))
+    assert type(there) is type(batch) and moved(there).device.type == 'meta'
+    assert moved(batch).device.type == 'cpu'
+    assert to_device(batch, CPU) is batch
 
 
 class Doubled(TensorDataset):

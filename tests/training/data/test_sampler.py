@@ -148,7 +148,7 @@ def test_epochs_differ_and_the_users_random_numbers_go_on() -> None:
 def test_the_order_of_a_sampler_is_fixed_for_good() -> None:
     """A checkpoint of an earlier version must find its data order again."""
     assert SampledOrder(SAMPLERS['own generator'](), SIZE, 7)(1)[:6].tolist() == FIXED
-    assert order_name(None, True, False) == 'shuffled, drop_last=False'
+    assert order_name(None, True, False, 8, 0) == 'shuffled, drop_last=False'
 
 
 FIXED = [12, 4, 3, 19, 17, 5]
@@ -183,7 +183,7 @@ def test_what_has_no_fixed_order_is_refused(sampler: Any, sentence: str) -> None
 
 def test_epochs_of_unequal_lengths_are_refused() -> None:
     growing = SampledOrder(lambda epoch: range(5 + epoch), SIZE, 1)
-    with pytest.raises(BadInput, match='<lambda>, gives 7 indices for epoch 2 and 5 for epoch 0'):
+    with pytest.raises(BadInput, match='<lambda>, gives 7 indices for epoch 2 and 5 for the first'):
         growing(2)
 
 
