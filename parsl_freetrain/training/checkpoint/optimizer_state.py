@@ -69,12 +69,38 @@ def _placed(loaded: Any, saved: Any, parameter: torch.Tensor, keep_types: bool) 
 
 
 def parameter_names(prepared: Prepared) -> dict[int, str]:
-    """Names by parameter's ``id``, as '1.layers.3.weight', with the number of the model first."""
-    return {
-        id(parameter): f'{i}.{name}'
-        for i, model in enumerate(prepared.models, 1)
-        for name, parameter in model.named_parameters()
-    }
+    """Names by ``id`` of the parameter, such as '1.layers.3.weight'."""
+    return {id(parameter): name for name, parameter in prepared.named_parameters()}
+
+
+def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
+    """The names of the parameters in each group."""
+    return [[_name(p, names) for p in group['params']] for group in optimizer.param_groups]
+
+
+def add_groups(optimizer: torch.optim.Optimizer, then: list[list[str]], prepared: Prepared) -> None:
+    """Add the groups of parameters that were added to an optimizer after ``ctx.prepare``, where
+    ``then`` has their names. A function that then adds them again (at the beginning of an epoch, or
+    before the loop) changes nothing.
+    """
+    now = group_names(optimizer, parameter_names(prepared))
+    if len(then) <= len(now) or then[: len(now)] != now:
+        return
+    parameters, plain = dict(prepared.named_parameters()), optimizer.add_param_group
+    added = [[parameters[name] for name in names] for names in then[len(now) :]]
+    for tensors in added:
+        plain({'params': tensors})
+    known = [set(map(id, tensors)) for tensors in added]
+
+    def add(group: dict[str, Any]) -> None:
+        given = group['params']
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        if set(map(id, given)) in known:
+            known.remove(set(map(id, given)))
+        else:
+            plain({**group, 'params': given})
+
+    optimizer.add_param_group = add  # type: ignore[method-assign, assignment]
 
 
 def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:

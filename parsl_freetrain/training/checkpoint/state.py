@@ -16,8 +16,10 @@ from parsl_freetrain.training.checkpoint.block_digests import FileImage
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.optimizer_state import (
+    add_groups,
     by_name,
     by_number,
+    group_names,
     is_by_name,
     parameter_names,
 )
@@ -30,6 +32,7 @@ _KINDS = {
     'scheduler': 'schedulers',
     'scaler': 'scalers',
     'ema': 'averages',
+    'own': 'own',
 }
 _SHOWN = 5
 _ANEW = 'or start anew in another folder'
@@ -99,7 +102,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's content, read. ``classes``: names by 'optimizer', 'scheduler_2' and so on."""
+    """A checkpoint's content, read. ``classes``: names by 'optimizer', 'scheduler_2' and so on;
+    ``groups``: the names of the parameters in each of its groups; ``modules``: as of ModuleState.
+    """
 
     path: str
     position: Position
@@ -108,7 +113,10 @@ class Saved:
     schedulers: list[dict[str, Any]]
     scalers: list[dict[str, Any]] = field(default_factory=list)
     averages: list[dict[str, Any]] = field(default_factory=list)
+    own: list[dict[str, Any]] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, list[list[str]]] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
 
     def load(self, prepared: Prepared | None = None) -> Saved:
         """Itself: it is read already."""
@@ -126,13 +134,15 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
         for name, thing in zip(names_of(kind), getattr(prepared, field_), strict=False)
     }
     content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
+    names = parameter_names(prepared)
+    optimizers = dict(zip(names_of('optimizer'), prepared.optimizers, strict=False))
     if named:
-        names = parameter_names(prepared)
-        content.update(
-            (name, by_name(optimizer, names))
-            for name, optimizer in zip(names_of('optimizer'), prepared.optimizers, strict=False)
-        )
-    return {**content, 'classes': {name: type(thing).__name__ for name, thing in things.items()}}
+        content.update((name, by_name(one, names)) for name, one in optimizers.items())
+    return {
+        **content,
+        'classes': {name: type(thing).__name__ for name, thing in things.items()},
+        'groups': {name: group_names(one, names) for name, one in optimizers.items()},
+    }
 
 
 def collect(content: Mapping[str, Any], position: Position) -> State:
@@ -152,11 +162,12 @@ def assemble(path: str, state: State) -> Saved:
     """A checkpoint's content from a split state; ``path``: of the checkpoint with it."""
     assert state.structure is not None
     content = put_together(state.tensors, state.structure)
-    states = {
+    states: dict[str, Any] = {
         several: [content[name] for name in takewhile(content.__contains__, names_of(kind))]
         for kind, several in _KINDS.items()
     }
-    return Saved(path, Position(**content['position']), classes=content['classes'], **states)
+    states.update((name, content.get(name, {})) for name in ('classes', 'groups', 'modules'))
+    return Saved(path, Position(**content['position']), **states)
 
 
 def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
@@ -200,6 +211,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
         ):
             try:
                 if kind == 'optimizer':
+                    add_groups(thing, saved.groups[name], prepared)
                     numbered = by_number(state, thing, names) if is_by_name(state) else state
                     optimizer_state.load(thing, numbered, keep_types=keep_types)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,58 @@ from torch.optim.swa_utils import AveragedModel
 from parsl_freetrain.core.model.errors import BadInput
 
 
+class OwnParameters:
+    """Parameters of optimizers that belong to no model (log variances, temperatures), by names such
+    as 'optimizer_1.0.2': optimizer, group and place.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As a module's."""
+        return {name: tensor.detach() for name, tensor in self.tensors.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """As a module's; raises ValueError if other parameters were saved."""
+        own = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if own != (there := {name: tuple(tensor.shape) for name, tensor in state.items()}):
+            raise ValueError(f'parameters of no model: {there} there and {own} here')
+        for name, tensor in self.tensors.items():
+            tensor.copy_(state[name])
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """What ``ctx.prepare`` got, by kind in the given order; ``averages``: moving ones of models."""
+    """What ``ctx.prepare`` got, by kind in the given order; ``averages``: moving ones of models;
+    ``own``: at most one.
+    """
 
     models: tuple[torch.nn.Module, ...] = ()
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     schedulers: tuple[Any, ...] = ()
     scalers: tuple[torch.amp.GradScaler, ...] = ()
     averages: tuple[torch.nn.Module, ...] = ()
+    own: tuple[OwnParameters, ...] = ()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters and buffers of all models."""
+        """Parameters and buffers of all models, and parameters of no model."""
         return [
             tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())
-        ]
+        ] + [tensor for own in self.own for tensor in own.tensors.values()]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters; names such as '1.layers.3.weight' begin with the number of the model."""
+        for number, model in enumerate(self.models, 1):
+            yield from ((f'{number}.{name}', one) for name, one in model.named_parameters())
+        for own in self.own:
+            yield from own.tensors.items()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of all groups of an optimizer, each once."""
+    return list({id(p): p for group in optimizer.param_groups for p in group['params']}.values())
 
 
 def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
@@ -44,20 +82,23 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
             'optimizers; it needs at least one of each.'
         )
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    strange = [
-        p
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group['params']
+    strange = {
+        id(p): (f'optimizer_{number}.{place}.{i}', p)
+        for number, optimizer in reversed([*enumerate(optimizers, 1)])
+        for place, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group['params'])
         if id(p) not in known
-    ]
-    if named and strange:
+    }
+    own = dict(strange.values())
+    if named and own:
         raise BadInput(
             'ctx.prepare was given an optimizer with a parameter of shape '
-            f'{tuple(strange[0].shape)} that is of none of the '
+            f'{tuple(min(own.items())[1].shape)} that is of none of the '
             'models: give it that model too, since trainers with shapes keep states of '
             'optimizers by the names of parameters in models.'
         )
+    if own:
+        sorted_out['own'] = [OwnParameters(own)]
     return Prepared(**{name: tuple(of_kind) for name, of_kind in sorted_out.items()})
 
 

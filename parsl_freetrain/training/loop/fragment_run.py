@@ -26,6 +26,7 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
 from parsl_freetrain.training.comm import world
+from parsl_freetrain.training.comm.peers import on_any_rank
 from parsl_freetrain.training.data.inside import variables_of
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
@@ -39,6 +40,7 @@ from parsl_freetrain.training.loop.averages import (
 )
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
+from parsl_freetrain.training.loop.last_step import around_models, changes_of
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
 from parsl_freetrain.training.loop.preparing import prepare_model
@@ -47,6 +49,7 @@ from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoo
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.steps.buffers import plain_buffers
 from parsl_freetrain.training.steps.mesh import division_of
 
 
@@ -71,6 +74,7 @@ class FragmentRun:
         self._averages: list[PreparedAverage] = []
         self._epochs: EpochLoop | None = None
         self._look: Callable[[], None] = lambda: None  # at the dataset, at the begin of an epoch
+        self._at_prepare: Any = None
 
     def in_body(self) -> bool:
         """Whether the body of the loop is running."""
@@ -106,12 +110,14 @@ class FragmentRun:
         prepared, steps = self.model.prepared, self.model.steps
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
+        if self.saved is not None:
+            self._at_prepare = around_models(self.state, prepared)
         steps.before_step.append(self._before_step)
         self._averages = take_averages(
             self.model, self.peers, self.in_body, fresh=self.saved is None
         )
         self.checkpointer.timing.expect(
-            3 * sum(local(tensor).nbytes for tensor in prepared.tensors()),
+            3 * sum(local(t).nbytes for t in prepared.tensors() if t.layout is torch.strided),
             self.saved.position.checkpoint_s if self.saved is not None else 0.0,
         )
         stand_ins = {
@@ -124,7 +130,12 @@ class FragmentRun:
         return answers[0] if len(answers) == 1 else answers
 
     def _before_step(self) -> None:
-        mode = self.order.spec.mode
+        mode, steps = self.order.spec.mode, self.model.steps if self.model is not None else None
+        if self.hooks.before_step and getattr(steps, 'shares', False):
+            raise BadInput(
+                'ctx.before_step cannot show the gradients of parameters that several optimizers '
+                'step, each with its own: leave it out, or give each parameter to one optimizer.'
+            )
         if self.hooks.before_step and isinstance(mode, Reproducible):
             seed_alike(self.state.samples, mode.seed, 'before step')
         self.hooks.run(self.hooks.before_step)
@@ -202,8 +213,10 @@ class FragmentRun:
         guard = self._guard_of(model)
         if self.state.phase is Phase.LOOP_ENDED:
             self.state.phase = Phase.TRAINING
+        model.structure.check()
         if saved is not None:
             self._go_on(model, saved, position)
+        model.modules.begin()
         batches = source.batches(self.state.samples, span, spec)
         if self._epochs is not None:
             self._look = batches.look
@@ -247,12 +260,23 @@ class FragmentRun:
         if isinstance(saved, Saved):
             check_averages(saved, model.prepared.averages)
         check_position(position, saved)
+        self._put_back(model, saved)
         self.state.epoch_due = saved.position.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)
         if saved.position.finished and saved.position.total_samples == position.total_samples:
             self.state.phase, self.state.result = Phase.FINISHED, saved.position.result
             raise FragmentEnd
+
+    def _put_back(self, model: Model, saved: Source) -> None:
+        """What the function has done since ``ctx.prepare`` (loaded weights, set learning rates) it
+        had done in the first fragment: what has become of it since then counts.
+        """
+        before, now = self._at_prepare, around_models(self.state, model.prepared)
+        changed = changes_of(before, replace(now, user=before.user))
+        if on_any_rank(self.peers, bool(changed)):
+            print(f'Since ctx.prepare {changed or "something"} was changed; put back.')
+            model.division.restore(model.prepared, saved.load(model.prepared))
 
     def begin_epochs(self) -> EpochLoop:
         """As :meth:`FragmentContext.epochs`."""
@@ -280,7 +304,7 @@ class FragmentRun:
         if isinstance(model, DistributedDataParallel):
             model = model.module
         if self.division.alike and not isinstance(mode, Reproducible):
-            self.peers.broadcast(model.buffers())  # rank 0's are saved
+            self.peers.broadcast(plain_buffers(model))  # rank 0's are saved
         stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
         try:
             return evaluate(

@@ -5,7 +5,7 @@ what training can go on from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.messages import StateLeft
-from parsl_freetrain.training.steps.buffers import copy_all
+from parsl_freetrain.training.steps.buffers import copy_all, plain_buffers
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """Settings of optimizers, and the states of schedulers, scalers and averages of models."""
 
-    settings: list[dict[str, Any]]
+    settings: list[list[dict[str, Any]]]
     states: list[tuple[Any, dict[str, Any]]]
 
     @classmethod
@@ -35,16 +35,25 @@ class Surroundings:
         things = (*prepared.schedulers, *prepared.scalers, *(prepared.averages if averages else ()))
         return cls(
             [
-                {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
-                for group in _groups(prepared)
+                [
+                    {
+                        name: copy.deepcopy(value)
+                        for name, value in group.items()
+                        if name != 'params'
+                    }
+                    for group in optimizer.param_groups
+                ]
+                for optimizer in prepared.optimizers
             ],
             [(thing, copy.deepcopy(thing.state_dict())) for thing in things],
         )
 
     def put_back(self, prepared: Prepared) -> None:
         """Make them what they were."""
-        for group, settings in zip(_groups(prepared), self.settings, strict=True):
-            group.update(settings)
+        for optimizer, groups in zip(prepared.optimizers, self.settings, strict=True):
+            del optimizer.param_groups[len(groups) :]  # those that were added since
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
         for thing, state in self.states:
             thing.load_state_dict(state)
 
@@ -140,14 +149,15 @@ class LastStep:
             return False
         if not self.knows_all and self._model.division.whole:
             return False  # what rank 0 has in ctx.state counts
-        if end.versions != versions((*prepared.models, *prepared.averages)):
+        buffers = _buffers(prepared)
+        if end.versions != versions(prepared, averages=True) or not _alike(end.buffers, buffers):
             return False
         state = self._state
         state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
         # Not by its text, in which keys are strings and tuples are lists.
         state.user.put_back(copy.deepcopy(end.state))
         end.around.put_back(prepared)
-        copy_all(_buffers(prepared), end.buffers)
+        copy_all(buffers, end.buffers)
         return True
 
 
@@ -164,14 +174,15 @@ def around_models(state: LoopState, prepared: Prepared) -> _End:
         copy.deepcopy(state.user.values),
         Surroundings.of(prepared),
         kept,
-        versions((*prepared.models, *prepared.averages)),
+        versions(prepared, averages=True),
     )
 
 
 def changes_of(before: _End, now: _End) -> str:
     """What has changed of what is saved, as the subject of a sentence; empty: nothing."""
-    buffers = zip(before.buffers, now.buffers, strict=True)
-    if before.versions != now.versions or not all(torch.equal(*pair) for pair in buffers):
+    buffers = zip(before.buffers, now.buffers, strict=False)
+    alike = before.versions == now.versions and _alike(before.buffers, now.buffers)
+    if not alike or not all(torch.equal(*pair) for pair in buffers):
         return 'a parameter or a buffer of a model'
     if before.user != now.user:
         return 'ctx.state'
@@ -193,19 +204,17 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _groups(prepared: Prepared) -> Iterable[dict[str, Any]]:
-    return (group for optimizer in prepared.optimizers for group in optimizer.param_groups)
-
-
 def _buffers(prepared: Prepared) -> list[torch.Tensor]:
-    return [buffer for model in prepared.models for buffer in model.buffers()]
+    return [buffer for model in prepared.models for buffer in plain_buffers(model)]
 
 
-def versions(models: Iterable[torch.nn.Module]) -> list[int]:
+def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return [tensor.shape for tensor in some] == [tensor.shape for tensor in others]
+
+
+def versions(prepared: Prepared, *, averages: bool = False) -> list[int]:
     """How often the parameters have been changed."""
-    return [
-        parameter._version
-        for model in models
-        for parameter in model.parameters()
-        if not parameter.is_inference()
-    ]
+    own = [parameter for _, parameter in prepared.named_parameters()]
+    if averages:
+        own += [parameter for model in prepared.averages for parameter in model.parameters()]
+    return [parameter._version for parameter in own if not parameter.is_inference()]

@@ -50,6 +50,7 @@ class LoopSaver:
         state = self._state
         if state.wanted is not None:
             self._last.needs = state.samples
+        self._model.structure.check()
         self._replicas.check()
         how(self._collect, state.samples, {**state.metrics, **(state.wanted or {})})
         state.wanted = None
@@ -109,7 +110,13 @@ class LoopSaver:
             finished=state.phase is Phase.FINISHED,
             result=state.result,
         )
-        return collect(content, position)
+        return collect({**content, 'modules': self._changed()}, position)
+
+    def _changed(self) -> dict[str, Any]:
+        changed = self._model.modules.changed()
+        if not self._model.division.whole:  # ranks could hold different ones
+            changed['buffers'] = {}
+        return changed
 
 
 class Replicas:
@@ -164,12 +171,21 @@ class Replicas:
 
     @torch.no_grad()
     def _held(self) -> dict[str, Any]:
-        norms = {
-            f'the norm of parameter {name!r} of model {i}': torch.linalg.vector_norm(
-                parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
-            ).float()
+        called: dict[str, torch.Tensor] = {
+            f'parameter {name!r} of model {i}': parameter
             for i, model in enumerate(self._prepared.models, 1)
             for name, parameter in model.named_parameters()
+        }
+        called.update(
+            (f'parameter {name} of no model', parameter)
+            for own in self._prepared.own
+            for name, parameter in own.tensors.items()
+        )
+        norms = {
+            f'the norm of {name}': torch.linalg.vector_norm(
+                parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
+            ).float()
+            for name, parameter in called.items()
             if parameter.is_floating_point()
         }
         values = torch.stack(list(norms.values())).tolist() if norms else []

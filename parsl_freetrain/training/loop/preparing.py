@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.module_state import ModuleState, Structure
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.steps import lr
+from parsl_freetrain.training.steps.buffers import make_plain
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.modes import make_steps
 from parsl_freetrain.training.steps.nonfinite import Watch
@@ -30,7 +32,7 @@ def prepare_model(
     """The models on the device, in the state of the last checkpoint, and how they take a step.
     Raises BadInput if something cannot be trained, or the checkpoint belongs to another model.
     """
-    prepared = _restored(things, parts, division, clip_grad_norm)
+    prepared, modules = _restored(things, parts, division, clip_grad_norm)
     watch = Watch(prepared)
     if isinstance(mode := parts.order.spec.mode, Scaled):
         lr.scale_steps(
@@ -46,23 +48,30 @@ def prepare_model(
         parts.device,
         lambda: hooks.running,
     )
-    return Model(prepared, division, steps, watch, hooks)
+    return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared))
 
 
 def _restored(
     things: tuple[Any, ...], parts: RankParts, division: Division, clip_grad_norm: float | None
-) -> Prepared:
+) -> tuple[Prepared, ModuleState]:
     prepared = sort_out(things, named=division.stated)
     for model in (*prepared.models, *prepared.averages):
+        make_plain(model)
         model.to(parts.device)
+    for own in prepared.own:
+        for tensor in own.tensors.values():
+            tensor.data = tensor.data.to(parts.device)
     for optimizer in prepared.optimizers:
         move_to_parameters(optimizer)
     division.check(prepared, parts.order.spec.mode, clip_grad_norm)
-    if parts.saved is not None:
-        division.restore(prepared, parts.saved.load(prepared))
+    saved = parts.saved.load(prepared) if parts.saved is not None else None
+    modules = ModuleState(prepared.models, saved.modules if saved is not None else None)
+    if saved is not None:
+        division.restore(prepared, saved)
+        modules.put_back()
     else:
         division.make_equal((tensor.data for tensor in prepared.tensors()), parts.peers)
-    return prepared
+    return prepared, modules
 
 
 def shard_model_of(

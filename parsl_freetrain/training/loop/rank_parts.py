@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.module_state import ModuleState, Structure
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.inbox import Inbox
@@ -102,3 +103,5 @@ class Model:
     steps: Steps
     watch: Watch
     hooks: LoopHooks
+    modules: ModuleState
+    structure: Structure

@@ -268,7 +268,7 @@ class TrainingLoop:
         state.user.text()  # raises BadInput if it cannot be saved
         before = copy.deepcopy(state.user.values)
         around = Surroundings.of(self._prepared, averages=True)
-        changes = versions(self._prepared.models)
+        changes = versions(self._prepared)
         # Also where the ranks draw different numbers in the loop: what is decided or changed here
         # must be the same on all of them.
         seed_alike(state.samples, self._mode.seed, 'epoch')
@@ -283,7 +283,7 @@ class TrainingLoop:
             # The next fragment does it again, from the beginning.
             state.user.put_back(before)
             around.put_back(self._prepared)
-            unchanged = changes == versions(self._prepared.models)
+            unchanged = changes == versions(self._prepared)
             if unchanged and not (self._at_end or hooks.by_epochs):
                 self.stop()
             self._stop_unsaved()

@@ -57,6 +57,8 @@ class UpdateGuard:
             for number, model in enumerate(prepared.models, 1):
                 which = f' of model {number}' if len(prepared.models) > 1 else ''
                 self._add(model.named_parameters(), lambda name, which=which: f'{name!r}{which}')
+            for own_ones in prepared.own:
+                self._add(own_ones.tensors.items(), lambda name: f'{name} of no model')
         self._prepared = len(self._watched)
         for called, module in others.items():
             own = [(name, p) for name, p in module.named_parameters() if id(p) not in known]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 
 _BUCKET_BYTES = 2**25
@@ -50,7 +50,7 @@ class Accumulation:
         self._stepped: set[int] = set()
         self._values: dict[int, list[tuple[float, float]]] = {}
         self._guard = GradientGuard(
-            (p for optimizer in prepared.optimizers for p in _parameters(optimizer)),
+            (p for optimizer in prepared.optimizers for p in parameters_of(optimizer)),
             OF_A_MICRO_BATCH,
         )
         for number, optimizer in enumerate(prepared.optimizers):
@@ -89,7 +89,7 @@ class Accumulation:
         for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
             unused = any(
                 id(p) in self._sums if self.at_last else p.grad is not None
-                for p in _parameters(optimizer)
+                for p in parameters_of(optimizer)
             )
             if unused and number not in self._stepped:
                 raise BadInput(
@@ -114,7 +114,7 @@ class Accumulation:
                 with torch.enable_grad():
                     loss = closure()
             self._stepped.add(number)
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             self._guard.check(parameters)
             self._take(parameters)
             if self.at_last:
@@ -189,7 +189,3 @@ def buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size += gradient.nbytes
     if bucket:
         yield bucket
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group['params']]

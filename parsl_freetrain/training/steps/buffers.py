@@ -32,9 +32,9 @@ class Buffers:
             for model in models
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
-        buffers = {id(buffer): buffer for *_, buffer in self._places}.values()
+        places = self._places
+        buffers = {id(b): b for *_, b in places if b is not None and is_plain(b)}.values()
         self._floating = [
             torch.view_as_real(buffer) if buffer.is_complex() else buffer
             for buffer in buffers
@@ -108,20 +108,25 @@ class Buffers:
     @torch.no_grad()
     def take(self) -> None:
         """Call after a forward pass: copy tensors that are in the places of buffers into them.
-        Raises BadInput if such a tensor has another shape or type.
+        Raises BadInput if such a tensor has another shape or type. Where the buffer is not
+        persistent, it stays as it is: a cache, such as of positions, that has grown.
         """
-        for module, buffers, name, buffer in self._places:
+        for place in self._places:
+            module, buffers, name, buffer = place
             if (now := buffers.get(name)) is buffer:
                 continue
-            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
-                other = 'nothing' if now is None else f'one of {tuple(now.shape)} and {now.dtype}'
+            kind, own = _kind(now), _kind(buffer)
+            if kind == own and buffer is not None and now is not None and is_plain(buffer):
+                buffer.copy_(now)
+                buffers[name] = buffer
+            elif name in module._non_persistent_buffers_set:
+                self._places = [one for one in self._places if one is not place]
+            else:
                 raise BadInput(
-                    f'The buffer {name!r} of a {type(module).__name__} has shape '
-                    f'{tuple(buffer.shape)} and type {buffer.dtype}, and the body of ctx.loop has '
-                    f'put {other} in its place: keep shape and type.'
+                    f'The buffer {name!r} of a {type(module).__name__} was {own}, and the body of '
+                    f'ctx.loop has put {kind} in its place: keep shape and type, or register it '
+                    'with persistent=False if it is only a cache.'
                 )
-            buffer.copy_(now)
-            buffers[name] = buffer
 
     def enter(self, row: torch.Tensor, weight: float) -> None:
         """Write the present values, times a weight, into a row, and which of them have changed."""
@@ -150,6 +155,37 @@ class Buffers:
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = flat.split([buffer.numel() for buffer in self._floating])
         return [piece.view(b.shape) for piece, b in zip(pieces, self._floating, strict=True)]
+
+
+def is_plain(buffer: torch.Tensor) -> bool:
+    """Whether a buffer can be copied and added up; a sparse one is a constant."""
+    return buffer.layout is torch.strided
+
+
+def plain_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers of a model but for sparse ones."""
+    return list(filter(is_plain, model.buffers()))
+
+
+@torch.no_grad()
+def make_plain(model: torch.nn.Module) -> None:
+    """Give buffers that cannot be written to (expanded ones, those of inference mode) memory of
+    their own.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not is_plain(buffer):
+                continue
+            overlaps = any(
+                size > 1 and not stride
+                for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+            )
+            if overlaps or buffer.is_inference():
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return 'None' if tensor is None else f'one of {tuple(tensor.shape)} and {tensor.dtype}'
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
-from parsl_freetrain.training.steps.buffers import Buffers
+from parsl_freetrain.training.steps.buffers import Buffers, plain_buffers
 from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guard
+from parsl_freetrain.training.steps.replica import MeanAtSteps, Replica, with_shared_parts
 
 
 class ThroughputSteps:
@@ -60,6 +62,7 @@ class ThroughputSteps:
         self._factor = 1.0
         self._hooks: list[RemovableHandle] = []
         self._weight = 1.0
+        self._rest: MeanAtSteps | None = None
         # A pipeline runs its own backward passes even if it has only one stage here.
         self._at_step = division.pipelined or any(
             getattr(model, 'many_backward_passes', False) for model in prepared.models
@@ -79,10 +82,17 @@ class ThroughputSteps:
             from parsl_freetrain.training.steps.sharded import MeanOfParts
 
             self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
+        self.models = tuple(
+            self._wrapped(model, find_unused_parameters) for model in prepared.models
+        )
         # Hooks run in this order: averaging first, so that all ranks check and clip the same.
         if self._at_step:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
+        elif division.shape.data > 1 and self._mean is None:
+            self._rest = MeanAtSteps(
+                prepared, self.models, division.data_group, self._combine, self._weights
+            )
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
@@ -100,9 +110,6 @@ class ThroughputSteps:
                 )
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._begins_to_change)
-        self.models = tuple(
-            self._wrapped(model, find_unused_parameters) for model in prepared.models
-        )
 
     @property
     def delay(self) -> int:
@@ -160,6 +167,8 @@ class ThroughputSteps:
         if guarded:
             self._guard.bad = False
             self._buffers.remember()
+        if self._rest is not None:
+            self._rest.begin()
         if self._mean is not None:
             self._mean.alike = len(batch.indices) % self._division.parts == 0
         if self._accumulation is None:
@@ -171,7 +180,7 @@ class ThroughputSteps:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = not self._accumulation.on
                 if self._accumulation.on:  # as DDP does before a pass that ends in an exchange
-                    for buffer in model.module.buffers():
+                    for buffer in plain_buffers(model.module):
                         broadcast_into(buffer, group=self._division.data_group, group_src=0)
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
@@ -232,9 +241,9 @@ class ThroughputSteps:
             self._stop_counting()
         elif not self._hooks:
             self._hooks = [
-                parameter.register_hook(self._counted)
-                for model in self._prepared.models
-                for parameter in model.parameters()
+                parameter.register_hook(partial(self._counted, replica))
+                for replica in (self._rest.replicas if self._rest is not None else ())
+                for parameter in replica.trained
                 if parameter.requires_grad
             ]
 
@@ -243,10 +252,15 @@ class ThroughputSteps:
             hook.remove()
         self._hooks = []
 
-    def _counted(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (
-            gradient * self._factor if self._factor else torch.zeros_like(gradient)
-        )  # 0 x inf is not 0
+    def _counted(self, replica: Replica, gradient: torch.Tensor) -> torch.Tensor:
+        factor = 1.0 if replica.at_steps else self._factor
+        return gradient * factor if factor else torch.zeros_like(gradient)  # 0 x inf is not 0
+
+    def _weights(self) -> tuple[float, float] | None:
+        """As of :class:`MeanAtSteps`. Adasum takes gradients as they are."""
+        if self._accumulation is not None and self._accumulation.on:
+            return None
+        return float(bool(self._weight)) if self._adasum else self._weight, self._weight
 
     def _begins_to_change(self, *_: object) -> None:
         self.changed = True
@@ -260,10 +274,11 @@ class ThroughputSteps:
 
     def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
         alone = self._division.shape.data == 1 or self._at_step or self._mean is not None
-        if alone or not any(parameter.requires_grad for parameter in model.parameters()):
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if alone or frozen or any(model is m for m in with_shared_parts(self._prepared.models)):
             return model
         # With views, gradients need not be copied to and from the buffers that are exchanged.
-        wrapped = DistributedDataParallel(
+        wrapped = Replica(
             model,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,

@@ -52,10 +52,15 @@ class GradientGuard:
         self._changed: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
         self._on = False
-        note = self._noting()
+        self._note, self._watched = self._noting(), set[int]()
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Watch these parameters too, but for frozen ones."""
         for parameter in parameters:
-            if parameter.requires_grad:  # one that is unfrozen later is not watched
-                parameter.register_post_accumulate_grad_hook(note)
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._note)
 
     def begin_micro_batch(self, of_several: bool) -> None:
         """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""

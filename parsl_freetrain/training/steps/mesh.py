@@ -244,7 +244,7 @@ def division_of(order: FragmentOrder, place: RankPlace, device: torch.device) ->
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if not (is_divided(tensor) or tensor.is_meta)]
+    return [t for t in tensors if not (is_divided(t) or t.is_meta) and t.layout is torch.strided]
 
 
 def _send(content: dict[str, Any], group: ProcessGroup) -> None:

@@ -38,9 +38,8 @@ class Watch:
     """
 
     def __init__(self, prepared: Prepared, clock: Callable[[], float] = monotonic) -> None:
-        self._tensors = [
-            tensor.detach() for tensor in prepared.tensors() if all_finite([tensor.detach()])
-        ]
+        tensors = [t.detach() for t in prepared.tensors() if t.layout is torch.strided]
+        self._tensors = [tensor for tensor in tensors if all_finite([tensor])]
         self._floating = [local(tensor) for tensor in self._tensors if tensor.is_floating_point()]
         self._clock = clock
         self._looked_at = -math.inf

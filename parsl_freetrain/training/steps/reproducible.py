@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
@@ -63,27 +64,13 @@ class ReproducibleSteps:
         self._device = device
         # Ranks that divide parameters take neighbouring shards: how many, and which is this one's.
         self._width, self._place = 1, 0
-        parameters: dict[int, torch.nn.Parameter] = {}
-        self._of_optimizer: list[list[int]] = []
-        for optimizer in prepared.optimizers:
-            own = {
-                id(parameter): parameter
-                for group in optimizer.param_groups
-                for parameter in group['params']
-            }
-            parameters.update(own)
-            places = {key: i for i, key in enumerate(parameters)}
-            self._of_optimizer.append([places[key] for key in own])
-        self._parameters = tuple(parameters.values())
-        summed = prepared.models if self.adds_buffers else ()
-        self._layout = ShardSums(self._parameters, summed, device, peers.world_size)
-        self._buffers = self._layout.buffers if self.adds_buffers else Buffers(prepared.models)
-        self._sum = SumOverShards(self._layout, peers, shards, speeds)
+        self._speeds = speeds
+        self._guard = GradientGuard(())
+        self._lay_out()
         self._micro_batch: MicroBatch | None = None
         self._own = self._layout.empty()
         self._limit, self._ended_at = HostLimit(shards), 0.0
         self._waiting = False  # for the first micro-batch of a global batch
-        self._guard = GradientGuard(self._parameters)
         self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = self.changed = False
@@ -92,6 +79,24 @@ class ReproducibleSteps:
         self._stepped = [False] * len(prepared.optimizers)
         self._any_stepped = bytearray(len(prepared.optimizers))
         self._scheduled: dict[tuple[int, int], float | None] = {}
+
+    def _lay_out(self) -> None:
+        """Make room for the gradients of all optimizers, each with its own, as they are now."""
+        models, optimizers = self._prepared.models, self._prepared.optimizers
+        self._groups = self._groups_now()
+        each = [parameters_of(optimizer) for optimizer in optimizers]
+        self._parameters = tuple(parameter for own in each for parameter in own)
+        ends = [0, *accumulate(map(len, each))]
+        self._of_optimizer = [range(*both) for both in pairwise(ends)]
+        self.shares = len(set(map(id, self._parameters))) < len(self._parameters)
+        summed = models if self.adds_buffers else ()
+        self._layout = ShardSums(self._parameters, summed, self._device, self._peers.world_size)
+        self._buffers = self._layout.buffers if self.adds_buffers else Buffers(models)
+        self._sum = SumOverShards(self._layout, self._peers, self._shards, self._speeds)
+        self._guard.watch(self._parameters)
+
+    def _groups_now(self) -> list[int]:
+        return [len(g['params']) for one in self._prepared.optimizers for g in one.param_groups]
 
     def culprit(self) -> str:
         """The ranks whose gradients in the last batch were not finite, as part of a sentence."""
@@ -147,6 +152,8 @@ class ReproducibleSteps:
     @torch.no_grad()
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
         """Call before the micro-batches of a global batch. Steps are always guarded here."""
+        if self._groups_now() != self._groups:
+            self._lay_out()
         self._sum.begin(list(map(len, shard(batch.indices, self._shards))), self._nodes())
         self._settings.begin_batch()
         self.changed, self._waiting = False, True
@@ -208,10 +215,12 @@ class ReproducibleSteps:
         if not self.kept_back:
             for hook in self.before_step:
                 hook()
-            if self._clip is not None:
-                self._clip_gradients(self._clip)
-            for optimizer, wanted in zip(self._prepared.optimizers, stepped, strict=True):
-                if wanted:
+            if self._clip is not None and not self.shares:
+                self._clip_gradients(self._clip, self._layout.parameters)
+            for number, optimizer in enumerate(self._prepared.optimizers):
+                if stepped[number]:
+                    if self.shares:
+                        self._give_own(total, self._of_optimizer[number])
                     optimizer.step()
         scheduled = told.scheduled_in(notes, len(self._prepared.schedulers), self._sum.sizes)
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
@@ -230,10 +239,14 @@ class ReproducibleSteps:
     def _put_buffers(self, into: Contribution, weight: float) -> None:
         self._layout.put_buffers(into, weight)
 
-    def _clip_gradients(self, largest: float) -> None:
-        torch.nn.utils.clip_grad_norm_(
-            [p for p in self._layout.parameters if p.grad is not None], largest
-        )
+    def _give_own(self, total: Contribution, own: range) -> None:
+        """Where optimizers share parameters, each steps with the gradients of its own loss."""
+        self._layout.give(total, own)
+        if self._clip is not None:
+            self._clip_gradients(self._clip, [self._parameters[i] for i in own])
+
+    def _clip_gradients(self, largest: float, parameters: Sequence[torch.nn.Parameter]) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], largest)
 
     def _exchange(self, wish: int) -> tuple[list[told.Notes], Contribution, list[int] | None]:
         """What all ranks know, the sum over all shards, and whose gradients are not finite (None:

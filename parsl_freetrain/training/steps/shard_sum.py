@@ -195,13 +195,14 @@ class ShardSums:
         """Whether all gradients are finite: one read for each."""
         return all(bool(torch.isfinite(gradient).all()) for gradient in total.present)
 
-    def give(self, total: Contribution) -> None:
-        """Set the parameters' gradients to the sums, or to None where no shard had one."""
-        gradients = list(total.gradients)
+    def give(self, total: Contribution, indices: Iterable[int] | None = None) -> None:
+        """Set the gradients of parameters to the sums, or to None where no shard had one."""
+        found = enumerate(total.gradients)
+        gradients = dict(found if indices is None else ((i, total.gradients[i]) for i in indices))
         others: dict[int, torch.Tensor] = {}
-        for i, (gradient, part) in enumerate(zip(gradients, self._parts, strict=True)):
+        for i, gradient in gradients.items():
             if gradient is not None and (gradient.dtype, gradient.stride()) != (
-                part.dtype,
+                self._parts[i].dtype,
                 self._strides[i],
             ):
                 others[i] = gradient
@@ -214,7 +215,8 @@ class ShardSums:
         copy_all(copies, list(others.values()))
         for i, copied in zip(others, copies, strict=True):
             gradients[i] = copied
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for i, gradient in gradients.items():
+            parameter = self.parameters[i]
             if self._divided and gradient is not None:
                 gradient = divided_like(gradient, parameter)
             parameter.grad = gradient

@@ -86,5 +86,5 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         named = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
         return (named or list(range(len(rows)))) if spoilt else None
 
-    def _clip_gradients(self, largest: float) -> None:
-        row_norm.clip(self._layout.parameters, self._mesh, largest)
+    def _clip_gradients(self, largest: float, parameters: Sequence[torch.nn.Parameter]) -> None:
+        row_norm.clip(parameters, self._mesh, largest)
