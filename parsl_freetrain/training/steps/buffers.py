@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 
 import torch
+from torch.distributed import ProcessGroup
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
 
 _SMALL_BYTES = 4096
@@ -101,9 +103,7 @@ class Buffers:
         if here:
             own = _bytes_of([self._firsts[i] for i in changed])
             rows = peers.all_gather(torch.cat([own, own.new_empty(-len(own) % 8)]))
-            pieces = rows[first, : len(own)].split([buffer.nbytes for buffer in here])
-            typed = [p.view(b.dtype).view(b.shape) for p, b in zip(pieces, here, strict=True)]
-            copy_all(here, typed)
+            self._unpack(rows[first, : len(own)], here)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -127,6 +127,25 @@ class Buffers:
                     f'ctx.loop has put {kind} in its place: keep shape and type, or register it '
                     'with persistent=False if it is only a cache.'
                 )
+
+    @torch.no_grad()
+    def share(self, group: ProcessGroup | None) -> None:
+        """Set all buffers to those of the group's first rank. All its ranks call this."""
+        self.take()
+        if self._floating:
+            self._to_now()
+            broadcast_into(self._now, group=group, group_src=0)
+            self._from_now()
+        if self.integers:
+            packed = _bytes_of(self.integers)
+            broadcast_into(packed, group=group, group_src=0)
+            self._unpack(packed, self.integers)
+
+    @staticmethod
+    def _unpack(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+        pieces = packed.split([buffer.nbytes for buffer in into])
+        typed = [p.view(b.dtype).view(b.shape) for p, b in zip(pieces, into, strict=True)]
+        copy_all(into, typed)
 
     def enter(self, row: torch.Tensor, weight: float) -> None:
         """Write the present values, times a weight, into a row, and which of them have changed."""

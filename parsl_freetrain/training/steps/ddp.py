@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.consensus import Agreed, Agreement
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
@@ -23,7 +22,7 @@ from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
-from parsl_freetrain.training.steps.buffers import Buffers, plain_buffers
+from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.mesh import Division
@@ -91,7 +90,12 @@ class ThroughputSteps:
                 optimizer.register_step_pre_hook(self._average)
         elif division.shape.data > 1 and self._mean is None:
             self._rest = MeanAtSteps(
-                prepared, self.models, division.data_group, self._combine, self._weights
+                prepared,
+                self.models,
+                self._buffers,
+                division.data_group,
+                self._combine,
+                self._weights,
             )
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
@@ -179,9 +183,6 @@ class ThroughputSteps:
         for model in self.models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = not self._accumulation.on
-                if self._accumulation.on:  # as DDP does before a pass that ends in an exchange
-                    for buffer in plain_buffers(model.module):
-                        broadcast_into(buffer, group=self._division.data_group, group_src=0)
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Call before a micro-batch."""

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
-from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.steps.accumulation import weigh
-from parsl_freetrain.training.steps.buffers import is_plain, plain_buffers
+from parsl_freetrain.training.steps.buffers import Buffers
 
 
 class Replica(DistributedDataParallel):
@@ -32,8 +31,11 @@ class Replica(DistributedDataParallel):
     at_steps = False
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        # DDP cannot exchange buffers that are sparse, or have grown on one rank.
         module._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
-            name for name, buffer in module.named_buffers() if not is_plain(buffer)
+            f'{name}.{key}' if name else key
+            for name, inner in module.named_modules()
+            for key in inner._buffers
         ]
         super().__init__(module, **options)
         self.trained = [p for p in module.parameters() if p.requires_grad]
@@ -113,12 +115,13 @@ class MeanAtSteps:
         self,
         prepared: Prepared,
         models: Sequence[torch.nn.Module],
+        buffers: Buffers,
         group: ProcessGroup | None,
         combine: Callable[[Sequence[torch.nn.Parameter]], None],
         weights: Callable[[], tuple[float, float] | None],
     ) -> None:
         self.replicas = [model for model in models if isinstance(model, Replica)]
-        self._shared = with_shared_parts(prepared.models)
+        self._buffers = buffers
         self._group, self._combine, self._weights = group, combine, weights
         self._scaled = any(scaler.is_enabled() for scaler in prepared.scalers)
         self._known: tuple[Any, ...] = ()
@@ -132,10 +135,7 @@ class MeanAtSteps:
         for replica in self.replicas:
             if not (replica.at_steps or all(p.requires_grad for p in replica.trained)):
                 replica.average_at_steps()
-        used_otherwise = [replica.module for replica in self.replicas if replica.at_steps]
-        for model in (*used_otherwise, *self._shared):
-            for buffer in plain_buffers(model):  # as DistributedDataParallel before a pass
-                broadcast_into(buffer, group=self._group, group_src=0)
+        self._buffers.share(self._group)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._average(optimizer)

@@ -1,0 +1,235 @@
+"""What a training consists of besides models in one piece: each kind is trained as in plain PyTorch,
+for any number of ranks and wherever it is cut, or refused.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import order, ranks
+
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, X[:, :1] * 3)
+TOTAL, CUT = 160, 24  # ten epochs; within the second
+
+
+class Net(nn.Module):
+    """A model with two methods, and buffers of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.0)
+        self.register_buffer('scale', torch.ones(()), persistent=False)
+        self.register_buffer('cache', None, persistent=False)
+        self.register_buffer('mask', torch.ones(1, 1).expand(1, 4), persistent=False)
+        identity = torch.eye(4).to_sparse_coo()
+        self.register_buffer('graph', identity)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = x.new_ones(len(x), 1)
+        return self.dropout(torch.tanh(self.body(torch.sparse.mm(self.graph, x.T).T * self.mask)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.scale.mul_(0.9).add_(0.2)  # the same for all samples
+        return self.head(self.encode(x / self.scale)) * self.cache
+
+
+def sgd(*modules: nn.Module, lr: float = 0.05, **options: Any) -> torch.optim.SGD:
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, **options)
+
+
+def fit(ctx: FragmentContext, loss_of: Callable[[Any, Any], Any], *optimizers: Any) -> None:
+    for x, y in ctx.loop(DATA, 4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(x, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        cut(ctx)
+
+
+def cut(ctx: FragmentContext) -> None:
+    """The first fragment gets its notice."""
+    if ctx.trainer == 'cut' and ctx.fragment == 1 and ctx.rank == 0 and ctx.samples >= CUT:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def buffers_of_all_kinds(ctx: FragmentContext) -> None:
+    model = Net()
+    model, optimizer = ctx.prepare(model, sgd(model))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def parameter_of_no_model(ctx: FragmentContext) -> float:
+    torch.manual_seed(1)
+    model, log_var = nn.Linear(4, 1), torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.Adam([*model.parameters(), log_var], lr=0.1)
+    model, optimizer = ctx.prepare(model, optimizer)
+    fit(ctx, lambda x, y: (-log_var).exp() * F.mse_loss(model(x), y) + log_var, optimizer)
+    return round(float(log_var), 5)
+
+
+def optimizers_that_share(ctx: FragmentContext) -> None:
+    torch.manual_seed(1)
+    model = nn.ModuleDict({'body': nn.Linear(4, 4), 'a': nn.Linear(4, 1), 'b': nn.Linear(4, 1)})
+    first, second = sgd(model['body'], model['a']), sgd(model['body'], model['b'], lr=0.001)
+    model, first, second = ctx.prepare(model, first, second, clip_grad_norm=1.0)
+    for x, y in ctx.loop(DATA, 4):
+        hidden = model['body'](x)
+        first.zero_grad()
+        F.mse_loss(model['a'](hidden), y).backward(retain_graph=True)
+        first.step()
+        second.zero_grad()
+        F.mse_loss(model['b'](hidden), -y).backward()
+        second.step()
+        cut(ctx)
+
+
+def group_added_later(ctx: FragmentContext) -> None:
+    model = Net()
+    model.body.requires_grad_(False)
+    body = model.body
+    model, optimizer = ctx.prepare(model, sgd(model))
+
+    def unfreeze() -> None:
+        if ctx.epoch == 0:
+            body.requires_grad_(True)
+            optimizer.add_param_group({'params': list(body.parameters()), 'lr': 0.02})
+
+    ctx.each_epoch(unfreeze)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+    assert len(optimizer.param_groups) == 2
+
+
+def settings_by_epoch(ctx: FragmentContext) -> list[float]:
+    model = Net()
+    body, dropout = model.body, model.dropout
+    model, optimizer = ctx.prepare(model, sgd(model))
+    for epoch in ctx.epochs():
+        if epoch == 1:
+            body.bias.requires_grad_(False)
+        for x, y in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            cut(ctx)
+        if epoch == 0:
+            dropout.p = 0.25 if ctx.spec.shards else 0.0
+            body.eval()
+    return [dropout.p, body.training, body.bias.requires_grad]
+
+
+def set_before_the_loop(ctx: FragmentContext) -> None:
+    model = Net()
+    model, optimizer = ctx.prepare(model, sgd(model))
+    torch.manual_seed(2)
+    pretrained = nn.Linear(4, 4).state_dict()
+    state = model.state_dict()
+    model.load_state_dict({**state, **{f'body.{name}': one for name, one in pretrained.items()}})
+    optimizer.param_groups[0]['lr'] = 0.05
+    ctx.each_epoch(lambda: optimizer.param_groups[0].update(lr=0.01))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def by_methods(ctx: FragmentContext) -> None:
+    model = Net()
+    model, optimizer = ctx.prepare(model, sgd(model))
+    fit(ctx, lambda x, y: F.mse_loss(model.head(model.encode(x)), y), optimizer)
+
+
+def models_that_share(ctx: FragmentContext) -> None:
+    torch.manual_seed(1)
+    body, a, b = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+    first, second, optimizer = ctx.prepare(
+        nn.Sequential(body, a), nn.Sequential(body, nn.Tanh(), b), sgd(body, a, b, lr=0.02)
+    )
+    for x, y in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        F.mse_loss(first(x), y).backward()
+        F.mse_loss(second(x), -y).backward()
+        optimizer.step()
+        cut(ctx)
+
+
+def with_a_closure(ctx: FragmentContext) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    line_search = torch.optim.LBFGS(
+        model.parameters(), lr=0.5, max_iter=4, line_search_fn='strong_wolfe'
+    )
+    model, optimizer = ctx.prepare(model, line_search)
+    for x, y in ctx.loop(DATA, 8):
+
+        def closure(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y.sin())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        cut(ctx)
+
+
+def trained(
+    fork_server: ForkClient, folder: Path, function: Any, sizes: Any, **options: Any
+) -> Any:
+    """The outcome of the last of several fragments, with these numbers of ranks."""
+    for fragment, size in enumerate(sizes, 1):
+        ordered = order(folder, fragment, **{'total_samples': TOTAL, **options})
+        with ranks(fork_server, ordered, size, folder, function) as gang:
+            outcomes = gang.run()
+            log = gang.ranks[0].log.read_text()[-3000:]
+        ends = {'finished'} if fragment == len(sizes) else {'stopped'}
+        assert {outcome.how for outcome in outcomes} == ends, (outcomes[0].error, log)
+    return outcomes[0]
+
+
+BOTH = [
+    buffers_of_all_kinds,
+    parameter_of_no_model,
+    group_added_later,
+    settings_by_epoch,
+    set_before_the_loop,
+    by_methods,
+    models_that_share,
+]
+
+
+@pytest.mark.parametrize(
+    ('function', 'mode'),
+    [
+        *((function, mode) for function in BOTH for mode in ('reproducible', 'throughput')),
+        (optimizers_that_share, 'reproducible'),
+        (with_a_closure, 'throughput'),
+    ],
+)
+def test_the_weights_depend_on_neither_cuts_nor_ranks(
+    fork_server: ForkClient, tmp_path: Path, function: Callable[..., Any], mode: str
+) -> None:
+    one = trained(fork_server, tmp_path / 'one', function, [1], mode=mode)
+    two = trained(fork_server, tmp_path / 'two', function, [3, 2], mode=mode, trainer='cut')
+    assert one.result == two.result
+    first, second = load_weights(one.path), load_weights(two.path)
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        if mode == 'reproducible':
+            assert torch.equal(weight.to_dense(), second[name].to_dense()), name
+        else:
+            torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-4)
