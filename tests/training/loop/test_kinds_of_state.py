@@ -1,5 +1,5 @@
-"""What a training consists of besides models in one piece: each kind is trained as in plain PyTorch,
-for any number of ranks and wherever it is cut, or refused.
+"""What a training consists of besides models in one piece: each kind is trained as in plain
+PyTorch, for any number of ranks and wherever it is cut, or refused.
 """
 
 from __future__ import annotations
