@@ -29,6 +29,11 @@ TOTAL, CUT = 160, 24  # ten epochs; within the second
 class Net(nn.Module):
     """A model with two methods, and buffers of several kinds."""
 
+    scale: torch.Tensor
+    mask: torch.Tensor
+    graph: torch.Tensor
+    cache: Any
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -42,12 +47,15 @@ class Net(nn.Module):
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         self.cache = x.new_ones(len(x), 1)
-        return self.dropout(torch.tanh(self.body(torch.sparse.mm(self.graph, x.T).T * self.mask)))
+        spread = torch.sparse.mm(self.graph, x.T).T * self.mask
+        found: torch.Tensor = self.dropout(torch.tanh(self.body(spread)))
+        return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.scale.mul_(0.9).add_(0.2)  # the same for all samples
-        return self.head(self.encode(x / self.scale)) * self.cache
+        found: torch.Tensor = self.head(self.encode(x / self.scale)) * self.cache
+        return found
 
 
 def sgd(*modules: nn.Module, lr: float = 0.05, **options: Any) -> torch.optim.SGD:
