@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.local_shard import is_divided
 
 Path = tuple[Any, ...]
 
@@ -23,15 +27,26 @@ def take_apart(
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}
+    strides: dict[str, tuple[int, ...]] = {}
+    kinds: dict[Path, tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = {}
 
     def walk(value: Any, path: Path, where: str) -> Any:
         if isinstance(value, torch.Tensor):
+            if hasattr(value, '__tensor_flatten__') and not is_divided(value):
+                # Of a subclass that consists of plain tensors, as torch.compile takes it apart.
+                names, how = value.__tensor_flatten__()
+                parts = {name: getattr(value, name) for name in names}
+                kind = f'{type(value).__module__}:{type(value).__qualname__}'
+                kinds[path] = kind, walk(how, path, where), value.shape, value.stride()
+                return walk(parts, path, where)
             if value.layout != torch.strided or value.is_quantized:
                 return value.detach().clone()  # not a plain array, so it stays in the structure
             name = '.'.join(map(str, path))
             while name in tensors:  # {'a.b': ...} beside {'a': {'b': ...}}
                 name += '+'
             tensors[name], paths[name] = value.detach(), path
+            if not is_divided(value) and _dense(value) and not value.is_contiguous():
+                strides[name] = value.stride()
             return None
         if (plain := _plain(value)) is not None or value is None:
             return plain
@@ -52,7 +67,14 @@ def take_apart(
         )
 
     rest = {key: walk(value, (key,), called.get(key, key)) for key, value in state.items()}
-    return tensors, {'rest': rest, 'paths': paths}
+    return tensors, {'rest': rest, 'paths': paths, 'strides': strides, 'kinds': kinds}
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill its memory, in some order, which sums of floating point numbers and
+    fused kernels depend on.
+    """
+    return torch.empty_like(tensor, device='meta').stride() == tensor.stride()
 
 
 def _plain(value: Any) -> Any:
@@ -72,9 +94,16 @@ def put_together(
     tensors: Mapping[str, torch.Tensor], structure: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state that :func:`take_apart` took apart."""
-    at = {path: tensors[name] for name, path in structure['paths'].items()}
+    strides, kinds = structure['strides'], structure['kinds']
+    at = {
+        path: _laid(tensors[name], strides.get(name)) for name, path in structure['paths'].items()
+    }
 
-    def build(value: Any, path: Path) -> Any:
+    def build(value: Any, path: Path, *, whole: bool = True) -> Any:
+        if whole and path in kinds:
+            kind, how, size, stride = kinds[path]
+            parts = build(value, path, whole=False)
+            return _class_of(kind).__tensor_unflatten__(parts, how, size, stride)
         if value is None:
             return at.get(path)
         if isinstance(value, dict):
@@ -84,3 +113,23 @@ def put_together(
         return value
 
     return {key: build(value, (key,)) for key, value in structure['rest'].items()}
+
+
+def _laid(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    if stride is None or len(stride) != tensor.dim():
+        return tensor
+    laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return laid.copy_(tensor)
+
+
+def _class_of(kind: str) -> Any:
+    """A class of tensors by its name: code of the environment, never of a file."""
+    module, name = kind.split(':')
+    with suppress(ImportError, AttributeError):
+        found = attrgetter(name)(import_module(module))
+        if isinstance(found, type) and issubclass(found, torch.Tensor):
+            return found
+    raise BadInput(
+        f'A checkpoint holds tensors of the class {name} of {module}, which is not there: install '
+        'the package, or import the class from a module, where ranks find it.'
+    )

@@ -21,6 +21,8 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types:
     optimizer keeps in float32 for a bfloat16 parameter.
     """
     optimizer.load_state_dict(state)
+    if 'param_groups' not in state:  # it has another optimizer, and a form of its own
+        return
     numbers = [number for group in state['param_groups'] for number in group['params']]
     for number, parameter in zip(numbers, _parameters(optimizer), strict=True):
         loaded, saved = optimizer.state.get(parameter), state['state'].get(number)
@@ -62,6 +64,8 @@ def _placed(loaded: Any, saved: Any, parameter: torch.Tensor, keep_types: bool) 
     if keep_types and isinstance(saved, torch.Tensor) and saved.shape == loaded.shape:
         loaded = saved.to(loaded.device)
     own, kept = local(parameter), local(loaded)
+    if kept.dim() < 3 and not kept.is_contiguous():
+        return loaded
     if kept.shape == own.shape and kept.stride() != own.stride():
         laid = torch.empty_like(own, dtype=kept.dtype, device=kept.device).copy_(kept)
         return divided_like(laid, loaded)

@@ -161,8 +161,11 @@ def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
         if scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
             raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')
     known = {id(p) for model in prepared.models for p in model.parameters()}
-    for name, optimizer in among(names, torch.optim.Optimizer).items():
-        if not any(optimizer is one for one in prepared.optimizers) and any(
+    kind = torch.optim.Optimizer
+    # One of a prepared optimizer's attributes is a part of it (Lookahead).
+    ours = {id(o) for one in prepared.optimizers for o in among({'': one}, kind).values()}
+    for name, optimizer in among(names, kind).items():
+        if id(optimizer) not in ours and any(
             id(p) in known for group in optimizer.param_groups for p in group['params']
         ):
 

@@ -53,6 +53,7 @@ def same(one: Any, other: Any) -> bool:
             isinstance(other, torch.Tensor)
             and one.dtype == other.dtype
             and one.shape == other.shape
+            and (one.is_sparse or one.stride() == other.stride())
             and torch.equal(
                 one.to_dense() if one.is_sparse else one.to(torch.complex128),
                 other.to_dense() if one.is_sparse else other.to(torch.complex128),
