@@ -46,7 +46,7 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	    "parsl-freetrain needs Python 3.11 or newer, and $(PYTHON) is %d.%d: name another one, as in make PYTHON=python3.12 $(MAKECMDGOALS)." \
 	    % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt -e '.[test,demo,docs]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt -e '.[test,demo,docs,replay]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -67,11 +67,11 @@ test-long: $(INSTALLED)
 	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'long or properties' $(WORKERS))
 
 # The lowest version of each package that we import.
-LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/ledger tests/executor/test_interchange.py \
+LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/journal tests/executor/test_interchange.py \
     tests/executor/test_training.py tests/replay/test_trace_intervals.py tests/sites/test_machines.py tests/training/parallel/test_sharded.py
 test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints-lowest.txt -e '.[test]'
+	$(LOWEST)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints-lowest.txt -e '.[test,replay]'
 	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH $(LOWEST)/bin/python -m pytest -m 'not slurm and not pbs and not gpu' $(or $(strip $(TEST_ARGS)),$(LOWEST_TESTS))
 
 lint: $(INSTALLED)

@@ -140,5 +140,5 @@ def test_a_brain_that_is_not_installed_is_one_sentence(
     assert unet3d.main(['--small', '--out', str(tmp_path / 'out')]) == 2
     [sentence] = capsys.readouterr().err.strip().splitlines()
     assert re.search(
-        r"nilearn, which is not installed: pip install 'parsl-freetrain\[demo\]'", sentence
+        r'nilearn, which is not installed: pip install nilearn', sentence
     )

@@ -44,9 +44,18 @@ DISTRIBUTIONS = {
     'mlflow': 'mlflow-skinny',
     'globus_compute_sdk': 'globus-compute-sdk',
 }
-CALLED_BY_OTHERS = {'accelerate', 'pyarrow', 'tensorboard'}
+CALLED_BY_OTHERS = {'accelerate', 'tensorboard'}
 # Extras that a module needs.
-OF_MODULES = ('globus', 'lightning', 'mlflow', 'optuna', 'tensorboard', 'transformers', 'wandb')
+OF_MODULES = (
+    'globus',
+    'lightning',
+    'mlflow',
+    'optuna',
+    'replay',
+    'tensorboard',
+    'transformers',
+    'wandb',
+)
 
 
 def modules(*folders: str) -> list[Path]:
@@ -191,7 +200,8 @@ def test_constraints_pin_every_dependency() -> None:
 
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-    bounds = {one.name: one for one in map(Requirement, project['dependencies'])}
+    needed = [*project['dependencies'], *project['optional-dependencies']['replay']]
+    bounds = {one.name: one for one in map(Requirement, needed)}
     lines = (ROOT / '.ci' / 'constraints-lowest.txt').read_text().splitlines()
     tested = {
         one.name: next(iter(one.specifier)).version

@@ -32,6 +32,16 @@ def test_import_is_lazy() -> None:
     assert found.stdout.split() == ['[]', '[]']
 
 
+def test_a_training_needs_no_library_of_replays() -> None:
+    code = (
+        'import sys, parsl_freetrain.executor, parsl_freetrain.cli.status, parsl_freetrain.cli.run;'
+        'from parsl_freetrain import freetrain_app, LocalSite, FragmentContext;'
+        'print([m for m in ("pandas", "pyarrow", "matplotlib", "joblib") if m in sys.modules])'
+    )
+    found = run_to_end([sys.executable, '-c', code], check=True)
+    assert found.stdout.split() == ['[]']
+
+
 def test_all_names_are_there() -> None:
     assert set(parsl_freetrain.__all__) == set(parsl_freetrain._MODULE_OF)
     for name in parsl_freetrain.__all__:

@@ -21,7 +21,8 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from parsl_freetrain import BadInput, load_weights
+from parsl_freetrain import load_weights
+from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.training.parallel.spatial import Grid, Sharded, check_division
 from workflows.divided import DIVIDED, SHAPES, WHOLE, draw_losses, losses, main_of, train
 from workflows.unet3d_model import TISSUES, UNet, train_unet
@@ -39,13 +40,8 @@ def brain(resolution_mm: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
     BadInput
         If nilearn is not installed.
     """
-    try:
+    with needs('The brain'):
         from nilearn import datasets
-    except ImportError as error:
-        raise BadInput(
-            'The brain comes with the package nilearn, which is not installed: pip '
-            "install 'parsl-freetrain[demo]'."
-        ) from error
     template, grey, white = (
         np.asarray(load(resolution=resolution_mm).get_fdata(), np.float32)
         for load in (

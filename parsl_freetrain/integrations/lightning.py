@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.integrations import lightning_arguments as arguments
 from parsl_freetrain.integrations.extra import Memory, StepCount
 from parsl_freetrain.integrations.lightning_arguments import unsupported
 from parsl_freetrain.integrations.lightning_log import Log
-from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
 
-with needs('lightning'):
+with needs('parsl_freetrain.integrations.lightning'):
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_in
     from lightning.pytorch.core.optimizer import (

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.metric_logger import needs
+from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.spec.mode import Scaled
 
-with needs('lightning'):
+with needs('parsl_freetrain.integrations.lightning'):
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.callbacks import EarlyStopping
     from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.integrations.lightning_arguments import unsupported
-from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.loop.context import FragmentContext
 
-with needs('lightning'):
+with needs('parsl_freetrain.integrations.lightning'):
     from lightning.pytorch.utilities.data import extract_batch_size
 
 

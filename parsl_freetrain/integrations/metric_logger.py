@@ -4,12 +4,9 @@ on what the ledger has; nodes need neither the library nor its credentials.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from parsl_freetrain.core.model.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -54,15 +51,3 @@ class MetricLogger(Protocol):
     def open(self, training: LoggedTraining) -> OpenLog:
         """Begin a training, or go on with one that another process has begun."""
         ...
-
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Around imports of a library. Raises BadInput if a package is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise BadInput(
-            f'parsl_freetrain.integrations.{extra} needs {error.name}, which is not installed: '
-            f'pip install "parsl-freetrain[{extra}]".'
-        ) from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from parsl_freetrain.integrations.metric_logger import LoggedTraining, OpenLog, needs
+from parsl_freetrain.core.model.errors import needs
+from parsl_freetrain.integrations.metric_logger import LoggedTraining, OpenLog
 
-with needs('tensorboard'):
+with needs('parsl_freetrain.integrations.tensorboard'):
     from torch.utils.tensorboard import SummaryWriter
 
 

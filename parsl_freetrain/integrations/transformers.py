@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.integrations import transformers_arguments as arguments
 from parsl_freetrain.integrations.extra import Memory, StepCount
-from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.integrations.transformers_arguments import unsupported
 from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.context import FragmentContext
 
-with needs('transformers'):
+with needs('parsl_freetrain.integrations.transformers'):
     import transformers
     from torch.optim.lr_scheduler import ReduceLROnPlateau
     from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size

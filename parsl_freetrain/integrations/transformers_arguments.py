@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.metric_logger import needs
+from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.spec.mode import Scaled
 
-with needs('transformers'):
+with needs('parsl_freetrain.integrations.transformers'):
     import transformers
 
 # What a TrainingArguments may say: it is done as transformers does it, or by the app, as the

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parsl_freetrain.integrations.metric_logger import LoggedTraining, OpenLog, needs
+from parsl_freetrain.core.model.errors import needs
+from parsl_freetrain.integrations.metric_logger import LoggedTraining, OpenLog
 
-with needs('wandb'):
+with needs('parsl_freetrain.integrations.wandb'):
     import wandb
 
 EXIT_CODES = {'failed': 1}

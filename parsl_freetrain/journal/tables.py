@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.core.model.state import History, RunState
 
 BUSY_S = 5.0
@@ -145,7 +146,9 @@ def write_sqlite(history: History, database: Path, prefix: str = '') -> None:
 
 def write_parquet(history: History, folder: Path) -> None:
     """Write the tables into a folder: ``trainers.parquet`` and so on."""
-    import pandas as pd
+    with needs('Writing Parquet files'):
+        import pandas as pd
+        import pyarrow  # noqa: F401  # pandas writes them with it
 
     folder.mkdir(parents=True, exist_ok=True)
     for table in TABLES:

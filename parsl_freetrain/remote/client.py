@@ -15,7 +15,7 @@ from msgspec import structs
 from parsl.executors.base import ParslExecutor
 
 from parsl_freetrain.app import FreeTrainApp
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed, needs
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
 from parsl_freetrain.executor.trainer.names import check_name
@@ -365,11 +365,6 @@ class FreeTrainClient(Executor):
 
 
 def _sdk_executor() -> Any:
-    try:
+    with needs('Submitting from afar'):
         from globus_compute_sdk import Executor as found  # noqa: N813
-    except ImportError as error:
-        raise BadInput(
-            'Submitting from afar needs the Globus Compute SDK, which is not installed here: '
-            "pip install 'parsl-freetrain[globus]'."
-        ) from error
     return found

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
+from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.replay.result import WHERE_THEY_WENT, PoolResult, ReplayResult
+
+with needs('A picture of a replay'):
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 TOL_MUTED = (
     '#332288',

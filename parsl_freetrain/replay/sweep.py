@@ -6,16 +6,17 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import pandas as pd
-from joblib import Parallel, delayed
-from joblib.externals.loky import get_reusable_executor
-
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.study import Study, option
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
+
+with needs('A sweep of replays'):
+    import pandas as pd
+    from joblib import Parallel, delayed
+    from joblib.externals.loky import get_reusable_executor
 
 FORMATS = ('.csv', '.parquet')
 MOST_CASES = 10_000

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.replay.pictures import COLOURS, TOL_MUTED, plain, save
 from parsl_freetrain.replay.result import WHERE_THEY_WENT
+
+with needs('A picture of a sweep'):
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_LINES = 12
 """Maximum number of lines that the legend names."""

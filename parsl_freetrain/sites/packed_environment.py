@@ -141,7 +141,7 @@ def packer(prefix: Path) -> str:
     if find_spec(module) is None:
         raise BadInput(
             f'Packing {prefix} needs {module.replace("_", "-")}, which is not installed: '
-            "pip install 'parsl-freetrain[pack]'."
+            f'pip install {"conda-pack" if module == "conda_pack" else "venv-pack2"}.'
         )
     return module
 

@@ -16,18 +16,13 @@ from msgspec import Meta
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.checked_values import AtLeast1
-from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
+from parsl_freetrain.core.model.errors import BadInput, TrainerFailed, needs
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.tuning.space import Choices, Space, drawn_from, settings_of
 
-try:
+with needs('parsl_freetrain.tune'):
     import optuna
-except ModuleNotFoundError as missing:
-    raise BadInput(
-        f'parsl_freetrain.tune needs {missing.name}, which is not installed: pip install '
-        '"parsl-freetrain[optuna]".'
-    ) from missing
 
 logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.2

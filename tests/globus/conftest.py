@@ -1,7 +1,7 @@
 """An environment with Globus Compute: it needs older versions of some packages than everything else
 does.
 
-Where it is installed beside the tests (``pip install 'parsl-freetrain[globus]'``), the tests in
+Where it is installed beside the tests (``pip install globus-compute-sdk``), the tests in
 ``endpoint/`` are collected as any others. Elsewhere ``test_in_its_environment.py`` makes one, once,
 and runs them there.
 """

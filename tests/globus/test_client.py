@@ -202,7 +202,7 @@ def test_what_this_computer_can_tell_is_refused_at_once(
             FreeTrainClient(**wrong)  # type: ignore[arg-type]
     if importlib.util.find_spec('globus_compute_sdk') is None:
         said = ask_endpoint('x', None)['error']
-        assert 'Globus Compute SDK, which is not installed here: pip install' in said
+        assert 'globus_compute_sdk, which is not installed: pip install globus-compute-sdk' in said
     (tmp_path / 'options.json').write_text('[1]')
     with pytest.raises(BadInput, match=r'options\.json cannot be used .*JSON object'):
         ask_endpoint('x', tmp_path / 'options.json')

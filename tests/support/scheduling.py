@@ -50,6 +50,7 @@ FIRST = (
 )
 # The first of them stands for all in FIRST.
 PBS = (
+    'tests/cli/test_new.py',
     'tests/sites/pbspro/test_openpbs.py',
     'tests/sites/test_batch_training.py',
     'tests/pbs/test_zero_delay.py',

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -16,6 +18,25 @@ class BadInput(FreeTrainError, ValueError):
 def refuse(what: str, value: object, must: str) -> NoReturn:
     """Raise BadInput: "Ranks: per_node is 0; it must be at least 1." (what, value, must)."""
     raise BadInput(f'{what} is {shown(value)}; it must be {must}.')
+
+
+# Packages that have another name than what is imported.
+_PACKAGES = {'globus_compute_sdk': 'globus-compute-sdk', 'mlflow': 'mlflow-skinny'}
+
+
+@contextmanager
+def needs(what: str) -> Iterator[None]:
+    """Around imports of what not every user has. Raises BadInput if a package is missing:
+    "freetrain replay needs pandas, which is not installed: pip install pandas."
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or '').partition('.')[0]
+        raise BadInput(
+            f'{what} needs {name}, which is not installed: pip install '
+            f'{_PACKAGES.get(name, name)}.'
+        ) from error
 
 
 def shown(value: object) -> str:
