@@ -336,13 +336,14 @@ class FragmentContext:
         batch_size: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        gradients: bool = False,
     ) -> dict[str, float]:
         """Evaluate a model on a dataset. All ranks must call this, and share the work; the result
         is the same for any number of them, and on all ranks.
 
-        The model is in evaluation mode and no gradients are computed. If the fragment has to stop
-        during an evaluation at the end of an epoch, the next fragment repeats all that is done at
-        the end of that epoch.
+        The model is in evaluation mode, and no gradients are computed unless ``gradients`` is True.
+        If the fragment has to stop during an evaluation at the end of an epoch, the next fragment
+        repeats all that is done at the end of that epoch.
 
         Parameters
         ----------
@@ -357,6 +358,8 @@ class FragmentContext:
             Number of samples in a batch of one rank.
         collate_fn, num_workers
             As in DataLoader.
+        gradients
+            Whether ``measure`` computes gradients, such as forces from an energy.
 
         Returns
         -------
@@ -372,7 +375,7 @@ class FragmentContext:
         data = LoaderData(
             dataset=dataset, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers
         )
-        return self._run.evaluate(model, data, measure)
+        return self._run.evaluate(model, data, measure, gradients)
 
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         """The exponential moving average of a model's parameters over the steps, which is saved

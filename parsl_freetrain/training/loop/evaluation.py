@@ -33,6 +33,7 @@ def evaluate(
     part: int,
     parts: int,
     after_batch: Callable[[], None],
+    gradients: bool = False,
 ) -> dict[str, float]:
     """The mean of each metric over all samples. All ranks call this.
 
@@ -58,10 +59,18 @@ def evaluate(
     ]
     micro_batches = [MicroBatch(batches[number], 0, number, 0.0) for number in mine]
     found: dict[int, _Sums] = {}
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model), torch.set_grad_enabled(gradients):
         loaded = iter(make_loader(data.dataset, micro_batches, seed, data, device))
         for number in mine:
-            said = measure(model, to_device(next(loaded), device))
+            try:
+                said = measure(model, to_device(next(loaded), device))
+            except RuntimeError as error:
+                if gradients or 'does not require grad' not in str(error):
+                    raise
+                raise BadInput(
+                    'The function given to ctx.evaluate computes gradients, such as forces: give '
+                    'gradients=True.'
+                ) from error
             found[number] = _sums(said, len(batches[number]))
             after_batch()
     for others in gather_bytes(peers, msgspec.msgpack.encode(found)):
@@ -80,7 +89,7 @@ def _sums(said: Mapping[str, Any], samples: int) -> _Sums:
         if isinstance(value, tuple) and len(value) == 2:
             sums[name] = float(value[0]), float(value[1])
         elif isinstance(value, torch.Tensor) and tuple(value.shape) == (samples,):
-            sums[name] = float(value.sum(dtype=torch.float64)), float(samples)
+            sums[name] = float(value.detach().sum(dtype=torch.float64)), float(samples)
         else:
             shape = f' of shape {tuple(value.shape)}' if hasattr(value, 'shape') else ''
             raise BadInput(

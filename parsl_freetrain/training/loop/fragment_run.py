@@ -290,7 +290,7 @@ class FragmentRun:
         return self._epochs
 
     def evaluate(
-        self, model: torch.nn.Module, data: LoaderData, measure: Measure
+        self, model: torch.nn.Module, data: LoaderData, measure: Measure, gradients: bool
     ) -> dict[str, float]:
         """As :meth:`FragmentContext.evaluate`."""
         if self.state.reports.in_micro_batch:
@@ -317,6 +317,7 @@ class FragmentRun:
                 self.division.data_rank,
                 self.division.parts,
                 self.loop.in_evaluation() if self.loop and stops else lambda: None,
+                gradients,
             )
         except EvaluationStopped:
             if self._epochs is not None:

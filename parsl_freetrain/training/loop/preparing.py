@@ -74,6 +74,9 @@ def _restored(
     return prepared, modules
 
 
+_SHARDS_SINCE = '2.11'  # with 2.9 the bits of sharded models depend on the number of ranks
+
+
 def shard_model_of(
     parts: RankParts, division: Division, model: torch.nn.Module, **how: Any
 ) -> torch.nn.Module:
@@ -83,6 +86,11 @@ def shard_model_of(
         raise BadInput(
             f'Trainer {parts.order.trainer!r} calls ctx.shard, and none of its shapes divides the '
             'parameters: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}.'
+        )
+    if torch.__version__ < _SHARDS_SINCE:
+        raise BadInput(
+            f'ctx.shard needs torch {_SHARDS_SINCE} or newer, and this is {torch.__version__}: the '
+            'weights would depend on the number of ranks.'
         )
     if parts.saved is None:
         division.make_equal((t.data for t in model.state_dict().values()), parts.peers)

@@ -270,6 +270,20 @@ def returns_a_mean(ctx: FragmentContext) -> None:
     ctx.evaluate(model, HELD_OUT, lambda m, b: {'loss': m(b[0]).mean()}, batch_size=2)
 
 
+def slopes(model: Any, batch: Any) -> dict[str, Any]:
+    x = batch[0].requires_grad_()
+    out = model(x)[:, 0]
+    return {'loss': out, 'slope': torch.autograd.grad(out.sum(), x)[0].norm(dim=1)}
+
+
+def needs_gradients(ctx: FragmentContext) -> None:
+    model, *_ = made(ctx)
+    found = ctx.evaluate(model, HELD_OUT, slopes, batch_size=2, gradients=True)
+    assert found['slope'] > 0 and all(p.grad is None for p in model.parameters())
+    assert model(HELD_OUT.tensors[0]).requires_grad
+    ctx.evaluate(model, HELD_OUT, slopes, batch_size=2)
+
+
 def checkpoints_in_the_body(ctx: FragmentContext) -> None:
     made(ctx)
     for _ in ctx.loop(DATA, 8):
@@ -351,6 +365,7 @@ def schedule_outside(ctx: FragmentContext) -> None:
         (loader_without_epochs, 'was iterated over outside of ctx.epochs(): say "for epoch in'),
         (schedule_outside, 'scheduler.step() was called outside of ctx.loop: call it in the loop'),
         (evaluates_in_the_body, 'ctx.evaluate was called in the body of ctx.loop'),
+        (needs_gradients, 'computes gradients, such as forces: give gradients=True'),
         (returns_a_mean, "for 'loss' a Tensor of shape (); for a batch of 2 samples it must be"),
         (checkpoints_in_the_body, 'ctx.checkpoint was called outside of the end of an epoch'),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +193,12 @@ def saved_without_exchange(ctx: FragmentContext) -> None:
             collecting = False
 
     for module, names in (
-        (dist, ('all_gather', 'all_gather_single', 'all_reduce', 'all_to_all_single', 'broadcast')),
-        (dist, ('barrier', 'gather', 'reduce_scatter_single', 'scatter', 'send', 'recv')),
+        (dist, ('all_gather', 'all_reduce', 'all_to_all_single', 'broadcast', 'barrier', 'gather')),
+        (dist, ('scatter', 'send', 'recv', 'all_gather_into_tensor', 'reduce_scatter_tensor')),
+        (dist, ('all_gather_single', 'reduce_scatter_single')),  # their names from torch 2.13 on
         (DTensor, ('full_tensor', 'redistribute')),
     ):
-        for name in names:
+        for name in filter(partial(hasattr, module), names):
             setattr(module, name, only_for_training(getattr(module, name)))
     vars(ctx._run.checkpointer)['_collected'] = collect
     train(ctx)

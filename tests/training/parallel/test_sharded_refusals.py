@@ -185,6 +185,11 @@ def clips(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+def with_an_old_torch(ctx: FragmentContext) -> None:
+    torch.__version__ = type(torch.__version__)('2.9.1')
+    ctx.shard(nn.Linear(2, 2))
+
+
 def twice(ctx: FragmentContext) -> None:
     ctx.shard(ctx.shard(nn.Linear(4, 4)))
 
@@ -205,6 +210,7 @@ def low_sums(ctx: FragmentContext) -> None:
 @pytest.mark.parametrize(
     ('function', 'words'),
     [
+        (with_an_old_torch, 'ctx.shard needs torch 2.11 or newer, and this is 2.9.1'),
         (twice, 'ctx.shard was given a model that is sharded already'),
         (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
         (
