@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -158,7 +158,8 @@ def test_an_optimizer_that_is_not_elementwise_is_for_throughput_mode(kind: Any) 
 
 def another_mesh(ctx: FragmentContext) -> None:
     model = nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh('cpu', (2,)))
+    mesh = DeviceMesh.from_group(ctx.torch_distributed(), 'cpu')
+    fully_shard(model, mesh=mesh)
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
