@@ -16,7 +16,7 @@ from parsl_freetrain.report.document import clipped, percent, resource, source_o
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.metrics import MetricView
-from parsl_freetrain.report.status import RunStatus, limit_in_words
+from parsl_freetrain.report.status import RunStatus, limit_in_words, resumes_in_words
 
 MOST_CARDS = 24
 """Maximum number of trainers with charts; all are in the table."""
@@ -114,6 +114,7 @@ def _at_present(status: RunStatus) -> dict[str, Any]:
         'said_now': [
             *([f'And {more} more blocks.'] if more > 0 else []),
             *map(limit_in_words, status.limits),
+            *resumes_in_words(status.trainers),
         ],
     }
 

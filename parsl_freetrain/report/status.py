@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,8 @@ class TrainerNow:
     """One trainer. ``samples``: as last reported. ``rate``: samples per second (None while no
     fragment runs). ``finish_s``: expected seconds until its total, at its mean speed since
     submission (None: unknown, or it has ended). ``why``: why it ended. ``shape``: how its ranks
-    share the work on its nodes (None: no nodes, or no shapes).
+    share the work on its nodes (None: no nodes, or no shapes). ``resumes``,
+    ``verified``: as of its last checkpoint.
     """
 
     name: str
@@ -40,6 +42,8 @@ class TrainerNow:
     finish_s: float | None = None
     why: str = ''
     shape: str | None = None
+    resumes: int = 0
+    verified: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,14 @@ def state_of(training: Training, going: bool) -> str:
     return training.state if going or training.state in FINAL_STATES else 'interrupted'
 
 
+def resumes_in_words(trainers: Sequence[TrainerNow]) -> tuple[str, ...]:
+    """How often trainers went on after a cut; nothing if they did not."""
+    resumes = sum(t.resumes for t in trainers)
+    verified = sum(t.verified for t in trainers)
+    s = 's' * (resumes != 1)
+    return (f'{resumes:,} resume{s}, {verified:,} verified',) if resumes else ()
+
+
 def _last_decision(run: RunState, now: float) -> DecisionNow | None:
     if not run.decisions:
         return None
@@ -184,6 +196,8 @@ def _trainer(
         finish_s=_finish_s(training, samples, now) if going and not training.over else None,
         why=training.why,
         shape=running[-1].shape or None if running else None,
+        resumes=training.resumes,
+        verified=training.verified,
     )
 
 

@@ -29,7 +29,8 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
     ``trainers``: by name ``fragments``, ``preempted``, ``rescaled`` (successive fragments with
     different node counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the total,
     None if unknown), ``samples_repeated`` (trained and not kept), and further
-    ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
+    ``fragments_started``, ``failed``, ``resumes``, ``verified`` (of these), ``checkpoints``,
+    ``state``, ``why``; ``blocks``;
     ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
     :func:`~.causes.node_seconds_of`; ``wall_s`` (seconds, summed over runs).
     """
@@ -57,6 +58,8 @@ def _trainers(history: History) -> dict[str, dict[str, Any]]:
             'preempted': endings.count('preempted'),
             'failed': endings.count('failed'),
             'rescaled': sum(len(a.nodes) != len(b.nodes) for a, b in pairwise(mine)),
+            'resumes': one.resumes,
+            'verified': one.verified,
             'checkpoints': sum(len(f.checkpoints) for f in mine),
             'samples': one.samples,
             'samples_expected': one.trainer.total_samples,

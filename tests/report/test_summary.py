@@ -40,7 +40,8 @@ def two_fragments(path: Path, *, end: bool = True) -> Path:
     ledger.fragment_started('a', 2, at=1051, samples=300)
     ledger.fragment_progress('a', 2, at=1081, samples=600, rate=10.0, metrics={'loss': 0.5})
     if end:
-        ledger.checkpoint('a', 2, at=1091, samples=690, seconds=1.0, pause_s=1.0)
+        kept = {'samples': 690, 'resumes': 3, 'verified': 2}
+        ledger.checkpoint('a', 2, at=1091, seconds=1.0, pause_s=1.0, **kept)
         ledger.fragment_ended('a', 2, at=1091, ending='stopped', samples=690, reached=690)
         ledger.end_run(at=1100, how='interrupted')
     ledger.close()
@@ -53,7 +54,7 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
         assert found['node_s'] == node_seconds_of(journal.history('r0'))
     assert found['trainers']['a'] == {
         'fragments': 2, 'fragments_started': 2, 'why': '', 'preempted': 1, 'failed': 0,
-        'rescaled': 1, 'checkpoints': 2, 'samples': 690, 'samples_expected': 2000,
+        'rescaled': 1, 'resumes': 3, 'verified': 2, 'checkpoints': 2, 'samples': 690, 'samples_expected': 2000,
         'samples_repeated': 340, 'state': 'queued',
     }  # fmt: skip
     assert (found['blocks'], found['blocks_killed'], found['wall_s']) == (2, 1, 100)

@@ -152,9 +152,9 @@ class Told:
         at: float,
         samples: int,
         seconds: float = 0.0,
-        pause_s: float = 0.0,
+        **more: Any,
     ) -> None:
-        saved = Checkpoint(name, '', samples, number, at=at, seconds=seconds, pause_s=pause_s)
+        saved = Checkpoint(name, '', samples, number, at=at, seconds=seconds, **more)
         self.take(ev.CheckpointSaved(at, saved))
 
     def fragment_ended(

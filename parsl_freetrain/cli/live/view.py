@@ -33,7 +33,14 @@ from parsl_freetrain.report.cells import (
     trainer_cells,
     value_text,
 )
-from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow, limit_in_words, snapshot
+from parsl_freetrain.report.status import (
+    BlockNow,
+    RunStatus,
+    TrainerNow,
+    limit_in_words,
+    resumes_in_words,
+    snapshot,
+)
 from parsl_freetrain.report.summary import CachedAllocator
 
 MOST_BLOCKS = 12
@@ -158,7 +165,8 @@ class _Screen:
                 )
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
-        yield from (Text(clean(limit_in_words(limit)), 'dim') for limit in seen.limits)
+        lines = (*map(limit_in_words, seen.limits), *resumes_in_words(seen.trainers))
+        yield from (Text(clean(line), 'dim') for line in lines)
         for sentence in filter(None, (seen.life.sentence, *seen.damage)):
             yield Text(clean(sentence), 'yellow')
 
@@ -206,6 +214,7 @@ def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
         'frag': str(trainer['fragments']),
         'pre': str(trainer['preempted']),
         'resc': str(trainer['rescaled']),
+        'resumes': f'{trainer["resumes"]} ({trainer["verified"]} verified)',
         'samples': f'{trainer["samples"]:,}' + (f'/{expected:,}' if expected is not None else ''),
         'repeated': f'{trainer["samples_repeated"]:,}',
     }

@@ -25,7 +25,7 @@ def why_it_fails(
         return _short_of_memory(trainer, ended, event.error)
     if event.ending is ev.Ending.FAILED:
         trainer.errors += 1
-        if trainer.errors > settings.retries:
+        if event.final or trainer.errors > settings.retries:
             return event.error
     if event.ending is ev.Ending.PREEMPTED and not ended.broken and not progressed:
         trainer.stalled += 1

@@ -8,7 +8,11 @@ from typing import NoReturn
 
 
 class FreeTrainError(Exception):
-    """Base of every error that FreeTrain raises itself."""
+    """Base of every error that FreeTrain raises itself. ``final``: another try would end in it,
+    too.
+    """
+
+    final = False
 
 
 class BadInput(FreeTrainError, ValueError):

@@ -229,6 +229,7 @@ class FragmentEnded(Event, frozen=True):
     step_s: float | None = None  # a global batch
     checkpoint_s: float | None = None
     memory: int = 0  # the most that a rank needed, in bytes; 0: unknown
+    final: bool = False  # it failed, and would fail again
 
 
 class TrainerCancelled(Event, frozen=True):

@@ -130,6 +130,7 @@ def _saved(run: st.RunState, event: ev.CheckpointSaved) -> None:
         fragment.checkpoints.append(saved)
     if training := run.trainers.get(saved.trainer):
         training.samples = saved.samples
+        training.resumes, training.verified = saved.resumes, saved.verified
 
 
 def _rescaled(run: st.RunState, event: ev.Rescaled) -> None:

@@ -128,6 +128,8 @@ class Training:
     why: str = ''  # of what it failed
     fragments: list[Fragment] = field(default_factory=list)
     rescaled: list[ev.Rescaled] = field(default_factory=list)
+    resumes: int = 0  # of the last checkpoint, as there
+    verified: int = 0
 
     @property
     def name(self) -> str:

@@ -277,6 +277,10 @@ class Checkpoint:
     #: For how long training stood still for it, in seconds: copying the state, where it was written
     #: beside training, else collecting and writing it.
     pause_s: float = field(default=0.0, compare=False)
+    #: How often the training went on after a cut, and how often its first step proved that nothing
+    #: was lost.
+    resumes: int = field(default=0, compare=False)
+    verified: int = field(default=0, compare=False)
 
     @property
     def pause(self) -> tuple[float, float]:

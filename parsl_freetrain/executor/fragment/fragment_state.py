@@ -46,6 +46,7 @@ class FragmentResult:
     error: str = ''  #: a sentence; empty if nothing went wrong
     exception: BaseException | None = None  #: the user's exception, where there is one
     out_of_memory: bool = False  #: whether it failed because a rank had too little memory
+    final: bool = False  #: whether it would fail again
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,9 @@ class RunningFragment:
                         f'{result} said {sentence}; its output is in {result.log}'
                     )
                 exception = self._exception(result, error)
-                return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
+                return FragmentResult(
+                    Ending.FAILED, self.checkpoint, sentence, exception, final=error.final
+                )
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
 
     def _short_of_memory(self, sentence: str) -> FragmentResult:

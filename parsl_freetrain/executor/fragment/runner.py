@@ -283,6 +283,7 @@ class FragmentRunner:
                 step_s,
                 checkpoint_s,
                 fragment.memory(),
+                result.final,
             )
         )
         if fragment.outer is not None:

@@ -67,6 +67,10 @@ class Position:
     order: str = ''  #: the name of the order of the samples; empty: unknown
     #: Some of what the dataset had at the beginning of the fragment or of the epoch.
     looks: dict[str, list[Any]] = field(default_factory=dict)
+    fragment: int = 0  #: the fragment that came so far
+    #: resumes, verified: how often the training went on, and how often that was verified.
+    resumes: int = 0
+    verified: int = 0
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,14 @@ def name_of(device: torch.device) -> str:
     return f'{platform.node()} {named if named.startswith(_PART) else _uuid(device) or named}'
 
 
+def computes_as(device: torch.device) -> str:
+    """What decides the bits of a result beside the program: processor, device, version of torch."""
+    name = torch.backends.cpu.get_cpu_capability()
+    if device.type != 'cpu':
+        name += f' {torch.get_device_module(device).get_device_name(device)}'
+    return f'{name}, torch {torch.__version__}'
+
+
 def peak_memory(device: torch.device) -> int:
     """The most memory that this process has needed, in bytes: on the device, or of the computer for
     a CPU (with the libraries, as VmHWM of /proc/self/status); 0: unknown.

@@ -190,15 +190,15 @@ class Checkpointer:
     def save_and_stop(
         self, collect: Collect, samples: int, metrics: Mapping[str, float], *, wanted: bool = False
     ) -> None:
-        """Commit the fragment's last checkpoint, and also leave the state in memory. Otherwise as
-        :meth:`save_now`.
+        """Leave the state in memory, and begin to commit it as the fragment's last checkpoint;
+        :meth:`stopped` waits for that. Otherwise as :meth:`save_now`.
 
         All ranks call it together. Deleting old checkpoints takes time, so it is left to the next
         fragment. If that is ready, committing a large state is left to it too: a kill before that
         falls back to the previous checkpoint. Not if the user wants this checkpoint (``wanted``, or
         that of every nth fragment), and not if what this fragment began with is not committed.
         """
-        began, sender = time.monotonic(), self._sender
+        began, sender, numbers = time.monotonic(), self._sender, dict(metrics)
         if sender is not None:
             sender.agree()
         state, by_next = self._collected(collect), False
@@ -212,16 +212,26 @@ class Checkpointer:
                 and self._order.spec.checkpoints.retention.every is None
                 and sender.followed()
             )
+
+        def commit() -> None:
+            if state is not None:
+                pause_s, save = partial(_since, began), self._save
+                write = partial(self._commit, state, save, samples, numbers, pause_s, tidy=False)
+                self._background.start(write)
+
+        if sender is not None and state is not None and state.image is not None:
+            _ = state.image.blocks  # known before both ways need them
+        if not by_next:
+            commit()
         if sender is not None:
-            if state is not None and state.image is not None:
-                _ = state.image.blocks  # known before both ways need them
-            self._background.start(partial(sender.leave, state, samples, uncommitted=by_next))
-            if by_next:
-                self._background.wait()
-                self._only_in_memory = sender.left is not None
-        if state is not None and not self._only_in_memory:
-            pause_s = partial(_since, began)
-            self._commit(state, self._save, samples, metrics, pause_s, tidy=False)
+            sender.leave(state, samples, uncommitted=by_next)
+        if by_next:
+            self._only_in_memory = sender is not None and sender.left is not None
+            if not self._only_in_memory:
+                commit()
+
+    def stopped(self) -> None:
+        """Wait for the fragment's last checkpoint. Raises as :meth:`save_now`."""
         self._background.wait()
 
     def settled(self, limit_s: float | None = None) -> Checkpoint | None:
@@ -286,7 +296,16 @@ class Checkpointer:
         seconds = time.monotonic() - began
         self._on_disk, self._begun_with_uncommitted = state, False
         self.timing.wrote(seconds)
-        self.last = replace(self.last, at=time.time(), seconds=seconds, pause_s=pause_s())
+        assert state.structure is not None
+        position = state.structure['rest']['position']
+        self.last = replace(
+            self.last,
+            at=time.time(),
+            seconds=seconds,
+            pause_s=pause_s(),
+            resumes=position['resumes'],
+            verified=position['verified'],
+        )
         self._channel.send(CheckpointSaved(self.last.at, self.last))
         if tidy:
             self._tidy()

@@ -32,7 +32,7 @@ from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.loop import update_guard
+from parsl_freetrain.training.loop import unknown_state, update_guard
 from parsl_freetrain.training.loop.averages import (
     PreparedAverage,
     take_averages,
@@ -46,6 +46,7 @@ from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
+from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.mode import Reproducible
@@ -112,6 +113,9 @@ class FragmentRun:
             world.refuse_in_body(self.in_body)
         if self.saved is not None:
             self._at_prepare = around_models(self.state, prepared)
+        self.verification = Verification(self.parts, self.model, self.state)
+        if self.verification.by_steps:
+            steps.before_step.append(self.verification.gradients)
         steps.before_step.append(self._before_step)
         self._averages = take_averages(
             self.model, self.peers, self.in_body, fresh=self.saved is None
@@ -211,6 +215,7 @@ class FragmentRun:
             source.check_same(saved)
         position = source.position(self.state.samples, span, spec.shards, saved)
         guard = self._guard_of(model)
+        self.verification.loop_begins()
         if self.state.phase is Phase.LOOP_ENDED:
             self.state.phase = Phase.TRAINING
         model.structure.check()
@@ -231,24 +236,25 @@ class FragmentRun:
             lambda samples: (samples - base) // in_epoch,
             lambda samples: order_at(samples - base),
             guard,
+            self.verification,
         )
         return self.loop.run(batches)
 
     def _find_generators(self, data: LoaderData) -> None:
-        frame, hooks = update_guard.frame_around(), self.hooks
+        frame, hooks = unknown_state.frame_around(), self.hooks
         around = variables_of(frame) if frame is not None else {}
         functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch]
         own_generators.find({'the functions': functions, **around})
         own_generators.find({'the data': data.dataset, 'sampler': data.sampler})
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
-        names = update_guard.names_around()
+        names = unknown_state.names_around()
         reproducible = isinstance(self.order.spec.mode, Reproducible)
         if not reproducible:  # it refuses these in other ways
             update_guard.check_left_out(model.prepared, names)
         return update_guard.UpdateGuard(
             model.prepared,
-            update_guard.among(names, torch.nn.Module),
+            unknown_state.among(names, torch.nn.Module),
             reproducible=reproducible,
             averages=self._averages,
         )
@@ -267,6 +273,7 @@ class FragmentRun:
         if saved.position.finished and saved.position.total_samples == position.total_samples:
             self.state.phase, self.state.result = Phase.FINISHED, saved.position.result
             raise FragmentEnd
+        self.verification.goes_on(saved)
 
     def _put_back(self, model: Model, saved: Source) -> None:
         """What the function has done since ``ctx.prepare`` (loaded weights, set learning rates) it

@@ -12,11 +12,13 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
+from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
+from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.spec.messages import StateLeft
 from parsl_freetrain.training.steps.fsdp_modules import put_parts_back
 from parsl_freetrain.training.steps.group_settings import plain_values
@@ -38,12 +40,13 @@ class LoopSaver:
         order_at: Callable[[int], str],
         last: LastStep,
         rollback: Rollback,
+        verification: Verification,
     ) -> None:
         self._checkpointer, self._is_main = parts.checkpointer, parts.place.rank == 0
         self._model, self._state, self._position = model, state, position
         self._epochs_before, self._last, self._rollback = epochs_before, last, rollback
-        self._order_at = order_at
-        self._replicas = Replicas(parts, model)
+        self._order_at, self._verification = order_at, verification
+        self._replicas, self._fragment = Replicas(parts, model), parts.order.fragment
 
     def save(self, how: Callable[[Any, int, Mapping[str, float]], None]) -> None:
         """Save the state, by one of the methods of the checkpointer. All ranks call this."""
@@ -54,6 +57,7 @@ class LoopSaver:
         self._replicas.check()
         how(self._collect, state.samples, {**state.metrics, **(state.wanted or {})})
         state.wanted = None
+        self._verification.saved()
 
     def save_wanted(self) -> None:
         """Save the state while training goes on, if the user has asked for it."""
@@ -109,6 +113,9 @@ class LoopSaver:
             finishing=state.finishing,
             finished=state.phase is Phase.FINISHED,
             result=state.result,
+            fragment=self._fragment,
+            resumes=state.resumes,
+            verified=state.verified,
         )
         return collect({**content, 'modules': self._changed()}, position)
 
@@ -139,13 +146,8 @@ class Replicas:
         if not self._possible:
             return
         if self._of_one_kind is None:
-            device = (
-                ''
-                if self._device.type == 'cpu'
-                else torch.get_device_module(self._device).get_device_name(self._device)
-            )
-            kind = f'{torch.backends.cpu.get_cpu_capability()} {device}'
-            self._of_one_kind = len(set(gather_bytes(self._peers, kind.encode()))) == 1
+            kind = computes_as(self._device).encode()
+            self._of_one_kind = len(set(gather_bytes(self._peers, kind))) == 1
         if not self._of_one_kind:
             return
         packed = msgspec.msgpack.encode(self._held())

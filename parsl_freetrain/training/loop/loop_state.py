@@ -155,6 +155,8 @@ class LoopState:
     finishing: str = ''  # why the training is to end before the total; empty: it is not
     wanted: dict[str, float] | None = None  # metrics of a checkpoint at the end of this epoch
     result: str = ''  # what the function has returned, as JSON
+    resumes: int = 0  # as of Position
+    verified: int = 0
 
     @classmethod
     def at_start(

@@ -167,7 +167,10 @@ class _Rank:
 
     def _ending(self, raised: BaseException, worker: str) -> Ending:
         if self._run is not None and self._run.state.phase is Phase.STOPPED:
-            return 'stopped'
+            with suppress(Exception):
+                self._run.checkpointer.stopped()
+                return 'stopped'
+            return 'error'
         if isinstance(raised, FragmentEnd):  # an earlier fragment has done it all
             return 'finished'
         if isinstance(raised, Fenced):
@@ -182,7 +185,10 @@ class _Rank:
 
     def _end_in(self, exchange: str) -> None:
         print(f'This rank waits in {exchange} for one that is gone, so it ends.', file=sys.stderr)
-        self._say_last(Outcome('peer-lost' if self._well else self._how, error=self._error))
+        outcome = Outcome('peer-lost' if self._well else self._how, error=self._error)
+        if self._run is not None and self._run.state.phase is Phase.STOPPED:
+            outcome = self._run.outcome('stopped', None)  # when its checkpoint is written
+        self._say_last(outcome)
         os._exit(1)
 
     def _say_last(self, outcome: Outcome) -> None:
@@ -228,6 +234,7 @@ def _described(raised: BaseException) -> RankError:
         message,
         ''.join(traceback.format_exception(type(raised), raised, trace)),
         _packed(raised, trace),
+        getattr(raised, 'final', False) is True,
     )
 
 

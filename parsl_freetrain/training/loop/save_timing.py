@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from parsl_freetrain.core.controller.overheads import FLOOR_S
+from parsl_freetrain.training.comm.consensus import EVERY_S
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
@@ -95,12 +96,24 @@ class SaveTiming:
         """Seconds until the nodes are taken away; infinite if unknown."""
         return self.deadline - time.monotonic()
 
+    @property
+    def expected_step_s(self) -> float:
+        """As :attr:`step_s`; the first step, which takes longer, where there was no other."""
+        return max(self._steps_s, default=self._first_step_s)
+
+    def writing_takes(self, seconds: float) -> bool:
+        """Whether a last checkpoint, or a poll of the ranks, is likely to take as long as another
+        step and these seconds, and there is time for both.
+        """
+        seconds += self.expected_step_s
+        enough = seconds + 2 * self.longest_s + FLOOR_S < self.time_left()
+        return enough and seconds <= max(self.longest_s, EVERY_S)
+
     def must_stop(self, steps_ahead: int, *, writing: bool) -> bool:
         """Whether there may be too little time to save after ``steps_ahead`` more batches, where
         the last checkpoint may have to wait for one that is being written.
         """
-        step_s = max(self._steps_s, default=self._first_step_s)
-        margin_s = 2 * self.longest_s + steps_ahead * step_s + FLOOR_S
+        margin_s = 2 * self.longest_s + steps_ahead * self.expected_step_s + FLOOR_S
         if writing:
             margin_s += self.longest_s + self._tidying_s
         return self.time_left() < margin_s
@@ -147,5 +160,5 @@ class SaveTiming:
     def _exemption_ends(self) -> bool:
         """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
         until = self._order.exempt_until
-        margin_s = 2 * self.longest_s + max(self._steps_s, default=self._first_step_s) + FLOOR_S
+        margin_s = 2 * self.longest_s + self.expected_step_s + FLOOR_S
         return until is not None and 0 < until - time.monotonic() < margin_s

@@ -15,6 +15,7 @@ from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.host.slot import wait_as_slow
 from parsl_freetrain.training.checkpoint.state import Position
 from parsl_freetrain.training.comm.consensus import Agreed
+from parsl_freetrain.training.comm.peers import on_any_rank
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
@@ -24,12 +25,15 @@ from parsl_freetrain.training.loop.loop_state import LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
+from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped, Wishes
 from parsl_freetrain.training.spec.messages import StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
 
+Batch = tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]
+"""A global batch, this rank's micro-batches of it, and what loads these in order."""
 END_OF_EPOCH, NEXT_EPOCH = object(), object()
 """In place of micro-batches, where the function has a loop over ``ctx.epochs()``: when an epoch has
 been trained, and when its end is done.
@@ -68,6 +72,7 @@ class TrainingLoop:
         epochs_before: Callable[[int], int],
         order_at: Callable[[int], str],
         guard: UpdateGuard,
+        verification: Verification,
     ) -> None:
         order, self._mode = parts.order, parts.order.spec.mode
         self._key = order.key
@@ -76,18 +81,27 @@ class TrainingLoop:
         self._channel, self._checkpointer = parts.channel, parts.checkpointer
         self._prepared, self._division = model.prepared, model.division
         self._steps, self._hooks, self._guard = model.steps, model.hooks, guard
-        self._state = state
+        self._state, self._verification = state, verification
         self._policy = NonFinitePolicy(
             self._mode.on_nan, f'Trainer {order.trainer!r}, fragment {order.fragment}'
         )
         self._last = LastStep(parts, model, state)
         self._rollback = Rollback(parts, model, state, self._policy)
         self._saver = LoopSaver(
-            parts, model, state, position, epochs_before, order_at, self._last, self._rollback
+            parts,
+            model,
+            state,
+            position,
+            epochs_before,
+            order_at,
+            self._last,
+            self._rollback,
+            verification,
         )
         self._wishes = Wishes(parts, model, state, self._rollback)
         self._began = 0, 0.0  # samples and time where the rate is counted from
         self._guarded = self._at_end = False
+        self._between_epochs_s = math.inf  # what the function does there
 
     def run(self, data: BatchSource) -> Iterator[Any]:
         """Yield micro-batches up to the end of the loop."""
@@ -131,12 +145,14 @@ class TrainingLoop:
         state, by_epochs = self._state, self._hooks.by_epochs
         self._last.end_batch()
         self._began = state.samples, time.monotonic()
-        for batch, micro_batches, loaded in self._batches(data):
+        batches = self._batches(data)
+        for batch, micro_batches, loaded in batches:
             began_at = time.monotonic()
             self._begin(batch)
             yield from self._train(micro_batches, loaded)
             decision = self._take_step(batch, data, began_at)
             needed = self._end_batch(decision, data)
+            self._verification.conclude()
             notable = self._at_end or state.epoch_due
             if decision is Agreed.SPOILT or (
                 (notable or decision >= Agreed.SAVE) and self._rollback.due()
@@ -146,7 +162,7 @@ class TrainingLoop:
                 state.reports.gather(self._peers)
                 self._wishes.report(wait=self._at_end)
             if decision is Agreed.STOP and not needed:
-                self.stop()
+                yield from self._stop(None if state.epoch_due else batches)
             ended = state.epoch_due
             if ended:
                 yield from self._end_epoch()
@@ -156,17 +172,17 @@ class TrainingLoop:
             if self._at_end or state.phase is Phase.ENDED_EARLY:
                 return
             if ended and by_epochs and decision is Agreed.STOP:
-                self.stop()
+                yield from self._stop(batches, NEXT_EPOCH)
             if decision is Agreed.SAVE or state.wanted is not None:
                 self._saver.save(self._checkpointer.save_beside)
             if ended and by_epochs:
                 self._last.end_batch()
+                since = time.monotonic()
                 yield NEXT_EPOCH
+                self._between_epochs_s = time.monotonic() - since
 
-    def _batches(
-        self, data: BatchSource
-    ) -> Iterator[tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]]:
-        """The global batches, this rank's micro-batches of each, and what loads these in order."""
+    def _batches(self, data: BatchSource) -> Iterator[Batch]:
+        """The global batches."""
         self._draw_for_itself()
         # Workers load ahead: not over an end of an epoch at which the data may be changed.
         of_epoch = bool(data.read.num_workers) and (
@@ -192,6 +208,7 @@ class TrainingLoop:
         state.epoch = batch.epoch
         self._guarded = self._policy.looks_at_every_step(state.samples)
         self._last.begin_batch()
+        self._verification.begin(batch)
         self._steps.begin(batch, self._guarded)
         self._guard.begin_batch()
         self._checkpointer.timing.begin()
@@ -232,6 +249,7 @@ class TrainingLoop:
             hooks.by_epochs and data.epochs_before(soon) > batch.epoch
         )
         decision = Agreed(steps.end(self._wishes.after_step, self._checkpointer.timing.time_left))
+        self._verification.end()
         if steps.kept_back:
             self._policy.kept_back(state.samples, state.reached, steps.culprit())
             state.count('skipped_steps')
@@ -285,7 +303,7 @@ class TrainingLoop:
             around.put_back(self._prepared)
             unchanged = changes == versions(self._prepared)
             if unchanged and not (self._at_end or hooks.by_epochs):
-                self.stop()
+                yield from self._stop()
             self._stop_unsaved()
         finally:
             if state.phase is Phase.EPOCH_END:
@@ -308,12 +326,50 @@ class TrainingLoop:
             micro_batch = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
             seed_everything(micro_batch.seed(self._mode.seed, 'fragment'))
 
-    def stop(self) -> None:
-        """End the fragment here, with a checkpoint: raises FragmentEnd, on all ranks together."""
-        wanted = self._state.wanted is not None
-        self._saver.save(partial(self._checkpointer.save_and_stop, wanted=wanted))
-        self._state.phase = Phase.STOPPED
+    def _stop(self, batches: Iterator[Batch] | None = None, *before: object) -> Iterator[Any]:
+        """End the fragment here, with a checkpoint: raises FragmentEnd, on all ranks together.
+
+        While it is written, the next step of ``batches`` is computed, which the next fragment has
+        to repeat, if that does not delay the end. ``before``: what to yield first.
+        """
+        state, checkpointer = self._state, self._checkpointer
+        wanted, epoch_s = state.wanted is not None, self._between_epochs_s if before else 0.0
+        self._saver.save(partial(checkpointer.save_and_stop, wanted=wanted))
+        state.phase = Phase.STOPPED  # whatever the function and the other ranks come to
+        following = next(batches, None) if batches is not None else None
+        if following is not None:
+            late = not checkpointer.timing.writing_takes(epoch_s)
+            if self._verification.by_steps and not on_any_rank(self._peers, late):
+                yield from before
+                yield from self._look_ahead(*following)
+            else:
+                self._verification.begin(following[0])
+                self._verification.conclude()
+        self._verification.settle()
+        try:
+            checkpointer.stopped()
+        except BaseException:
+            state.phase = Phase.TRAINING
+            raise
         raise FragmentEnd
+
+    def _look_ahead(
+        self, batch: GlobalBatch, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]
+    ) -> Iterator[Any]:
+        """Compute a step for its digest. What it changes is lost: the state has been copied."""
+        samples, metrics = self._state.samples, dict(self._state.metrics)
+        try:
+            self._begin(batch)
+            yield from self._train(micro_batches, loaded)
+            self._steps.end(lambda: Agreed.GO_ON, self._checkpointer.timing.time_left)
+            self._verification.end()
+            self._verification.conclude()
+        except Exception as error:  # the state is saved
+            print(f'The step after {samples} samples cannot be computed ahead: {error!r}')
+        finally:
+            self._state.reports.forget()
+            self._state.metrics.clear()
+            self._state.metrics.update(metrics)
 
     def _stop_unsaved(self) -> None:
         """End the fragment in the last batch; the next one goes on from the last checkpoint."""

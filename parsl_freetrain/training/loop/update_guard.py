@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,8 +11,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.averages import PreparedAverage
+from parsl_freetrain.training.loop.unknown_state import among
 
-_ROOM = 'parsl_freetrain.training.'
 _OFFER = (
     "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare, "
     'and do anything else that changes parameters in ctx.after_step(fn)'
@@ -25,7 +23,6 @@ _LEFT_OUT = (
     ' and was not given to ctx.prepare, so its state would be lost at the end of a fragment: give '
     'it to ctx.prepare'
 )
-T = TypeVar('T')
 
 
 class UpdateGuard:
@@ -119,39 +116,6 @@ class UpdateGuard:
         )
 
 
-def names_around() -> Mapping[str, Any]:
-    """The variables of the function that has called us: the nearest one outside of this room.
-
-    This is the only place that reads a caller's frame. A module, an optimizer or a gradient scaler
-    that the user has made and not given to ``ctx.prepare`` is known to nobody but the function's
-    own variables, and its state would be lost at the end of a fragment without a word. It would
-    show in nothing that torch lets us ask: no registry has all modules, and a search of the garbage
-    collector's objects takes as long as several steps and finds those of other libraries.
-    """
-    frame = frame_around()
-    return frame.f_locals if frame is not None else {}
-
-
-def frame_around() -> FrameType | None:
-    """That of the function that has called us."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get('__name__', '').startswith(_ROOM):
-        frame = frame.f_back
-    return frame
-
-
-def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
-    """The objects of a kind among variables, in lists and dicts, and in attributes of objects
-    there.
-    """
-    found: dict[str, T] = {}
-    for name, value in names.items():
-        for inner, one in _inside(value):
-            if isinstance(one, kind):
-                found.setdefault(f'{name}{inner}', one)
-    return found
-
-
 def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
     """Check that nothing around the loop has a state that would be lost at the end of a fragment.
     Raises BadInput if a gradient scaler was not prepared, at once; if an optimizer of prepared
@@ -173,16 +137,6 @@ def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
                 raise BadInput(f'{name} is an optimizer of a prepared model{_LEFT_OUT}.')
 
             optimizer.register_step_pre_hook(refuse)
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    yield '', value
-    if isinstance(value, (list, tuple)):
-        yield from ((f'[{i}]', one) for i, one in enumerate(value))
-    elif isinstance(value, Mapping):
-        yield from ((f'[{key!r}]', one) for key, one in value.items())
-    elif not isinstance(value, (type, torch.nn.Module)) and hasattr(value, '__dict__'):
-        yield from ((f'.{key}', one) for key, one in vars(value).items())
 
 
 @torch.no_grad()

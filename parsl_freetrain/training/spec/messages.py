@@ -68,12 +68,15 @@ class LeavingState(Message, frozen=True):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """The user's exception in texts, and ``cloudpickle.dumps((it, tblib's traceback dict))``."""
+    """The user's exception in texts, and ``cloudpickle.dumps((it, tblib's traceback dict))``.
+    ``final``: another try would end in it, too.
+    """
 
     type: str
     message: str
     traceback: str
     exception: bytes | None = None
+    final: bool = False
 
 
 class StateLeft(msgspec.Struct, frozen=True):

@@ -58,15 +58,20 @@ class Reproducible(Mode, frozen=True, kw_only=True):
         ``torch.use_deterministic_algorithms``. By default the trainer fails with an error that
         names the operation. Checkpoints record this setting if it is True, since results may then
         differ from run to run.
+    on_difference
+        What to do if a fragment's first step is not the one that followed the checkpoint: 'fail',
+        or 'warn' in its log and go on.
     seed, on_nan
         As in :class:`Mode`.
     """
 
     shards: AtLeast1 | None = None
     warn_only: bool = False
+    on_difference: Literal['fail', 'warn'] = 'fail'
 
     def identity(self) -> dict[str, Any]:
         found = super().identity()
+        del found['on_difference']
         if not self.warn_only:
             del found['warn_only']  # checkpoints from before this setting have none
         if self.shards is None:

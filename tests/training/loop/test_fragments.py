@@ -32,22 +32,27 @@ EPOCHS = 4
 
 
 class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Random images with augmentation; writes which samples were asked for to a file."""
+    """Random images with augmentation; :meth:`write` writes which samples were asked for."""
 
     def __init__(self, path: Path | None) -> None:
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(SIZE, 1, 6, 6, generator=generator)
         self.labels = torch.randint(0, 3, (SIZE,), generator=generator)
-        self.path = path
+        self.path, self.asked = path, list[int]()
 
     def __len__(self) -> int:
         return SIZE
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(index)
+        return self.images[index] + 0.1 * torch.randn(1, 6, 6), self.labels[index]
+
+    def write(self) -> None:
+        """Call after a step: those of a step that is only computed ahead do not count."""
         if self.path is not None:
             with self.path.open('a') as file:
-                file.write(f'{index}\n')
-        return self.images[index] + 0.1 * torch.randn(1, 6, 6), self.labels[index]
+                file.writelines(f'{index}\n' for index in self.asked)
+            self.asked.clear()
 
 
 def network() -> nn.Module:
@@ -82,7 +87,9 @@ def train(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.2)
     model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler, clip_grad_norm=clip)
-    for images, labels in ctx.loop(Recorded(seen), BATCH, num_workers=num_workers):
+    data = Recorded(seen)
+    ctx.after_step(data.write)
+    for images, labels in ctx.loop(data, BATCH, num_workers=num_workers):
         if kill is not None and kill[0] == ctx.rank and ctx.samples >= kill[1]:
             os.kill(os.getpid(), signal.SIGKILL)
         if stop_at is not None and ctx.samples >= stop_at:

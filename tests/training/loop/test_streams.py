@@ -57,12 +57,19 @@ def train(
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    numbers: list[int] = []
+
+    def write() -> None:  # not those of a step that is only computed ahead
+        if seen is not None:
+            with seen.open('a') as file:
+                file.writelines(f'{n}\n' for n in numbers)
+        numbers.clear()
+
+    ctx.after_step(write)
     for number, x in ctx.loop(stream, BATCH):
         if ctx.samples == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        if seen is not None:
-            with seen.open('a') as file:
-                file.writelines(f'{n}\n' for n in number.tolist())
+        numbers.extend(number.tolist())
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

@@ -1,0 +1,266 @@
+"""Verified resumes: a fragment proves by its first step that it continues the training that it was
+given. State that the context does not know, and a cut therefore loses, shows there.
+
+For each checkpoint the digest of the following step is kept (:class:`NextStep`): of the summed
+gradients and of what the step makes of parameters and buffers. The first step of a fragment that
+goes on from it must have the same, on any nodes. That is promised in reproducible mode; in the
+others, the state before the step and the samples must be the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint import next_step
+from parsl_freetrain.training.checkpoint.local_shard import holders, is_divided, local
+from parsl_freetrain.training.checkpoint.next_step import NextStep
+from parsl_freetrain.training.checkpoint.state import Position, Source
+from parsl_freetrain.training.comm.devices import computes_as
+from parsl_freetrain.training.data.sample_order import GlobalBatch
+from parsl_freetrain.training.loop import unknown_state
+from parsl_freetrain.training.loop.background import Background
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled
+from parsl_freetrain.training.steps.bit_sums import bit_sums
+
+_NOTHING_FOUND = (
+    'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
+    'know, and none has changed: a file may be what is lost, or the function is another one.'
+)
+_HELP = (
+    'Give ctx.prepare what has a state, keep numbers in ctx.state, and try it with train.rehearse '
+    "(docs/your-script.md); Reproducible(on_difference='warn') goes on all the same."
+)
+
+
+class Verification:
+    """Keeps the digests of the step after each checkpoint, and compares those of a fragment's first
+    step. Other steps cost nothing.
+
+    Attributes
+    ----------
+    by_steps
+        Whether steps are compared, and not only what is before them.
+    """
+
+    def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
+        order, mode = parts.order, parts.order.spec.mode
+        self.by_steps = isinstance(mode, Reproducible)
+        self._warns = isinstance(mode, Reproducible) and (
+            mode.on_difference == 'warn' or mode.warn_only
+        )
+        self._numbered = not isinstance(mode, Scaled)  # there, a batch depends on the ranks
+        self._trainer, self._fragment = order.trainer, order.fragment
+        self._store, self._peers, self._rank = Path(order.store), parts.peers, parts.place.rank
+        self._device, self._prepared = parts.device, model.prepared
+        self._wrapped = model.steps.models
+        self._division, self._state = model.division, state
+        self._hooks, self._variables = model.hooks, dict[str, Any]()
+        self._from, self._path = Position(0, 0, 0, 0, 0, 0), ''
+        self._expected: NextStep | None = None
+        self._resumes = self._records = self._proves = False
+        self._computed = False
+        self._batch: GlobalBatch | None = None  # that is looked at
+        self._sums: list[tuple[list[str], torch.Tensor]] = []
+        self._writer = Background('digests of the next step')
+
+    def loop_begins(self) -> None:
+        """Call in ``ctx.loop``, while there are no variables yet that belong to a batch."""
+        self._variables = self._variables or unknown_state.marks(self._names())
+
+    def goes_on(self, saved: Source) -> None:
+        """The fragment goes on from this state. All ranks call this."""
+        there = self._from = saved.position
+        self._path = saved.path
+
+        def find() -> str:
+            then = self._expected = next_step.read(self._store, there.samples, there.fragment)
+            return '' if then is None else 'state' if then.after is None else 'step'
+
+        found = self._peers.broadcast_object('next-step', find)
+        self._resumes, self._proves = found != '', found == ('step' if self.by_steps else 'state')
+        self._state.resumes, self._state.verified = there.resumes + 1, there.verified
+        if not self._proves and self._rank == 0:
+            print(f'Not verified: the step after {there.samples} samples was not computed before.')
+
+    def saved(self) -> None:
+        """The state is that of a checkpoint: the digests of the next step are kept."""
+        self._records = True
+
+    @torch.no_grad()
+    def begin(self, batch: GlobalBatch) -> None:
+        """Call before a global batch."""
+        if self._resumes or self._records:
+            self._batch, self._sums, self._computed = batch, [], False
+            self._look(self._tensors())
+
+    @torch.no_grad()
+    def gradients(self) -> None:
+        """Call when the gradients of the global batch are summed."""
+        if self._batch is not None:
+            found = self._tensors()
+            self._look({n: t for n, t in found.items() if n.startswith('parameter')}, grad=True)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Call after the step of the optimizers, on all ranks."""
+        if self._batch is not None and self.by_steps:
+            self._computed = True
+            self._look(self._tensors())
+
+    def conclude(self) -> None:
+        """Call when the global batch is over, in any case, on all ranks together. Raises BadInput
+        if the fragment does not go on as before.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        if self._computed:
+            self._state.reports.gather(self._peers)
+        numbers = ','.join(map(str, batch.indices)) if self._numbered else ''
+        resumes, records = self._resumes, self._records
+        self._resumes = self._records = False
+        self._state.verified += resumes and self._proves
+        state, *step = self._read()
+        if self._rank:
+            return
+        now = NextStep(
+            computes_as(self._device),
+            zlib.crc32(numbers.encode()),
+            state,
+            step[0] if len(step) > 1 else None,  # a step that is skipped has none
+            step[-1] if step else None,
+            dict(self._state.metrics) if step else {},
+        )
+        if records:
+            where = self._store, batch.samples_before, self._fragment
+            self._writer.start(partial(next_step.write, *where, now))
+        if resumes and self._expected is not None:
+            self._compare(self._expected, now)
+
+    def settle(self) -> None:
+        """Wait until all digests are written."""
+        self._writer.wait()
+
+    def _names(self) -> dict[str, Any]:
+        hooks = self._hooks
+        given = (*hooks.before_step, *hooks.after_step, *hooks.each_epoch)
+        return unknown_state.variables(given)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and the buffers that are saved, by names for a sentence."""
+        found: dict[str, torch.Tensor] = {}
+        several = len(self._prepared.models) > 1
+        for i, model in enumerate(self._prepared.models, 1):
+            of = f' of model {i}' if several else ''
+            saved = model.state_dict(keep_vars=True)
+            found.update((f'parameter {n!r}{of}', p) for n, p in model.named_parameters())
+            found.update((f'buffer {n!r}{of}', b) for n, b in model.named_buffers() if n in saved)
+        known = set(map(id, found.values()))
+        for i, optimizer in enumerate(self._prepared.optimizers, 1):
+            own = [p for group in optimizer.param_groups for p in group['params']]
+            found.update(
+                (f'parameter {j} of optimizer {i}', p)
+                for j, p in enumerate(own, 1)
+                if id(p) not in known
+            )
+        return found
+
+    def _look(self, tensors: dict[str, torch.Tensor], *, grad: bool = False) -> None:
+        """Sum up the bits, on the ranks that have a share in it."""
+        whole = self._division.whole
+        if (whole and self._rank) or self._division.pipelined:
+            return
+
+        def share(tensor: torch.Tensor) -> torch.Tensor | None:
+            # Of ranks that hold the same part, one counts.
+            if not whole and self._rank != (
+                holders(tensor, self._division.mesh)[0] if is_divided(tensor) else 0
+            ):
+                return None
+            value = tensor.grad if grad else tensor
+            return None if value is None else local(value)
+
+        sums = bit_sums([share(tensor) for tensor in tensors.values()], self._device)
+        self._sums.append((list(tensors), sums))
+
+    def _read(self) -> list[dict[str, int]]:
+        """The sums of all looks: the only read."""
+        if not self._sums:
+            return [{}]
+        row = torch.cat([sums for _, sums in self._sums])
+        if not self._division.whole:
+            row = self._peers.all_gather(row).sum(0)
+        values = iter(row.tolist())
+        return [dict(zip(names, values, strict=False)) for names, _ in self._sums]
+
+    def _compare(self, then: NextStep, now: NextStep) -> None:
+        what = difference(then, now)
+        if not what:
+            for name in then.reports.keys() & now.reports.keys() if now.after else ():
+                if repr(then.reports[name]) != repr(now.reports[name]):
+                    print(
+                        f'In the first step, ctx.report was given {name}={now.reports[name]}, '
+                        f'before it was {then.reports[name]}; what is trained is the same.'
+                    )
+            return
+        known = (*vars(self._prepared).values(), *self._prepared.models, self._wrapped)
+        found = unknown_state.unknown(
+            self._names(), [one for several in known for one in _each(several)], self._variables
+        )
+        other = then.device != now.device
+        sentence = (
+            f'Trainer {self._trainer!r}: fragment {self._fragment} does not continue what fragment '
+            f'{self._from.fragment} began: after {self._from.samples} samples (checkpoint '
+            f'{self._path}), {what}. '
+            + (f'It computes on {now.device}, and before on {then.device}. ' if other else '')
+            + (unknown_state.sentence(found) or _NOTHING_FOUND)
+            + f' {_HELP}'
+        )
+        if not (self._warns or other):
+            error = BadInput(sentence)
+            error.final = True
+            raise error
+        self._state.verified -= self._proves
+        print(sentence, file=sys.stderr)
+
+
+def difference(then: NextStep, now: NextStep) -> str:
+    """What differs between two computations of a step, as part of a sentence; empty: nothing."""
+    # A pipeline has parts of the model here and there.
+    if then.state and now.state and (found := _differing(then.state, now.state)):
+        return f'{found} had another value before the step'
+    if then.batch != now.batch:
+        return 'the next global batch has other samples'
+    if then.after is None or now.after is None:
+        return ''
+    if then.gradients is None or now.gradients is None:
+        if then.gradients != now.gradients:
+            return 'the gradient was finite in only one of both'
+    elif found := _differing(then.gradients, now.gradients):
+        return f'the gradient of {found} differs'
+    if found := _differing(then.after, now.after):
+        return f'the gradients are the same, and the step gives {found} another value'
+    return ''
+
+
+def _differing(then: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """The first name whose values differ, and how many others; empty: none."""
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    more = f' (and {len(names) - 1} of {len({**then, **now}) - 1} others)' if names[1:] else ''
+    return f'{names[0]}{more}' if names else ''
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.nn.Module):
+        return (value, *value.modules(), *value.parameters(), *value.buffers())
+    return tuple(value)

@@ -1,0 +1,53 @@
+"""Sums of the bits of tensors: equal tensors have equal sums, wherever their elements lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+_SMALL = 1 << 16  # elements; smaller tensors are put together
+_SIGNED_ZERO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """By tensor, the sum of the bits of its elements as integers, modulo 2^64; of None it is 0.
+
+    Integers have the same sum in any order, so it does not depend on strides or on how a tensor is
+    divided. -0.0 counts as 0.0. Small tensors take a few operations together, others a few each;
+    nothing is read.
+    """
+    found: list[torch.Tensor] = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
+    small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    plain = [None if tensor is None else _plain(tensor) for tensor in tensors]
+    for i, tensor in enumerate(plain):
+        if tensor is not None and tensor.numel() > _SMALL:
+            found[i] = _bits(tensor).sum(dtype=torch.int64).to(device)
+        elif tensor is not None and tensor.numel():
+            small.setdefault((tensor.dtype, tensor.device), []).append(i)
+    for (_, where), places in small.items():
+        rows = [plain[i].reshape(-1) for i in places]  # type: ignore[union-attr]
+        ends = torch.tensor(list(accumulate(map(len, rows))), device=where)
+        upto = _bits(torch.cat(rows)).cumsum(0, dtype=torch.int64)[ends - 1]
+        sums = torch.cat([upto[:1], upto.diff()])
+        for i, one in zip(places, sums.to(device).unbind(), strict=True):
+            found[i] = one
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in _SIGNED_ZERO:
+        tensor = tensor + 0.0
+    return tensor.view(_INTEGERS[tensor.element_size()])

@@ -1,0 +1,249 @@
+"""Verified resumes: state that the context does not know is found by the first step of the next
+fragment, and an honest training never is.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.training.checkpoint import next_step
+from parsl_freetrain.training.loop import unknown_state
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.steps.bit_sums import bit_sums
+from tests.support.ranks import order, ranks
+
+BATCH, TOTAL, STOP = 8, 96, 40
+X = torch.linspace(-1, 1, 4 * 24).reshape(24, 4)
+Plant = Callable[[FragmentContext, Any, Any], Any]
+
+
+def nothing(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    return lambda x: model(x).pow(2).mean()
+
+
+def a_module(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    """A target network that follows the model."""
+    target = nn.Linear(4, 1)
+    target.requires_grad_(False)
+
+    def follow() -> None:
+        for mine, its in zip(
+            target.parameters(), getattr(model, 'module', model)[0].parameters(), strict=True
+        ):
+            mine.copy_(0.9 * mine + 0.1 * its[: len(mine)].mean())
+
+    ctx.after_step(torch.no_grad()(follow))
+    return lambda x: (model(x) - target(x)).pow(2).mean()
+
+
+def a_list(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    strength: list[float] = [1.0]
+    ctx.after_step(lambda: strength.append(0.9 * strength[-1]))
+    return lambda x: model(x + strength[-1]).pow(2).mean()
+
+
+def an_optimizer_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    """The weight of the loss is trained beside the model."""
+    log_weight = torch.zeros((), requires_grad=True)
+    own = torch.optim.SGD([log_weight], lr=0.5)
+
+    def step() -> None:
+        own.zero_grad()
+        (log_weight - 1).pow(2).backward()
+        own.step()
+
+    ctx.after_step(step)
+    return lambda x: model(x).pow(2).mean() * log_weight.detach().exp()
+
+
+def a_number(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    turns = [0]
+    ctx.after_step(lambda: turns.append(len(turns)))
+    return lambda x: model(x).pow(2).mean() / (1 + len(turns))
+
+
+def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
+    """The first fragment stops at ``STOP`` samples, or dies when it has the digest of a step."""
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = ctx.prepare(model, optimizer)
+    loss_of = plant(ctx, model, optimizer)
+    for (x,) in ctx.loop(TensorDataset(X), BATCH):
+        run = ctx._run
+        if ctx.samples == STOP and ctx.fragment == 1:
+            run.parts.inbox._stop = stop
+            run.checkpointer.timing.want_soon()
+        if ctx.samples == STOP + 2 * BATCH and ctx.fragment == 1 and not stop:
+            run.checkpointer.settled()
+            run.verification.settle()
+            os._exit(1)
+        optimizer.zero_grad()
+        loss = loss_of(x)
+        loss.backward()
+        optimizer.step()
+        ctx.report(loss=loss.item())
+
+
+def cut(
+    fork_server: ForkClient,
+    folder: Path,
+    plant: Plant,
+    stop: bool = True,
+    counts: tuple[int, int] = (1, 2),
+    **changes: Any,
+) -> tuple[Any, str, Any]:
+    """The last outcome of a second fragment, what it printed, and its newest checkpoint."""
+    changes = {'total_samples': TOTAL, **changes}
+    first = order(folder, **changes)
+    for fragment, count in enumerate(counts, 1):
+        ordered = replace(first, fragment=fragment)
+        with ranks(fork_server, ordered, count, folder, train, plant, stop) as gang:
+            outcome, log = gang.run()[0], gang.ranks[0].log.read_text()
+            saved = gang.ranks[0].said(ev.CheckpointSaved)
+    return outcome, log, saved[-1].checkpoint if saved else None
+
+
+@pytest.mark.parametrize('stop', [True, False], ids=['stopped', 'killed'])
+@pytest.mark.parametrize(
+    ('plant', 'named'),
+    [
+        (a_module, 'target (a module, Linear)'),
+        (a_list, 'strength (a list that changes)'),
+        (an_optimizer_of_its_own, 'own (an optimizer, SGD)'),
+        (a_number, 'turns (a list that changes)'),
+    ],
+)
+def test_state_that_the_context_does_not_know_ends_the_next_fragment(
+    fork_server: ForkClient, tmp_path: Path, plant: Plant, named: str, stop: bool
+) -> None:
+    outcome, _, saved = cut(fork_server, tmp_path, plant, stop)
+    assert (outcome.how, saved) == ('error', None)
+    assert (outcome.error.type, outcome.error.final) == ('BadInput', True)
+    assert 'fragment 2 does not continue what fragment 1 began: after ' in outcome.error.message
+    assert "the gradient of parameter '0.weight' (and " in outcome.error.message
+    assert named in outcome.error.message
+
+
+@pytest.mark.parametrize('stop', [True, False], ids=['stopped', 'killed'])
+@pytest.mark.parametrize('changes', [{}, {'mode': 'throughput'}, {'mode': 'scaled'}], ids=str)
+def test_an_honest_training_is_verified(
+    fork_server: ForkClient, tmp_path: Path, stop: bool, changes: dict[str, Any]
+) -> None:
+    outcome, log, saved = cut(fork_server, tmp_path, nothing, stop, **changes)
+    assert outcome.how == 'finished', log
+    assert (saved.resumes, saved.verified) == (1, 1)
+    assert 'Not verified' not in log
+
+
+def test_a_step_that_takes_longer_than_the_checkpoint_is_not_computed_ahead(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    def slow(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+        timing = ctx._run.checkpointer.timing
+        plain = timing.step_took
+        timing.step_took = lambda seconds: plain(60.0)  # type: ignore[method-assign]
+        return nothing(ctx, model, optimizer)
+
+    outcome, log, saved = cut(fork_server, tmp_path, slow)
+    assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 0)
+    assert 'Not verified: the step after 48 samples was not computed before.' in log
+
+
+def test_a_difference_may_be_a_warning(fork_server: ForkClient, tmp_path: Path) -> None:
+    outcome, log, saved = cut(fork_server, tmp_path, a_module, on_difference='warn')
+    assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 0)
+    assert 'target (a module, Linear)' in log
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+@pytest.mark.parametrize(
+    ('spoil', 'says'),
+    [
+        ({'state': {"parameter '0.bias'": 1}}, "parameter '0.bias' had another value before"),
+        ({'batch': 1}, 'the next global batch has other samples'),
+        ({'device': 'another'}, ''),
+    ],
+)
+def test_state_samples_and_device_are_compared_in_each_mode(
+    fork_server: ForkClient, tmp_path: Path, mode: str, spoil: dict[str, Any], says: str
+) -> None:
+    """Of another device, a difference is no more than a warning."""
+    plant = nothing if says or mode == 'throughput' else a_module
+    first = order(tmp_path, total_samples=TOTAL, mode=mode)
+    for fragment in (1, 2):
+        ordered = replace(first, fragment=fragment)
+        with ranks(fork_server, ordered, 1, tmp_path, train, plant, True) as gang:
+            (outcome,) = gang.run()
+            log = gang.ranks[0].log.read_text()
+        if fragment == 1:
+            store, samples = tmp_path / 'store', outcome.samples
+            kept = next_step.read(store, samples, 1)
+            assert kept is not None
+            state = {'state': {**kept.state, **spoil.get('state', {})}}
+            next_step.write(store, samples, 1, msgspec.structs.replace(kept, **{**spoil, **state}))
+    if says:
+        assert says in outcome.error.message
+    else:
+        assert outcome.how == 'finished'
+        assert (', and before on another. ' in log) == (plant is a_module)
+
+
+def test_equal_tensors_have_equal_sums_however_they_lie() -> None:
+    tensors = [
+        torch.randn(5, 3),
+        torch.randn(300, 301).t(),
+        torch.tensor(-3),
+        torch.zeros(0),
+        torch.randn(7).bfloat16(),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64),
+        torch.tensor([-0.0, 1.0]),
+    ]
+    other = [tensor.contiguous().clone() for tensor in tensors[:-1]] + [torch.tensor([0.0, 1.0])]
+    device = torch.device('cpu')
+    assert bit_sums([*tensors, None], device).tolist() == bit_sums([*other, None], device).tolist()
+    for i, tensor in enumerate(other):
+        if tensor.numel() and tensor.dtype is not torch.bool:
+            tensor.view(-1)[-1] += 1
+            assert bit_sums(other, device)[i] != bit_sums(tensors, device)[i]
+
+
+def test_variables_are_searched_for_state() -> None:
+    model, known = nn.Linear(1, 1), nn.Linear(1, 1)
+    names: dict[str, Any] = {
+        'rows': [1, nn.Parameter(torch.zeros(1))],
+        'turns': [1],
+        'constant': [2],
+        'known': known,
+        'box': SimpleNamespace(inner=torch.optim.SGD(model.parameters(), lr=1.0)),
+        'lazy': (i for i in range(3)),
+        'loss': nn.MSELoss(),
+        'rng': random.Random(1),  # those are seeded
+        'text': 'none',
+        'numpy': np,
+    }
+    before = unknown_state.marks(names)
+    names['turns'].append(2)
+    names['batch'] = torch.zeros(1)  # since then
+    assert list(unknown_state.unknown(names, [known], before).items()) == [
+        ('box.inner', 'an optimizer, SGD'),
+        ('rows[1]', 'a tensor that is trained'),
+        ('lazy', 'an iterator, generator'),
+        ('turns', 'a list that changes'),
+    ]
