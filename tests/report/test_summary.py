@@ -54,8 +54,8 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
         assert found['node_s'] == node_seconds_of(journal.history('r0'))
     assert found['trainers']['a'] == {
         'fragments': 2, 'fragments_started': 2, 'why': '', 'preempted': 1, 'failed': 0,
-        'rescaled': 1, 'resumes': 3, 'verified': 2, 'checkpoints': 2, 'samples': 690, 'samples_expected': 2000,
-        'samples_repeated': 340, 'state': 'queued',
+        'rescaled': 1, 'resumes': 3, 'verified': 2, 'checkpoints': 2, 'samples': 690,
+        'samples_expected': 2000, 'samples_repeated': 340, 'state': 'queued',
     }  # fmt: skip
     assert (found['blocks'], found['blocks_killed'], found['wall_s']) == (2, 1, 100)
     assert found['node_s'] == {
