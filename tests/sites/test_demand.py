@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from parsl_freetrain.sites.batch.demand import (
     shortest_behind_s,
 )
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
-from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, StalledJobs
+from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, UNWILLING_S, StalledJobs
 
 NOW = 1000.0
 OURS = frozenset({'mine', 'other'})
@@ -50,7 +51,7 @@ def need(nodes: list[Nodes], *jobs: BatchJob, **more: Any) -> Needs:
 def test_a_job_needs_what_idle_nodes_lack() -> None:
     jobs = running('mine', 'a', 'b', 'c'), waiting('7', 2)
     assert need(cluster(('d',)), *jobs) == Needs(
-        (NodeDemand('7', 1, frozenset('abc')),), frozenset({'7'})
+        (NodeDemand('7', 1, frozenset('abc')),), frozenset({'7'}), frozenset({'7'})
     )
     assert need(cluster(('c', 'd')), running('mine', 'a', 'b'), waiting('7', 2)).demands == ()
 
@@ -78,7 +79,7 @@ def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:
         BatchJob('7', JobState.HELD, 'batch', 1),
         BatchJob('7', JobState.PENDING, 'debug', 1),
         waiting('mine', 1),
-        waiting('8', 1, name='freetrain.run.block'),
+        waiting('8', 1, name='freetrain.run.block-0.0a1b2c'),
         waiting('7', 1, only=('c',)),
         waiting('7', 2, only=('c',)),
         waiting('7', 1, excluded=('a', 'b')),
@@ -88,6 +89,45 @@ def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:
 )
 def test_jobs_that_our_nodes_would_not_serve(job: BatchJob) -> None:
     assert need(cluster(), running('mine', 'a', 'b'), running('5', 'c', 'd'), job).demands == ()
+
+
+def block(job: str, *names: str) -> BatchJob:
+    """Of some run or other."""
+    return replace(running(job, *names), name=f'freetrain.run-{job}.block-0.0a1b2c')
+
+
+@pytest.mark.parametrize(
+    ('wide', 'parts'),
+    [(1, (0, 0, 1)), (2, (2, 0, 0)), (3, (0, 3, 0)), (4, (0, 3, 1)), (6, (2, 3, 1)), (7, (0,) * 3)],
+)
+def test_each_of_several_runs_gives_its_own_part(wide: int, parts: tuple[int, ...]) -> None:
+    """As few blocks as possible, and each run finds the same."""
+    blocks = block('one', 'a', 'b'), block('two', 'c', 'd', 'e'), block('three', 'f')
+    nodes, wait = [Nodes('batch', tuple('abcdefg'), 'allocated')], waiting('7', wide)
+    jobs = (*blocks, running('5', 'g'), wait)
+    found = [needs(nodes, jobs, (), frozenset({b.job_id}), NOW) for b in blocks]
+    assert tuple(sum(d.nodes for d in each.demands) for each in found) == parts
+    for each, own, part in zip(found, blocks, parts, strict=True):
+        assert all(d.among == set(own.names) for d in each.demands)
+        assert each.served == ({'7'} if any(parts) else set()), 'none takes back what it has given'
+        others = {b.job_id for b, n in zip(blocks, parts, strict=True) if n and b is not own}
+        assert each.asked == others, part
+
+
+def test_a_run_that_gives_nothing_counts_as_a_job() -> None:
+    jobs = block('one', 'a'), block('two', 'b', 'c'), waiting('7', 3), waiting('8', 1)
+    stalled = StalledJobs(120.0)
+    nodes = [Nodes('batch', tuple('abc'), 'allocated')]
+    for after_s in (0.0, UNWILLING_S, UNWILLING_S + 1):
+        assert stalled.unwilling(NOW + after_s) == ({'two'} if after_s > UNWILLING_S else set())
+        stalled.note({'7'}, {'7'}, {'7'}, frozenset(), NOW + after_s, {'two'})
+    found = needs(nodes, jobs, (), frozenset({'one'}), NOW, unwilling=frozenset({'two'}))
+    assert [d.job for d in found.demands] == ['8'], 'and the other job is served at least'
+
+
+@pytest.mark.parametrize('name', ['freetrain.sh', 'freetrain.my.job.sh', 'freetrain.a.b.0a1b2c~'])
+def test_a_job_with_a_name_like_ours_is_served(name: str) -> None:
+    assert need(cluster(), running('mine', *'abcd'), waiting('7', 1, name=name)).served == {'7'}
 
 
 def test_the_scheduler_would_not_let_a_long_job_delay_the_one_before_it() -> None:

@@ -233,10 +233,10 @@ class Filler:
             )
         self._expect('ready')
 
-    def begin(self, nodes: int = 0) -> None:
+    def begin(self, nodes: int = 0, trainers: int = 8) -> None:
         """Ask for blocks; return when trainers run on so many nodes."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f'{nodes}\n')
+        self._process.stdin.write(f'{nodes} {trainers}\n')
         self._process.stdin.flush()
         self._expect('training')
 

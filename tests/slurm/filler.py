@@ -2,9 +2,9 @@
 FOLDER KIND SETTINGS [ADDRESS]``.
 
 SETTINGS are those of a site of this KIND, as JSON. It says 'ready' when it could ask for blocks,
-begins at a line on standard input, says 'training' when as many nodes have trained for a few steps
-as the line says, ends when the input ends, and says then, as JSON, what became of the blocks'
-seconds.
+begins at a line 'NODES TRAINERS' on standard input, says 'training' when so many nodes have trained
+for a few steps, ends when the input ends, and says then, as JSON, what became of the
+blocks' seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from parsl_freetrain.sites.registry import site_types
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
-TRAINERS = 8
 PAUSE_S = 0.25  # a step takes as long on every computer
 SETTLED = 80  # samples, ten steps: what starts a training is over
 
@@ -41,9 +40,9 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
         Path(folder), site, heartbeat_period=1, heartbeat_threshold=5, hang_s=8.0, address=address
     ) as executor:
         print('ready', flush=True)
-        nodes = int(sys.stdin.readline())
+        nodes, trainers = map(int, sys.stdin.readline().split())
         futures = [
-            trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(TRAINERS)
+            trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(trainers)
         ]
         wait_until(
             lambda: sum(f.running() and f.progress().samples >= SETTLED for f in futures) >= nodes

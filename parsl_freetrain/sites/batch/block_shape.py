@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from parsl_freetrain.sites.batch.options import BatchOptions
 
 PREFIX = 'freetrain'
+# RUN.BLOCK.NUMBER[.on-CLASS]: a name that somebody gives to a job of his own is not like that
+_NAME = re.compile(rf'{PREFIX}\.[\w.-]+\.[\w-]+\.[0-9a-f]{{6}}(\.on-[\w-]+)?', re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,14 @@ def job_name(run: str, block: str, node_class: str = '') -> str:
     return f'{PREFIX}.{_plain(run)}.{_plain(block)}{of_class}'
 
 
+def is_block(name: str) -> bool:
+    """Whether a job's name is that of a block, of whatever run."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_block_of(run: str, name: str) -> bool:
     """Whether a job's name is that of a block of this run."""
-    return name.startswith(f'{PREFIX}.{_plain(run)}.')
+    return is_block(name) and name.startswith(f'{PREFIX}.{_plain(run)}.')
 
 
 def class_in(name: str, classes: Iterable[str]) -> str:

@@ -3,9 +3,13 @@
 The scheduler's queue is played through as its backfill would: in order of priority, each job gets
 the first time at which enough nodes are free for as long as it asks. Before that Slurm starts jobs
 strictly in order, up to the first one that lacks nodes; those that only reservations keep out it
-passes over, and plans them afterwards. Nodes of our blocks count as free. A job that starts now in
-this game, and needs nodes of ours for it, is a reason to give them back. A job that lacks more than
-that is none.
+passes over, and plans them afterwards. Nodes of blocks, also of other runs and users, count as
+free. A job that starts now in this game, and needs nodes of ours for it, is a reason to give them
+back. A job that lacks more than that is none.
+
+Which of several runs gives what is decided by the queue alone, so that each finds the same: a job
+gets idle nodes first, then those of as few blocks as possible. What another run does not give for
+``UNWILLING_S`` counts as taken, since a name proves nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from parsl_freetrain.core.model.node_demand import NodeDemand
-from parsl_freetrain.sites.batch.block_shape import PREFIX
+from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
 from parsl_freetrain.sites.batch.node_windows import HOLDING
 from parsl_freetrain.sites.batch.records import USABLE, BatchJob, JobState, NodeReservation, Nodes
@@ -51,11 +55,17 @@ class Needs:
     demands
         The jobs that lack nodes of ours, in order of priority.
     served
-        Ids of all jobs that would start now: on idle nodes, or with the help of ours.
+        Ids of all jobs that would start now: on idle nodes, or with the help of blocks.
+    lacking
+        Of these, the jobs that lack nodes of blocks, of ours or of other runs.
+    asked
+        Ids of the blocks of other runs that have to be given back for them.
     """
 
     demands: tuple[NodeDemand, ...] = ()
     served: frozenset[str] = frozenset()
+    lacking: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
 
 
 def waits(job: BatchJob, ours: frozenset[str]) -> bool:
@@ -66,7 +76,7 @@ def waits(job: BatchJob, ours: frozenset[str]) -> bool:
         job.state is JobState.PENDING
         and not job.blocked
         and job.job_id not in ours
-        and not job.name.startswith(f'{PREFIX}.')
+        and not is_block(job.name)
     )
 
 
@@ -88,8 +98,9 @@ def needs(
     now: float,
     ignored: frozenset[str] = frozenset(),
     unsuitable: Mapping[str, frozenset[str]] = {},
+    unwilling: frozenset[str] = frozenset(),
 ) -> Needs:
-    """The jobs that would start now if nodes of ours were given back.
+    """The jobs that would start now if nodes of blocks were given back, and what of ours for that.
 
     Parameters
     ----------
@@ -101,6 +112,8 @@ def needs(
         Ids of jobs that could have started for long, and did not: something else keeps them.
     unsuitable
         The nodes that a job, by its id, cannot use, although that is not told.
+    unwilling
+        Ids of blocks of other runs that were not given back although they should have been.
     """
     waiting = sorted(
         (job for job in jobs if waits(job, ours) and job.job_id not in ignored),
@@ -108,7 +121,7 @@ def needs(
     )
     if not waiting:
         return Needs()
-    table = _Table(nodes, jobs, reservations, ours, now, unsuitable)
+    table = _Table(nodes, jobs, reservations, ours, now, unsuitable, unwilling)
     demands: list[NodeDemand] = []
     served: list[str] = []
     kept_out: list[BatchJob] = []
@@ -130,7 +143,9 @@ def needs(
             continue
         served.append(job.job_id)
         demands += table.serve(job, eligible, free)
-    return Needs(tuple(demands), frozenset(served))
+    return Needs(
+        tuple(demands), frozenset(served), frozenset(table.lacking), frozenset(table.asked)
+    )
 
 
 def reserved(
@@ -168,14 +183,18 @@ class _Table:
         ours: frozenset[str],
         now: float,
         unsuitable: Mapping[str, frozenset[str]],
+        unwilling: frozenset[str],
     ) -> None:
         self._now, self._unsuitable = now, unsuitable
+        self.lacking: set[str] = set()
+        self.asked: set[str] = set()
         self._eligible: dict[tuple[object, ...], int] = {}
         over = {name for r in reservations if r.end_s <= now + SOON_S for name in r.nodes}
         self._bits: dict[str, int] = {}
-        self._ours = 0
-        self._blocks: list[tuple[float, int]] = []
-        # Nodes that a plan without our blocks leaves to others, and those of ours that it takes.
+        self._ours = self._given = 0  # our nodes, and those of all blocks
+        self._begun = 0  # those of blocks that jobs got
+        self._blocks: dict[str, tuple[float, int]] = {}  # ends and nodes, also of other runs
+        # Nodes that a plan without blocks leaves to others, and those of blocks that it takes.
         self._moved: list[tuple[int, int]] = []
         until: dict[str, float] = {}
         self._up = [
@@ -193,10 +212,11 @@ class _Table:
                 end_s = math.inf if job.end_s is None else job.end_s
                 if job.state is JobState.ENDING:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf
-                elif job.job_id in ours:
+                elif job.job_id in ours or (is_block(job.name) and job.job_id not in unwilling):
                     members = self._set_of(job.names) & up
-                    self._blocks.append((end_s, members))
-                    self._ours |= members
+                    self._blocks[job.job_id] = end_s, members
+                    self._given |= members
+                    self._ours |= members if job.job_id in ours else 0
                     end_s = now
                 else:
                     end_s = max(end_s, now + 1.0)  # it is late, and holds them still
@@ -205,7 +225,7 @@ class _Table:
         ends: dict[float, int] = {}
         for name, end in until.items():
             ends[end] = ends.get(end, 0) | self._set_of((name,))
-        # Without nodes of ours that stand for those that jobs before got, and with them.
+        # Without nodes of blocks that stand for those that jobs before got, and with them.
         self._calendar, self._beside = NodeCalendar(now, ends), NodeCalendar(now, ends)
         self._taken: list[tuple[float, float, int]] = []
         for r in reservations:
@@ -253,7 +273,7 @@ class _Table:
             return
         named, told = self._set_of(job.only), self._set_of(job.planned) & free
         got = _first_of(named, *self._least_useful_first(free, told), count=job.nodes)
-        freed = got & self._ours_after(begin)
+        freed = got & self._blocks_after(begin)
         if freed:
             self._moved.append((told & ~got, freed))
         else:
@@ -266,13 +286,22 @@ class _Table:
         named, length_s = self._set_of(job.only), _length_s(job)
         # Those included that jobs before got.
         among = self._calendar.free(eligible, self._now, length_s) & self._ours
-        others = free & ~self._ours
-        got = _first_of(named, others, free & self._spare, free, count=job.nodes)
+        got = _first_of(named, free & ~self._given, count=job.nodes)
+        for members in (free & self._given & self._spare, free & self._given):
+            got |= self._of_few_blocks(members & ~got, job.nodes - got.bit_count())
         # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
         # for these here.
-        own = got & self._ours
-        hides = self._hides(got) & ~own
-        self._reserve(got & ~own, self._now, self._now + length_s, own)
+        given = got & self._given
+        hides = self._hides(got) & ~given
+        self._reserve(got & ~given, self._now, self._now + length_s, given)
+        if given | hides:
+            self.lacking.add(job.job_id)
+            self.asked |= {
+                block
+                for block, (_, members) in self._blocks.items()
+                if members & (given | hides) & ~self._ours
+            }
+        own, hides = given & self._ours, hides & self._ours
         for lacking, of in ((own & named, named), (own & ~named, ~named)):
             if lacking:
                 names = frozenset(self._names(among & of))
@@ -282,10 +311,26 @@ class _Table:
             names = frozenset(self._names(hides))
             yield NodeDemand(job.job_id, len(names), names, shared=True)
 
-    def _ours_after(self, time: float) -> int:
-        """Nodes of ours that the scheduler does not count as free then."""
+    def _of_few_blocks(self, among: int, count: int) -> int:
+        """So many of these nodes of blocks, if there are, of as few blocks as possible: first of
+        blocks that jobs before this one got, then of the smallest that has enough, or else of that
+        with the most. Where blocks are equal the first in the queue is taken.
+        """
+        chosen = 0
+        while (missing := count - chosen.bit_count()) > 0 and among & ~chosen:
+            useful = [
+                (members & self._begun == 0, max(0, missing - use.bit_count()), size, place, use)
+                for place, (_, members) in enumerate(self._blocks.values())
+                if (use := members & among & ~chosen) and (size := members.bit_count())
+            ]
+            chosen |= _first_of(min(useful)[-1], count=missing)
+        self._begun |= chosen
+        return chosen
+
+    def _blocks_after(self, time: float) -> int:
+        """Nodes of blocks that the scheduler does not count as free then."""
         members = 0
-        for end, names in self._blocks:
+        for end, names in self._blocks.values():
             members |= names if end > time else 0
         return members
 
@@ -297,7 +342,7 @@ class _Table:
             yield from (members & told, members)
 
     def _hides(self, got: int) -> int:
-        """Nodes of ours that keep the scheduler from giving these nodes to a job: because of them
+        """Nodes of blocks that keep the scheduler from giving these nodes to a job: because of them
         it has planned another job there. Each is told once.
         """
         hides = 0

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 
 FORGET_S = 1800.0
 """Seconds after which an ignored job is considered again, and a node may suit a job again."""
+UNWILLING_S = 30.0
+"""Seconds in which other runs give back what jobs need; then their blocks count as jobs."""
 
 
 class StalledJobs:
@@ -23,6 +25,7 @@ class StalledJobs:
         self._since: dict[str, float] = {}
         self._idle: dict[str, tuple[float, frozenset[str]]] = {}
         self._unsuitable: dict[str, tuple[float, frozenset[str]]] = {}
+        self._asked: dict[str, float] = {}
 
     def note(
         self,
@@ -31,19 +34,29 @@ class StalledJobs:
         pending: Collection[str],
         idle: frozenset[str],
         now: float,
+        asked: Collection[str] = (),
     ) -> None:
         """Note what an answer says.
 
         Parameters
         ----------
         served, lacking, pending
-            Ids of the jobs that could start now, of those among them that lack nodes of ours, and
+            Ids of the jobs that could start now, of those among them that lack nodes of blocks, and
             of all that wait.
         idle
             Names of the nodes that are idle.
         now
             In seconds.
+        asked
+            Ids of blocks of other runs that have to be given back.
         """
+        self._asked = {
+            block: since
+            for block, since in self._asked.items()
+            if now - since < FORGET_S and (block in asked or now - since > UNWILLING_S)
+        }
+        for block in asked:
+            self._asked.setdefault(block, now)
         self._since = {
             job: since
             for job, since in self._since.items()
@@ -70,6 +83,10 @@ class StalledJobs:
     def ignored(self, now: float) -> frozenset[str]:
         """The jobs that get no nodes."""
         return frozenset(job for job in self._since if self._over(job, now))
+
+    def unwilling(self, now: float) -> frozenset[str]:
+        """The blocks of other runs that count as ordinary jobs."""
+        return frozenset(b for b, since in self._asked.items() if now - since > UNWILLING_S)
 
     def unsuitable(self) -> Mapping[str, frozenset[str]]:
         """Nodes on which a job, by its id, could have started and did not."""

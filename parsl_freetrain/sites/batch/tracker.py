@@ -146,11 +146,11 @@ class BlockTracker:
                     now,
                     self._stalled.ignored(now),
                     self._stalled.unsuitable(),
+                    self._stalled.unwilling(now),
                 )
                 pending = {job.job_id for job in snapshot.jobs if waits(job, ours)}
-                lacking = {demand.job for demand in found.demands}
                 idle = frozenset(chain(*(n.names for n in snapshot.nodes if n.usable)))
-                self._stalled.note(found.served, lacking, pending, idle, now)
+                self._stalled.note(found.served, found.lacking, pending, idle, now, found.asked)
                 self._needs = snapshot, found
             return self._needs[1]
 
@@ -344,10 +344,13 @@ class BlockTracker:
                 shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
                 shortest_s += self._options.start_s + self._options.limit_margin_s
                 stranded = self._blocks.stranded(lengths_s, shortest_s, before)
-                late += [job_id for job_id in stranded if job_id not in late]
+                late += stranded
+            if self._needs[1].lacking and self._needs[0].jobs_at >= before:
+                # What is given back must not become one of these.
+                late += [b.job_id for b in self._blocks.waiting() if not b.seen.withdrawn]
             taken = self._blocks.taken(self._options.requeue)
         if not self._watch.failures:
-            self._try_to_cancel(late, withdrawn=True)
+            self._try_to_cancel(list(dict.fromkeys(late)), withdrawn=True)
             self._try_to_cancel(taken, taken=True)
 
     def _cancel_unanswered(self, jobs: Collection[BatchJob]) -> None:
