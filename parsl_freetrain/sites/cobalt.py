@@ -108,6 +108,7 @@ class Cobalt:
     label = 'Cobalt'
     step_s = 60
     script_mode = 0o700  # Cobalt runs the script itself, and not a copy
+    nodes_every_s = 0.0  # they tell until when they can be had
     history_every_s = 0.0  # it is in files of the block's own
 
     def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:

@@ -12,14 +12,14 @@ import pytest
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.sites.batch.demand import (
-    ENDING_S,
     MOST_JOBS,
-    SOON_S,
     Needs,
+    could_use,
     needs,
     reserved,
     shortest_behind_s,
 )
+from parsl_freetrain.sites.batch.queue_play import ENDING_S, SOON_S
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, UNWILLING_S, StalledJobs
 
@@ -40,8 +40,10 @@ def running(job: str, *names: str, end_s: float | None = NOW + 500) -> BatchJob:
     return BatchJob(job, JobState.RUNNING, 'batch', len(names), NOW - 100, end_s, (), names)
 
 
-def waiting(job: str, nodes: int, limit_s: float | None = 60.0, **more: Any) -> BatchJob:
-    return BatchJob(job, JobState.PENDING, 'batch', nodes, limit_s=limit_s, **more)
+def waiting(
+    job: str, nodes: int, limit_s: float | None = 60.0, partition: str = 'batch', **more: Any
+) -> BatchJob:
+    return BatchJob(job, JobState.PENDING, partition, nodes, limit_s=limit_s, **more)
 
 
 def need(nodes: list[Nodes], *jobs: BatchJob, **more: Any) -> Needs:
@@ -123,6 +125,28 @@ def test_a_run_that_gives_nothing_counts_as_a_job() -> None:
         stalled.note({'7'}, {'7'}, {'7'}, frozenset(), NOW + after_s, {'two'})
     found = needs(nodes, jobs, (), frozenset({'one'}), NOW, unwilling=frozenset({'two'}))
     assert [d.job for d in found.demands] == ['8'], 'and the other job is served at least'
+
+
+@pytest.mark.parametrize(
+    ('job', 'could'),
+    [
+        (waiting('7', 9, 1e6), True),
+        (waiting('7', 1, partition='long,batch'), True),
+        (waiting('7', 2, only=('d',)), True),
+        (waiting('7', 1, only=('d',)), False),
+        (waiting('7', 1, excluded=('a', 'b')), False),
+        (waiting('7', 1, partition='debug'), False),
+        (waiting('7', 1, gpus=1), False),
+        (waiting('7', 1, features=(frozenset({'big'}),)), False),
+        (waiting('7', 1, blocked=True), False),
+        (block('7'), False),
+    ],
+)
+def test_the_scheduler_is_asked_often_only_while_a_job_may_get_our_nodes(
+    job: BatchJob, could: bool
+) -> None:
+    for had in (('a', 'b'), ()):
+        assert could_use(cluster(), [running('mine', *had), job], OURS) == (could and bool(had))
 
 
 @pytest.mark.parametrize('name', ['freetrain.sh', 'freetrain.my.job.sh', 'freetrain.a.b.0a1b2c~'])

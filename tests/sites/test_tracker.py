@@ -28,6 +28,7 @@ class Scripted:
 
     label = 'Scripted'
     step_s = 60
+    nodes_every_s = 0.0
     history_every_s = 60.0
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from parsl_freetrain.core.model.types import Hole, NodeOffer
 from parsl_freetrain.sites.batch.records import (
@@ -96,12 +96,10 @@ def windows(
         for name in group.names
     }
     for job in jobs:
-        if job.job_id in ours:
-            continue
         if job.state in HOLDING:
             for name in job.names:
                 until.pop(name, None)
-        if job.state is not JobState.PENDING or job.start_s is None:
+        if job.job_id in ours or job.state is not JobState.PENDING or job.start_s is None:
             continue
         if job.planned:
             bounded: Iterable[str] = job.planned
@@ -118,6 +116,23 @@ def windows(
                 if name in until:
                     until[name] = min(until[name], reservation.start_s)
     return {name: end for name, end in until.items() if end > now}
+
+
+def held(jobs: Iterable[BatchJob]) -> frozenset[str]:
+    """The nodes that jobs have."""
+    return frozenset(name for job in jobs if job.state in HOLDING for name in job.names)
+
+
+def as_jobs_say(nodes: Sequence[Nodes], freed: Collection[str]) -> tuple[Nodes, ...]:
+    """Nodes of which some were ``freed`` by all of their jobs since they were said to be busy."""
+    found = []
+    for group in nodes:
+        idle = () if group.broken or group.usable else [n for n in group.names if n in freed]
+        if idle:
+            found.append(replace(group, names=tuple(idle), state='idle', marks=''))
+        if rest := tuple(name for name in group.names if name not in idle):
+            found.append(replace(group, names=rest))
+    return tuple(found)
 
 
 def _members(nodes: Iterable[Nodes]) -> Mapping[str, set[str]]:

@@ -37,6 +37,8 @@ ClassName = Annotated[
 ]
 Minute = Annotated[float, Meta(ge=60, le=MAX, description='a number of seconds, 60 or more')]
 
+POLL_S = 12.0  # with what is asked seldom, six questions in a minute
+
 
 class BatchOptions(Settings, frozen=True, kw_only=True):
     """The settings of one queue that all batch schedulers share; times in seconds.
@@ -80,8 +82,8 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
     poll_s
         Time between two questions to the scheduler.
     waiting_poll_s
-        Used in place of ``poll_s``, if less, while other users' jobs wait for nodes and blocks hold
-        some.
+        Used in place of ``poll_s``, if less, in backfill mode while jobs of others wait that could
+        use nodes of blocks; None: 4, and ``poll_s`` if that is above its default.
     longest_backoff_s
         Maximum time between two questions after failures, while no block is open; each failure
         doubles the time.
@@ -124,8 +126,8 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
     withdraw_s: Seconds = 120.0
     max_waiting: AtLeast1 = 4
     submit_every_s: Seconds = 2.0
-    poll_s: PositiveSeconds = 10.0
-    waiting_poll_s: PositiveSeconds = 3.0
+    poll_s: PositiveSeconds = POLL_S
+    waiting_poll_s: PositiveSeconds | None = None
     longest_backoff_s: PositiveSeconds = 300.0
     command_s: PositiveSeconds = 10.0
     unreachable_s: Seconds = 60.0
@@ -141,6 +143,16 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
     def preemptible(self) -> bool:
         """Whether the scheduler may preempt blocks."""
         return self.mode == 'preemptible'
+
+    @property
+    def fast_poll_s(self) -> float:
+        """Time between two questions while somebody could use nodes of blocks. Where the scheduler
+        takes them by itself, it need not be short.
+        """
+        if self.preemptible:
+            return self.poll_s
+        unsaid = 4.0 if self.poll_s <= POLL_S else self.poll_s
+        return min(self.poll_s, self.waiting_poll_s or unsaid)
 
     @property
     def unplanned_s(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.batch.demand import waits
+from parsl_freetrain.sites.batch.node_windows import as_jobs_say, held
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, NodeReservation, Nodes, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import Scheduler
@@ -20,10 +21,13 @@ from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 
 logger = logging.getLogger(__name__)
 
-RESERVATIONS_EVERY_S = 60.0
-"""Time between two questions about reservations; while jobs wait, or blocks longer than usual, five
-times ``waiting_poll_s`` if less. They are asked for at once when the first job begins to wait.
+RESERVATIONS_EVERY_S = NODES_EVERY_S = 120.0
+"""Maximum time between two questions about reservations, and about nodes. Reservations are asked
+for at once when the first job begins to wait. Which nodes are free between two questions about
+nodes, jobs tell.
 """
+RESERVATIONS_WAITING_S, NODES_WAITING_S = 60.0, 15.0
+"""The same while jobs of others wait for nodes that blocks hold."""
 LONGEST_PAUSE_S = 10.0
 """Longest time until the next question after failures while blocks are open, or ``poll_s`` if that
 is longer: jobs of others may wait for their nodes.
@@ -70,9 +74,9 @@ class QueueWatch:
 
     Attributes
     ----------
-    poll_s, reservations_s
-        Time between two questions, and between two about reservations, in seconds; may be changed
-        at any time.
+    poll_s, nodes_s, reservations_s
+        Time between two questions, and between two about nodes and about reservations, in seconds;
+        may be changed at any time.
     blocks_open
         Whether blocks are open, so that it pauses for a short time only; may be changed at any
         time.
@@ -95,7 +99,9 @@ class QueueWatch:
         self.error = ''
         self.poll_s = options.poll_s
         self.blocks_open = False
-        self.reservations_s = RESERVATIONS_EVERY_S
+        self.nodes_s, self.reservations_s = 0.0, RESERVATIONS_EVERY_S
+        self._nodes: tuple[Nodes, ...] = ()  # as they were said, and which jobs have had since
+        self._nodes_said, self._had = NEVER, frozenset[str]()
 
     @property
     def last(self) -> QueueSnapshot:
@@ -138,6 +144,7 @@ class QueueWatch:
         with self._lock:
             if self._steps.set_back_s():  # the times of all answers are still to come
                 self._jobs_answered = self._nodes_answered = self._not_before = NEVER
+                self._nodes_said = NEVER
             if (
                 self._thread is not None
                 or self._clock() < self._not_before
@@ -187,7 +194,12 @@ class QueueWatch:
                     snapshot = replace(
                         snapshot, reservations=self._scheduler.reservations(), reservations_at=at
                     )
-                snapshot = replace(snapshot, nodes=self._scheduler.nodes(), nodes_at=at)
+                if at - self._nodes_said >= min(self.nodes_s, self._scheduler.nodes_every_s):
+                    self._nodes, self._nodes_said = self._scheduler.nodes(), at
+                    self._had = frozenset()
+                self._had |= held(snapshot.jobs)
+                nodes = as_jobs_say(self._nodes, self._had - held(snapshot.jobs))
+                snapshot = replace(snapshot, nodes=nodes, nodes_at=at)
                 nodes_answered = self._clock()
         except Exception as error:
             self._failed(error)

@@ -110,6 +110,13 @@ class BatchJob:
 
 
 USABLE = ('idle', 'planned')
+SET_ASIDE = ('maint', 'resv', 'reserved')
+# Parts of the states, in the words of any scheduler, of nodes that can run nothing.
+_BROKEN = (
+    *SET_ASIDE,
+    *('down', 'drain', 'offline', 'fail', 'stale', 'unk', 'power', 'boot', 'provision', 'error'),
+    *('inval', 'future'),
+)
 # A planned node is idle; older versions mark it so instead of naming the state.
 _HARMLESS_MARKS = '-'
 
@@ -148,6 +155,11 @@ class Nodes:
     def usable(self) -> bool:
         """Whether a job can start on them now."""
         return self.state in USABLE and not self.marked
+
+    @property
+    def broken(self) -> bool:
+        """Whether they can run nothing, also when their jobs have ended."""
+        return self.marked or any(word in self.state for word in _BROKEN)
 
     @property
     def marked(self) -> bool:

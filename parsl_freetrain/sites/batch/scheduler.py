@@ -37,6 +37,9 @@ class Scheduler(Protocol):
         Walltimes are multiples of this, in seconds.
     script_mode
         Permissions of batch scripts.
+    nodes_every_s
+        Maximum time between two questions for :meth:`nodes`, in seconds; infinite where jobs tell
+        which nodes are free.
     history_every_s
         Minimum time between two questions for :meth:`history`, in seconds.
     """
@@ -44,6 +47,7 @@ class Scheduler(Protocol):
     label: str
     step_s: int
     script_mode: int
+    nodes_every_s: float
     history_every_s: float
 
     @property

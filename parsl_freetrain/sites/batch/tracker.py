@@ -18,12 +18,15 @@ from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
-from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
+from parsl_freetrain.sites.batch.demand import Needs, could_use, needs, reserved, waits
 from parsl_freetrain.sites.batch.node_windows import OfferLog, windows
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.queue_watch import (
     NEVER,
+    NODES_EVERY_S,
+    NODES_WAITING_S,
     RESERVATIONS_EVERY_S,
+    RESERVATIONS_WAITING_S,
     QueueSnapshot,
     QueueWatch,
 )
@@ -248,14 +251,17 @@ class BlockTracker:
             for job in jobs
             if job.job_id in ours and job.names and job.state in _HOLDING
         }
-        self._waiting = bool(self._held) and any(waits(job, ours) for job in jobs)
-        slow, fast = self._options.poll_s, self._options.waiting_poll_s
-        self._watch.poll_s = min(slow, fast) if self._waiting else slow
+        self._waiting = bool(self._held) and could_use(self._watch.last.nodes, jobs, ours)
+        slow, fast = self._options.poll_s, self._options.fast_poll_s
+        self._watch.poll_s = fast if self._waiting else slow
         # A reservation decides which of our nodes would serve a waiting job, and may be why a block
         # does not start.
         late = any(b.submitted_s < at - self._options.start_s for b in self._blocks.waiting())
-        self._watch.reservations_s = (
-            min(RESERVATIONS_EVERY_S, 5 * fast) if self._waiting or late else RESERVATIONS_EVERY_S
+        soon = self._waiting or late
+        self._watch.nodes_s, self._watch.reservations_s = (
+            (min(NODES_WAITING_S, 4 * fast), min(RESERVATIONS_WAITING_S, 15 * fast))
+            if soon
+            else (min(NODES_EVERY_S, 10 * slow), RESERVATIONS_EVERY_S)
         )
 
     def _note_offers(self, snapshot: QueueSnapshot) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Pbs:
     label = 'PBS'
     step_s = 1
     script_mode = 0o600
+    nodes_every_s = math.inf
 
     def __init__(self, options: PbsOptions) -> None:
         self._options = options

@@ -52,6 +52,7 @@ class Slurm:
     label = 'Slurm'
     step_s = 60
     script_mode = 0o600
+    nodes_every_s = math.inf
     history_every_s = 60.0
 
     def __init__(self, options: SlurmOptions) -> None:

@@ -76,6 +76,7 @@ class Lsf:
     label = 'LSF'
     step_s = 60
     script_mode = 0o600
+    nodes_every_s = 0.0
     history_every_s = 60.0
 
     def __init__(self, options: LsfOptions, clock: Callable[[], float]) -> None:

@@ -149,8 +149,8 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
 
 
 def test_jobs_are_known_by_their_run() -> None:
-    name = job_name("my run's $HOME", 'parsl.freetrain.block-0')
-    assert name == 'freetrain.my_run_s__HOME.parsl.freetrain.block-0'
+    name = job_name("my run's $HOME", 'parsl.freetrain.block-0.0a1b2c')
+    assert name == 'freetrain.my_run_s__HOME.parsl.freetrain.block-0.0a1b2c'
     assert is_block_of("my run's $HOME", name)
     assert not is_block_of('my', name)
 

@@ -1,0 +1,256 @@
+"""The scheduler's queue as it would be played through if no block had nodes: which nodes are free
+for a job, and when; pure. Where jobs share nodes, what is left of each counts: CPUs, memory, GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+
+from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.sites.batch.block_shape import is_block
+from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
+from parsl_freetrain.sites.batch.node_windows import HOLDING
+from parsl_freetrain.sites.batch.records import (
+    SET_ASIDE,
+    USABLE,
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+)
+
+ENDING_S = 60.0
+"""Nodes of a job that has been ending for so long, in seconds, do not count as free."""
+SOON_S = 3.0
+"""A reservation that ends within this number of seconds counts as over: nodes are given back
+meanwhile.
+"""
+
+
+class QueuePlay:
+    """When each node is free. Sets of nodes are integers, one bit for each node."""
+
+    def __init__(
+        self,
+        nodes: Iterable[Nodes],
+        jobs: Sequence[BatchJob],
+        reservations: Sequence[NodeReservation],
+        ours: frozenset[str],
+        now: float,
+        unsuitable: Mapping[str, frozenset[str]],
+        unwilling: frozenset[str],
+    ) -> None:
+        self._now, self._unsuitable = now, unsuitable
+        self.lacking: set[str] = set()
+        self.asked: set[str] = set()
+        self._eligible: dict[tuple[object, ...], int] = {}
+        over = {name for r in reservations if r.end_s <= now + SOON_S for name in r.nodes}
+        self._bits: dict[str, int] = {}
+        self._ours = self._given = 0  # our nodes, and those of all blocks
+        self._begun = 0  # those of blocks that jobs got
+        self._blocks: dict[str, tuple[float, int]] = {}  # ends and nodes, also of other runs
+        # Nodes that a plan without blocks leaves to others, and those of blocks that it takes.
+        self._moved: list[tuple[int, int]] = []
+        until: dict[str, float] = {}
+        self._up = [
+            (group, self._set_of(group.names))
+            for group in (_without(over, each) for each in nodes)
+            if not group.broken
+        ]
+        up = 0
+        for group, members in self._up:
+            up |= members
+            if group.state in USABLE:
+                until |= dict.fromkeys(group.names, now)
+        for job in jobs:
+            if job.state in HOLDING and job.names:
+                end_s = math.inf if job.end_s is None else job.end_s
+                if job.state is JobState.ENDING:
+                    end_s = now if now - min(end_s, now) < ENDING_S else math.inf
+                elif job.job_id in ours or (is_block(job.name) and job.job_id not in unwilling):
+                    members = self._set_of(job.names) & up
+                    self._blocks[job.job_id] = end_s, members
+                    self._given |= members
+                    self._ours |= members if job.job_id in ours else 0
+                    end_s = now
+                else:
+                    end_s = max(end_s, now + 1.0)  # it is late, and holds them still
+                for name in job.names:
+                    until[name] = max(end_s, until.get(name, now))
+        ends: dict[float, int] = {}
+        for name, end in until.items():
+            ends[end] = ends.get(end, 0) | self._set_of((name,))
+        # Without nodes of blocks that stand for those that jobs before got, and with them.
+        self._calendar, self._beside = NodeCalendar(now, ends), NodeCalendar(now, ends)
+        self._taken: list[tuple[float, float, int]] = []
+        for r in reservations:
+            if r.end_s > now + SOON_S:
+                self._reserve(self._set_of(r.nodes), r.start_s, r.end_s)
+        self._set_aside = list(self._taken)
+        # Nodes that a reservation or a planned job takes later: fewer jobs can use them meanwhile.
+        self._spare = 0
+        for begin, _, members in self._taken:
+            self._spare |= members if begin > now else 0
+
+    def competing(self, waiting: Iterable[BatchJob]) -> list[BatchJob]:
+        """The jobs that could get nodes of ours, or nodes that such a job could get."""
+        may = [(job, self.eligible(job)) for job in waiting]
+        reach, before = self._ours, 0
+        while reach != before:
+            before = reach
+            for members in {members for _, members in may}:
+                reach |= members if members & reach else 0
+        return [job for job, members in may if members & reach]
+
+    def eligible(self, job: BatchJob) -> int:
+        """The nodes that a job may get."""
+        want = (job.partition, job.features, job.gpus)
+        if want not in self._eligible:
+            partitions, members = job.partition.split(','), 0
+            for group, names in self._up:
+                if group.partition in partitions and group.have(job.features, job.gpus):
+                    members |= names
+            self._eligible[want] = members
+        refused = (*job.excluded, *self._unsuitable.get(job.job_id, ()))
+        return self._eligible[want] & ~self._set_of(refused)
+
+    def first_time(self, job: BatchJob, eligible: int) -> tuple[float, int]:
+        """When enough of these nodes are first free for a job, those that it names among them, and
+        all that are free then; infinite: never.
+        """
+        return self._beside.first_time(eligible, job.nodes, self._set_of(job.only), _length_s(job))
+
+    def plan(self, job: BatchJob, begin: float, free: int) -> None:
+        """The job gets nodes of those that are ``free`` when it can first begin, if that ever is:
+        those that the scheduler told, unless it told them because blocks last too long.
+        """
+        if begin == math.inf:
+            return
+        named, told = self._set_of(job.only), self._set_of(job.planned) & free
+        got = _first_of(named, *self._least_useful_first(free, told), count=job.nodes)
+        freed = got & self._blocks_after(begin)
+        if freed:
+            self._moved.append((told & ~got, freed))
+        else:
+            got = _first_of(named, told, free, count=job.nodes)
+        self._reserve(got, begin, begin + _length_s(job))
+        self._spare |= got
+
+    def serve(self, job: BatchJob, eligible: int, free: int) -> Iterator[NodeDemand]:
+        """The job starts now on some of the nodes that are free for it; what it lacks for that."""
+        named, length_s = self._set_of(job.only), _length_s(job)
+        # Those included that jobs before got.
+        among = self._calendar.free(eligible, self._now, length_s) & self._ours
+        got = _first_of(named, free & ~self._given, count=job.nodes)
+        for members in (free & self._given & self._spare, free & self._given):
+            got |= self._of_few_blocks(members & ~got, job.nodes - got.bit_count())
+        # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
+        # for these here.
+        given = got & self._given
+        hides = self._hides(got) & ~given
+        self._reserve(got & ~given, self._now, self._now + length_s, given)
+        if given | hides:
+            self.lacking.add(job.job_id)
+            self.asked |= {
+                block
+                for block, (_, members) in self._blocks.items()
+                if members & (given | hides) & ~self._ours
+            }
+        own, hides = given & self._ours, hides & self._ours
+        for lacking, of in ((own & named, named), (own & ~named, ~named)):
+            if lacking:
+                names = frozenset(self._names(among & of))
+                spare = frozenset(self._names(among & of & self._spare))
+                yield NodeDemand(job.job_id, lacking.bit_count(), names, spare)
+        if hides:
+            names = frozenset(self._names(hides))
+            yield NodeDemand(job.job_id, len(names), names, shared=True)
+
+    def _of_few_blocks(self, among: int, count: int) -> int:
+        """So many of these nodes of blocks, if there are, of as few blocks as possible: first of
+        blocks that jobs before this one got, then of the smallest that has enough, or else of that
+        with the most. Where blocks are equal the first in the queue is taken.
+        """
+        chosen = 0
+        while (missing := count - chosen.bit_count()) > 0 and among & ~chosen:
+            useful = [
+                (members & self._begun == 0, max(0, missing - use.bit_count()), size, place, use)
+                for place, (_, members) in enumerate(self._blocks.values())
+                if (use := members & among & ~chosen) and (size := members.bit_count())
+            ]
+            chosen |= _first_of(min(useful)[-1], count=missing)
+        self._begun |= chosen
+        return chosen
+
+    def _blocks_after(self, time: float) -> int:
+        """Nodes of blocks that the scheduler does not count as free then."""
+        members = 0
+        for end, names in self._blocks.values():
+            members |= names if end > time else 0
+        return members
+
+    def _least_useful_first(self, free: int, told: int) -> Iterator[int]:
+        """Nodes that nobody can have now, then those that are soonest taken again."""
+        now = self._calendar.free(free, self._now, 0.0)
+        taken = sorted(each for each in self._taken if each[1] > self._now)
+        for members in (free & ~now, *(free & each for _, _, each in taken), free):
+            yield from (members & told, members)
+
+    def _hides(self, got: int) -> int:
+        """Nodes of blocks that keep the scheduler from giving these nodes to a job: because of them
+        it has planned another job there. Each is told once.
+        """
+        hides = 0
+        for moved, freed in self._moved:
+            hides |= freed if moved & got else 0
+        self._moved = [(moved, freed) for moved, freed in self._moved if not moved & got]
+        return hides
+
+    def kept_out(self, job: BatchJob, eligible: int) -> bool:
+        """Whether reservations alone keep a job from starting now."""
+        for begin, end, members in self._set_aside:
+            if begin < self._now + _length_s(job) and self._now < end:
+                eligible &= ~members
+        return eligible.bit_count() < job.nodes
+
+    def _reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
+        """Reserve the nodes ``members``, ``own`` of them ours, from ``begin`` to ``end``."""
+        self._taken.append((begin, end, members))
+        self._calendar.take(begin, end, members)
+        self._beside.take(begin, end, members | own)
+
+    def _names(self, members: int) -> list[str]:
+        """The names of the nodes in a set."""
+        return [name for name, bit in self._bits.items() if members >> bit & 1]
+
+    def _set_of(self, names: Iterable[str]) -> int:
+        """Nodes by their names."""
+        members = 0
+        for name in names:
+            members |= 1 << self._bits.setdefault(name, len(self._bits))
+        return members
+
+
+def _length_s(job: BatchJob) -> float:
+    return math.inf if job.limit_s is None else job.limit_s
+
+
+def _without(over: Set[str], group: Nodes) -> Nodes:
+    """As nodes will be when the reservation that is ``over`` is."""
+    if not over >= set(group.names):
+        return group
+    state = 'idle' if group.state in SET_ASIDE else group.state
+    return replace(group, state=state, marks=group.marks.replace('$', ''))
+
+
+def _first_of(*sets: int, count: int) -> int:
+    """The first nodes of the first set, then of the next, up to ``count``."""
+    chosen = 0
+    for members in sets:
+        rest = members & ~chosen
+        while rest and chosen.bit_count() < count:
+            chosen |= rest & -rest
+            rest &= rest - 1
+    return chosen
