@@ -149,6 +149,65 @@ def test_the_scheduler_is_asked_often_only_while_a_job_may_get_our_nodes(
         assert could_use(cluster(), [running('mine', *had), job], OURS) == (could and bool(had))
 
 
+def shared(*free: int, memory: float = 4000.0, gpus: int = 0) -> tuple[list[Nodes], list[BatchJob]]:
+    """Nodes of four CPUs with a job on each that leaves so many free; a and b are ours."""
+    names = tuple('cdefg'[: len(free)])
+    size: dict[str, Any] = {'cpus': 4, 'memory': 4000.0, 'gpus': gpus}
+    nodes = [
+        Nodes('batch', ('a', 'b'), 'allocated', **size),
+        Nodes('batch', names, 'mixed', **size),
+    ]
+    jobs = [
+        replace(running(name, name), cpus=4 - left, memory=memory / 4, gpus=gpus)
+        for name, left in zip(names, free, strict=True)
+    ]
+    return nodes, [block('mine', 'a', 'b'), *jobs]
+
+
+@pytest.mark.parametrize(
+    ('job', 'lacks'),
+    [
+        (waiting('7', 3, cpus=9), 2),  # --ntasks=9
+        (waiting('7', 3, cpus=11), 2),
+        (waiting('7', 3, cpus=12), None),
+        (waiting('7', 1, cpus=3), 0),
+        (waiting('7', 1, cpus=4), 1),
+        (waiting('7', 1, cpus=3, step=3), 1),  # --cpus-per-task=3
+        (waiting('7', 1, cpus=1, memory=3000.0), 0),
+        (waiting('7', 1, cpus=1, memory=3001.0), 1),
+        (waiting('7', 3, cpus=3, memory=3500.0), None),
+        (waiting('7', 1), 1),  # --exclusive
+        (waiting('7', 3), None),
+        (waiting('7', 4, cpus=4), 1),
+        (waiting('7', 1, cpus=1, tasks=11), 2),
+        (waiting('7', 1, cpus=1, tasks=7), 1),
+        (waiting('7', 2, cpus=2, least_nodes=1, step=1), 0),
+    ],
+)
+def test_partly_used_nodes_serve_a_job_as_far_as_they_go(job: BatchJob, lacks: int | None) -> None:
+    nodes, jobs = shared(1, 1, 1)
+    found = needs(nodes, [*jobs, job], (), frozenset({'mine'}), NOW)
+    assert found.served == (frozenset() if lacks is None else {'7'})
+    assert sum(d.nodes for d in found.demands) == (lacks or 0)
+
+
+def test_partly_used_nodes_serve_until_a_planned_job_takes_them() -> None:
+    nodes, jobs = shared(1, 1, 1)
+    first = waiting('8', 5, 600.0, priority=9.0, cpus=20)
+    for limit_s, demands in ((400.0, 0), (600.0, 1)):  # theirs end after 500 s
+        small = waiting('7', 1, limit_s, cpus=1)
+        found = needs(nodes, [*jobs, first, small], (), frozenset({'mine'}), NOW)
+        assert found.served == ({'7'} if limit_s < 500 else set()), demands
+
+
+def test_gpus_and_the_rest_of_a_node_go_together() -> None:
+    nodes, jobs = shared(2, gpus=2)
+    for gpus in (0, 1):
+        job = waiting('7', 1, cpus=1, gpus=gpus)
+        found = needs(nodes, [*jobs, job], (), frozenset({'mine'}), NOW)
+        assert sum(d.nodes for d in found.demands) == gpus, 'its job has both of them'
+
+
 @pytest.mark.parametrize('name', ['freetrain.sh', 'freetrain.my.job.sh', 'freetrain.a.b.0a1b2c~'])
 def test_a_job_with_a_name_like_ours_is_served(name: str) -> None:
     assert need(cluster(), running('mine', *'abcd'), waiting('7', 1, name=name)).served == {'7'}

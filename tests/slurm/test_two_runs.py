@@ -14,10 +14,8 @@ from threading import Event
 
 import pytest
 
-from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
-from tests.sites.batch_blocks import Blocks
-from tests.sites.slurm.conftest import slurm_site
 from tests.slurm.experiment import Filler, SlurmMachine
+from tests.slurm.giving import give
 from tests.support.other_user import OTHER, as_other_user, needs_root
 from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
@@ -69,19 +67,6 @@ def two_users(cluster: Cluster) -> Iterator[None]:
         finally:
             over.set()
     giving.result()
-
-
-def give(folder: Path, over: Event) -> None:
-    blocks = Blocks(folder / 'blocks', slurm_site(start_s=1.0))
-    for _ in range(2):
-        blocks.running(1, walltime_s=None)
-    (folder / 'runs').touch()
-    while not over.wait(0.2):
-        blocks.provider.status(blocks.jobs)
-        demands, held = blocks.site.needed()
-        names = nodes_to_give(demands, held, {}, {}) if demands else frozenset()
-        if leave := [each.block for each in held if names.intersection(each.nodes)]:
-            blocks.provider.cancel(leave)
 
 
 @needs_root

@@ -68,7 +68,9 @@ def waits(job: BatchJob, ours: frozenset[str]) -> bool:
 
 
 def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[str]) -> bool:
-    """Whether a job of others waits, and may get nodes that blocks have, now or later."""
+    """Whether a job of others waits, and may get nodes that blocks have, now or later; as far as is
+    known of these nodes.
+    """
     waiting = {
         (job.partition, job.features, job.gpus, job.excluded, job.nodes > len(job.only) or job.only)
         for job in jobs
@@ -78,13 +80,16 @@ def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[
         return False
     had = frozenset(chain(*(j.names for j in jobs if j.job_id in ours and j.state in HOLDING)))
     here = [(group, names) for group in nodes if (names := had.intersection(group.names))]
-    return bool(had) and any(
-        group.partition in partition.split(',')
-        and group.have(features, gpus)
-        and names.difference(excluded)
-        and (only is True or names.intersection(only))
-        for partition, features, gpus, excluded, only in waiting
-        for group, names in here
+    return bool(had) and (
+        not here
+        or any(
+            group.partition in partition.split(',')
+            and group.have(features, gpus)
+            and names.difference(excluded)
+            and (only is True or names.intersection(only))
+            for partition, features, gpus, excluded, only in waiting
+            for group, names in here
+        )
     )
 
 

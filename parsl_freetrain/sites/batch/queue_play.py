@@ -11,6 +11,7 @@ from dataclasses import replace
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
+from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeShares
 from parsl_freetrain.sites.batch.node_windows import HOLDING
 from parsl_freetrain.sites.batch.records import (
     SET_ASIDE,
@@ -64,6 +65,7 @@ class QueuePlay:
             up |= members
             if group.state in USABLE:
                 until |= dict.fromkeys(group.names, now)
+        uses: list[tuple[BatchJob, int, float]] = []
         for job in jobs:
             if job.state in HOLDING and job.names:
                 end_s = math.inf if job.end_s is None else job.end_s
@@ -77,6 +79,8 @@ class QueuePlay:
                     end_s = now
                 else:
                     end_s = max(end_s, now + 1.0)  # it is late, and holds them still
+                if end_s > now:
+                    uses.append((job, self._set_of(job.names) & up, end_s))
                 for name in job.names:
                     until[name] = max(end_s, until.get(name, now))
         ends: dict[float, int] = {}
@@ -84,6 +88,8 @@ class QueuePlay:
             ends[end] = ends.get(end, 0) | self._set_of((name,))
         # Without nodes of blocks that stand for those that jobs before got, and with them.
         self._calendar, self._beside = NodeCalendar(now, ends), NodeCalendar(now, ends)
+        self._stood = 0  # those of blocks that jobs got a part of
+        self._shares = self._shares_of(now, uses, until)
         self._taken: list[tuple[float, float, int]] = []
         for r in reservations:
             if r.end_s > now + SOON_S:
@@ -93,6 +99,16 @@ class QueuePlay:
         self._spare = 0
         for begin, _, members in self._taken:
             self._spare |= members if begin > now else 0
+
+    def _shares_of(
+        self, now: float, uses: list[tuple[BatchJob, int, float]], known: Mapping[str, float]
+    ) -> NodeShares | None:
+        """What is left of each node; None unless jobs share some, and it is known how far."""
+        if not any(group.mixed and group.cpus for group, _ in self._up):
+            return None
+        total = {self._bits[n]: group for group, _ in self._up for n in group.names if group.cpus}
+        unknown = self._set_of(n for group, _ in self._up for n in group.names if n not in known)
+        return NodeShares(now, total, uses, unknown)
 
     def competing(self, waiting: Iterable[BatchJob]) -> list[BatchJob]:
         """The jobs that could get nodes of ours, or nodes that such a job could get."""
@@ -120,7 +136,16 @@ class QueuePlay:
         """When enough of these nodes are first free for a job, those that it names among them, and
         all that are free then; infinite: never.
         """
-        return self._beside.first_time(eligible, job.nodes, self._set_of(job.only), _length_s(job))
+        named, length_s = self._set_of(job.only), _length_s(job)
+        if self._shares and job.cpus:
+            return self._shares.first_time(job, eligible, named, length_s)
+        return self._beside.first_time(eligible, job.nodes, named, length_s)
+
+    def _caps(self, job: BatchJob, free: int, begin: float) -> Caps | None:
+        """The CPUs that a job could have of each node; None where it gets whole nodes."""
+        if self._shares is None or not job.cpus:
+            return None
+        return self._shares.caps(job, free, begin, _length_s(job))
 
     def plan(self, job: BatchJob, begin: float, free: int) -> None:
         """The job gets nodes of those that are ``free`` when it can first begin, if that ever is:
@@ -129,13 +154,14 @@ class QueuePlay:
         if begin == math.inf:
             return
         named, told = self._set_of(job.only), self._set_of(job.planned) & free
-        got = _first_of(named, *self._least_useful_first(free, told), count=job.nodes)
+        caps = self._caps(job, free, begin)
+        got = Missing(job, caps).first_of(named, *self._least_useful_first(free, told))
         freed = got & self._blocks_after(begin)
         if freed:
             self._moved.append((told & ~got, freed))
         else:
-            got = _first_of(named, told, free, count=job.nodes)
-        self._reserve(got, begin, begin + _length_s(job))
+            got = Missing(job, caps).first_of(named, told, free)
+        self._reserve(got, begin, begin + _length_s(job), job=job, caps=caps)
         self._spare |= got
 
     def serve(self, job: BatchJob, eligible: int, free: int) -> Iterator[NodeDemand]:
@@ -143,14 +169,17 @@ class QueuePlay:
         named, length_s = self._set_of(job.only), _length_s(job)
         # Those included that jobs before got.
         among = self._calendar.free(eligible, self._now, length_s) & self._ours
-        got = _first_of(named, free & ~self._given, count=job.nodes)
+        caps = self._caps(job, free, self._now)
+        missing = Missing(job, caps)
+        got = missing.first_of(named, free & ~self._given, free & self._stood)
         for members in (free & self._given & self._spare, free & self._given):
-            got |= self._of_few_blocks(members & ~got, job.nodes - got.bit_count())
+            got |= self._of_few_blocks(members & ~got, missing)
         # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
         # for these here.
         given = got & self._given
         hides = self._hides(got) & ~given
-        self._reserve(got & ~given, self._now, self._now + length_s, given)
+        until_s = self._now + length_s
+        self._reserve(got & ~given, self._now, until_s, given, job=job, caps=caps)
         if given | hides:
             self.lacking.add(job.job_id)
             self.asked |= {
@@ -158,7 +187,8 @@ class QueuePlay:
                 for block, (_, members) in self._blocks.items()
                 if members & (given | hides) & ~self._ours
             }
-        own, hides = given & self._ours, hides & self._ours
+        own, hides = given & self._ours & ~self._stood, hides & self._ours
+        self._stood |= 0 if caps is None else given
         for lacking, of in ((own & named, named), (own & ~named, ~named)):
             if lacking:
                 names = frozenset(self._names(among & of))
@@ -168,19 +198,19 @@ class QueuePlay:
             names = frozenset(self._names(hides))
             yield NodeDemand(job.job_id, len(names), names, shared=True)
 
-    def _of_few_blocks(self, among: int, count: int) -> int:
-        """So many of these nodes of blocks, if there are, of as few blocks as possible: first of
-        blocks that jobs before this one got, then of the smallest that has enough, or else of that
-        with the most. Where blocks are equal the first in the queue is taken.
+    def _of_few_blocks(self, among: int, missing: Missing) -> int:
+        """What is missing, of these nodes of as few blocks as possible: first of blocks that jobs
+        before this one got, then of the smallest that has enough, or else of that with the most.
+        Where blocks are equal the first in the queue is taken.
         """
         chosen = 0
-        while (missing := count - chosen.bit_count()) > 0 and among & ~chosen:
+        while missing and among & ~chosen:
             useful = [
-                (members & self._begun == 0, max(0, missing - use.bit_count()), size, place, use)
+                (members & self._begun == 0, missing.beyond(use), size, place, use)
                 for place, (_, members) in enumerate(self._blocks.values())
                 if (use := members & among & ~chosen) and (size := members.bit_count())
             ]
-            chosen |= _first_of(min(useful)[-1], count=missing)
+            chosen |= missing.first_of(min(useful)[-1])
         self._begun |= chosen
         return chosen
 
@@ -215,8 +245,22 @@ class QueuePlay:
                 eligible &= ~members
         return eligible.bit_count() < job.nodes
 
-    def _reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
-        """Reserve the nodes ``members``, ``own`` of them ours, from ``begin`` to ``end``."""
+    def _reserve(
+        self,
+        members: int,
+        begin: float,
+        end: float,
+        own: int = 0,
+        job: BatchJob | None = None,
+        caps: Caps | None = None,
+    ) -> None:
+        """Reserve the nodes ``members``, and ``own`` that stand for nodes of blocks, from ``begin``
+        to ``end``: for a job where it shares them, and as a whole otherwise.
+        """
+        if self._shares:
+            shared = job is not None and caps is not None
+            amounts = self._shares.amounts(job, members | own, caps) if job and shared else None
+            self._shares.take(begin, end, members | own, amounts)
         self._taken.append((begin, end, members))
         self._calendar.take(begin, end, members)
         self._beside.take(begin, end, members | own)
@@ -243,14 +287,3 @@ def _without(over: Set[str], group: Nodes) -> Nodes:
         return group
     state = 'idle' if group.state in SET_ASIDE else group.state
     return replace(group, state=state, marks=group.marks.replace('$', ''))
-
-
-def _first_of(*sets: int, count: int) -> int:
-    """The first nodes of the first set, then of the next, up to ``count``."""
-    chosen = 0
-    for members in sets:
-        rest = members & ~chosen
-        while rest and chosen.bit_count() < count:
-            chosen |= rest & -rest
-            rest &= rest - 1
-    return chosen

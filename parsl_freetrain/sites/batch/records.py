@@ -85,6 +85,13 @@ class BatchJob:
         What each of its nodes must have; see :meth:`Nodes.have`.
     tasks
         Number of jobs alike that a pending job array stands for.
+    cpus
+        On all of its nodes together; 0: it gets whole nodes, or that is not known.
+    step, least_nodes
+        CPUs on each node are a multiple of this, and nodes at least so many, where it shares them;
+        0: as :attr:`nodes`.
+    memory, memory_per_cpu
+        Of each node at least, and at most for each CPU where that may be meant, in MiB; 0: none.
     """
 
     job_id: str
@@ -107,6 +114,11 @@ class BatchJob:
     features: tuple[frozenset[str], ...] = ()
     gpus: int = 0
     tasks: int = 1
+    cpus: int = 0
+    step: int = 1
+    least_nodes: int = 0
+    memory: float = 0.0
+    memory_per_cpu: float = 0.0
 
 
 USABLE = ('idle', 'planned')
@@ -140,6 +152,8 @@ class Nodes:
         When the scheduler means to need them; None where it says so only of its jobs.
     node_class
         Which of the site config's node classes they are of; empty: none.
+    cpus, memory
+        CPUs, and MiB of memory, on each; 0: unknown.
     """
 
     partition: str
@@ -150,6 +164,13 @@ class Nodes:
     gpus: int = 0
     until_s: float | None = None
     node_class: str = ''
+    cpus: int = 0
+    memory: float = 0.0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some of each is free while jobs have the rest."""
+        return 'mix' in self.state
 
     @property
     def usable(self) -> bool:

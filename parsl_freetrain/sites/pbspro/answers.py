@@ -124,11 +124,14 @@ def _job(
         start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
         end_s = start_s + seconds_of(resources['walltime']) if 'walltime' in resources else None
     names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
+    nodes = int(resources.get('nodect', len(names) or 1))
+    place = str(resources.get('place', ''))
+    cpus = 0 if 'excl' in place else _count(resources.get('ncpus', 0))
     return BatchJob(
         job_id,
         state,
         pool,
-        int(resources.get('nodect', len(names) or 1)),
+        nodes,
         start_s,
         end_s,
         planned,
@@ -141,6 +144,11 @@ def _job(
         priority=_RANK * ranks.get(job.get('queue', ''), 0) + _count(job.get('Priority', 0)),
         blocked=_BLOCKED.match(comment) is not None,
         tasks=int(tasks[1]) if tasks else 1,
+        gpus=0 if not cpus else -(-_count(resources.get('ngpus', 0)) // nodes),
+        cpus=cpus,
+        step=max(1, cpus // nodes),
+        least_nodes=1 if cpus and 'scatter' not in place else 0,  # chunks may be on one host
+        memory=(_amount(str(resources.get('mem', 0))) or 0.0) / 2**20 / nodes,
     )
 
 
@@ -189,7 +197,7 @@ def parse_nodes(
     ``classes``: the resources of each node class.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    alike: dict[tuple[str, int, str, tuple[str, ...]], list[str]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     with as_documented('pbsnodes'):
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
@@ -204,7 +212,11 @@ def parse_nodes(
                 and _has(v.get('resources_available', {}), resources)
                 for v in useful
             ):
-                gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
+                has = [v.get('resources_available', {}) for v in useful]
+                ngpus, ncpus, mem = (
+                    sum(_amount(str(here.get(resource, 0))) or 0.0 for here in has)
+                    for resource in ('ngpus', 'ncpus', 'mem')
+                )
                 node_class = _class_of(useful, classes or {})
                 features = {
                     f'{word}={value}'.lower()
@@ -212,11 +224,11 @@ def parse_nodes(
                     for vnode in useful
                     for value in str(vnode['resources_available'].get(word, False)).split(',')
                 }
-                key = _node_state(useful), gpus, node_class, tuple(sorted(features))
-                alike[key].append(name)
+                state, sizes = _node_state(useful), (int(ngpus), int(ncpus), mem // 2**28 * 256)
+                alike[state, tuple(sorted(features)), node_class, *sizes].append(name)
     return tuple(
-        Nodes(queue, tuple(names), state, features=features, gpus=gpus, node_class=node_class)
-        for (state, gpus, node_class, features), names in alike.items()
+        Nodes(queue, tuple(names), state, '', features, gpus, None, node_class, cpus, memory)
+        for (state, features, node_class, gpus, cpus, memory), names in alike.items()
     )
 
 

@@ -49,6 +49,10 @@ def _job(job: dict[str, Any]) -> BatchJob:
     nodes = int(_number(job['node_count']) or 0)
     gres, of_job = job.get('tres_per_node') or '', job.get('tres_per_job') or ''
     gpus = gpus_of(gres) or -(-gpus_of(of_job) // max(1, nodes))
+    # 22.05: one word, or nothing; later a list of words.
+    shared = job.get('shared') or ()
+    whole = {'none', 'user', 'mcs'}.intersection((shared,) if isinstance(shared, str) else shared)
+    per_cpu, per_node = (_number(job.get(f'memory_per_{unit}')) or 0.0 for unit in ('cpu', 'node'))
     return BatchJob(
         str(job['job_id']),
         end_of(state_of(word), *_exit(job.get('exit_code'))),
@@ -70,6 +74,10 @@ def _job(job: dict[str, Any]) -> BatchJob:
         features=choices_of(job.get('features') or '', f'{gres},{of_job}'),
         gpus=gpus,
         tasks=tasks_of(job.get('array_task_string') or ''),
+        cpus=0 if whole else int(_number(job.get('cpus')) or 0),
+        step=int(_number(job.get('minimum_cpus_per_node')) or 1),
+        memory=per_node or per_cpu,
+        memory_per_cpu=per_cpu,
     )
 
 

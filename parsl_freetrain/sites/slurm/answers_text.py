@@ -25,11 +25,12 @@ from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
 logger = logging.getLogger(__name__)
 
-_JOB_FIELDS = 'iTPDSeYNurlQnxbvfj'  # letters of squeue's --format
-_NODE_FIELDS = '%R|%T|%G|%b|%N'  # %b: the active features
+_JOB_FIELDS = 'iTPDSeYNurlQnxbvfCcmhj'  # letters of squeue's --format
+_NODE_FIELDS = '%R|%T|%G|%b|%c|%m|%N'  # %b: the active features
 # How the reasons of a pending job begin that more idle nodes may let start. Which nodes a
 # reservation or a fault keeps from it is looked at for each; Slurm's words on that may be old.
 _FOR_NODES = ('None', 'Resources', 'Priority', 'ReqNodeNotAvail', 'Nodes required for job are')
+SHARING = ('OK', 'YES')  # OverSubscribe of jobs that do not ask for whole nodes
 _NOTHING = ('', '(null)', 'N/A')
 _UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'NOT_SET', 'N/A', '')
 _MARKS = '*~#!%$@^-+'
@@ -109,7 +110,9 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
 
 def _job(fields: list[str]) -> BatchJob:
     job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
-    limit, priority, only, excluded, gres, reservation, features, name = rest
+    limit, priority, only, excluded, gres, reservation, features, *rest = rest
+    cpus, step, memory, shared, name = rest
+    least_mib = mib_of(memory)
     return BatchJob(
         job_id.strip(),
         state_of(state),
@@ -130,7 +133,17 @@ def _job(fields: list[str]) -> BatchJob:
         features=choices_of(features, gres),
         gpus=gpus_of(gres),
         tasks=tasks_of(job_id.partition('_')[2]),
+        cpus=_number(cpus) if shared in SHARING else 0,
+        step=max(1, _number(step)),
+        memory=least_mib,
+        memory_per_cpu=least_mib,  # squeue does not tell which of the two was asked for
     )
+
+
+def mib_of(text: str) -> float:
+    """MiB of ``100M`` or ``4G``; 0 for anything else."""
+    found = re.fullmatch(r'(\d+(?:\.\d+)?)([KMGT]?)', text.strip())
+    return float(found[1]) * 1024.0 ** ('KMGT'.find(found[2] or 'M') - 1) if found else 0.0
 
 
 def parse_nodes(answer: str) -> tuple[Nodes, ...]:
@@ -142,11 +155,11 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
         fields = line.strip().split('|')
         if fields == ['']:
             continue
-        if len(fields) != 5:
+        if len(fields) != 7:
             raise NotUnderstood(
                 f'sinfo answered {line[:200]!r}, which does not have the fields {_NODE_FIELDS}'
             )
-        partition, state, gres, features, names = fields
+        partition, state, gres, features, cpus, memory, names = fields
         bare = state.rstrip(_MARKS)
         found.append(
             Nodes(
@@ -156,6 +169,8 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
                 state[len(bare) :],
                 features_of(features, gres),
                 gpus_of(gres),
+                cpus=_number(cpus.rstrip('+')),
+                memory=mib_of(memory.rstrip('+')),
             )
         )
     return tuple(found)

@@ -79,6 +79,15 @@ def test_a_running_job_has_nodes_and_an_end() -> None:
     )
 
 
+def test_a_job_that_shares_nodes_says_what_it_takes() -> None:
+    """Its chunks may be on one host, unless it is placed otherwise."""
+    asked = {'nodect': 2, 'ncpus': 6, 'mem': '2gb', 'ngpus': 2, 'place': 'free'}
+    for place, cpus, least in (('free', 6, 1), ('scatter', 6, 0), ('scatter:excl', 0, 0)):
+        [job] = jobs(job_state='Q', Resource_List={**asked, 'place': place})
+        assert (job.nodes, job.cpus, job.least_nodes) == (2, cpus, least)
+        assert (job.memory, job.gpus) == (1024.0, 1 if cpus else 0)
+
+
 def test_a_job_whose_nodes_are_made_ready_has_an_end_although_it_has_no_start() -> None:
     [job] = jobs(job_state='R', substate=71, exec_vnode='(x1:ncpus=64)')
     assert (job.state, job.names, job.end_s) == (JobState.RUNNING, ('x1',), NOW + 3600.0)
@@ -201,7 +210,7 @@ def test_a_divided_host_is_idle_if_all_of_it_is() -> None:
     [group] = answers.parse_nodes(
         json.dumps({'nodes': {'a': natural, 'a[0]': part, 'a[1]': part}}), 'prod', {}
     )
-    assert group == Nodes('prod', ('a',), 'idle', gpus=4)
+    assert group == Nodes('prod', ('a',), 'idle', gpus=4, cpus=64)
 
 
 def test_only_nodes_with_the_resources_of_a_chunk_count() -> None:

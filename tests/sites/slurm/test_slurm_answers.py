@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,8 @@ def recorded(name: str) -> str:
 def record(mark: str = '0123456789abcdef', **told: str) -> str:
     """What squeue prints of a job, by the letters of its fields."""
     waits = ('4', 'PENDING', 'batch', '1', 'N/A', 'N/A', '(null)', '', 'eve', 'Priority', '3:00')
-    usual = (*waits, '42', '', '', 'N/A', '(null)', '(null)', 'name')
-    fields = {**dict(zip('iTPDSeYNurlQnxbvfj', usual, strict=True)), **told}
+    usual = (*waits, '42', '', '', 'N/A', '(null)', '(null)', '8', '2', '4000M', 'OK', 'name')
+    fields = {**dict(zip('iTPDSeYNurlQnxbvfCcmhj', usual, strict=True)), **told}
     return re.sub('%(.)', lambda field: fields[field[1]], answers_text.job_format(mark) + '\n')
 
 
@@ -94,6 +95,8 @@ def test_jobs_as_text() -> None:
         'next',
         limit_s=600.0,
         priority=4294901757.0,
+        memory=100.0,
+        memory_per_cpu=100.0,
     )
     assert jobs['1'].name == 'wide|name, "x"'
     assert jobs['1'].names == ('node01', 'node02', 'node03')
@@ -104,7 +107,9 @@ def test_jobs_as_text() -> None:
     assert (jobs['7'].only, jobs['2'].only) == (('node08',), ('node04', 'node05'))
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
     [picky] = answers_text.parse_jobs(
-        record(n='node02', x='node[03-04]', b='gres:gpu:a100:2', f='big&new|huge', j='a|/|b')
+        record(
+            n='node02', x='node[03-04]', b='gres:gpu:a100:2', f='big&new|huge', m='2G', j='a|/|b'
+        )
     )
     assert (picky.only, picky.excluded, picky.gpus) == (('node02',), ('node03', 'node04'), 2)
     assert picky.features == (
@@ -112,6 +117,9 @@ def test_jobs_as_text() -> None:
         frozenset({'huge', 'gpu:a100'}),
     )
     assert (picky.name, picky.blocked) == ('a|/|b', False)
+    assert (picky.cpus, picky.step, picky.memory) == (8, 2, 2048.0)
+    [whole] = answers_text.parse_jobs(record(h='NO'))
+    assert whole.cpus == 0
     assert answers_text.choices_of('[rack1*2&rack2*2]', 'N/A') == (
         frozenset({'rack1'}),
         frozenset({'rack2'}),
@@ -230,6 +238,8 @@ def test_running_jobs_are_the_same_as_text_and_as_document() -> None:
         for job in answers_text.parse_jobs(recorded('squeue-22.05.txt'))
         if job.state == 'RUNNING'
     ]
+    # Only the document tells whether memory was asked for each CPU.
+    as_text = [replace(job, memory_per_cpu=0.0) for job in as_text]
     assert list(answers_json.parse_jobs(json.dumps(document))) == as_text
     assert len(as_text) == 2
 
@@ -261,6 +271,13 @@ def test_jobs_as_a_document_of_23_11() -> None:
     )
     assert (job.state, job.end_s, job.reason) == ('ENDING', None, 'Preempted')
     [job] = answers_json.parse_jobs(
+        job_document(cpus=number(9), memory_per_cpu=number(700), minimum_cpus_per_node=number(3))
+    )
+    assert (job.cpus, job.step, job.memory, job.memory_per_cpu) == (9, 3, 700.0, 700.0)
+    for shared in (['none'], ['user'], 'none'):
+        [job] = answers_json.parse_jobs(job_document(cpus=number(9), shared=shared))
+        assert job.cpus == 0, 'it gets whole nodes'
+    [job] = answers_json.parse_jobs(
         job_document(start_time={'set': True, 'infinite': True, 'number': 0})
     )
     assert job.start_s is None
@@ -268,9 +285,10 @@ def test_jobs_as_a_document_of_23_11() -> None:
 
 def test_nodes() -> None:
     found = answers_text.parse_nodes(recorded('sinfo-22.05.txt'))
-    assert Nodes('batch', ('node07',), 'planned', '', (), 2) in found
+    assert Nodes('batch', ('node07',), 'planned', '', (), 2, cpus=1, memory=4000.0) in found
     held = ('node01', 'node02', 'node03', 'node04')
-    assert Nodes('batch', held, 'allocated', '', ('a100', 'hbm80g'), 2) in found
+    hbm = Nodes('batch', held, 'allocated', '', ('a100', 'hbm80g'), 2, cpus=1, memory=4000.0)
+    assert hbm in found
 
 
 @pytest.mark.parametrize(
@@ -283,7 +301,7 @@ def test_nodes() -> None:
     ],
 )
 def test_marks_of_states(state: str, bare: str, marks: str) -> None:
-    [nodes] = answers_text.parse_nodes(f'gpu|{state}|(null)|(null)|a1\n')
+    [nodes] = answers_text.parse_nodes(f'gpu|{state}|(null)|(null)|4+|2G|a1\n')
     assert (nodes.state, nodes.marks) == (bare, marks)
 
 

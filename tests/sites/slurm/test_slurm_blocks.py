@@ -381,8 +381,10 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(
 
 
 def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
-    slurm: Cluster, blocks: Make
+    slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ('RESERVATIONS_EVERY_S', 'NODES_EVERY_S'):
+        monkeypatch.setattr(tracker, name, 60.0)
     ahead_s = [0.0]
     mine = blocks(poll_s=90.0, withdraw_s=1e6, clock=lambda: time.time() + ahead_s[0])
     answered = threading.Event()

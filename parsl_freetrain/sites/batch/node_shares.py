@@ -1,0 +1,137 @@
+"""What is left of nodes that jobs share, by what the scheduler says: CPUs, memory, GPUs; pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsl_freetrain.sites.batch.records import BatchJob, Nodes
+
+MOST_TIMES = 64
+"""The ends of jobs are put together to so many times: the first half, then every so many."""
+
+Amounts = NDArray[np.float64]  # for each node (a row): CPUs, MiB of memory, GPUs
+Caps = NDArray[np.float64]  # CPUs that a job could get of each node
+
+
+class NodeShares:
+    """``total``: what nodes have, by their bits; all of the others is in use. ``uses``: jobs with
+    their nodes and ends. ``unknown``: nodes in use of which nobody tells how far. Sets of nodes
+    are integers, one bit for each node.
+    """
+
+    def __init__(
+        self,
+        now: float,
+        total: Mapping[int, Nodes],
+        uses: Iterable[tuple[BatchJob, int, float]],
+        unknown: int,
+    ) -> None:
+        uses = list(uses)
+        size = max(total, default=0) + 1
+        self._total: Amounts = np.zeros((size, 3))
+        for bit, group in total.items():
+            self._total[bit] = group.cpus, group.memory, group.gpus
+        ends = sorted({end for *_, end in uses if end < math.inf} | {now})
+        half = MOST_TIMES // 2
+        self._times = ends[:half] + ends[half :: max(1, len(ends) // half)]
+        self._used = np.zeros((len(self._times), size, 3))
+        for job, members, end in uses:
+            self.take(now, end, members, None if not job.cpus else self.amounts(job, members))
+        self.take(now, math.inf, unknown)
+        self._from: dict[tuple[object, ...], int] = {}  # when jobs alike could begin last
+
+    def take(self, begin: float, end: float, members: int, amounts: Amounts | None = None) -> None:
+        """These nodes are in use between two times, as far as the amounts say: as a whole."""
+        places = slice(max(0, bisect_right(self._times, begin) - 1), bisect_left(self._times, end))
+        self._used[places] += (
+            self._total * self._row(members)[:, None] if amounts is None else amounts
+        )
+
+    def amounts(self, job: BatchJob, members: int, caps: Caps | None = None) -> Amounts:
+        """What a job uses of its nodes: as evenly as ``caps`` allows."""
+        row = self._row(members).astype(float)
+        cpus = row * job.cpus / max(1, members.bit_count())
+        if caps is not None:
+            cpus = row * np.minimum(caps, cpus)
+            for bit in np.flatnonzero(row):
+                cpus[bit] += min(caps[bit] - cpus[bit], job.cpus - cpus.sum())
+        memory = np.maximum(row * job.memory, cpus * job.memory_per_cpu)
+        # More than a node has: it was not asked for each CPU.
+        memory = np.where(memory > self._total[:, 1], row * job.memory, memory)
+        return np.stack((cpus, memory, row * job.gpus), axis=1)
+
+    def caps(self, job: BatchJob, eligible: int, begin: float, length_s: float) -> Caps:
+        """How many CPUs of each eligible node the job could have from a time on, for so long."""
+        first = max(0, bisect_right(self._times, begin) - 1)
+        last = max(first + 1, bisect_left(self._times, begin + length_s))
+        used = self._used[first:last].max(axis=0)
+        left = self._total - used
+        caps = np.floor(left[:, 0] + 1e-6)
+        if job.memory_per_cpu:  # where it may be asked for each CPU, and the node is not empty
+            fits = np.floor(left[:, 1] / job.memory_per_cpu + 1e-6)
+            caps = np.where(used[:, 0] > 0, np.minimum(caps, fits), caps)
+        caps -= caps % job.step
+        enough = (left[:, 1] >= job.memory) & (left[:, 2] >= job.gpus) & self._row(eligible)
+        return np.where(enough, np.maximum(caps, 0.0), 0.0)
+
+    def first_time(
+        self, job: BatchJob, eligible: int, named: int, length_s: float
+    ) -> tuple[float, int]:
+        """When a job can first begin on these nodes, and all that it could use then; infinite:
+        never.
+        """
+        alike = job.cpus, job.step, job.memory, job.memory_per_cpu, job.nodes, job.gpus
+        key = (*alike, job.least_nodes, length_s, eligible, named)
+        for place in range(self._from.get(key, 0), len(self._times)):
+            caps = self.caps(job, eligible, self._times[place], length_s)
+            free = int.from_bytes(np.packbits(caps > 0, bitorder='little').tobytes(), 'little')
+            least = job.least_nodes or job.nodes
+            if free.bit_count() >= least and caps.sum() >= job.cpus and not named & ~free:
+                self._from[key] = place
+                return self._times[place], free
+        self._from[key] = len(self._times)
+        return math.inf, 0
+
+    def _row(self, members: int) -> NDArray[np.bool_]:
+        """Which nodes are in a set."""
+        size = len(self._total)
+        said = (members & ((1 << size) - 1)).to_bytes(-(-size // 8), 'little')
+        return np.unpackbits(np.frombuffer(said, np.uint8), bitorder='little')[:size].astype(bool)
+
+
+class Missing:
+    """What a job still lacks: nodes, and CPUs where ``caps`` says how many each node has for it."""
+
+    def __init__(self, job: BatchJob, caps: Caps | None) -> None:
+        self.nodes = job.nodes if caps is None else job.least_nodes or job.nodes
+        self._caps = caps
+        self.cpus = 0.0 if caps is None else float(job.cpus)
+
+    def __bool__(self) -> bool:
+        return self.nodes > 0 or self.cpus > 0
+
+    def first_of(self, *sets: int) -> int:
+        """The first nodes of the first set, then of the next, until nothing is missing."""
+        chosen = 0
+        for members in sets:
+            rest = members & ~chosen
+            while rest and self:
+                bit = rest & -rest
+                rest &= rest - 1
+                chosen |= bit
+                self.nodes -= 1
+                self.cpus -= 0.0 if self._caps is None else float(self._caps[bit.bit_length() - 1])
+        return chosen
+
+    def beyond(self, members: int) -> int:
+        """How many nodes beyond these would be needed, at least."""
+        count = self.nodes
+        if self._caps is not None and members:
+            each = [self._caps[bit] for bit in range(members.bit_length()) if members >> bit & 1]
+            count = max(count, math.ceil(self.cpus / max(1.0, max(each))))
+        return max(0, count - members.bit_count())

@@ -1,0 +1,62 @@
+"""Nodes that jobs share: a partly used one serves a job as far as its free CPUs and memory go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from tests.slurm.giving import give
+from tests.support.slurm import Cluster
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, slurm_cluster: Cluster) -> Iterator[Cluster]:
+    """Five nodes of four CPUs and 4000 MB."""
+    with Cluster.running(5, within='/tmp', SLURM_CLUSTER_CPUS='4') as cluster:
+        monkeypatch.setenv('SLURM_CONF', str(cluster.conf))
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ('asked', 'gives'),
+    [
+        ('--ntasks=9', 2),
+        ('--ntasks=3', 0),
+        pytest.param('--ntasks=5', 1, marks=pytest.mark.long),
+        pytest.param('--ntasks=1 --mem=3500', 1, marks=pytest.mark.long),
+        pytest.param('--array=0-5 --ntasks=1 --mem=1', 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_job_gets_as_few_whole_nodes_as_the_others_leave_it(
+    shared: Cluster, tmp_path: Path, asked: str, gives: int
+) -> None:
+    """Three nodes have a CPU and 1000 MB left, two are of blocks."""
+
+    def submit(*options: str, seconds: int = 600) -> str:
+        return shared.run(
+            *('sbatch', '--parsable', '--output=/dev/null', *options),
+            f'--wrap=exec sleep {seconds}',
+        ).strip()
+
+    for _ in range(3):
+        submit('--ntasks=3', '--nodes=1', '--mem=3000', '--time=100')
+    shared.wait(lambda: len(shared.run('squeue', '-h', '-t', 'R', '-o', '%i').split()) == 3)
+    over = Event()
+    with ThreadPoolExecutor() as pool:
+        try:
+            giving = pool.submit(give, tmp_path, over)
+            shared.wait(lambda: giving.done() or (tmp_path / 'runs').exists())
+            job = submit(*asked.split(), '--time=60')
+            shared.wait(lambda: not shared.run('squeue', '-h', '-t', 'PD'))
+            blocks = shared.run('squeue', '-h', '-t', 'R', '-o', '%j').count('freetrain.')
+            assert shared.run('squeue', '-h', '-t', 'R', '-o', '%F').count(job)
+            assert blocks == 2 - gives
+        finally:
+            over.set()
+    giving.result()
