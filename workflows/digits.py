@@ -37,7 +37,6 @@ from parsl_freetrain import (
     LocalSite,
     Policy,
     Reproducible,
-    Scaling,
     TrainingFuture,
     freetrain_app,
     same_weights,
@@ -58,12 +57,6 @@ from workflows.digits_models import train_digits
 
 NETWORKS = ('cnn', 'mlp')
 SHARDS = 4
-SCALING = {
-    1: 1.0,
-    2: 1.9,
-    3: 2.0,  # one of them has two of the four shards
-    4: 3.4,
-}  # assumed for a machine with one core per slot, not for this computer
 
 LONGER = 'the same command continues, with --idle for a longer schedule'
 
@@ -213,7 +206,6 @@ def train(
         min_nodes=1,
         max_nodes=max_nodes,
         total_epochs=options.epochs,
-        scaling=Scaling(rate=SCALING, rescale_up_s=1.0, rescale_down_s=1.0),
         mode=Reproducible(shards=SHARDS),
         checkpoints=Checkpoints(every_s=1.0),
     )(train_digits)

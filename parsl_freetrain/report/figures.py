@@ -41,6 +41,7 @@ class Figures:
     """The contents of a report."""
 
     title: str  #: the run's name, or the number of runs
+    trainers: str  #: the first ones' names
     history: History
     clock: Clock
     now: float
@@ -68,11 +69,13 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
     """
     clock = Clock(history, now)
     name = history.runs[-1].name
+    trainers = list(dict.fromkeys(name for run in history.runs for name in run.trainers))
     failed = [f.ended for f in history.fragments if f.ended and f.ended.ending == 'failed']
     return Figures(
         title=f'run {name}'
         if len(history.runs) == 1
         else f'{len(history.runs)} runs, one continuing the other',
+        trainers=', '.join([*trainers[:3], *['…'][: len(trainers) > 3]]) or 'no trainer',
         history=history,
         clock=clock,
         now=now,

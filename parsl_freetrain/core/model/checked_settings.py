@@ -67,7 +67,9 @@ def _mistakes(kind: type[Settings], values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         if name not in hints:
             said = name if name.isprintable() else ascii(name)
-            yield f'there is no {said}; there are {", ".join(kind.__struct_fields__)}'
+            near = difflib.get_close_matches(name, kind.__struct_fields__, 1)
+            known = f'say {near[0]}' if near else f'there are {", ".join(kind.__struct_fields__)}'
+            yield f'there is no {said}; {known}'
         elif group := _group_in(hints[name]):
             yield from _mistakes_in_group(name, value, hints[name], *group)
         else:

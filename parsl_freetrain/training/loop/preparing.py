@@ -74,7 +74,7 @@ def _restored(
     return prepared, modules
 
 
-_SHARDS_SINCE = '2.11'  # with 2.9 the bits of sharded models depend on the number of ranks
+_SHARDS_SINCE = '2.10'  # with 2.9 the bits of sharded models depend on the number of ranks
 
 
 def shard_model_of(

@@ -169,7 +169,7 @@ def run(
         (is_divided_already, "Parameter 'weight' of model 1 of ctx.prepare is a DTensor"),
         (has_an_optimizer_that_needs_a_closure, 'was given LBFGS, which computes the loss several'),
         (loops_unprepared, 'before ctx.prepare'),
-        (loops_too_often, 'ctx.loop was to train 0 samples, but 0 of the total of 16 are left'),
+        (loops_too_often, 'write that as for epoch in ctx.epochs()'),
         (loops_within_a_loop, 'left ctx.loop after 0 of 16 samples'),
         (never_steps, 'ctx.loop ended without a single optimizer.step()'),
         (never_loops, 'returned without ctx.loop'),

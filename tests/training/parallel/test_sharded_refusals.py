@@ -211,7 +211,7 @@ def low_sums(ctx: FragmentContext) -> None:
 @pytest.mark.parametrize(
     ('function', 'words'),
     [
-        (with_an_old_torch, 'ctx.shard needs torch 2.11 or newer, and this is 2.9.1'),
+        (with_an_old_torch, 'ctx.shard needs torch 2.10 or newer, and this is 2.9.1'),
         (twice, 'ctx.shard was given a model that is sharded already'),
         (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
         (
