@@ -112,8 +112,8 @@ class LoopLengths:
         if own is None and total == base:
             raise BadInput(
                 f'ctx.loop was called again when all {total} samples had been trained: it goes '
-                'over all epochs itself. Leave out the loop over epochs around it, or write that as '
-                'for epoch in ctx.epochs().'
+                'over all epochs itself. Leave out the loop over epochs around it, or write that '
+                'as for epoch in ctx.epochs().'
             )
         if not 0 < length <= total - base:
             raise BadInput(
