@@ -31,7 +31,7 @@ from tests.support.held import held_until
 from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
-from workflows.digits import NETWORKS, SCALING, SHARDS, digits
+from workflows.digits import NETWORKS, SHARDS, digits
 
 EPOCHS = 2
 RUN = 'a $HOME & more'
@@ -50,7 +50,9 @@ def train(
         min_nodes=1,
         max_nodes=max_nodes,
         total_epochs=EPOCHS,
-        scaling=Scaling(rate=SCALING, rescale_up_s=1.0, rescale_down_s=1.0),
+        scaling=Scaling(
+            rate={1: 1.0, 2: 1.9, 3: 2.0, 4: 3.4}, rescale_up_s=1.0, rescale_down_s=1.0
+        ),
         mode=Reproducible(shards=SHARDS),
         checkpoints=Checkpoints(every_s=1.0),
     )(held_until(go))
