@@ -12,6 +12,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
+import hole_to_fragment  # noqa: E402
 import pipeline_schedules  # noqa: E402
 import zero_delay  # noqa: E402
 
@@ -26,6 +27,7 @@ def main() -> None:
         found: dict[str, object] = json.loads((DOCS / f'{name}.json').read_text())
         return found
 
+    hole_to_fragment.draw(STATIC / 'hole-to-fragment.png')
     pipeline_schedules.draw(STATIC / 'pipeline-schedules.png')
     zero_delay.draw(measured('zero-delay'), STATIC / 'zero-delay.png')
     picture(columns_of(measured('versus')), STATIC / 'versus.png')
