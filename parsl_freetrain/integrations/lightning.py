@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -25,6 +26,7 @@ with needs('parsl_freetrain.integrations.lightning'):
         _configure_schedulers_automatic_opt as schedulers_in,
     )
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class _AsOne:
@@ -159,7 +161,9 @@ class Trainer:
         data = LoaderData.of(source.train_dataloader, 'the training')
         if data is None:
             raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
-        held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
+        held_out = None
+        with suppress(MisconfigurationException):  # of a module without val_dataloader
+            held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
         self._steps = StepCount(len(data.dataset), data.batch_size)
         self._count_steps()
         configured, configs = _optimizer_of(model)

@@ -33,7 +33,7 @@ def train(ctx: FragmentContext, parameters: int) -> None:
     for batch in ctx.loop(torch.ones(32, parameters // 100), 8):
         before = before or peak('VmRSS:')
         optimizer.zero_grad()
-        model(batch).sum().backward()
+        model(batch).mean().backward()
         optimizer.step()
     ctx.report(peak=peak('VmHWM:') - before)
 

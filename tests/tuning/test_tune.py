@@ -47,7 +47,7 @@ def train(ctx: FragmentContext, setting: dict[str, Any]) -> None:
         while setting['score'] > 50 and ctx.epoch >= 2 and not ctx.should_stop():
             time.sleep(0.05)
         optimizer.zero_grad()
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
-from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -83,11 +83,11 @@ def _of_function(function: FunctionType) -> list[tuple[str, Any]]:
             found.append((f'.{name}', cell.cell_contents))
         except ValueError:  # not assigned yet
             continue
-    found += globals_of(function.__code__, function.__globals__)
+    found += _globals_of(function.__code__, function.__globals__)
     return found
 
 
-def globals_of(code: CodeType, its: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _globals_of(code: CodeType, its: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The global variables that code names, and of functions only those of its own module."""
     found = []
     for name in code.co_names:
@@ -97,12 +97,6 @@ def globals_of(code: CodeType, its: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if value is not None and not isinstance(value, _PLAIN):
             found.append((f'.{name}', value))
     return found
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The variables that the code of a frame names."""
-    named = {name[1:]: one for name, one in globals_of(frame.f_code, frame.f_globals)}
-    return {**named, **frame.f_locals}
 
 
 def fingerprint(**named: Any) -> bytes:

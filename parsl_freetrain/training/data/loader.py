@@ -38,6 +38,7 @@ class MicroBatch:
     part: int  # of the global batch: the virtual shard, or the rank
     weight: float  # of its gradient in that of the global batch, 0 to 1
     number: int = 0  # among the micro-batches of this part
+    share: float | None = None  # of its gradient in the sum, if that is not the weight
 
     def seed(self, seed: int, what: str) -> int:
         """63 bits, for this micro-batch and this use only."""

@@ -82,14 +82,15 @@ class GlobalOrder:
     def _batches(self, position: int) -> Iterator[GlobalBatch]:
         while position < self.total_samples:
             epoch, start = divmod(position, self.epoch_size)
-            order = self._order(epoch)
+            order = self.of_epoch(epoch)
             stop = min(self.epoch_size, start + self.total_samples - position)
             for left in range(start, stop, self.batch_size):
                 chosen = order[left : min(left + self.batch_size, stop)]
                 yield GlobalBatch(position, epoch, chosen)
                 position += len(chosen)
 
-    def _order(self, epoch: int) -> Sequence[int]:
+    def of_epoch(self, epoch: int) -> Sequence[int]:
+        """The samples of an epoch."""
         if self.sampler is not None:
             return self.sampler(epoch)
         if not self.shuffle:

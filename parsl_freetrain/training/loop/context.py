@@ -17,6 +17,7 @@ from parsl_freetrain.training.data.sampler import Sampler
 from parsl_freetrain.training.loop.evaluation import Measure
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.loop_state import Phase
+from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.loop.preparing import shard_model_of
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import lr
@@ -128,7 +129,7 @@ class FragmentContext:
     def samples_lr(
         self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]
     ) -> torch.optim.lr_scheduler.LambdaLR:
-        """A learning rate scheduler by samples instead of steps, so that the schedule is the same
+        """A learning rate scheduler by samples instead of steps, for a schedule that is the same
         for any number of nodes. Make it before :meth:`prepare`, which takes it, and call its
         ``step()`` once per batch, after the optimizer's.
 
@@ -137,8 +138,8 @@ class FragmentContext:
         optimizer
             The optimizer.
         factor
-            A function of the number of samples seen before a batch, by all ranks in all fragments.
-            It returns the factor by which the initial learning rate is multiplied in that batch.
+            The factor of the initial learning rate in a batch, as a function of the number of
+            samples before it, by all ranks in all fragments.
         """
         return lr.by_samples(optimizer, factor, lambda: self._run.state.reached)
 
@@ -181,9 +182,8 @@ class FragmentContext:
         Parameters
         ----------
         *things
-            All models with trained parameters, optimizers, learning rate schedulers, gradient
-            scalers, and AveragedModels of torch. Also the DataLoader of the training, for
-            "for batch in loader:" within :meth:`epochs`.
+            All trained models, optimizers, learning rate schedulers, gradient scalers, and
+            AveragedModels. Also the DataLoader of the training, to iterate over in :meth:`epochs`.
         clip_grad_norm
             Clip the gradient of the global batch to this norm.
         find_unused_parameters
@@ -196,8 +196,7 @@ class FragmentContext:
         Raises
         ------
         BadInput
-            If it is called twice, if an argument has another type, or if the checkpoint belongs to
-            another model.
+            If it is called twice, or with something else, or the checkpoint is of another model.
         """
         return self._run.prepare(things, clip_grad_norm, find_unused_parameters)
 
@@ -209,6 +208,7 @@ class FragmentContext:
         micro_batch: int | None = None,
         epochs: float | None = None,
         samples: int | None = None,
+        loss: Loss | None = None,
         shuffle: bool = True,
         sampler: Sampler | None = None,
         drop_last: bool = False,
@@ -216,24 +216,22 @@ class FragmentContext:
         num_workers: int = 0,
         worker_init_fn: Callable[[int], object] | None = None,
     ) -> Iterator[Any]:
-        """Batches from the current position to the total. Replaces the loop over epochs and the
-        DataLoader.
+        """Batches from the current position to the total, in place of the loop over epochs and the
+        DataLoader; within :meth:`epochs`, those of one epoch.
 
         When the fragment has to stop, the loop ends the function by an exception that is not an
         ``Exception``. Code after the loop runs when the total has been trained; when the function
-        returns, the last checkpoint is written.
-
-        A function may have several loops, one after the other. Each but the last one then says how
-        much it trains; the last one trains the rest of the total. Within :meth:`epochs` it trains
-        one epoch.
+        returns, the last checkpoint is written. A function may have several loops, one after the
+        other; each but the last says how much it trains.
 
         Parameters
         ----------
         dataset
             A map-style dataset: it has a length and an index. Or a stream, such as an
-            IterableDataset, which every rank reads in the same order; then each rank gets its own
-            samples of it, and the total is in samples. Or a DataLoader of one of these, with its
-            settings; then leave out ``batch_size`` and those below.
+            IterableDataset, which every rank reads in the same order, to get its own samples of it.
+            Or a DataLoader of one of these, in place of ``batch_size`` and the settings from
+            ``shuffle`` on. Or several DataLoaders in a tuple, whose batches come together; the
+            first one says what an epoch is.
         batch_size
             Samples in a global batch, over all ranks: what one optimizer step sees. In scaled mode,
             the number for the reference number of ranks.
@@ -242,6 +240,10 @@ class FragmentContext:
             loop then runs several times for a global batch, and the gradients are added up.
         epochs, samples
             How much this loop trains, if there are several; in the unit of the total.
+        loss
+            What the loss is over the samples of a batch: their 'mean', their 'sum', or a mean by
+            what a function counts in a batch, such as its tokens. Default: 'mean', and a plain sum
+            is refused.
         shuffle
             Whether each epoch has its own random order. A stream keeps its order.
         sampler
@@ -255,22 +257,21 @@ class FragmentContext:
         Raises
         ------
         BadInput
-            If :meth:`prepare` was not called, an earlier loop has not ended, the loops are longer
-            than the total, or the data have changed since the last checkpoint.
+            If the data differ between ranks or from those of the checkpoint, the body does what
+            would be lost or trained wrongly, or the loops do not fit the total or the function.
         """
         own = LoaderSettings(shuffle, collate_fn, num_workers, sampler, drop_last, worker_init_fn)
-        return self._run.begin_loop(dataset, batch_size, micro_batch, epochs, samples, own)
+        return self._run.begin_loop(dataset, batch_size, micro_batch, epochs, samples, own, loss)
 
     def before_step(self, function: Callable[[], object]) -> None:
-        """Call a function once per global batch, on all ranks, when the gradient of the global
-        batch is known and before it is clipped and used. There it may be read and changed.
+        """Call a function once per global batch, on all ranks, when its gradient is known, and may
+        be read and changed: before it is clipped and used.
         """
         self._run.hooks.add('before_step', function, in_body=self._run.in_body())
 
     def after_step(self, function: Callable[[], object]) -> None:
-        """Call a function once per global batch, on all ranks, after the step of the optimizers.
-        There, parameters may be read and changed, in the same way on all ranks. Steps that
-        ``on_nan`` has skipped do not count.
+        """Call a function once per global batch, on all ranks, after the step of the optimizers, if
+        ``on_nan`` has not skipped it. There, parameters may be changed, on all ranks alike.
         """
         self._run.hooks.add('after_step', function, in_body=self._run.in_body())
 
@@ -289,25 +290,21 @@ class FragmentContext:
                 scheduler.step()
 
         What is done behind ``ctx.loop`` belongs to the end of the epoch, as with
-        :meth:`each_epoch`. It is done once, on all ranks, and ``ctx.evaluate``, ``ctx.checkpoint``
-        and ``ctx.finish_early`` may be called there. So may ``break``, which ends the training
-        early; all ranks must do it alike. A fragment that begins within an epoch repeats what is
-        before ``ctx.loop``.
+        :meth:`each_epoch`: once, on all ranks; ``break``, on all ranks alike, ends the training. A
+        fragment that begins within an epoch repeats what is before ``ctx.loop``.
 
         Raises
         ------
         BadInput
-            If it is called twice, before :meth:`prepare` or after :meth:`loop`, or if training may
-            go back (``on_nan='rollback'``). Later, if an epoch has not exactly one ``ctx.loop``,
-            with the same data in each, or if what is saved changes before it.
+            If it is called twice, before :meth:`prepare` or after :meth:`loop`, or with
+            ``on_nan='rollback'``; if an epoch has not exactly one ``ctx.loop``, with the same data
+            in each, or what is saved changes before it.
         """
         return iter(self._run.begin_epochs())
 
     def finish_early(self, reason: str) -> None:
-        """End the training before the total. The trainer counts as finished.
-
-        One rank suffices, and all ranks may call it. In a function given to :meth:`each_epoch`,
-        training ends there; elsewhere, the loop ends after this or one of the next global batches.
+        """End the training before the total; the trainer counts as finished. One rank suffices. At
+        the end of an epoch it ends there, elsewhere after this or one of the next global batches.
         """
         self._run.state.finishing = reason or 'no reason was given'
 
@@ -323,7 +320,7 @@ class FragmentContext:
         Raises
         ------
         BadInput
-            If it is not called at the end of an epoch (:meth:`each_epoch`, :meth:`epochs`).
+            If it is not called at the end of an epoch.
         """
         self._run.state.want_checkpoint(best)
 
@@ -386,7 +383,7 @@ class FragmentContext:
         model
             A model that :meth:`prepare` has returned.
         decay
-            Weight of the old average in each step, 0 to 1, for instance 0.999.
+            Weight of the old average in each step, such as 0.999.
 
         Returns
         -------

@@ -27,22 +27,24 @@ from parsl_freetrain.training.checkpoint.state import (
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.peers import on_any_rank
-from parsl_freetrain.training.data.inside import variables_of
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
-from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.data.stream import is_stream
+from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.loop import unknown_state, update_guard
 from parsl_freetrain.training.loop.averages import (
     PreparedAverage,
     take_averages,
     with_moving_average,
 )
+from parsl_freetrain.training.loop.body import Body, find_generators, has_whole_models
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
+from parsl_freetrain.training.loop.loss import Loss
+from parsl_freetrain.training.loop.loss import check as check_loss
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
@@ -161,6 +163,7 @@ class FragmentRun:
         epochs: float | None,
         samples: int | None,
         own: LoaderSettings,
+        loss: Loss | None = None,
     ) -> Iterator[Any]:
         """As :meth:`FragmentContext.loop`."""
         if self.model is None:
@@ -173,15 +176,22 @@ class FragmentRun:
         if micro_batch is not None and micro_batch < 1:
             refuse('The micro_batch given to ctx.loop', micro_batch, '1 or more')
         check_schedulers(self.model.prepared)
-        if isinstance(dataset, PreparedLoader):
-            dataset = dataset.loader
-        data = LoaderData.of_loop(dataset, batch_size, own)
+        whole = has_whole_models(self.order.spec, self.division, self.peers)
+        check_loss(loss, plain=whole)
+        several = isinstance(dataset, tuple) and all(
+            isinstance(one, (DataLoader, PreparedLoader)) for one in dataset
+        )
+        loaders = [
+            LoaderData.of_loop(getattr(one, 'loader', one), batch_size, own)
+            for one in (dataset if several else (dataset,))
+        ]
+        data = Together.of(loaders) if several else loaders[0]
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, epochs, samples)
             if self.loop is not None:
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
-        batches = self._batches(self.model, data, micro_batch, epochs, samples)
+        batches = self._batches(self.model, data, micro_batch, epochs, samples, loss)
         if self._epochs is None or batches is None:
             return iter(()) if batches is None else batches
         return self._epochs.micro_batches(data, micro_batch, batches)
@@ -193,6 +203,7 @@ class FragmentRun:
         micro_batch: int | None,
         epochs: float | None,
         samples: int | None,
+        loss: Loss | None,
     ) -> Iterator[Any] | None:
         """The batches of a loop; None: an earlier fragment has trained it, or training is over."""
         spec, saved = self.order.spec, self.saved
@@ -203,7 +214,7 @@ class FragmentRun:
         epoch = there.epoch - there.epoch_due if begun and there is not None else 0
         source = LoopData(data, spec.mode.seed, self.peers, max(epoch, 0))
         span = self._lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
-        self._find_generators(data)
+        find_generators(self.hooks, data)
         if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
             if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
                 seed_alike(span.base + span.length, spec.mode.seed, 'after a loop')
@@ -214,7 +225,7 @@ class FragmentRun:
         if self.division.shape.spatial == Shape().spatial:  # else ranks have parts of samples
             source.check_same(saved)
         position = source.position(self.state.samples, span, spec.shards, saved)
-        guard = self._guard_of(model)
+        guard, mean = self._guard_of(model), loss is None
         self.verification.loop_begins()
         if self.state.phase is Phase.LOOP_ENDED:
             self.state.phase = Phase.TRAINING
@@ -237,15 +248,10 @@ class FragmentRun:
             lambda samples: order_at(samples - base),
             guard,
             self.verification,
+            Body(self.order.spec, self.division, self.peers, self.state.samples == span.base, mean),
+            loss,
         )
         return self.loop.run(batches)
-
-    def _find_generators(self, data: LoaderData) -> None:
-        frame, hooks = unknown_state.frame_around(), self.hooks
-        around = variables_of(frame) if frame is not None else {}
-        functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch]
-        own_generators.find({'the functions': functions, **around})
-        own_generators.find({'the data': data.dataset, 'sampler': data.sampler})
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
         names = unknown_state.names_around()

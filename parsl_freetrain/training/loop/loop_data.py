@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -25,6 +25,7 @@ from parsl_freetrain.training.data.sample_order import (
 )
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
+from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.spec.training import TrainingSpec
 
@@ -139,6 +140,8 @@ class LoopData:
             self.dataset = self._stream = NumberedStream(read.dataset, seed)
         else:
             self._size = size_of(read.dataset)
+        if isinstance(read.dataset, Together):
+            read.dataset.begin(seed, peers)
         self._chosen: SampledOrder | None = sampled_order(
             read.sampler, self._size, seed, peers, epoch
         )
@@ -216,6 +219,17 @@ class LoopData:
         return BatchSource(order, self.dataset, self.read, span.base, self.looks)
 
 
+class Restarted:
+    """The micro-batches of some global batches, for a loader that is iterated over once for each
+    epoch.
+    """
+
+    items: Iterator[tuple[GlobalBatch, Sequence[MicroBatch]]] = iter(())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (micro_batch for _, micro_batches in self.items for micro_batch in micro_batches)
+
+
 @dataclass(frozen=True)
 class BatchSource:
     """The batches of a loop: the order of the samples, what has them, and how it is read. Earlier
@@ -241,7 +255,11 @@ class BatchSource:
         count = -(-left // self.order.batch_size) if of_epoch else None
         # What comes later is not even asked for: it may depend on the end of the epoch.
         for batch in islice(self.order.batches(done), count):
-            yield replace(batch, samples_before=self.base + batch.samples_before)
+            indices: Any = batch.indices
+            if isinstance(self.dataset, Together):
+                indices = self.dataset.indices(indices, batch.samples_before)
+            before = self.base + batch.samples_before
+            yield replace(batch, samples_before=before, indices=indices)
 
     def loader(
         self, micro_batches: Iterable[MicroBatch], seed: int | None, device: torch.device

@@ -18,10 +18,12 @@ from parsl_freetrain.training.comm.consensus import Agreed
 from parsl_freetrain.training.comm.peers import on_any_rank
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.data.sample_order import GlobalBatch
+from parsl_freetrain.training.loop.body import Body
 from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
-from parsl_freetrain.training.loop.loop_data import BatchSource
+from parsl_freetrain.training.loop.loop_data import BatchSource, Restarted
 from parsl_freetrain.training.loop.loop_saver import LoopSaver
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase
+from parsl_freetrain.training.loop.loss import Loss, with_shares
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
@@ -46,17 +48,6 @@ class FragmentEnd(BaseException):
     """
 
 
-class Restarted:
-    """The micro-batches of some global batches, for a loader that is iterated over once for each
-    epoch.
-    """
-
-    items: Iterator[tuple[GlobalBatch, Sequence[MicroBatch]]] = iter(())
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return (micro_batch for _, micro_batches in self.items for micro_batch in micro_batches)
-
-
 class TrainingLoop:
     """Trains one loop of a fragment, and keeps ``state`` up to date. ``position``,
     ``epochs_before`` and ``order_at`` are as of
@@ -73,6 +64,8 @@ class TrainingLoop:
         order_at: Callable[[int], str],
         guard: UpdateGuard,
         verification: Verification,
+        body: Body,
+        loss: Loss | None,
     ) -> None:
         order, self._mode = parts.order, parts.order.spec.mode
         self._key = order.key
@@ -82,6 +75,7 @@ class TrainingLoop:
         self._prepared, self._division = model.prepared, model.division
         self._steps, self._hooks, self._guard = model.steps, model.hooks, guard
         self._state, self._verification = state, verification
+        self._body, self._loss = body, loss
         self._policy = NonFinitePolicy(
             self._mode.on_nan, f'Trainer {order.trainer!r}, fragment {order.fragment}'
         )
@@ -222,20 +216,23 @@ class TrainingLoop:
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
         """Yield the micro-batches of a global batch."""
         state, mode = self._state, self._mode
-        for micro_batch in micro_batches:
-            began_at = time.monotonic()
-            data = to_device(next(loaded), self._device)
+        began_at = time.monotonic()
+        for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
+            data = to_device(read, self._device)
             self._steps.begin_micro_batch(micro_batch)
             if isinstance(mode, Reproducible):
                 seed_everything(micro_batch.seed(mode.seed, 'model'))
                 demand_determinism(warn_only=mode.warn_only)
             state.reports.begin_micro_batch(state.reached)
             self._guard.begin_micro_batch()
+            self._body.begin()
             yield data
+            self._body.end(data, self._steps.stepped)
             self._guard.end_micro_batch()
             state.reports.end_micro_batch(micro_batch.weight)
             self._steps.end_micro_batch()
             wait_as_slow(time.monotonic() - began_at)
+            began_at = time.monotonic()
 
     def _take_step(self, batch: GlobalBatch, data: BatchSource, began_at: float) -> Agreed:
         """Finish the step of a global batch; returns what all ranks do next."""

@@ -186,18 +186,19 @@ class ThroughputSteps:
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Call before a micro-batch."""
-        self._weight = micro_batch.weight
+        share = micro_batch.weight if micro_batch.share is None else micro_batch.share
+        self._weight = share
         if self._mean is not None:
             self._mean.weight = micro_batch.weight
         accumulation = self._accumulation
         if accumulation is not None and accumulation.on:
-            weight = 1.0 if self._mean is not None else micro_batch.weight  # FSDP has weighted them
+            weight = 1.0 if self._mean is not None else share  # FSDP has weighted them
             if self._adasum and self._own_share:
                 weight /= self._own_share
             accumulation.begin_micro_batch(micro_batch.weight, weight)
             self._stop_counting()
         elif self._mean is None and not self._at_step:
-            self._count_gradients(micro_batch.weight)
+            self._count_gradients(share)
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:

@@ -117,6 +117,11 @@ class SumOverShards:
         """A shard's samples by those of the largest shard, which is 1 for most."""
         return self.sizes[part] / max(self.sizes)
 
+    @property
+    def whole(self) -> float:
+        """The weight of all samples."""
+        return sum(self.sizes) / max(self.sizes)
+
     def add(self, node: Node, own: Contribution | None) -> None:
         """Add the contribution of a node of this rank; None: its shards are empty."""
         self._tree.add(self._of, node, own, self._sums.plus)

@@ -322,6 +322,9 @@ class ReproducibleSteps:
             with torch.no_grad():
                 # FSDP has weighted the gradients that it has added up.
                 weight = 1.0 if self._width > 1 else self._sum.weight(micro_batch.part)
+                if micro_batch.share is not None:
+                    weight = micro_batch.share * self._sum.whole
+                self.stepped = True
                 layout.put(self._own, own, gradients, weight)
 
         return hand_over

@@ -390,7 +390,7 @@ def fails_while_saving(ctx: FragmentContext) -> None:
     for (x,) in ctx.loop(TensorDataset(torch.ones(64, 3000)), 4):
         if ctx._run.checkpointer._background.busy:
             raise ValueError('mine')
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
 
 
@@ -424,7 +424,7 @@ def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
         ):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         optimizer.zero_grad()
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
         time.sleep(0.005)
 
@@ -534,7 +534,7 @@ def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> 
                 time.sleep(prepares_s / 2)
                 ctx._run.checkpointer.timing.wrote(0.0 if prepares_s else 5.0)
             optimizer.zero_grad()
-            model(x).sum().backward()
+            model(x).mean().backward()
             optimizer.step()
             time.sleep(0.03)
 

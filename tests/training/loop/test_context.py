@@ -30,7 +30,7 @@ def fit(ctx: FragmentContext, batch_size: int = 4, data: Any = DATA, width: int 
     model, optimizer = made(ctx, width)
     for (x,) in ctx.loop(data, batch_size):
         optimizer.zero_grad()
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
 
 
@@ -76,7 +76,7 @@ def never_loops(ctx: FragmentContext) -> None:
 def breaks(ctx: FragmentContext) -> None:
     model, optimizer = made(ctx)
     for (x,) in ctx.loop(DATA, 4):
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
         if ctx.samples:
             break
@@ -85,7 +85,7 @@ def breaks(ctx: FragmentContext) -> None:
 def steps_twice(ctx: FragmentContext) -> None:
     model, optimizer = made(ctx)
     for (x,) in ctx.loop(DATA, 4):
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
         optimizer.step()
 
@@ -98,7 +98,7 @@ def steps_outside(ctx: FragmentContext) -> None:
 def forgets_to_step(ctx: FragmentContext) -> None:
     model, _ = made(ctx)
     for (x,) in ctx.loop(DATA, 4):
-        model(x).sum().backward()
+        model(x).mean().backward()
 
 
 def forgets_a_scheduler(ctx: FragmentContext) -> None:
@@ -117,7 +117,7 @@ def has_sparse_gradients(ctx: FragmentContext) -> None:
     model = nn.Embedding(20, 1, sparse=True)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for (x,) in ctx.loop(DATA, 4):
-        model(x.long()).sum().backward()
+        model(x.long()).mean().backward()
         optimizer.step()
 
 
@@ -171,7 +171,7 @@ def run(
         (loops_unprepared, 'before ctx.prepare'),
         (loops_too_often, 'write that as for epoch in ctx.epochs()'),
         (loops_within_a_loop, 'left ctx.loop after 0 of 16 samples'),
-        (never_steps, 'ctx.loop ended without a single optimizer.step()'),
+        (never_steps, 'the next batch before the first one was trained'),
         (never_loops, 'returned without ctx.loop'),
         (breaks, 'left ctx.loop after 4 of 16 samples'),
         (steps_twice, 'called twice in one iteration'),
@@ -253,7 +253,7 @@ def test_what_the_context_says(fork_server: ForkClient, tmp_path: Path) -> None:
         for (x,) in ctx.loop(DATA, 5):
             said.append((ctx.samples, ctx.epoch))
             optimizer.zero_grad()
-            model(x).sum().backward()
+            model(x).mean().backward()
             optimizer.step()
         assert sorted(set(said)) == [(0, 0), (5, 0), (8, 1), (13, 1)], said
         assert ctx.samples == 16
@@ -362,7 +362,7 @@ def test_a_learning_rate_by_samples(fork_server: ForkClient, tmp_path: Path, mod
                 optimizer.param_groups,
             )
             optimizer.zero_grad()
-            model(x).mul(0).sum().backward()
+            model(x).mul(0).mean().backward()
             optimizer.step()
             scheduler.step()
 

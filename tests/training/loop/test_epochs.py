@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -304,9 +305,10 @@ def leaves_a_loop(ctx: FragmentContext) -> None:
 
 
 def two_loops(ctx: FragmentContext) -> None:
-    _, optimizer, *_ = made(ctx)
+    model, optimizer, *_ = made(ctx)
     for _ in ctx.epochs():
-        for _ in (*ctx.loop(DATA, 8), *ctx.loop(DATA, 8)):
+        for (x,) in chain.from_iterable(ctx.loop(DATA, 8) for _ in range(2)):
+            model(x).mean().backward()
             optimizer.step()
 
 
@@ -314,7 +316,7 @@ def data_by_epoch(ctx: FragmentContext) -> None:
     model, optimizer, *_ = made(ctx)
     for epoch in ctx.epochs():
         for (x,) in ctx.loop(TensorDataset(DATA.tensors[0] + epoch), 8):
-            model(x).sum().backward()
+            model(x).mean().backward()
             optimizer.step()
 
 
@@ -403,7 +405,7 @@ def test_a_scheduler_may_have_a_tensor_in_its_state() -> None:
         for _ in ctx.epochs():
             for (x,) in ctx.loop(DATA, 8):
                 prepared[1].zero_grad()
-                prepared[0](x).sum().backward()
+                prepared[0](x).mean().backward()
                 prepared[1].step()
             prepared[2].step()
         assert prepared[2].get_last_lr() == [pytest.approx(0.1 * Table()(2))]
@@ -425,7 +427,7 @@ def test_an_evaluation_that_is_stopped_leaves_ctx_state_as_it_was_with_its_types
         ctx.state.update(copy.deepcopy(state))
         try:
             for (x,) in ctx.loop(DATA, 8):
-                model(x).sum().backward()
+                model(x).mean().backward()
                 optimizer.step()
         except FragmentEnd:
             found.append(ctx.state)

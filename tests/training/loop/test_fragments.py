@@ -422,7 +422,7 @@ def closing(ctx: FragmentContext) -> None:
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for (x,) in ctx.loop(TensorDataset(torch.randn(8, 2)), 4):
         optimizer.zero_grad()
-        model(x).sum().backward()
+        model(x).mean().backward()
         optimizer.step()
     if ctx.is_main:
         ctx.report(accuracy=0.75)

@@ -28,7 +28,7 @@ def train(ctx: FragmentContext) -> None:
         assert not cudnn.benchmark
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
         optimizer.zero_grad()
-        model(batch).sum().backward()
+        model(batch).mean().backward()
         optimizer.step()
 
 

@@ -198,7 +198,7 @@ def forgets_an_optimizer(ctx: FragmentContext) -> None:
     others = [optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
     model, _ = ctx.prepare(model, optim.SGD(model.parameters(), lr=0.1))
     for batch in ctx.loop(torch.ones(TOTAL, 3), BATCH):
-        model(batch).sum().backward()
+        model(batch).mean().backward()
         others[0].step()
 
 

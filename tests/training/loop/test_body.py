@@ -1,0 +1,183 @@
+"""What a body may do with batches and losses, and what is refused in its first iterations."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from parsl_freetrain import BadInput, FragmentContext
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.together import Together
+from parsl_freetrain.training.loop.loss import refuse_sum
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.cuts import cut, refused, whole_and_cut
+from tests.support.examples import equal
+from tests.support.ranks import all_finish, order
+
+X = torch.arange(64.0).reshape(32, 2) / 64
+DATA, OTHERS = TensorDataset(X), TensorDataset(torch.arange(50.0)[:, None] / 50)
+MASK = (torch.arange(32) % 3 > 0).float()[:, None]
+
+
+def made(ctx: FragmentContext) -> Any:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    return ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+LOSSES: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    'mean': lambda model, x, mask: model(x).square().mean(),
+    'sum': lambda model, x, mask: F.mse_loss(model(x), x[:, :1], reduction='sum') / 8,
+    'counted': lambda model, x, mask: (model(x).square() * mask).sum() / mask.sum(),
+}
+
+
+def by_loss(ctx: FragmentContext, kind: str) -> None:
+    model, optimizer = made(ctx)
+    loss: Any = (lambda batch: batch[1].sum()) if kind == 'counted' else kind
+    for x, mask in ctx.loop(TensorDataset(X, MASK), 16, shuffle=False, loss=loss):
+        optimizer.zero_grad()
+        LOSSES[kind](model, x, mask).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize('kind', LOSSES)
+def test_any_part_of_a_batch_counts_as_the_loss_says(
+    fork_server: ForkClient, tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for at in (0, 16, 0, 16):
+        optimizer.zero_grad()
+        LOSSES[kind](model, X[at : at + 16], MASK[at : at + 16]).backward()
+        optimizer.step()
+    for number, (mode, shards, ranks_) in enumerate(
+        (('reproducible', 5, 1), ('reproducible', 5, 2), ('throughput', 1, 1), ('throughput', 1, 3))
+    ):
+        folder = tmp_path / str(number)
+        ordered = order(folder, mode=mode, shards=shards, total_samples=64)
+        outcome = all_finish(fork_server, ordered, ranks_, folder, by_loss, kind)[0]
+        found = load_weights(outcome.path)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach())
+
+
+def plain_losses() -> Iterator[tuple[str, torch.Tensor, bool]]:
+    x = torch.rand(4, 3, requires_grad=True)
+    yield 'sum of squares', 0.5 * x.pow(2).sum() + x.abs().sum(), True
+    yield 'reduction', F.binary_cross_entropy(x, torch.ones(4, 3), reduction='sum'), True
+    yield 'cross entropy', F.cross_entropy(x, torch.zeros(4).long(), reduction='sum'), True
+    yield 'mean', F.mse_loss(x, torch.ones(4, 3)), False
+    yield 'sum of means', (x - 1).square().mean(0).sum(), False
+    yield 'divided', x.sum() / len(x), False
+    yield 'penalty', F.cross_entropy(x, torch.zeros(4).long()) + 0.1 * x.abs().sum(), False
+
+
+@pytest.mark.parametrize(('loss', 'is_sum'), [one[1:] for one in plain_losses()])
+def test_a_plain_sum_is_told_from_a_mean(loss: torch.Tensor, is_sum: bool) -> None:
+    if is_sum:
+        with pytest.raises(BadInput, match="say ctx.loop\\(..., loss='sum'\\)"):
+            refuse_sum(loss)
+    else:
+        refuse_sum(loss)
+
+
+def looks_ahead(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    batches = ctx.loop(DATA, 8)
+    for now, _ in zip(batches, batches, strict=False):
+        step(model, optimizer, *now)
+
+
+def reads_beside(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    others = itertools.cycle(DataLoader(OTHERS, batch_size=4))
+    for (x,) in ctx.loop(DATA, 8):
+        next(others)
+        step(model, optimizer, x)
+
+
+def remembers(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    memory: Any = deque(maxlen=100)
+    for (x,) in ctx.loop(DATA, 8):
+        memory.append((x, 0))
+        step(model, optimizer, x)
+
+
+def adds_up(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    for (x,) in ctx.loop(DATA, 8):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def skips(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    for (x,) in ctx.loop(DATA, 8):
+        if ctx.rank == 1 and ctx.samples == 8:
+            continue
+        step(model, optimizer, x)
+
+
+def step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def body(ctx: FragmentContext, function: Callable[..., None]) -> None:
+    function(ctx, *made(ctx))
+
+
+@pytest.mark.parametrize(
+    ('function', 'sentence', 'options'),
+    [
+        (looks_ahead, 'If something looks ahead in it, leave that out', {}),
+        (reads_beside, 'others reads a DataLoader beside ctx.loop', {}),
+        (remembers, 'memory is filled with tensors', {}),
+        (adds_up, 'is a sum over samples', {}),
+        (skips, 'ended without backward() on this rank', {'mode': 'throughput', 'world_size': 2}),
+    ],
+)
+def test_what_would_be_lost_or_wrong_is_refused(
+    fork_server: ForkClient, tmp_path: Path, function: Any, sentence: str, options: Any
+) -> None:
+    assert sentence in refused(fork_server, tmp_path, body, function, **options)
+
+
+def semi_supervised(ctx: FragmentContext, at: int, workers: int) -> None:
+    model, optimizer = made(ctx)
+    labelled = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers)
+    unlabelled = DataLoader(OTHERS, batch_size=12, shuffle=True)
+    for (x,), (u,) in ctx.loop((labelled, unlabelled)):
+        assert len(u) == 3 * len(x)
+        (model(x).square().mean() + model(u.expand(-1, 2)).mean()).backward()
+        optimizer.step()
+        cut(ctx, at)
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_several_datasets_at_once(fork_server: ForkClient, tmp_path: Path, workers: int) -> None:
+    assert equal(
+        *whole_and_cut(fork_server, tmp_path, semi_supervised, workers, at=40, total_samples=96)
+    )
+
+
+def test_the_samples_of_other_datasets_come_in_turn() -> None:
+    loaders = [DataLoader(DATA, batch_size=4), DataLoader(OTHERS, batch_size=6, shuffle=True)]
+    own = Together.of([LoaderData.of_loop(one, None, LoaderSettings()) for one in loaders]).dataset
+    own.begin(7, Peers())
+    taken = [i for index in own.indices(range(32), 0) for i in index[1][0]]
+    taken += [i for index in own.indices(range(2), 32) for i in index[1][0]]
+    assert (
+        len(taken) == 51 and sorted(taken[:50]) == list(range(50)) and taken[:50] != sorted(taken)
+    )
+    with pytest.raises(BadInput, match='put the one with the smallest batches first'):
+        Together.of([LoaderData.of_loop(one, None, LoaderSettings()) for one in loaders[::-1]])
