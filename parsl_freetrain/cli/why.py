@@ -222,8 +222,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines += _speed_in_words(found['speed'], found['nodes'])
     lines += _shapes_in_words([ShapeTried(**one) for one in found['shapes']])
     if found['memory']:
-        most = ', '.join(f'{size / 1e9:.3g} GB on {n}' for n, size in found['memory'].items())
-        lines.append(f'The most memory that a rank needed: {most} nodes.')
+        most = ', '.join(
+            f'{size / 1e9:.3g} GB on {nodes(int(n))}' for n, size in found['memory'].items()
+        )
+        lines.append(f'The most memory that a rank needed: {most}.')
     if found['short_of_memory_on']:
         counts = ', '.join(map(str, found['short_of_memory_on']))
         lines.append(f'Memory did not suffice on {counts} nodes.')

@@ -270,7 +270,8 @@ def _quality(status: str, gap: float | None) -> str:
 def _what_became(name: str, about: DecisionAbout) -> str:
     """The actual gain compared with the expected one."""
     trained = f'{name!r} trained {_count(about.trained or 0)} that it kept'
-    stood = f'It was in force for {about.stood_s:.0f} s'
+    held_s = f'{about.stood_s:.0f}' if (about.stood_s or 0.0) >= 0.5 else 'less than 1'
+    stood = f'It was in force for {held_s} s'
     if about.expected is None:
         return f'{stood}. What to expect was not known yet; {trained}.'
     staying = ''
