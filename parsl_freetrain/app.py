@@ -90,17 +90,12 @@ class FreeTrainApp:
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
         try:
-            pack(
-                self.function,
-                self._without_futures(args),
-                {k: None if isinstance(v, Future) else v for k, v in kwargs.items()},
-                name,
-            )
+            plain = {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}
+            pack(self.function, self._without_futures(args), plain, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
             folder = Path(executor.checkpoint_dir).absolute() / name
-            checkpoint = claim(
-                folder, name, self.identity(), self.spec.checkpoints.resume or executor.resume
-            )
+            resume = self.spec.checkpoints.resume or executor.resume
+            checkpoint = claim(folder, name, self.identity(), resume)
         except BaseException:
             executor.names.free(name)
             raise
@@ -207,9 +202,7 @@ class FreeTrainApp:
             executor.monitoring_export.start(
                 dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id
             )
-        fragment = python_app(
-            fragment_task, data_flow_kernel=dfk, executors=[executor.label], cache=False
-        )
+        fragment = python_app(fragment_task, dfk, executors=[executor.label], cache=False)
         payload = pack(self.function, args, kwargs, future.name)
 
         def launch(

@@ -76,9 +76,8 @@ def disk_full_at(
     """
 
     def strike() -> None:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (byte, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-        )
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (byte, most))
 
     def mend() -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -96,11 +95,8 @@ def with_faults(function: Callable[..., Any], *faults: Fault) -> Callable[..., A
 
     @functools.wraps(function)
     def faulty(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = [
-            fault
-            for fault in faults
-            if fault.fragment in (None, ctx.fragment) and fault.rank in (None, ctx.rank)
-        ]
+        here = [fault for fault in faults if fault.fragment in (None, ctx.fragment)]
+        mine = [fault for fault in here if fault.rank in (None, ctx.rank)]
         with (
             _at_steps(ctx, [fault for fault in mine if fault.stage is None]),
             _at_stages([f for f in mine if f.stage is not None]),
@@ -137,9 +133,8 @@ def _steps(
             ctx.samples != seen
         ):  # in reproducible mode a global batch may take several loop iterations
             seen = ctx.samples
-            for fault in [
-                f for f in waiting if f.step is not None and seen // batch_size >= f.step
-            ]:
+            steps = seen // batch_size
+            for fault in [f for f in waiting if f.step is not None and steps >= f.step]:
                 if not fault.every:
                     waiting.remove(fault)
                 fault.strike()

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from parsl_freetrain.cli.where import value
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.explain import explain
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
@@ -29,23 +30,19 @@ def allocate(
         ),
     ],
     solver: Annotated[
-        SolverName,
-        typer.Option(
-            metavar='|'.join(SolverName), help='auto: the fastest exact one for each problem.'
-        ),
+        SolverName, value('|'.join(SolverName), 'auto: the fastest exact one for each problem.')
     ] = SolverName.AUTO,
     time_limit: Annotated[
         float,
-        typer.Option(
-            metavar='S',
-            help='Maximum seconds for one problem; then the best allocation found is the answer.',
+        value(
+            'S', 'Maximum seconds for one problem; then the best allocation found is the answer.'
         ),
     ] = 10.0,
     objective: Annotated[
         str | None,
-        typer.Option(
-            metavar='NAME|EXPR',
-            help='The objective, in place of what the problems say: '
+        value(
+            'NAME|EXPR',
+            'The objective, in place of what the problems say: '
             f'{", ".join(METRICS)}, or an expression '
             f'of {", ".join(FIELDS)}.',
         ),
@@ -71,12 +68,8 @@ def allocate(
             try:
                 print(json.dumps(service.answer(number, raw), allow_nan=False), flush=True)
             except BadInput as error:
-                print(
-                    f'freetrain: {"standard input" if file == "-" else file}, line '
-                    f'{number}: {error}',
-                    file=sys.stderr,
-                    flush=True,
-                )
+                where = 'standard input' if file == '-' else file
+                print(f'freetrain: {where}, line {number}: {error}', file=sys.stderr, flush=True)
                 status = 2
     return status
 
@@ -91,13 +84,8 @@ class _Service:
         self._allocator = allocator_named(solver.value, time_limit_s=time_limit_s)
         # The alternative is the optimum of another problem, to which the dynamic programme may not
         # apply.
-        self._exact = (
-            allocator_named(
-                'milp' if solver is SolverName.MILP else 'auto', time_limit_s=time_limit_s
-            )
-            if reasons
-            else None
-        )
+        exact = 'milp' if solver is SolverName.MILP else 'auto'
+        self._exact = allocator_named(exact, time_limit_s=time_limit_s) if reasons else None
         self._metric = metric
 
     def close(self) -> None:
@@ -121,11 +109,8 @@ class _Service:
             known = f'problem {stated["id"]!r}: ' if isinstance(stated.get('id'), str | int) else ''
             raise BadInput(f'{known}{error}') from None
         said = _said(number if line.id is None else line.id, answer, line.blocks is not None)
-        return (
-            said
-            if self._exact is None
-            else said | {'explain': _explained(problem, answer, self._exact)}
-        )
+        reasons = self._exact and {'explain': _explained(problem, answer, self._exact)}
+        return said | (reasons or {})
 
 
 def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.names import trainer_named
 
@@ -21,9 +21,7 @@ def cancel(
     ] = None,
     every: Annotated[bool, typer.Option('--all', help='All trainers that are not over.')] = False,
     ledger: LedgerOption = None,
-    timeout: Annotated[
-        float, typer.Option(metavar='S', help="Maximum seconds to wait for the run's answer.")
-    ] = 30.0,
+    timeout: Annotated[float, value('S', "Maximum seconds to wait for the run's answer.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
     """Cancel a trainer, after a last checkpoint: its future is cancelled, its nodes go to others.

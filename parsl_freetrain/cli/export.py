@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from parsl_freetrain.cli.where import LedgerOption, RunOption, journal_at
+from parsl_freetrain.cli.where import LedgerOption, RunOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
 
 
 def export(
     ledger: LedgerOption = None,
     run: RunOption = None,
-    sqlite: Annotated[
-        Path | None, typer.Option(metavar='FILE', help='An SQLite file; its other tables stay.')
-    ] = None,
+    sqlite: Annotated[Path | None, value('FILE', 'An SQLite file; its other tables stay.')] = None,
     parquet: Annotated[
-        Path | None, typer.Option(metavar='FOLDER', help='A folder, with a file for each table.')
+        Path | None, value('FOLDER', 'A folder, with a file for each table.')
     ] = None,
 ) -> None:
     """Write what a ledger says as tables: runs, trainers, blocks, nodes, fragments, checkpoints,

@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from parsl_freetrain.cli.where import JsonOption, value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,14 +15,9 @@ if TYPE_CHECKING:
 def holes(
     site: Annotated[
         str | None,
-        typer.Option(
-            metavar='NAME|FILE',
-            help='A site: local, a name in site_configs/, or a .py or .toml file.',
-        ),
+        value('NAME|FILE', 'A site: local, a name in site_configs/, or a .py or .toml file.'),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option('--json', help='One JSON document on standard output.')
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the holes available now. Nothing is submitted."""
     # Imported here, so that --help needs no Parsl.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.names import trainer_named
 
@@ -31,11 +31,10 @@ _ESCAPES = re.compile(r'\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 def logs(
     trainer: Annotated[str, typer.Argument(help='Name of a trainer.')],
     fragment: Annotated[
-        int | None,
-        typer.Option(metavar='N', help='The fragment. Default: the last one that has a log.'),
+        int | None, value('N', 'The fragment. Default: the last one that has a log.')
     ] = None,
-    rank: Annotated[int | None, typer.Option(metavar='N', help='The rank. Default: all.')] = None,
-    tail: Annotated[int | None, typer.Option(metavar='N', help='Only the last N lines.')] = None,
+    rank: Annotated[int | None, value('N', 'The rank. Default: all.')] = None,
+    tail: Annotated[int | None, value('N', 'Only the last N lines.')] = None,
     follow: Annotated[
         bool,
         typer.Option(
@@ -164,21 +163,16 @@ def logs_in(folder: Path) -> list[LogFile]:
     """The logs in a trainer's log folder, by fragment and rank; none if there is no such folder."""
     if not folder.is_dir():
         return []
-    return sorted(
-        LogFile(int(match[1]), int(match[2]), path)
-        for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name))
-    )
+    named = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
+    return sorted(LogFile(int(match[1]), int(match[2]), path) for path, match in named if match)
 
 
 def readable(line: str) -> str:
-    """A line without control characters. Of a progress bar, only its final state is left."""
     line = _ESCAPES.sub('', line).rstrip('\r').rpartition('\r')[2].expandtabs()
     return ''.join(c if c.isprintable() else '?' for c in line)
 
 
 def lines_of(path: Path, last: int | None = None) -> list[str]:
-    """All lines of a log, or the last ``last`` ones."""
     lines = path.read_text(errors='replace').split('\n')
     if lines and not lines[-1]:
         lines.pop()

@@ -76,11 +76,8 @@ class Verbs(TyperGroup):
 
 def command_of(verb: str) -> Any:
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(verb)(
-        getattr(
-            import_module(f'parsl_freetrain.cli.{verb.replace("-", "_")}'), verb.replace('-', '_')
-        )
-    )
+    name = verb.replace('-', '_')
+    alone.command(verb)(getattr(import_module(f'parsl_freetrain.cli.{name}'), name))
     return typer.main.get_command(alone)
 
 

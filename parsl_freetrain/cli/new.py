@@ -100,11 +100,8 @@ def _slurm() -> str | None:
 
 def _pbs() -> str | None:
     """The site file for the first execution queue; None: PBS does not answer."""
-    queues = re.findall(
-        r'^Queue: (\S+)\n(?:    .*\n)*?    queue_type = Execution',
-        _answer('qstat', '-Q', '-f'),
-        re.M,
-    )
+    pattern = r'^Queue: (\S+)\n(?:    .*\n)*?    queue_type = Execution'
+    queues = re.findall(pattern, _answer('qstat', '-Q', '-f'), re.M)
     if not queues:
         return None
     settings = f'# Queues: {", ".join(queues)}\nqueue = "{queues[0]}"'

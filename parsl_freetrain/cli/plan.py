@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from parsl_freetrain.cli.where import JsonOption, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 
@@ -29,35 +28,26 @@ COMMAND = (
 def plan(
     site: Annotated[
         str | None,
-        typer.Option(
-            metavar='NAME|FILE',
-            help='Required. The site: local, a name in site_configs/, or a .py or .toml file.',
+        value(
+            'NAME|FILE',
+            'Required. The site: local, a name in site_configs/, or a .py or .toml file.',
         ),
     ] = None,
     trainers: Annotated[
         Path | None,
-        typer.Option(
-            metavar='FILE',
-            help='The trainers: a JSON list as for replay, or the ledger of a run. Adds a '
+        value(
+            'FILE',
+            'The trainers: a JSON list as for replay, or the ledger of a run. Adds a '
             'prediction for each.',
         ),
     ] = None,
     start: Annotated[
-        float,
-        typer.Option(
-            metavar='S', help='For the lower prediction: every block starts S seconds late.'
-        ),
+        float, value('S', 'For the lower prediction: every block starts S seconds late.')
     ] = 60.0,
     look_ahead: Annotated[
-        float,
-        typer.Option(
-            metavar='S',
-            help='For the upper prediction: a preemptible block lasts at most S seconds.',
-        ),
+        float, value('S', 'For the upper prediction: a preemptible block lasts at most S seconds.')
     ] = 3600.0,
-    as_json: Annotated[
-        bool, typer.Option('--json', help='One JSON document on standard output.')
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every block that would be submitted, and its exact batch script; nothing is sent.
 
@@ -135,10 +125,8 @@ def _in_words(found: Forecast) -> str:
             'at best, or not in these holes' if late is None else f'to {late:.0f} s'
         )
     left = '' if found.left is None else f' of the {found.left:,} that are left'
-    return (
-        f'{found.trainer}: {found.samples[0]:,.0f} to {found.samples[1]:,.0f} samples{left}; '
-        f'{finish}'
-    )
+    samples = f'{found.samples[0]:,.0f} to {found.samples[1]:,.0f} samples'
+    return f'{found.trainer}: {samples}{left}; {finish}'
 
 
 def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
@@ -157,20 +145,10 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[: provider.max_blocks]:
         hole_s = None if hole['until_s'] is None else hole['until_s'] - now
-        request = BlockRequest(
-            hole['nodes'],
-            hole_s,
-            hole['queue'],
-            tuple(hole['names']),
-            node_class=hole.get('node_class', ''),
-        )
-        shape, script = where.preview(
-            request,
-            COMMAND,
-            Path('runinfo/000/submit_scripts').absolute(),
-            f'block-{len(blocks)}',
-            provider.worker_init,
-        )
+        node_class, names = hole.get('node_class', ''), tuple(hole['names'])
+        request = BlockRequest(hole['nodes'], hole_s, hole['queue'], names, node_class=node_class)
+        name, scripts = f'block-{len(blocks)}', Path('runinfo/000/submit_scripts').absolute()
+        shape, script = where.preview(request, COMMAND, scripts, name, provider.worker_init)
         blocks.append(
             {
                 'nodes': shape.nodes,

@@ -7,20 +7,17 @@ from typing import Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at, value
 from parsl_freetrain.core.model.errors import BadInput
 
 
 def preempt(
     trainer: Annotated[str, typer.Argument(help='Name of a trainer that is running now.')],
     grace: Annotated[
-        float,
-        typer.Option(metavar='S', help='Seconds between the notice and the kill; 0: no notice.'),
+        float, value('S', 'Seconds between the notice and the kill; 0: no notice.')
     ] = 0.0,
     ledger: LedgerOption = None,
-    timeout: Annotated[
-        float, typer.Option(metavar='S', help="Maximum seconds to wait for the run's answer.")
-    ] = 30.0,
+    timeout: Annotated[float, value('S', "Maximum seconds to wait for the run's answer.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
     """Rehearse a preemption: end a trainer's running fragment as if its nodes were taken.
@@ -42,8 +39,5 @@ def preempt(
 
     check()
     sentence = ask(path, Preempt(trainer, grace), timeout, check)
-    print(
-        json.dumps({'trainer': trainer, 'grace_s': grace, 'answer': sentence})
-        if as_json
-        else sentence
-    )
+    answer = {'trainer': trainer, 'grace_s': grace, 'answer': sentence}
+    print(json.dumps(answer) if as_json else sentence)

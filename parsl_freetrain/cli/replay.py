@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsl_freetrain.cli.replay_text import lines_of, of_a_run
-from parsl_freetrain.cli.where import RunOption, journal_at
+from parsl_freetrain.cli.where import RunOption, journal_at, value
 from parsl_freetrain.core.model.checked_settings import described
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.study import Study, option, read_study
@@ -86,30 +86,20 @@ def replay(
     ] = None,
     ledger: Annotated[
         Path | None,
-        typer.Option(
-            metavar='PATH',
-            help="A live run's ledger, or its folder, in place of a trace and trainers.",
-        ),
+        value('PATH', "A live run's ledger, or its folder, in place of a trace and trainers."),
     ] = None,
     run: RunOption = None,
     learn_habits: Annotated[
         Path | None,
-        typer.Option(
-            metavar='FILE',
-            help='Learn how long nodes stay from the record, write it to this file, and end.',
-        ),
+        value('FILE', 'Learn how long nodes stay from the record, write it to this file, and end.'),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar='FILE', help='Write the results as a table (.csv or .parquet).'),
+        Path | None, value('FILE', 'Write the results as a table (.csv or .parquet).')
     ] = None,
     pictures: Annotated[
-        Path | None,
-        typer.Option(metavar='FOLDER', help='Write charts of the results to this folder.'),
+        Path | None, value('FOLDER', 'Write charts of the results to this folder.')
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(metavar='N', help='Processes for a sweep; -1: one for each core.')
-    ] = -1,
+    jobs: Annotated[int, value('N', 'Processes for a sweep; -1: one for each core.')] = -1,
     as_json: Annotated[bool, typer.Option('--json', help='Answer as a JSON document.')] = False,
     **settings: str | None,
 ) -> None:
@@ -160,9 +150,8 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
             )
     wanted, journal = Study.of(given), journal_at(ledger, keep_progress=False)
     one = chosen(journal.history(), journal.path, run)
-    settings = changed(
-        one, *(getattr(wanted, name) if name in given else None for name in OF_A_LEDGER)
-    )
+    asked = (getattr(wanted, name) if name in given else None for name in OF_A_LEDGER)
+    settings = changed(one, *asked)
     found = replay_run(journal, one, settings)
     print(json.dumps(found.as_json(), allow_nan=False) if as_json else '\n'.join(of_a_run(found)))
 
@@ -206,15 +195,10 @@ def _many(
     columns = [sweeping.column(field) for field in swept]
     table = _with_a_bar(asked, swept, min(jobs, len(asked)))
     if as_json:
-        print(
-            json.dumps(
-                table.astype(object).where(table.notna(), None).to_dict('records'), allow_nan=False
-            )
-        )
+        rows = table.astype(object).where(table.notna(), None).to_dict('records')
+        print(json.dumps(rows, allow_nan=False))
     else:
-        print(
-            table[columns + SHOWN].to_string(index=False, float_format=lambda value: f'{value:.4g}')
-        )
+        print(table[columns + SHOWN].to_string(index=False, float_format='{:.4g}'.format))
     if out is not None:
         sweeping.write(table, out)
     if pictures is not None:

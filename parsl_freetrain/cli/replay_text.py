@@ -12,7 +12,6 @@ MOST_DIFFERENCES = 20
 
 
 def of_a_run(found: RunReplay) -> list[str]:
-    """The lines of text about a replay of a recorded run."""
     from parsl_freetrain.report.cells import clean
 
     settings = found.settings
@@ -36,11 +35,8 @@ def of_a_run(found: RunReplay) -> list[str]:
     for difference in found.differences[:MOST_DIFFERENCES]:
         before, after = difference.run.allocation, difference.replay
         then = {} if after is None else after.allocation
-        changes = [
-            f'{clean(name)} {before.get(name, 0)} -> {then.get(name, 0)}'
-            for name in {**before, **then}
-            if before.get(name, 0) != then.get(name, 0)
-        ]
+        both = ((name, before.get(name, 0), then.get(name, 0)) for name in {**before, **then})
+        changes = [f'{clean(name)} {old} -> {new}' for name, old, new in both if old != new]
         what = 'no decision' if after is None else ', '.join(changes) or 'other nodes'
         lines.append(f'  {difference.at_s:10.1f} s  {difference.trigger:24} {what}')
     if len(found.differences) > MOST_DIFFERENCES:
@@ -49,7 +45,6 @@ def of_a_run(found: RunReplay) -> list[str]:
 
 
 def lines_of(result: ReplayResult) -> list[str]:
-    """The lines of text about a replay."""
     run = result.trace
     hours = (run.end_s - run.start_s) / 3600
     said = result.as_json()

@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 from parsl_freetrain.report.names import chosen
@@ -18,27 +16,16 @@ from parsl_freetrain.report.names import chosen
 def report(
     ledger: LedgerOption = None,
     run: Annotated[
-        str,
-        typer.Option(
-            '--run', metavar='NAME', help='A run of the ledger, by the beginning of its name.'
-        ),
+        str, value('NAME', 'A run of the ledger, by the beginning of its name.', '--run')
     ] = 'all',
-    out: Annotated[Path, typer.Option('--out', metavar='FILE', help='The file to write.')] = Path(
+    out: Annotated[Path, value('FILE', 'The file to write.', '--out')] = Path(
         'freetrain-report.html'
     ),
     axis: Annotated[
-        str,
-        typer.Option(
-            '--axis', metavar='NAME', help='Horizontal axis of metrics: samples, epochs or seconds.'
-        ),
+        str, value('NAME', 'Horizontal axis of metrics: samples, epochs or seconds.', '--axis')
     ] = 'samples',
     smooth: Annotated[
-        float,
-        typer.Option(
-            '--smooth',
-            metavar='W',
-            help='Weight of a moving average of metrics: 0 (none) to below 1.',
-        ),
+        float, value('W', 'Weight of a moving average of metrics: 0 (none) to below 1.', '--smooth')
     ] = 0.0,
     as_json: JsonOption = False,
 ) -> None:

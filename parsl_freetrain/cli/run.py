@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption
+from parsl_freetrain.cli.where import JsonOption, value
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 
@@ -34,10 +34,7 @@ def run(
         list[str] | None, typer.Argument(help="The workflow's own arguments, after --.")
     ] = None,
     site: Annotated[
-        str,
-        typer.Option(
-            metavar='NAME|FILE', help='local, a name in site_configs/, or a .py or .toml file.'
-        ),
+        str, value('NAME|FILE', 'local, a name in site_configs/, or a .py or .toml file.')
     ] = 'local',
     as_json: JsonOption = False,
 ) -> int:
@@ -68,7 +65,6 @@ def run(
 
 
 def _newest(ledger: Path) -> str | None:
-    """The name of the newest run in a ledger."""
     from parsl_freetrain.journal.read import Journal
 
     journal = ledger
@@ -99,10 +95,8 @@ def _called(main: Any, config: Any, workflow: str) -> int:
         return 1
     except Exception as error:  # the user's own code: show its traceback
         traceback.print_exc()
-        print(
-            f'freetrain: The workflow {workflow} ended with {type(error).__name__}.',
-            file=sys.stderr,
-        )
+        how = type(error).__name__
+        print(f'freetrain: The workflow {workflow} ended with {how}.', file=sys.stderr)
         return 1
     return int(bool(result)) if isinstance(result, int) else 0
 
@@ -135,20 +129,17 @@ def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
     except BadInput:
         raise
     except Exception as error:  # the user's own code
-        raise BadInput(
-            f'The workflow {given} cannot be imported: {type(error).__name__}: {error}.'
-        ) from error
+        why = f'{type(error).__name__}: {error}'
+        raise BadInput(f'The workflow {given} cannot be imported: {why}.') from error
     main = getattr(module, 'main', None)
     if not callable(main):
         raise BadInput(
             f'The workflow {given} has no function main(config); write one that loads it '
             'with Parsl, or run it with python.'
         )
-    takes = [
-        p
-        for p in inspect.signature(main).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    every = inspect.signature(main).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    takes = [p for p in every if p.kind in (*kinds, inspect.Parameter.VAR_POSITIONAL)]
     if not takes or takes[0].name in ('argv', 'args', 'arguments'):
         raise BadInput(
             f'The function main of {given} does not take a Parsl configuration; it should be '

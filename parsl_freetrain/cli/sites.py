@@ -59,8 +59,7 @@ def _executor(config: Config, given: str) -> tuple[FreeTrainExecutor, BackfillPr
         ):
             return executor, executor.provider
     raise BadInput(
-        f'The configuration of the site {given} has no FreeTrainExecutor, so there is no '
-        'site to look at.'
+        f'The configuration of the site {given} has no FreeTrainExecutor, so there is no site.'
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
+from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at, value
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def watch(
     run: RunOption = None,
     every: Annotated[
         float,
-        typer.Option(
-            metavar='S',
-            help='Seconds between two updates. Default: 1 on a terminal, 5 with --web, else 10.',
-        ),
+        value('S', 'Seconds between two updates. Default: 1 on a terminal, 5 with --web, else 10.'),
     ] = 0.0,
     as_json: Annotated[
         bool,
@@ -59,9 +56,7 @@ def watch(
             '--web', help='Serve a page for a browser on this computer, and print its address.'
         ),
     ] = False,
-    port: Annotated[
-        int, typer.Option(metavar='N', help='Where to serve the page; 0: any free port.')
-    ] = 0,
+    port: Annotated[int, value('N', 'Where to serve the page; 0: any free port.')] = 0,
 ) -> None:
     """Show the state of a run, live, until it is over (with --web: until Ctrl-C).
 
@@ -146,11 +141,8 @@ def _serve(
 
     page = Page(LivePage(journal, run, every_s).newest, port)
     try:
-        said = (
-            json.dumps({'address': page.address})
-            if as_json
-            else f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
-        )
+        hint = f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
+        said = json.dumps({'address': page.address}) if as_json else hint
         print(said, flush=True)
         pause.wait()
     finally:

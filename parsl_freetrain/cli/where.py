@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,21 +16,25 @@ if TYPE_CHECKING:
 NAME = 'ledger.journal'
 FOLDER = 'checkpoints'
 
+
+def value(metavar: str, text: str, *names: str) -> Any:
+    """An option: what its value is called, its help, and its name if it is not the argument's."""
+    return typer.Option(*names, metavar=metavar, help=text)
+
+
 LedgerOption = Annotated[
     Path | None,
-    typer.Option(
-        '--ledger',
-        metavar='PATH',
-        help="The run's ledger, or the folder that it is in. Default: that of this folder or its "
+    value(
+        'PATH',
+        "The run's ledger, or the folder that it is in. Default: that of this folder or its "
         'checkpoints/, or of the nearest folder above that has one.',
+        '--ledger',
     ),
 ]
 RunOption = Annotated[
     str | None,
-    typer.Option(
-        '--run',
-        metavar='NAME',
-        help='A run of the ledger, by the beginning of its name. Default: the newest.',
+    value(
+        'NAME', 'A run of the ledger, by the beginning of its name. Default: the newest.', '--run'
     ),
 ]
 JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')]
@@ -46,8 +50,7 @@ def ledger_at(given: Path | None) -> Path:
         found = next(_in_folder(path), None) if path.is_dir() else path if path.is_file() else None
         if found is None:
             raise BadInput(
-                f'There is no run with the ledger {given}; name the {NAME} of a run, or '
-                'the checkpoint_dir that it is in.'
+                f'There is no run with the ledger {given}; name a {NAME}, or its checkpoint_dir.'
             )
         return found
     here = Path.cwd()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 def why(
     trainer: Annotated[str, typer.Argument(help='Name of a trainer.')],
-    last: Annotated[
-        int, typer.Option(metavar='N', help='Number of decisions to explain, newest first.')
-    ] = 3,
+    last: Annotated[int, value('N', 'Number of decisions to explain, newest first.')] = 3,
     ledger: LedgerOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,

@@ -46,8 +46,6 @@ class SchedulerAnswered:
 
 @dataclass(frozen=True)
 class OrdinaryTasks:
-    """The number of ordinary Parsl tasks that wait or run has changed."""
-
     change: int
 
 
@@ -63,15 +61,5 @@ class Stop:
     """End the event loop."""
 
 
-Command = (
-    SubmitTrainer
-    | CancelTrainer
-    | AdoptBlock
-    | TaskArrived
-    | MemberReturned
-    | GreetingReturned
-    | SchedulerAnswered
-    | OrdinaryTasks
-    | Quiesce
-    | Stop
-)
+_Answer = TaskArrived | MemberReturned | GreetingReturned | SchedulerAnswered
+Command = SubmitTrainer | CancelTrainer | AdoptBlock | OrdinaryTasks | Quiesce | Stop | _Answer

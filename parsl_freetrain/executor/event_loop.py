@@ -172,7 +172,6 @@ class EventLoop:
             logger.exception('The event loop goes on after an error in %s', name)
 
     def _take(self, item: Any, now: float) -> None:
-        """Turn a command or a member's message into events."""
         match item:
             case FromMember(message=message):
                 self._fragments.heard(item, now)
@@ -218,16 +217,9 @@ class EventLoop:
     def _submit(self, name: str, command: co.SubmitTrainer, now: float) -> None:
         record = command.record
         self._fragments.records[name] = record
-        self._stream.emit(
-            ev.TrainerSubmitted(
-                now,
-                record.trainer,
-                record.checkpoint.samples,
-                record.fragments_before,
-                str(record.spec.mode),
-                record.spec.total_epochs,
-            )
-        )
+        spec, begun = record.spec, (record.checkpoint.samples, record.fragments_before)
+        how = str(spec.mode), spec.total_epochs
+        self._stream.emit(ev.TrainerSubmitted(now, record.trainer, *begun, *how))
         if self._broken:
             self._stream.emit(ev.TrainerAborted(now, name, self._broken))
         self._holes_wanted = True
@@ -244,7 +236,6 @@ class EventLoop:
         return isinstance(site, Yielding) and site.ask(lambda: self.post(co.SchedulerAnswered()))
 
     def _poll(self, now: float) -> None:
-        """Compare the blocks with the batch system's answer."""
         if self._broken:
             return
         self._blocks.poll(self._parsl.statuses(), now)

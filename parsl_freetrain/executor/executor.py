@@ -163,11 +163,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
     @property
     def ledger_path(self) -> Path:
         """The journal of the run."""
-        return (
-            Path(self.recording.ledger)
-            if self.recording.ledger
-            else Path(self.checkpoint_dir).absolute() / 'ledger.journal'
-        )
+        stated = self.recording.ledger
+        return Path(stated) if stated else Path(self.checkpoint_dir).absolute() / 'ledger.journal'
 
     @property
     def status_polling_interval(self) -> float:
@@ -175,9 +172,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return 0
 
     def validate_resource_spec(self, resource_specification: dict[str, Any]) -> None:
-        super().validate_resource_spec(
-            {k: v for k, v in resource_specification.items() if k != FRAGMENT}
-        )
+        known = {k: v for k, v in resource_specification.items() if k != FRAGMENT}
+        super().validate_resource_spec(known)
 
     def start(self) -> None:
         """Start Parsl's part, the site and the event loop. If one fails, stop the others."""
@@ -199,9 +195,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
             provider, folder, self.label, str(self.run_id), self.timeouts.adopt_s
         )
         adoption.begin()
-        settings = controller_settings(
-            self.policy, provider, self.ledger_path, int(self.max_workers_per_node)
-        )
+        workers = int(self.max_workers_per_node)
+        settings = controller_settings(self.policy, provider, self.ledger_path, workers)
         records: dict[str, TrainerRecord] = {}
         journal = self._begin_journal(settings, undo)
         undo.callback(self.shutdown)
@@ -228,26 +223,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._metrics.start(self.ledger_path, str(self.run_id))
 
     def _begin_journal(self, settings: ControllerSettings, undo: ExitStack) -> JournalWriter:
-        """Begin this run in the journal."""
-        decisions = DecisionSettings(
-            settings, self.policy.solver_name, self.policy.solver_time_limit_s
-        )
+        policy = self.policy
+        decisions = DecisionSettings(settings, policy.solver_name, policy.solver_time_limit_s)
         journal = JournalWriter(self.ledger_path)
         undo.callback(journal.close)
-        journal.begin_run(
-            ev.RunBegan(
-                time.time(),
-                str(self.run_id),
-                str(self.run_dir),
-                shlex.join(sys.orig_argv),
-                platform.node(),
-                os.getpid(),
-                psutil.Process().create_time(),
-                os.getcwd(),
-                str(Path(self.checkpoint_dir).absolute()),
-                decisions.plain(),
-            )
-        )
+        process = platform.node(), os.getpid(), psutil.Process().create_time(), os.getcwd()
+        folder, command = str(Path(self.checkpoint_dir).absolute()), shlex.join(sys.orig_argv)
+        run = str(self.run_id), str(self.run_dir), command, *process, folder
+        journal.begin_run(ev.RunBegan(time.time(), *run, decisions.plain()))
         undo.callback(lambda: journal.take(ev.RunEnded(time.time(), 'not started')))
         return journal
 
@@ -345,14 +328,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 'max_workers_per_node is 0; raise it, or send the app to another executor.'
             )
         earlier = context.get('task_executor', {})
-        context = {
-            **context,
-            'task_executor': {
-                'f': 'parsl_freetrain.executor.fragment.worker_tasks.run_ordinary',
-                'a': (earlier.get('f'), *earlier.get('a', ())),
-                'k': earlier.get('k', {}),
-            },
-        }
+        name = 'parsl_freetrain.executor.fragment.worker_tasks.run_ordinary'
+        given = (earlier.get('f'), *earlier.get('a', ()))
+        context = {**context, 'task_executor': {'f': name, 'a': given, 'k': earlier.get('k', {})}}
         assert self._parsl is not None
         future = self._parsl.submit(context, buffer)
         self._post(commands.OrdinaryTasks(+1))

@@ -22,7 +22,6 @@ class FutureUpdater:
         """Nothing is ever pending."""
 
     def take(self, event: ev.Event) -> None:
-        """Handle one event."""
         match event:
             case ev.TrainerSubmitted(trainer=trainer):
                 self._accepted(trainer.name, event.samples, trainer.total_samples)
@@ -45,7 +44,6 @@ class FutureUpdater:
                 self._progressed(name, event)
 
     def _open(self, name: str) -> TrainerRecord | None:
-        """A trainer that has not ended."""
         record = self._records.get(name)
         return None if record is None or record.future.done() else record
 

@@ -20,8 +20,6 @@ PIN = 'freetrain_manager'
 
 
 class PinningInterchange(Interchange):
-    """Sends pinned tasks first, and leaves all others to Parsl."""
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # A manager asks by one connection whether this address is right, and then opens another
@@ -37,9 +35,8 @@ class PinningInterchange(Interchange):
         if os.getppid() != self._owner:
             # There is no client left. A normal exit would wait for the authentication thread.
             os._exit(1)
-        pinned = [
-            e for e in self.pending_task_queue if PIN in e[-1]['context'].get('resource_spec', {})
-        ]
+        queue = self.pending_task_queue
+        pinned = [e for e in queue if PIN in e[-1]['context'].get('resource_spec', {})]
         for entry in pinned:
             # Otherwise Parsl would give waiting pinned tasks to any free manager.
             self.pending_task_queue.remove(entry)

@@ -11,7 +11,6 @@ from parsl_freetrain.host.processes import allow_open_files
 
 
 def main() -> None:
-    """Run the interchange until it ends."""
     # Ctrl-C reaches the whole terminal; the submitting process ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_open_files()

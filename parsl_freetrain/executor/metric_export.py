@@ -70,8 +70,6 @@ class MetricExport:
 
 
 class _Export:
-    """One logger."""
-
     def __init__(self, ledger: Path, run: str, destination: MetricLogger) -> None:
         self._run, self._destination = run, destination
         name = re.sub('[^A-Za-z0-9]', '', type(destination).__name__)

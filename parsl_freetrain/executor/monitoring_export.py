@@ -44,16 +44,11 @@ class MonitoringExport:
         with self._starting:
             if database is None or self._thread is not None:
                 return
-            self._thread = threading.Thread(
-                target=self._work,
-                args=(database, ledger, run),
-                name='FreeTrain-MonitoringExport',
-                daemon=True,
-            )
+            name, work = 'FreeTrain-MonitoringExport', (database, ledger, run)
+            self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Copy a last time, when the journal is complete, and end."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

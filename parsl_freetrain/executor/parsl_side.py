@@ -84,11 +84,8 @@ class ParslSide:
         """The batch system's answer for all blocks, by block id."""
         self._executor._last_poll_time = 0.0  # Parsl compares clocks, which may be set back
         self._executor.poll_facade()
-        return {
-            block: status
-            for block, status in self._executor.status_facade.items()
-            if status.state is not JobState.SCALED_IN
-        }
+        every = self._executor.status_facade.items()
+        return {block: one for block, one in every if one.state is not JobState.SCALED_IN}
 
     def trouble(self) -> str:
         """A sentence if nothing more can run; else empty."""

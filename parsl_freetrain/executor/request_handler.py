@@ -18,7 +18,6 @@ class RequestHandler:
         self._stream = stream
 
     def look(self, at: float) -> None:
-        """Fulfil and answer all new requests."""
         for request_id, request in self._requests.new():
             try:
                 answer = Answer(True, self._fulfil(request, at))

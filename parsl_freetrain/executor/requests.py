@@ -46,8 +46,6 @@ Request = Preempt | Cancel
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Whether it was done, and a sentence for the user."""
-
     done: bool
     sentence: str
 

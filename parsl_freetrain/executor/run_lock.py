@@ -56,11 +56,9 @@ class RunLock:
             raise BadInput(f'Another run began in {self._path.parent} at the same moment.')
 
     def free_folder(self) -> None:
-        """This run has ended."""
         block_lease.release(self._path, self._run)
 
     def take(self, event: ev.Event) -> None:
-        """Touch the file now and then."""
         if isinstance(event, ev.OffersSeen) and not (0 <= event.at - self._touched_at < BEAT_S):
             self._touched_at = event.at
             with contextlib.suppress(OSError, BadInput):

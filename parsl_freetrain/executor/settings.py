@@ -65,7 +65,6 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
 
     @property
     def solver_name(self) -> str | None:
-        """The solver's name; None for an object."""
         return self.solver if isinstance(self.solver, str) else None
 
     def decisions(self) -> dict[str, Any]:
@@ -173,11 +172,8 @@ class HtexOptions(Settings, frozen=True, kw_only=True):
     def arguments(self, interface: str | None, hang_s: float) -> dict[str, Any]:
         """The arguments for HighThroughputExecutor; ``interface`` is the site's."""
         threshold = max(3 * self.heartbeat_period, math.ceil(hang_s))
-        return {
-            **structs.asdict(self),
-            'address': self.address or _address(interface),
-            'heartbeat_threshold': self.heartbeat_threshold or threshold,
-        }
+        known = {'heartbeat_threshold': self.heartbeat_threshold or threshold}
+        return {**structs.asdict(self), 'address': self.address or _address(interface), **known}
 
 
 def _address(interface: str | None) -> str | None:

@@ -47,7 +47,6 @@ class Stream:
         _publish(event, self.subscribers)
 
     def next_batch(self) -> tuple[ev.Event, ...]:
-        """The controller's events that were emitted since the last call."""
         events, self._batch = tuple(self._batch), []
         return events
 

@@ -29,7 +29,6 @@ class ProcessStatus:
 
 
 def status(pid: int) -> ProcessStatus | None:
-    """The status of a process; None if there is no such process."""
     try:
         # The program's name comes before the last parenthesis, and may hold anything.
         fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()

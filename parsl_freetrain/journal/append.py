@@ -59,8 +59,7 @@ class JournalWriter:
         """Start a run, written at once; BadInput if there is one of this name or it cannot be."""
         if began.name in self._names:
             raise BadInput(
-                f'The ledger {self.path} has a run {began.name!r} already; each run needs a name '
-                'of its own.'
+                f'The ledger {self.path} has a run {began.name!r} already; each needs its own name.'
             )
         self._begun_at_byte = self._size
         self.take(began)
@@ -164,11 +163,8 @@ class JournalWriter:
     def _begin_anew(self, why: str) -> None:
         """Put a new file in a damaged one's place, with what matters and can be read."""
         with os.fdopen(os.dup(self._fd), 'rb') as old:
-            before = [
-                record(piece.content)
-                for piece in scan(old, len(HEAD))
-                if piece.content is not None and piece.end <= self._begun_at_byte
-            ]
+            whole = [piece for piece in scan(old, len(HEAD)) if piece.end <= self._begun_at_byte]
+            before = [record(piece.content) for piece in whole if piece.content is not None]
         draft = self.path.with_name(f'.{self.path.name}.part')
         draft.unlink(missing_ok=True)
         begun_at = len(HEAD) + sum(map(len, before))
@@ -239,8 +235,7 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
             )
         if not is_ours(found.st_uid, path.parent):
             raise BadInput(
-                f'The ledger {path} belongs to another user (id {found.st_uid}); name a file of '
-                'your own.'
+                f'The ledger {path} belongs to another user (id {found.st_uid}); name one of yours.'
             )
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -271,11 +266,8 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
 
 
 def _set_aside(path: Path) -> Path | None:
-    aside = next(
-        aside
-        for n in count(1)
-        if not (aside := path.with_name(f'{path.name}.damaged-{n}')).exists()
-    )
+    names = (path.with_name(f'{path.name}.damaged-{n}') for n in count(1))
+    aside = next(name for name in names if not name.exists())
     try:
         return path.rename(aside)
     except FileNotFoundError:

@@ -13,8 +13,6 @@ from parsl_freetrain.core.model.types import Checkpoint
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """Metrics at a number of samples."""
-
     samples: int
     run: int  #: run, at: when they were reported: number of the run, epoch seconds
     at: float
@@ -124,12 +122,8 @@ class KeptMetrics:
 
 
 def _point(report: _Report, values: dict[str, float]) -> MetricPoint:
-    """The point of a report. ``values``: the metrics before it; it is kept up to date."""
-    changed = {
-        name: float(value)
-        for name, value in report.event.metrics.items()
-        if isinstance(value, int | float) and values.get(name) != value
-    }
+    numbers = {k: v for k, v in report.event.metrics.items() if isinstance(v, int | float)}
+    changed = {k: float(v) for k, v in numbers.items() if values.get(k) != v}
     values.update(changed)
     run, at, samples = report.fragment.run, report.event.at, report.samples
     return MetricPoint(samples, run, at, changed, (samples, report.number))

@@ -117,9 +117,8 @@ class Journal:
                 for event in events:
                     if isinstance(event, ev.RunBegan):
                         number += 1
-                    if (run is None or run.id == number) and (
-                        not kinds or isinstance(event, kinds)
-                    ):
+                    wanted = not kinds or isinstance(event, kinds)
+                    if wanted and (run is None or run.id == number):
                         yield number, event
 
     def batches(self, run: RunState) -> Iterator[Batch]:
@@ -140,9 +139,7 @@ class Journal:
             # Opening a pipe that nobody writes to would wait for ever.
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
-            raise BadInput(
-                f'There is no ledger at {self.path}; name the file that a run writes.'
-            ) from None
+            raise BadInput(f'There is no ledger at {self.path}; name the file of a run.') from None
         except OSError as error:
             raise BadInput(
                 f'The ledger {self.path} cannot be read ({error.strerror}); give a path that can.'

@@ -36,13 +36,11 @@ class Piece:
     content: bytes | None
 
     def events(self) -> list[Event]:
-        """The record's events. Raises ValueError where it has none that this version knows."""
         assert self.content is not None
         return _decoder.decode(self.content)
 
 
 def record(content: bytes) -> bytes:
-    """A record as it stands in the file."""
     return _RECORD.pack(_MARK, len(content), zlib.crc32(content)) + content
 
 

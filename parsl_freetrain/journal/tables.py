@@ -119,14 +119,9 @@ def write_sqlite(history: History, database: Path, prefix: str = '') -> None:
     """Write the tables into an SQLite file, whose other tables stay, in one transaction. What they
     had of these runs is replaced. Raises sqlite3.Error if the file cannot be used now.
     """
-    with closing(
-        sqlite3.connect(
-            f'file:{quote(str(database.absolute()))}',
-            uri=True,
-            timeout=BUSY_S,
-            isolation_level=None,
-        )
-    ) as connection:
+    address = f'file:{quote(str(database.absolute()))}'
+    opened = sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None)
+    with closing(opened) as connection:
         connection.execute('BEGIN IMMEDIATE')
         for table in TABLES:
             name, made = f'{prefix}{table}', False

@@ -110,9 +110,8 @@ class RemoteTraining(TrainingFuture):
             said = found.sentence or f'The endpoint answered {found.end!r} without a checkpoint.'
             self.fail((BadInput if found.end == orders.BAD_INPUT else TrainerFailed)(said))
         elif found.sentence:
-            logger.warning(
-                '%s cannot train %s now: %s', self._client.name, self.name, found.sentence
-            )
+            who = self._client.name
+            logger.warning('%s cannot train %s now: %s', who, self.name, found.sentence)
 
     def _cancel(self) -> None:
         self._cancelling = True
@@ -176,8 +175,7 @@ class FreeTrainClient(Executor):
     ) -> None:
         if (endpoint_id is None) == (executor is None):
             raise BadInput(
-                'FreeTrainClient needs an endpoint_id, or an executor that knows its '
-                'endpoint; give one of them.'
+                'FreeTrainClient needs an endpoint_id, or an executor with an endpoint; give one.'
             )
         if executor is None:
             _sdk_executor()

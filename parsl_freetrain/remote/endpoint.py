@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -62,11 +63,9 @@ class Desk:
         self.tell(name, orders.TrainerStatus(order.request))
 
     def open_names(self) -> list[str]:
-        """Trainers that have not ended."""
         return sorted(path.stem for path in self.folder.glob('*.order'))
 
     def order(self, name: str) -> orders.Order:
-        """The order of an open trainer."""
         return orders.decoded(files.read(self.path(name, 'order'), _LARGEST), orders.Order)
 
     def tell(self, name: str, status: orders.TrainerStatus) -> None:
@@ -77,16 +76,13 @@ class Desk:
                 self.path(name, kind).unlink(missing_ok=True)
 
     def status(self, name: str) -> orders.TrainerStatus | None:
-        """How a trainer is; None: unknown."""
         try:
-            return orders.decoded(
-                files.read(self.path(name, 'status'), _LARGEST), orders.TrainerStatus
-            )
+            content = files.read(self.path(name, 'status'), _LARGEST)
+            return orders.decoded(content, orders.TrainerStatus)
         except FileNotFoundError:
             return None
 
     def statuses(self, name: str) -> dict[str, orders.TrainerStatus]:
-        """How this trainer is, or all are."""
         names = [name] if name else sorted(path.stem for path in self.folder.glob('*.status'))
         return {name: status for name in names if (status := self.status(name)) is not None}
 
@@ -102,9 +98,8 @@ def answer_to(order: orders.Order) -> orders.Answer:
         return orders.Answer(versions=orders.versions_here())
     if order.verb == 'train':
         if order.payload:
-            wrong = [
-                c for c in orders.compare(order.versions, orders.versions_here()) if not c.fits
-            ]
+            versions = orders.compare(order.versions, orders.versions_here())
+            wrong = [c for c in versions if not c.fits]
             if wrong:
                 said = (f'{c.name} is {c.here} here and {c.there} at the endpoint' for c in wrong)
                 raise BadInput(
@@ -136,14 +131,9 @@ def _ensure_run(desk: Desk) -> None:
     worker = os.getppid()  # which ends with the job that it is in
     words = (str(desk.checkpoint_dir), str(worker), start_of(worker))
     log = files.open_log(desk.folder / 'log.txt')
-    run = subprocess.Popen(
-        [sys.executable, '-m', 'parsl_freetrain.remote.run', *words],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd=desk.folder,
-        start_new_session=True,
-    )
+    command = [sys.executable, '-m', 'parsl_freetrain.remote.run', *words]
+    how: Any = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
+    run = subprocess.Popen(command, cwd=desk.folder, start_new_session=True, **how)
     os.close(log)
     until = time.monotonic() + BEGIN_S
     while run.poll() is None and time.monotonic() < until and not _takes_orders(desk):

@@ -108,8 +108,6 @@ def versions_here() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of the versions of one package."""
-
     name: str
     here: str
     there: str

@@ -21,8 +21,6 @@ class Interruption(StrEnum):
 
 @dataclass
 class RecordedJob:
-    """A trainer in the replay."""
-
     trainer: Trainer
     submit_s: float
     wanted: int

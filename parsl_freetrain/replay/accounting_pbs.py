@@ -76,9 +76,8 @@ def read_pbs(
             kind, job = found[1], found[2]
             if kind not in (_START, *_ENDS) or '[]' in job:  # an array has records of its own
                 continue
-            record = _Record(
-                path, number, {key: value.strip('"') for key, value in _PAIR.findall(found[3])}
-            )
+            fields = {key: value.strip('"') for key, value in _PAIR.findall(found[3])}
+            record = _Record(path, number, fields)
             if kind == _START:
                 going_on[job] = record
             elif kind == 'E' or 'end' in record.values:
@@ -111,10 +110,8 @@ def _hosts(text: str) -> tuple[str, ...]:
 
 def _vnodes(text: str) -> tuple[str, ...]:
     """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, once each, also if in parts."""
-    parts = (
-        part.strip('()').partition(':')[0].partition('[')[0] for part in text.split('+') if part
-    )
-    return tuple(dict.fromkeys(parts))
+    parts = [part.strip('()').partition(':')[0] for part in text.split('+') if part]
+    return tuple(dict.fromkeys(part.partition('[')[0] for part in parts))
 
 
 def _seconds(text: str) -> float:

@@ -110,10 +110,8 @@ def _limit(row: dict[str, str]) -> float:
     if raw.isdecimal():  # minutes
         return 60 * float(raw)
     text = row.get('Timelimit', '')
-    if (
-        text.upper() in ('PARTITION_LIMIT', 'UNKNOWN', 'NONE')
-        or (found := duration_s(text)) is None
-    ):
+    unlimited = text.upper() in ('PARTITION_LIMIT', 'UNKNOWN', 'NONE')
+    if unlimited or (found := duration_s(text)) is None:
         return math.inf
     return found
 

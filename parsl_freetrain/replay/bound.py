@@ -48,16 +48,11 @@ def most_samples(
     idle = (np.searchsorted(starts, at, side='right') - gone)[:-1]
     stay = idle - np.diff(gone)
     stay[at[1:] >= trace.end_s] = idle[at[1:] >= trace.end_s]
-    return share * sum(
-        _most(
-            np.diff(at[i : i + _INSTANTS + 1])[:, np.newaxis] * rates.max(axis=0),
-            paid_s * rates.min(axis=0),
-            np.array(counts),
-            idle[i : i + _INSTANTS] / share,
-            stay[i : i + _INSTANTS] / share,
-        )
-        for i in range(0, len(idle), _INSTANTS)
-    )
+    steps = np.diff(at)[:, np.newaxis] * rates.max(axis=0)
+    paid, counted = paid_s * rates.min(axis=0), np.array(counts)
+    parts = [slice(i, i + _INSTANTS) for i in range(0, len(idle), _INSTANTS)]
+    most = (_most(steps[one], paid, counted, idle[one] / share, stay[one] / share) for one in parts)
+    return share * sum(most)
 
 
 def _most(trains: Floats, pays: Floats, counts: Ints, idle: Floats, stay: Floats) -> float:

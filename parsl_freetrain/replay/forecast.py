@@ -136,12 +136,8 @@ def _between(
     # If trainers compete, the case that is better for all may be worse for one.
     few, many = sorted((one[0], other[0]))
     early, late = sorted((one[1], other[1]), key=lambda at: math.inf if at is None else at)
-    return Forecast(
-        trainer.name,
-        None if trainer.total_samples == ENDLESS else trainer.total_samples,
-        (few, many),
-        (early, late),
-    )
+    total = None if trainer.total_samples == ENDLESS else trainer.total_samples
+    return Forecast(trainer.name, total, (few, many), (early, late))
 
 
 def _trained(
@@ -161,21 +157,11 @@ def _trained(
         for column in (1, 2)
     )
     classes = np.repeat([block.node_class for block, _, _ in there], counts).tolist()
-    trace = Trace(
-        names,
-        0.0,
-        float(ends.max()),
-        starts,
-        ends,
-        np.arange(len(names)),
-        ends,
-        tuple(classes) if any(classes) else (),
-    )
+    index, classes_of = np.arange(len(names)), tuple(classes) if any(classes) else ()
+    trace = Trace(names, 0.0, float(ends.max()), starts, ends, index, ends, classes_of)
     runs = {t.trainer.name: RecordedJob(t.trainer, t.submit_s, t.wanted) for t in trainers}
-    controller = Controller(
-        allocator_named('auto', isolated=False),
-        structs.replace(settings, idle_block_s=math.inf, retries=0),
-        objectives_of(trainers),
-    )
+    solver = allocator_named('auto', isolated=False)
+    settings = structs.replace(settings, idle_block_s=math.inf, retries=0)
+    controller = Controller(solver, settings, objectives_of(trainers))
     run(trace, True, runs, controller)
     return {name: (max(0.0, one.samples), one.done_s) for name, one in runs.items()}

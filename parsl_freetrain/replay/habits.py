@@ -53,8 +53,7 @@ def read_habits(path: str | Path, nodes: Collection[str] | None = None) -> NodeH
         ) from None
     except msgspec.DecodeError as error:
         raise BadInput(
-            f'{path} is not a file of habits ({error}); name one that freetrain replay '
-            '--learn-habits has written.'
+            f'{path} is not a file of habits ({error}); replay --learn-habits writes one.'
         ) from None
     if nodes is not None and len(set(nodes) & set(found.nodes)) < len(nodes) / 2:
         raise BadInput(

@@ -69,15 +69,8 @@ def synthetic(
     names = tuple(f'node{i:04d}' for i in range(nodes))
     place = {name: i for i, name in enumerate(names)}
     index = np.array([place[name] for name in schedule.nodes], dtype=np.int64)[schedule.node_index]
-    return Trace(
-        names,
-        0.0,
-        duration_s,
-        schedule.starts,
-        schedule.ends,
-        index,
-        np.full(len(schedule), math.inf),
-    )
+    unknown = np.full(len(schedule), math.inf)
+    return Trace(names, 0.0, duration_s, schedule.starts, schedule.ends, index, unknown)
 
 
 def of_schedule(schedule: Schedule) -> Trace:

@@ -20,8 +20,6 @@ LONGEST_S = 10 * 366 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job of a log, in seconds of its clock."""
-
     line: int  # its number in the file
     submit: float
     start: float  # equal to the end: cancelled before it ran
@@ -89,20 +87,11 @@ def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) 
     def column(name: str) -> Floats:
         return np.array([getattr(job, name) for job in ordered], dtype=np.float64)
 
-    return JobTable(
-        str(path),
-        machine,
-        column('line').astype(np.int64),
-        column('submit') - first,
-        column('start') - first,
-        column('end') - first,
-        column('nodes').astype(np.int64),
-        column('requested_s'),
-        tuple(
-            np.array(sorted({place[n] for n in job.names}), dtype=np.int64) if job.names else None
-            for job in ordered
-        ),
-    )
+    index = [sorted({place[n] for n in job.names}) if job.names else None for job in ordered]
+    nodes = tuple(None if i is None else np.array(i, dtype=np.int64) for i in index)
+    times = column('submit') - first, column('start') - first, column('end') - first
+    lines, counts = column('line').astype(np.int64), column('nodes').astype(np.int64)
+    return JobTable(str(path), machine, lines, *times, counts, column('requested_s'), nodes)
 
 
 def _check(path: str | Path, job: Job) -> None:
@@ -115,9 +104,7 @@ def _check(path: str | Path, job: Job) -> None:
             f'ended at {job.end:.0f}; these must follow each other.'
         )
     if not job.requested_s > 0:
-        raise BadInput(
-            f'{where}: the job was allowed to run for {job.requested_s:g} s; that must be above 0.'
-        )
+        raise BadInput(f'{where}: the time limit is {job.requested_s:g} s; it must be above 0.')
 
 
 def _machine(
@@ -133,9 +120,7 @@ def _machine(
                 )
         return tuple(named)
     if len(named) > machine_nodes:
-        raise BadInput(
-            f'{path} names {len(named)} nodes; the machine is said to have {machine_nodes}.'
-        )
+        raise BadInput(f'{path} names {len(named)} nodes; the machine should have {machine_nodes}.')
     # The machine also has nodes that no job ran on. Their names sort after the known ones.
     width = len(str(machine_nodes))
     made_up = (

@@ -150,9 +150,8 @@ class _Sweep:
         jobs = self.jobs
         chosen: dict[int, float] = {}
         for other in sorted(self.on, key=lambda other: (float(jobs.end[other]), other)):
-            overlap_s = min(float(jobs.end[other]), float(jobs.end[job]), self.until) - float(
-                jobs.start[job]
-            )
+            end = min(float(jobs.end[other]), float(jobs.end[job]), self.until)
+            overlap_s = end - float(jobs.start[job])
             chosen |= {node: overlap_s for node in self.on[other].tolist() if node not in chosen}
             if len(chosen) >= lacking:
                 break
@@ -206,13 +205,11 @@ class _Sweep:
                 heapq.heappush(self.wake_ups, at + self.patience_s)
             elif at - fits_since >= self.patience_s:
                 continue
-            return reserve(
-                needed, idle, ((end, len(self.on[running])) for end, running in self.expected), at
-            )
+            expected = ((end, len(self.on[running])) for end, running in self.expected)
+            return reserve(needed, idle, expected, at)
         return NOTHING_RESERVED
 
     def trace(self) -> Trace:
-        """The trace within the window of the log."""
         self._close(self.until, np.flatnonzero(self.idle))
         if not self.rows:
             raise BadInput(f'{self.jobs.path}: no node was ever idle; there is nothing to replay.')

@@ -71,9 +71,8 @@ def plain(axes: Axes) -> None:
 def _nodes(outcome: PoolResult, path: Path) -> Path:
     series = outcome.series
     # At most two bins for each step: more are of no use in a short trace.
-    edges = np.linspace(
-        outcome.start_s, outcome.end_s, min(BINS, max(60, 2 * len(series.times))) + 1
-    )
+    bins = min(BINS, max(60, 2 * len(series.times)))
+    edges = np.linspace(outcome.start_s, outcome.end_s, bins + 1)
     idle = means(series.times[:-1], series.times[1:], series.idle[:-1].astype(float), edges)
     bands = [means(*band, edges) for band in lanes(outcome)]
     figure = Figure(figsize=(11, 4.5), layout='constrained')
@@ -82,29 +81,15 @@ def _nodes(outcome: PoolResult, path: Path) -> Path:
     axes.stairs(idle, hours, fill=True, color=OFFERED)
     below = np.zeros(len(edges) - 1)
     for i, band in enumerate(bands):
-        axes.stairs(
-            below + band, hours, baseline=below, fill=True, color=TOL_MUTED[i % len(TOL_MUTED)]
-        )
+        color = TOL_MUTED[i % len(TOL_MUTED)]
+        axes.stairs(below + band, hours, baseline=below, fill=True, color=color)
         below = below + band
-    axes.set(
-        xlabel="hours of the trace's clock",
-        ylabel='nodes',
-        xlim=(hours[0], hours[-1]),
-        ylim=(0, None),
-    )
-    axes.legend(
-        handles=[
-            Patch(color=OFFERED, label='idle, not used'),
-            Patch(
-                color=TOL_MUTED[0],
-                label=f'used, one band for each of {len(bands)} trainers at a time',
-            ),
-        ],
-        loc='upper left',
-        bbox_to_anchor=(0, 1.12),
-        ncols=2,
-        frameon=False,
-    )
+    axes.set(xlim=(hours[0], hours[-1]), ylim=(0, None))
+    axes.set(xlabel="hours of the trace's clock", ylabel='nodes')
+    bands_of = f'used, one band for each of {len(bands)} trainers at a time'
+    unused = Patch(color=OFFERED, label='idle, not used')
+    handles = [unused, Patch(color=TOL_MUTED[0], label=bands_of)]
+    axes.legend(handles=handles, loc='upper left', bbox_to_anchor=(0, 1.12), ncols=2, frameon=False)
     plain(axes)
     return save(figure, path)
 
@@ -131,9 +116,8 @@ def lanes(outcome: PoolResult) -> list[tuple[Floats, Floats, Floats]]:
             used += 1
         lane[name] = heapq.heappop(free)
         heapq.heappush(busy, (last[name], lane[name]))
-    of_span = np.array(
-        [min(lane[name], MOST_LANES - 1) for name in series.span_trainer], dtype=np.int64
-    )
+    lanes_of = [min(lane[name], MOST_LANES - 1) for name in series.span_trainer]
+    of_span = np.array(lanes_of, dtype=np.int64)
     return [
         (series.span_start[here], series.span_end[here], series.span_nodes[here].astype(np.float64))
         for here in (of_span == i for i in range(min(used, MOST_LANES)))
@@ -160,13 +144,8 @@ def _node_seconds(outcome: PoolResult, path: Path) -> Path:
     axes.barh(range(len(there)), hours, color=[COLOURS[key] for key in there])
     axes.set_yticks(range(len(there)), [WHERE_THEY_WENT[key] for key in there])
     for i, found in enumerate(hours):
-        axes.annotate(
-            f'{100 * found * 3600 / outcome.idle_node_s:.1f} %',
-            (max(found, 0), i),
-            (4, 0),
-            textcoords='offset points',
-            va='center',
-        )
+        share, place = f'{100 * found * 3600 / outcome.idle_node_s:.1f} %', (max(found, 0), i)
+        axes.annotate(share, place, (4, 0), textcoords='offset points', va='center')
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel('idle node-hours')
@@ -186,13 +165,8 @@ def _decisions(outcome: PoolResult, path: Path) -> Path:
         right.plot(np.linspace(0, 100, len(took)), np.sort(took), color='#0072B2')
         for share in (50, 99):
             at = float(np.percentile(took, share))
-            right.annotate(
-                f'{share} %: {at:.2f} ms',
-                (share, at),
-                (-6, 4),
-                textcoords='offset points',
-                ha='right',
-            )
+            text = f'{share} %: {at:.2f} ms'
+            right.annotate(text, (share, at), (-6, 4), textcoords='offset points', ha='right')
             right.plot([share], [at], 'o', color=INK, markersize=4)
         left.set_yscale('log')
     left.set(xlabel='idle nodes', ylabel='ms for a decision')

@@ -52,8 +52,7 @@ def read_trace(
     if kind == 'idle':
         if machine_nodes is not None:
             raise BadInput(
-                f'{path} has idle intervals; the number of nodes of the machine '
-                f'({machine_nodes}) goes with job logs only.'
+                f'{path} has idle intervals; machine_nodes={machine_nodes} goes with job logs only.'
             )
         return read_idle(path, nodes, since, until)
     whole = holes(_READERS[kind](path, machine_nodes), patience_s)

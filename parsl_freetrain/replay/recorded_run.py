@@ -84,17 +84,11 @@ def changed(
             f'Run {run.name!r} used an allocator of its own, which the ledger does not have; only '
             'runs with a solver that has a name can be replayed.'
         )
-    return DecisionSettings(
-        ControllerSettings(
-            **{
-                **structs.asdict(own.controller),
-                'horizon_s': own.controller.horizon_s if horizon_s is None else horizon_s,
-                'metric': metric or own.controller.metric,
-            }
-        ),
-        solver or own.solver,
-        own.time_limit_s if time_limit_s is None else time_limit_s,
-    )
+    horizon_s = own.controller.horizon_s if horizon_s is None else horizon_s
+    limit_s = own.time_limit_s if time_limit_s is None else time_limit_s
+    new = {'horizon_s': horizon_s, 'metric': metric or own.controller.metric}
+    controller = ControllerSettings(**{**structs.asdict(own.controller), **new})
+    return DecisionSettings(controller, solver or own.solver, limit_s)
 
 
 def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> RunReplay:
@@ -132,30 +126,18 @@ def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> R
             same += 1
             continue
         gain = (was.objective - was.staying) / own.controller.horizon_s
-        differences.append(
-            Difference(
-                batch.seq,
-                batch.at - run.begun_at,
-                was.trigger,
-                Decided(was.allocation, _finite(gain)),
-                _decided(asked.answers[-1][1], settings) if again and asked.answers else None,
-            )
-        )
+        new = _decided(asked.answers[-1][1], settings) if again and asked.answers else None
+        old = Decided(was.allocation, _finite(gain))
+        differences.append(Difference(batch.seq, batch.at - run.begun_at, was.trigger, old, new))
     if not batches:
         raise BadInput(
             f'The ledger has no events of run {run.name!r} to replay; its runs of '
             'freetrain run or of a FreeTrainExecutor have them.'
         )
-    return RunReplay(
-        run.name,
-        settings,
-        decisions,
-        same,
-        reproduced,
-        _mean([_decided(mine, own) for mine, _ in asked.answers]),
-        _mean([_decided(other, settings) for _, other in asked.answers]),
-        tuple(differences),
-    )
+    mine = _mean([_decided(one, own) for one, _ in asked.answers])
+    others = _mean([_decided(other, settings) for _, other in asked.answers])
+    counts = decisions, same, reproduced
+    return RunReplay(run.name, settings, *counts, mine, others, tuple(differences))
 
 
 class _Asked:

@@ -54,24 +54,13 @@ class Series:
         times, idle, used, running, samples = np.array(instants, dtype=np.float64).T
         names, *span = zip(*spans, strict=True) if spans else ((), (), (), ())
         starts, ends, nodes = (np.array(column, dtype=np.float64) for column in span)
-        return cls(
-            times,
-            idle.astype(np.int64),
-            used.astype(np.int64),
-            running.astype(np.int64),
-            samples,
-            np.array(decision_s),
-            tuple(names),
-            starts,
-            ends,
-            nodes.astype(np.int64),
-        )
+        counts = idle.astype(np.int64), used.astype(np.int64), running.astype(np.int64)
+        took, ran = np.array(decision_s), nodes.astype(np.int64)
+        return cls(times, *counts, samples, took, tuple(names), starts, ends, ran)
 
 
 @dataclass(frozen=True, eq=False)
 class PoolResult:
-    """The outcome of one replay on one pool of nodes."""
-
     samples: float  #: trained, minus losses
     start_s: float  #: of the window, by the trace's clock
     end_s: float
@@ -163,8 +152,5 @@ class ReplayResult:
         known = self.oracle
         if known is None:
             return {}
-        return {
-            'oracle_samples': known.samples,
-            'oracle_work': known.work,
-            'work_ratio': known.learned_work / known.work if known.work > 0 else None,
-        }
+        ratio = known.learned_work / known.work if known.work > 0 else None
+        return {'oracle_samples': known.samples, 'oracle_work': known.work, 'work_ratio': ratio}

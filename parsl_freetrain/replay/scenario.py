@@ -86,9 +86,8 @@ class Scenario(Settings, frozen=True):
             raise BadInput(
                 f'No trainer is submitted before {self.trace.end_s:g} s, when the window ends.'
             )
-        by_class = {
-            name: most_at_once(part, self.known_ends) for name, part in self.trace.by_class.items()
-        }
+        parts = self.trace.by_class.items()
+        by_class = {name: most_at_once(part, self.known_ends) for name, part in parts}
         for t in self.trainers:
             for name, _ in t.trainer.class_curves:
                 if name not in by_class:
@@ -108,11 +107,8 @@ class Scenario(Settings, frozen=True):
     def costed(self, trainer: Trainer) -> Trainer:
         up_s = trainer.rescale_up_s if self.rescale_up_s is None else self.rescale_up_s
         down_s = trainer.rescale_down_s if self.rescale_down_s is None else self.rescale_down_s
-        return replace(
-            trainer,
-            rescale_up_s=up_s * self.rescale_cost,
-            rescale_down_s=down_s * self.rescale_cost,
-        )
+        factor = self.rescale_cost
+        return replace(trainer, rescale_up_s=up_s * factor, rescale_down_s=down_s * factor)
 
 
 def replay(scenario: Scenario) -> ReplayResult:
@@ -181,9 +177,8 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> PoolResult:
     settings = structs.replace(scenario.settings, idle_block_s=float('inf'), retries=0)
     # No child process is needed: a crash of the solver ends only the replay.
     allocator = allocator_named(scenario.solver, time_limit_s=scenario.time_limit_s, isolated=False)
-    controller = Controller(
-        allocator, settings, objectives_of(scenario.trainers) if scenario.by_file else None
-    )
+    metric = objectives_of(scenario.trainers) if scenario.by_file else None
+    controller = Controller(allocator, settings, metric)
     try:
         return run(trace, known_ends, runs, controller, scenario.learning)
     except DecisionFailed as failed:  # such as a solver that is not for several classes
@@ -197,24 +192,15 @@ def constant_pool(trace: Trace, nodes: int | None = None) -> Trace:
     if nodes is not None:
         counts = {'': nodes}
     classes = [name for name, count in counts.items() for _ in range(count)]
-    return Trace(
-        tuple(f'node{i:05d}' for i in range(len(classes))),
-        trace.start_s,
-        trace.end_s,
-        np.full(len(classes), trace.start_s),
-        np.full(len(classes), trace.end_s),
-        np.arange(len(classes)),
-        np.full(len(classes), np.inf),
-        tuple(filter(None, classes)),
-    )
+    count, names = len(classes), tuple(f'node{i:05d}' for i in range(len(classes)))
+    start, end = (np.full(count, at) for at in (trace.start_s, trace.end_s))
+    rows = start, end, np.arange(count), np.full(count, np.inf)
+    return Trace(names, trace.start_s, trace.end_s, *rows, tuple(filter(None, classes)))
 
 
 def most_at_once(trace: Trace, known_ends: bool) -> int:
     starts, ends, _, _ = trace.intervals(known_ends)
     at = np.unique(starts)
-    return int(
-        (
-            np.searchsorted(np.sort(starts), at, side='right')
-            - np.searchsorted(np.sort(ends), at, side='right')
-        ).max(initial=0)
-    )
+    before = (np.searchsorted(np.sort(moments), at, side='right') for moments in (starts, ends))
+    begun, ended = before
+    return int((begun - ended).max(initial=0))

@@ -63,13 +63,7 @@ class Measuring:
             run = runs[name]
             heappush(self._due, (at + wait_s, name, fragment, 2 * wait_s))
             factor = math.exp(self._learning.noise * self._random.standard_normal())
-            events.append(
-                ev.FragmentProgressed(
-                    at,
-                    name,
-                    fragment,
-                    max(int(run.samples + run.rate * (at - run.since)), 0),
-                    run.rate * factor,
-                )
-            )
+            samples = max(int(run.samples + run.rate * (at - run.since)), 0)
+            rate = run.rate * factor
+            events.append(ev.FragmentProgressed(at, name, fragment, samples, rate))
         return events

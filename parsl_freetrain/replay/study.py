@@ -156,9 +156,8 @@ class Study(Settings, frozen=True, kw_only=True):
             # An unknown kind of file counts as idle intervals.
             hint = '' if found == 'idle' else f'; it looks like what --{found} takes'
             raise BadInput(f'{path} does not look like what --{kind} takes{hint}.')
-        return read_trace(
-            path, self.nodes, self.since, self.until, machine_nodes=self.machine_nodes
-        )
+        part = self.nodes, self.since, self.until
+        return read_trace(path, *part, machine_nodes=self.machine_nodes)
 
     def read_trainers(self) -> tuple[ReplayTrainer, ...]:
         from parsl_freetrain.replay.trainers import read_trainers
@@ -186,26 +185,14 @@ class Study(Settings, frozen=True, kw_only=True):
             habits=None if self.habits is None else read_habits(self.habits, trace.names),
             trainers_at_a_time=None if self.max_trainers == 'all' else self.max_trainers,
         )
-        return Scenario(
-            trace,
-            trainers or self.read_trainers(),
-            settings,
-            self.solver,
-            self.time_limit,
-            self.known_ends,
-            self.rescale_cost,
-            self.rescale_up,
-            self.rescale_down,
-            by_file=objective is None,
-            learning=learning,
-        )
+        costs = self.rescale_cost, self.rescale_up, self.rescale_down
+        how = settings, self.solver, self.time_limit, self.known_ends, *costs
+        who = trainers or self.read_trainers()
+        return Scenario(trace, who, *how, by_file=objective is None, learning=learning)
 
     def _learning(self) -> CurveLearning | None:
-        told = {
-            name: value
-            for name in ('noise', 'measure_s', 'seed')
-            if (value := getattr(self, name)) is not None
-        }
+        stated = {name: getattr(self, name) for name in ('noise', 'measure_s', 'seed')}
+        told = {name: value for name, value in stated.items() if value is not None}
         if self.curves == 'learned':
             from parsl_freetrain.replay.speed_measuring import CurveLearning
 

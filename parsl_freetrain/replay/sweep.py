@@ -24,9 +24,8 @@ MOST_CASES = 10_000
 
 def requests(options: Mapping[str, object], swept: Mapping[str, Sequence[object]]) -> list[Study]:
     """One request for every combination of the swept values; raises BadInput."""
-    combinations = [
-        dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())
-    ]
+    product = itertools.product(*swept.values())
+    combinations = [dict(zip(swept, values, strict=True)) for values in product]
     if len(combinations) > MOST_CASES:
         raise BadInput(
             f'These sweeps ask for {len(combinations)} replays; {MOST_CASES} are the most at once.'

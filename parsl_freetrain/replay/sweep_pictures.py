@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,25 +38,15 @@ def draw(table: pd.DataFrame, swept: Sequence[str], folder: Path) -> list[Path]:
     list of pathlib.Path
         The files.
     """
-    numbers = [
-        name
-        for name in swept
-        if pd.api.types.is_numeric_dtype(table[name])
-        and not pd.api.types.is_bool_dtype(table[name])
-    ]
-    return [
-        *(
-            _efficiency(
-                table,
-                name,
-                [other for other in swept if other != name],
-                folder / f'efficiency-{name.replace("_", "-")}.png',
-            )
-            for name in numbers
-        ),
-        _node_seconds(table, swept, folder / 'node-seconds.png'),
-        _decisions(table, swept, folder / 'decisions.png'),
-    ]
+    numeric, boolean = pd.api.types.is_numeric_dtype, pd.api.types.is_bool_dtype
+    numbers = [name for name in swept if numeric(table[name]) and not boolean(table[name])]
+    drawn = []
+    for name in numbers:
+        others = [other for other in swept if other != name]
+        file = folder / f'efficiency-{name.replace("_", "-")}.png'
+        drawn.append(_efficiency(table, name, others, file))
+    waits, took = folder / 'node-seconds.png', folder / 'decisions.png'
+    return [*drawn, _node_seconds(table, swept, waits), _decisions(table, swept, took)]
 
 
 def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Path) -> Path:
@@ -68,22 +59,14 @@ def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Pat
             f'{other.replace("_", " ")} {_text(value)}'
             for other, value in zip(others, values, strict=True)
         )
-        axes.plot(
-            in_order[name],
-            in_order['efficiency'].astype(float),
-            'o-',
-            markersize=4,
-            color=TOL_MUTED[i % len(TOL_MUTED)],
-            label=label if others and i < MOST_LINES else None,
-        )
+        style: Any = {'markersize': 4, 'color': TOL_MUTED[i % len(TOL_MUTED)]}
+        style['label'] = label if others and i < MOST_LINES else None
+        axes.plot(in_order[name], in_order['efficiency'].astype(float), 'o-', **style)
     least, most = float(table[name].min()), float(table[name].max())
     if least > 0 and most > WIDE * least:
         axes.set_xscale('log')
-        axes.set_xticks(
-            sorted(set(table[name])),
-            [_text(value) for value in sorted(set(table[name]))],
-            minor=False,
-        )
+        ticks = sorted(set(table[name]))
+        axes.set_xticks(ticks, list(map(_text, ticks)), minor=False)
         axes.minorticks_off()
     axes.set(xlabel=name.replace('_', ' '), ylabel='efficiency U')
     axes.grid(alpha=0.3)
@@ -116,11 +99,8 @@ def _node_seconds(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path
 def _decisions(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path:
     figure = Figure(figsize=(8, 1.6 + 0.3 * len(table)), layout='constrained')
     axes = figure.subplots()
-    for which, label, mark in (
-        ('p50', 'median', 'o'),
-        ('p99', '99 %', 'D'),
-        ('max', 'longest', '|'),
-    ):
+    marks = ('p50', 'median', 'o'), ('p99', '99 %', 'D'), ('max', 'longest', '|')
+    for which, label, mark in marks:
         axes.plot(
             table[f'decision_ms_{which}'], range(len(table)), mark, color='#0072B2', label=label
         )
@@ -134,10 +114,8 @@ def _decisions(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path:
 
 
 def _name_rows(axes: Axes, table: pd.DataFrame, swept: Sequence[str]) -> None:
-    labels = [
-        ', '.join(_text(value) for value in row)
-        for row in table[list(swept)].itertuples(index=False)
-    ]
+    rows = table[list(swept)].itertuples(index=False)
+    labels = [', '.join(map(_text, row)) for row in rows]
     axes.set_yticks(range(len(table)), labels)
     axes.set_ylabel(', '.join(name.replace('_', ' ') for name in swept))
     axes.invert_yaxis()

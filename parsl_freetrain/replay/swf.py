@@ -72,11 +72,8 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     """
     lines = read_lines(path, 'a job log in Standard Workload Format')
     header = {m[1]: m[2] for line in lines if line.startswith(';') and (m := _HEADER.match(line))}
-    rows = [
-        (number, _numbers(path, number, line))
-        for number, line in enumerate(lines, 1)
-        if line.strip() and not line.startswith(';')
-    ]
+    said = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and line[0] != ';']
+    rows = [(number, _numbers(path, number, line)) for number, line in said]
     if not rows:
         raise BadInput(f'{path} has no jobs; give a job log in Standard Workload Format.')
     _check_order(path, rows)
@@ -148,11 +145,8 @@ def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
 def _whole_jobs(rows: list[tuple[int, list[float]]]) -> tuple[list[tuple[int, list[float]]], int]:
     """The lines without those about parts of a job that has a line of its own, and their number."""
     whole = {row[0] for _, row in rows if _filled(row)[_STATUS] not in _PARTS}
-    kept = [
-        (number, row)
-        for number, row in rows
-        if _filled(row)[_STATUS] not in _PARTS or row[0] not in whole
-    ]
+    said = ((number, row, _filled(row)[_STATUS] in _PARTS) for number, row in rows)
+    kept = [(number, row) for number, row, part in said if not part or row[0] not in whole]
     return kept, len(rows) - len(kept)
 
 
@@ -185,11 +179,6 @@ def _job(number: int, row: list[float], per_node: float) -> Job | None:
     if row[_WAIT] < 0 or row[_SUBMIT] < 0 or not processors:
         return None
     start = row[_SUBMIT] + row[_WAIT]
-    return Job(
-        number,
-        row[_SUBMIT],
-        start,
-        start + max(row[_RUN], 0.0),
-        math.ceil(processors / per_node),
-        row[_LIMIT] if row[_LIMIT] > 0 else math.inf,
-    )
+    nodes, end = math.ceil(processors / per_node), start + max(row[_RUN], 0.0)
+    limit = row[_LIMIT] if row[_LIMIT] > 0 else math.inf
+    return Job(number, row[_SUBMIT], start, end, nodes, limit)

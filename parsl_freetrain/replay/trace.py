@@ -72,8 +72,7 @@ class Trace:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and self.start_s < self.end_s < math.inf):
             raise BadInput(
-                f'The window of a trace goes from {self.start_s:g} s to {self.end_s:g} '
-                's; it must end after its start.'
+                f'The window from {self.start_s:g} s to {self.end_s:g} s must end after its start.'
             )
         if not len(self.starts) == len(self.ends) == len(self.nodes) == len(self.known_until):
             raise BadInput('The columns of a trace must be equally long.')
@@ -94,17 +93,15 @@ class Trace:
                 f'An idle interval goes from {self.starts[row]:g} s to {self.ends[row]:g} s; it '
                 f'must end after its start and lie within {self.start_s:g} s and {self.end_s:g} s.'
             )
-        if len(self.nodes) and not 0 <= int(self.nodes.min()) <= int(self.nodes.max()) < len(
-            self.names
-        ):
+        least, most = (self.nodes.min(), self.nodes.max()) if len(self.nodes) else (0, -1)
+        if least < 0 or most >= len(self.names):
             raise BadInput(
                 f'A trace has an interval of node {int(self.nodes.max())}; its '
                 f'{len(self.names)} nodes are numbered from 0.'
             )
         if np.isnan(self.known_until).any():
             raise BadInput(
-                'A trace has an interval whose known end is not a number; where nothing '
-                'is known it must be infinite.'
+                'The known end of an interval is not a number; what is not known must be infinite.'
             )
         order = self._by_node()
         same = np.diff(self.nodes[order]) == 0
@@ -147,12 +144,8 @@ class Trace:
         if not np.isfinite(self.known_until).any():
             return self.starts, self.ends, self.nodes
         order = self._by_node()
-        starts, ends, nodes, known = (
-            self.starts[order],
-            self.ends[order],
-            self.nodes[order],
-            self.known_until[order],
-        )
+        starts, ends = self.starts[order], self.ends[order]
+        nodes, known = self.nodes[order], self.known_until[order]
         goes_on = (nodes[:-1] == nodes[1:]) & (ends[:-1] == starts[1:]) & (known[:-1] <= ends[:-1])
         first = np.concatenate([[True], ~goes_on])
         last = np.concatenate([~goes_on, [True]])
@@ -171,12 +164,8 @@ class Trace:
         ends, left = ends[order], nodes[order]
         at = np.unique(np.concatenate([starts, ends]))
         joins, leaves = _cuts(starts, at), _cuts(ends, at)
-        return tuple(
-            PoolChange(t, nodes[a:b], left[c:d], known[a:b])
-            for t, a, b, c, d in zip(
-                at.tolist(), joins, joins[1:], leaves, leaves[1:], strict=False
-            )
-        )
+        each = zip(at.tolist(), joins, joins[1:], leaves, leaves[1:], strict=False)
+        return tuple(PoolChange(t, nodes[a:b], left[c:d], known[a:b]) for t, a, b, c, d in each)
 
     def idle_node_s(self, known_ends: bool = False) -> float:
         """Node-seconds in the pool; ``known_ends``: as for :meth:`intervals`."""
@@ -205,25 +194,17 @@ class Trace:
         names = tuple(sorted(self.names)[:nodes])
         classes = dict(zip(self.names, self.node_classes, strict=False))
         place = {name: i for i, name in enumerate(names)}
-        renumbered = np.array([place.get(name, -1) for name in self.names], dtype=np.int64)[
-            self.nodes
-        ]
+        places = np.array([place.get(name, -1) for name in self.names], dtype=np.int64)
+        renumbered = places[self.nodes]
         starts, ends = np.maximum(self.starts, start_s), np.minimum(self.ends, end_s)
         keep = (renumbered >= 0) & (starts < ends)
         if not keep.any():
             raise BadInput(
                 f'None of {len(names)} nodes is idle from {start_s:g} s to {end_s:g} s; {whole}.'
             )
-        return Trace(
-            names,
-            start_s,
-            end_s,
-            starts[keep],
-            ends[keep],
-            renumbered[keep],
-            self.known_until[keep],
-            tuple(classes[name] for name in names if classes),
-        )
+        of_class = tuple(classes[name] for name in names if classes)
+        rows = starts[keep], ends[keep], renumbered[keep], self.known_until[keep]
+        return Trace(names, start_s, end_s, *rows, of_class)
 
     @property
     def by_class(self) -> dict[str, Trace]:
@@ -231,16 +212,12 @@ class Trace:
         if not self.node_classes:
             return {'': self}
         kinds = np.array(self.node_classes)[self.nodes]
-        return {
-            name: replace(
-                self,
-                starts=self.starts[kinds == name],
-                ends=self.ends[kinds == name],
-                nodes=self.nodes[kinds == name],
-                known_until=self.known_until[kinds == name],
-            )
-            for name in sorted(set(self.node_classes))
-        }
+        fields = ('starts', 'ends', 'nodes', 'known_until')
+        parts: dict[str, Trace] = {}
+        for name in sorted(set(self.node_classes)):
+            rows = {field: getattr(self, field)[kinds == name] for field in fields}
+            parts[name] = replace(self, **rows)
+        return parts
 
 
 def _cuts(times: Floats, at: Floats) -> Sequence[int]:

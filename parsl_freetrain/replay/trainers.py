@@ -83,9 +83,7 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
         where = f'{path}: trainer {name!r}'
         row = read_settings(_Row, where, raw)
         if row.name in trainers:
-            raise BadInput(
-                f'{path}: two trainers are called {row.name!r}; each needs a name of its own.'
-            )
+            raise BadInput(f'{path}: two trainers are called {row.name!r}; name each differently.')
         try:
             trainers[row.name] = _trainer(row)
         except BadInput as error:
@@ -102,9 +100,8 @@ def _trainer(row: _Row) -> ReplayTrainer:
     if row.objective and row.class_samples_per_s:
         raise BadInput('objective does not go with class_samples_per_s; name one in a study.')
     nodes = row.nodes
-    on_class = {
-        name: ScalingCurve(nodes, rates) for name, rates in (row.class_samples_per_s or {}).items()
-    }
+    per_class = (row.class_samples_per_s or {}).items()
+    on_class = {name: ScalingCurve(nodes, rates) for name, rates in per_class}
     curve = ScalingCurve(nodes, row.samples_per_s) if row.samples_per_s else None
     objective = ScalingCurve(nodes, row.objective) if row.objective else curve
     trainer = Trainer(

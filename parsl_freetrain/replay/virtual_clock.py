@@ -52,15 +52,9 @@ class Holes:
             if self._apart:
                 self._block.update(dict.fromkeys(nodes, block))
                 self._size[block] = len(nodes)
-            events.append(
-                ev.NodesJoined(
-                    change.at,
-                    block,
-                    tuple(self._names[node] for node in nodes),
-                    None if math.isinf(until) else until,
-                    node_class,
-                )
-            )
+            named = tuple(self._names[node] for node in nodes)
+            end = None if math.isinf(until) else until
+            events.append(ev.NodesJoined(change.at, block, named, end, node_class))
         return events
 
 
@@ -82,16 +76,12 @@ def run(
     accounts = Accounts(trace.start_s)
     measuring = None if learning is None else Measuring(learning)
     world = World(controller, accounts, trainers, measuring)
-    holes = Holes(
-        trace.names, known_ends or not controller.settings.spans_blocks, trace.node_classes
-    )
+    known = known_ends or not controller.settings.spans_blocks
+    holes = Holes(trace.names, known, trace.node_classes)
     changes = trace.changes(known_ends)
     in_order = sorted(trainers.values(), key=lambda trainer: trainer.submit_s)
-    queue = [
-        (max(trainer.submit_s, trace.start_s), trainer)
-        for trainer in in_order
-        if trainer.submit_s < trace.end_s
-    ]
+    within = [trainer for trainer in in_order if trainer.submit_s < trace.end_s]
+    queue = [(max(trainer.submit_s, trace.start_s), trainer) for trainer in within]
     c = s = 0
     while True:
         completion = world.next_completion_s()

@@ -70,16 +70,10 @@ class World:
         finished = self._finish(at)
         if leaving is not None:
             holder = self._controller.state.pool.holder
-            losers = dict.fromkeys(
-                name
-                for node in leaving.nodes
-                if (name := holder.get(node)) and name not in finished
-            )
-            due = [
-                name
-                for name in losers
-                if (end := self._runs[name].deadline_s) is not None and end <= at
-            ]
+            hit = filter(None, map(holder.get, leaving.nodes))
+            losers = dict.fromkeys(name for name in hit if name not in finished)
+            ends = {name: self._runs[name].deadline_s for name in losers}
+            due = [name for name, end in ends.items() if end is not None and end <= at]
             events += (self._ended(name, at, Ending.STOPPED, Interruption.EXPIRED) for name in due)
             events.append(leaving)
         events += closing
@@ -101,11 +95,8 @@ class World:
         self._settle()
         pool = self._controller.state.pool
         free = len(pool.nodes) - self._accounts.used
-        self._accounts.close_instant(
-            len(pool.nodes),
-            why_unused(self._controller, self._runs, at) if free else Idle(),
-            thought_s,
-        )
+        idle = why_unused(self._controller, self._runs, at) if free else Idle()
+        self._accounts.close_instant(len(pool.nodes), idle, thought_s)
 
     def _shown(self, run: RecordedJob) -> Trainer:
         return replace(run.trainer, curve=None, class_curves=()) if self._measuring else run.trainer

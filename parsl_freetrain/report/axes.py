@@ -9,26 +9,8 @@ from dataclasses import dataclass
 MOST_TICKS = 5
 LARGEST = 1e300
 """Of larger values, the difference may be infinite."""
-_SECONDS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    14400,
-    21600,
-    43200,
-    86400,
-)
+_STEPS = (1, 2, 5, 10, 15, 30)
+_SECONDS = *_STEPS, *(60 * s for s in _STEPS), *(3600 * s for s in (1, 2, 4, 6, 12, 24))
 
 
 @dataclass(frozen=True)
@@ -42,16 +24,13 @@ class Scale:
 
     def part(self, value: float) -> float:
         """Position of a value: 0 at the low end, 1 at the high end, clipped to these."""
-        low, high, value = (
-            (math.log(max(v, self.low)) for v in (self.low, self.high, value))
-            if self.log
-            else (self.low, self.high, value)
-        )
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = (math.log(max(v, self.low)) for v in (low, high, value))
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
 def drawable(value: float) -> bool:
-    """Whether a chart can show a value: it is a number, and not beyond all measure."""
     return abs(value) <= LARGEST
 
 
@@ -65,25 +44,18 @@ def linear(
     if whole:
         step = max(1.0, math.ceil(step))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return Scale(
-        low, high, tuple((k * step, (name or number)(k * step)) for k in range(first, last + 1))
-    )
+    marks = tuple(k * step for k in range(first, last + 1))
+    return Scale(low, high, tuple((mark, (name or number)(mark)) for mark in marks))
 
 
 def seconds(high: float) -> Scale:
-    """An axis of durations from 0."""
     high = high if high > 0 else 1.0
     days = 86400 * math.ceil(high / MOST_TICKS / 86400)
-    step = (
-        next((s for s in _SECONDS if high / s <= MOST_TICKS), days)
-        if high > MOST_TICKS
-        else _round_step(high / MOST_TICKS)
-    )
-    return Scale(
-        0.0,
-        high,
-        tuple((k * step, duration(k * step)) for k in range(math.floor(high / step + 1e-9) + 1)),
-    )
+    step = _round_step(high / MOST_TICKS)
+    if high > MOST_TICKS:
+        step = next((s for s in _SECONDS if high / s <= MOST_TICKS), days)
+    ticks = [k * step for k in range(math.floor(high / step + 1e-9) + 1)]
+    return Scale(0.0, high, tuple((tick, duration(tick)) for tick in ticks))
 
 
 def logarithmic(low: float, high: float) -> Scale:
@@ -91,22 +63,14 @@ def logarithmic(low: float, high: float) -> Scale:
     if not high > low:
         low, high = low / 2, high * 2
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for digits, every in (
-        ((1, 2, 5), 1),
-        ((1, 3), 1),
-        *(((1,), k) for k in range(1, last - first + 1)),
-    ):
-        named = [
-            d * 10.0**k
-            for k in range(first, last + 1, every)
-            for d in digits
-            if low <= d * 10.0**k <= high
-        ]
+    rarer = (((1,), k) for k in range(1, last - first + 1))
+    for digits, every in (((1, 2, 5), 1), ((1, 3), 1), *rarer):
+        round_ones = [d * 10.0**k for k in range(first, last + 1, every) for d in digits]
+        named = [value for value in round_ones if low <= value <= high]
         if len(named) <= MOST_TICKS:
             break
-    return Scale(
-        low, high, tuple((value, number(value)) for value in named or [low, high]), log=True
-    )
+    ticks = tuple((value, number(value)) for value in named or [low, high])
+    return Scale(low, high, ticks, log=True)
 
 
 def number(value: float) -> str:
@@ -124,11 +88,8 @@ def duration(value: float) -> str:
     whole = round(value)
     days, rest = divmod(whole, 86400)
     hours, rest = divmod(rest, 3600)
-    clock = (
-        f'{hours}:{rest // 60:02d}:{rest % 60:02d}'
-        if hours or days
-        else f'{rest // 60}:{rest % 60:02d}'
-    )
+    minutes = f'{rest // 60:02d}' if hours or days else str(rest // 60)
+    clock = f'{hours}:{minutes}:{rest % 60:02d}' if hours or days else f'{minutes}:{rest % 60:02d}'
     return f'{days} d {clock}' if days else clock
 
 

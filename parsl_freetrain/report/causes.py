@@ -49,7 +49,6 @@ class Cause:
 
     @property
     def name(self) -> str:
-        """Class and cause, in words."""
         return NAMES.get((self.kind, self.cause), self.kind)
 
 

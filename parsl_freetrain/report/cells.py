@@ -16,7 +16,6 @@ CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done i
 
 
 def trainer_cells(t: TrainerNow) -> dict[str, str]:
-    """The texts for a trainer in all views, by :data:`CELLS`."""
     values = (
         str(t.nodes),
         samples_text(t),
@@ -43,7 +42,6 @@ def trainer_html(t: TrainerNow) -> str:
 
 
 def block_cells(block: BlockNow) -> dict[str, str]:
-    """The texts for a block in all views, by title of the column."""
     return {
         'block': block.name,
         'nodes': str(block.nodes),

@@ -40,7 +40,6 @@ def kinds(found: Figures) -> dict[str, str]:
 
 
 def nodes_over_time(found: Figures) -> Markup:
-    """Number of nodes offered, and number of nodes of each trainer."""
     clock, of = found.clock, kinds(found)
     steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
     room: list[tuple[float, int]] = []
@@ -56,21 +55,16 @@ def nodes_over_time(found: Figures) -> Markup:
             (clock.of(fragment.run, fragment.decided_at), count),
             (clock.of(fragment.run, end), -count),
         ]
-    grid = sorted(
-        {0.0, clock.length} | {x for changes in (room, *steps.values()) for x, _ in changes}
-    )
+    moments = {x for changes in (room, *steps.values()) for x, _ in changes}
+    grid = sorted({0.0, clock.length} | moments)
     if len(grid) > MOST_MOMENTS:
         grid = [clock.length * i / MOST_MOMENTS for i in range(MOST_MOMENTS + 1)]
     most = levels(room, grid)
     stacked = [(name, levels(steps[name], grid)) for name in [*of, ''] if name in steps]
-    peak = max(
-        [1, *most, *(sum(column) for column in zip(*(level for _, level in stacked), strict=True))]
-    )
-    chart = Chart(
-        seconds(clock.length),
-        linear(0, peak, whole=True),
-        f'nodes over time; at most {max(most)} were offered',
-    )
+    columns = zip(*(level for _, level in stacked), strict=True)
+    peak = max([1, *most, *map(sum, columns)])
+    label = f'nodes over time; at most {max(most)} were offered'
+    chart = Chart(seconds(clock.length), linear(0, peak, whole=True), label)
     chart.steps(grid, [0] * len(grid), most, 'offered', 'offered')
     floor = [0] * len(grid)
     for name, level in stacked:
@@ -89,21 +83,16 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
     if not 0 < len(names) <= MOST_ROWS:
         return None
     row = {name: i for i, name in enumerate(names)}
-    chart = Chart(
-        seconds(clock.length),
-        None,
-        f'what each of {len(names)} nodes did',
-        'tall' if len(names) > 12 else 'middle',
-    )
+    label, size = f'what each of {len(names)} nodes did', 'tall' if len(names) > 12 else 'middle'
+    chart = Chart(seconds(clock.length), None, label, size)
     boxes: dict[tuple[str, str, str], list[Box]] = defaultdict(list)
 
     def add(
         kind: tuple[str, str, str], run: int, name: str, times: Sequence[Interval], margin: float
     ) -> None:
         top, bottom = (row[name] + margin) / len(names), (row[name] + 1 - margin) / len(names)
-        boxes[kind] += [
-            (clock.of(run, start), clock.of(run, end), top, bottom) for start, end in times
-        ]
+        seen = ((clock.of(run, start), clock.of(run, end)) for start, end in times)
+        boxes[kind] += [(start, end, top, bottom) for start, end in seen]
 
     for run in history.runs:
         until = clock.until[run.id]
@@ -150,25 +139,14 @@ def loss_over_samples(trainer: str, loss: Loss, kind: str) -> Markup | None:
     y = _loss_axis(loss)
     if y is None:
         return None
-    chart = Chart(
-        linear(0, max(p.samples for line in loss.fragments for p in line)),
-        y,
-        f'loss of {trainer} over samples',
-        'low',
-    )
+    x = linear(0, max(p.samples for line in loss.fragments for p in line))
+    chart = Chart(x, y, f'loss of {trainer} over samples', 'low')
     for i, line in enumerate(loss.fragments):
-        chart.line(
-            [(p.samples, p.loss) for p in line],
-            kind,
-            f'{trainer}, part {i + 1} of {len(loss.fragments)}',
-        )
+        part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
+        chart.line([(p.samples, p.loss) for p in line], kind, part)
     for samples, at_s in loss.preempted:
-        chart.upright(
-            samples,
-            'preempted',
-            f'preempted at {number(samples)} samples, after {duration(at_s)}',
-            behind=True,
-        )
+        where = f'preempted at {number(samples)} samples, after {duration(at_s)}'
+        chart.upright(samples, 'preempted', where, behind=True)
     return chart.svg()
 
 
@@ -179,18 +157,11 @@ def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Marku
         return None
     chart = Chart(seconds(found.clock.length), y, f'loss of {trainer} over time', 'low')
     for i, line in enumerate(loss.fragments):
-        chart.line(
-            [(p.at_s, p.loss) for p in line],
-            kind,
-            f'{trainer}, part {i + 1} of {len(loss.fragments)}',
-        )
+        part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
+        chart.line([(p.at_s, p.loss) for p in line], kind, part)
     for samples, at_s in loss.preempted:
-        chart.upright(
-            at_s,
-            'preempted',
-            f'preempted after {duration(at_s)}, at {number(samples)} samples',
-            behind=True,
-        )
+        where = f'preempted after {duration(at_s)}, at {number(samples)} samples'
+        chart.upright(at_s, 'preempted', where, behind=True)
     _joints(chart, found)
     return chart.svg()
 
@@ -224,46 +195,30 @@ def scaling(learned: Scaling, kind: str) -> Markup | None:
     points = [*learned.curve, *((n, rate) for n, rate, _ in learned.measured)]
     if not points:
         return None
-    chart = Chart(
-        linear(0, max(n for n, _ in points), whole=True),
-        linear(0, max(rate for _, rate in points) or 1.0),
-        f'samples per second of {learned.trainer} over nodes',
-        'low',
-    )
-    chart.line(
-        [(0, 0.0), *learned.curve],
-        f'{kind} thin',
-        'the stated curve, scaled' if learned.stated else 'the learned curve',
-    )
+    x = linear(0, max(n for n, _ in points), whole=True)
+    y = linear(0, max(rate for _, rate in points) or 1.0)
+    chart = Chart(x, y, f'samples per second of {learned.trainer} over nodes', 'low')
+    name = 'the stated curve, scaled' if learned.stated else 'the learned curve'
+    chart.line([(0, 0.0), *learned.curve], f'{kind} thin', name)
     for n, rate, count in learned.measured:
-        chart.dot(
-            (n, rate),
-            kind,
-            f'measured: {number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}, '
-            f'median, in {count} {"fragment" if count == 1 else "fragments"}',
-        )
+        speed = f'{number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}'
+        times = f'{count} {"fragment" if count == 1 else "fragments"}'
+        chart.dot((n, rate), kind, f'measured: {speed}, median, in {times}')
     return chart.svg()
 
 
 def predicted_and_actual(found: Figures) -> Markup | None:
     """Samples expected by decisions against samples trained and kept; None: nothing to compare."""
     of = kinds(found)
-    pairs = [
-        (o, o.expected, o.trained)
-        for o in found.outcomes
-        if o.expected is not None and o.expected >= 1
-    ]
+    known = [(o, o.expected) for o in found.outcomes if o.expected is not None]
+    pairs = [(o, expected, o.trained) for o, expected in known if expected >= 1]
     if not pairs:
         return None
     values = [v for _, expected, trained in pairs for v in (expected, trained) if v >= 1]
     low, high = min(values), max(values)
     x, y = logarithmic(low, high), logarithmic(low, high)
-    chart = Chart(
-        x,
-        y,
-        f'{len(pairs)} decisions: samples as predicted, to the right, and as trained, upwards',
-        'middle',
-    )
+    label = 'decisions: samples as predicted, to the right, and as trained, upwards'
+    chart = Chart(x, y, f'{len(pairs)} {label}', 'middle')
     chart.line([(x.low, y.low), (x.high, y.high)], 'equal', 'as predicted')
     for outcome, expected, trained in pairs:
         chart.dot(

@@ -13,7 +13,6 @@ from parsl_freetrain.report.axes import duration, number
 
 
 def resource(name: str) -> str:
-    """A file of this package."""
     return (files('parsl_freetrain.report') / name).read_text(encoding='utf-8')
 
 
@@ -44,7 +43,6 @@ def clipped(text: str, most: int = 400) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share of a whole."""
     return f'{100 * part / whole:.1f} %' if whole else '–'
 
 

@@ -38,8 +38,6 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Figures:
-    """The contents of a report."""
-
     title: str  #: the run's name, or the number of runs
     trainers: str  #: the first ones' names
     history: History

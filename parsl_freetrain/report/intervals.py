@@ -58,7 +58,6 @@ def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interv
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in a merged set."""
     return sum(end - start for start, end in intervals)
 
 

@@ -45,8 +45,6 @@ class RescaleCost:
 
 @dataclass(frozen=True)
 class ShapeTried:
-    """A shape that a trainer has had."""
-
     trainer: str
     nodes: int
     shape: str
@@ -58,12 +56,9 @@ class ShapeTried:
 
 def scalings(history: History) -> dict[str, list[Scaling]]:
     """By trainer, for each class on which it was measured; all runs of a resumed workflow count."""
-    fragments = Counter(
-        (fragment.trainer, *place_of(run, fragment))
-        for run in history.runs
-        for fragment in run.fragments.values()
-        if any(report.rate for report in fragment.progress)
-    )
+    every = ((run, one) for run in history.runs for one in run.fragments.values())
+    seen = ((run, one) for run, one in every if any(report.rate for report in one.progress))
+    fragments = Counter((one.trainer, *place_of(run, one)) for run, one in seen)
     trainers = {one.name: one.trainer for one in history.trainings}
     return {
         name: [
@@ -112,7 +107,6 @@ def rescale_costs(history: History) -> list[RescaleCost]:
 
 
 def _changes(training: Training) -> list[tuple[str, float]]:
-    """Each change, and what it cost."""
     reported = {event.fragment: event.seconds for event in training.rescaled}
     fragments, found = training.fragments, []
     if fragments and fragments[0].started_at is not None:

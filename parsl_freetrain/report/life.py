@@ -25,8 +25,6 @@ SAME_START_S = 2.0
 
 @dataclass(frozen=True)
 class Liveness:
-    """The state of a run."""
-
     state: str  #: 'running', 'ended', 'silent' (it may have died, or cannot write) or 'died'
     sentence: str = ''  #: an explanation if the run is silent or has died; otherwise empty
 
@@ -65,9 +63,8 @@ def life_of(
             f'This run died: {process} ended without a word, and another run has begun since.',
         )
     if living is False:
-        return Liveness(
-            'died', f'This run died: {process} is gone, and did not end it. {_how_to_resume(run)}'
-        )
+        how = f'{process} is gone, and did not end it. {_how_to_resume(run)}'
+        return Liveness('died', f'This run died: {how}')
     silent_s = now - run.last_at
     if silent_s > SILENT_S:
         return Liveness(

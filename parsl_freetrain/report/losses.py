@@ -24,8 +24,6 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class Loss:
-    """One trainer's loss."""
-
     #: One line for each fragment; samples that were repeated after a preemption appear twice.
     fragments: tuple[tuple[LossPoint, ...], ...] = ()
     #: Where fragments were preempted: samples reached, seconds on the report's clock.

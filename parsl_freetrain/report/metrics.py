@@ -22,8 +22,6 @@ MOST_TRAINERS, MOST_METRICS = 8, 12
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A value of a metric."""
-
     samples: int
     epochs: float | None  #: None if the trainer's total is not in epochs
     seconds: float  #: on the report's clock
@@ -50,7 +48,6 @@ class MetricView:
             raise BadInput(f'--smooth is {self.smooth:g}; it must be from 0 to below 1.')
 
     def line(self, curve: Sequence[CurvePoint]) -> list[tuple[float, float]]:
-        """The points of a curve on this axis."""
         at = ((getattr(point, self.axis), point.value) for point in curve)
         return [(x, value) for x, value in at if x is not None]
 

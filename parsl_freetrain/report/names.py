@@ -29,8 +29,7 @@ def run_named(names: Sequence[str], given: str | None) -> str | None:
         return found[0]
     if found:
         raise BadInput(
-            f'{len(found)} runs have names that begin with {given!r}: {_list(found)}; '
-            'give more of the name.'
+            f'{len(found)} runs have names that begin with {given!r}: {_list(found)}; give more.'
         )
     raise BadInput(
         f'There is no run {given!r} in this ledger; it has '
@@ -43,8 +42,7 @@ def trainer_named(names: Iterable[str], given: str) -> str:
     known = list(names)
     if given not in known:
         raise BadInput(
-            f'There is no trainer {given!r} in this run; it has '
-            f'{_list(nearest(given, known)) or "none"}.'
+            f'There is no trainer {given!r} here; it has {_list(nearest(given, known)) or "none"}.'
         )
     return given
 

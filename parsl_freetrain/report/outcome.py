@@ -95,10 +95,9 @@ def _of_trainer(
             cost = known.cost_s(held, count) * old.rate_at(held)
             expected = max(0.0, curve.rate_at(count) * seconds - cost)
             staying = old.rate_at(was) * seconds
-        done = trained.until(at + seconds) - trained.until(at)
-        yield DecisionOutcome(
-            name, run.id, number, at, at + seconds, was, count, expected, staying, done
-        )
+        then = at + seconds
+        done = trained.until(then) - trained.until(at)
+        yield DecisionOutcome(name, run.id, number, at, then, was, count, expected, staying, done)
 
 
 class _KnownThen:
@@ -121,7 +120,6 @@ class _KnownThen:
         self._seen = 0
 
     def until(self, at: float) -> None:
-        """Take in what had happened by then."""
         while self._seen < len(self._facts) and self._facts[self._seen][1].at <= at:
             place, event = self._facts[self._seen]
             if isinstance(event, ev.FragmentProgressed):
@@ -152,14 +150,9 @@ def _before(name: str, decided: Sequence[ev.Decided], fragments: Sequence[Fragme
         held = decision.current.get(name, 0)
         before.append(held or (given if on_its_way else 0))
         given = decision.allocation[name]
-        done = next(
-            (
-                action
-                for action in decision.actions
-                if isinstance(action, ev.StartFragment | ev.StopFragment) and action.trainer == name
-            ),
-            None,
-        )
+        kinds = ev.StartFragment | ev.StopFragment
+        mine = (one for one in decision.actions if isinstance(one, kinds) and one.trainer == name)
+        done = next(mine, None)
         # The trainer waits until its own fragment or those of others have stopped.
         on_its_way = (
             not held
@@ -195,7 +188,6 @@ class _Trained:
             total = self._samples[-1]
 
     def until(self, at: float) -> float:
-        """Samples trained until ``at``."""
         i = bisect_right(self._times, at)
         if i == 0 or i == len(self._times):
             return self._samples[max(0, i - 1)] if self._samples else 0.0

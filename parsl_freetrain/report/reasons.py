@@ -118,7 +118,6 @@ def decision_about(
 
 
 def describe(action: ev.Action) -> str:
-    """An action in a few words."""
     match action:
         case ev.OpenBlock(request):
             on_class = f' on {request.node_class}' if request.node_class else ''
@@ -149,10 +148,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
         return 'It waits for the next decision.'
     if training.name not in last.allocation:
         turn = ', '.join(last.allocation) or 'none'
-        return (
-            'It waits for its turn: a limited number of trainers train at a time '
-            f'(trainers_at_a_time). Now: {turn}.'
-        )
+        return f'It waits for its turn: few train at a time (trainers_at_a_time). Now: {turn}.'
     if last.allocation[training.name]:
         return (
             f'It will get {nodes(last.allocation[training.name])} as soon as the trainers that '
@@ -219,13 +215,10 @@ def _given_back(run: RunState, now: float) -> str:
 
 
 def in_words(name: str, about: DecisionAbout) -> list[str]:
-    """A decision in two or three sentences."""
     trigger = ', '.join(TRIGGERS.get(word, word) for word in about.trigger.split('+'))
-    change = (
-        f'{name!r} keeps {nodes(about.nodes_after)}'
-        if about.nodes_before == about.nodes_after
-        else f'{name!r} goes from {about.nodes_before} to {nodes(about.nodes_after)}'
-    )
+    before = f'goes from {about.nodes_before} to'
+    verb = 'keeps' if about.nodes_before == about.nodes_after else before
+    change = f'{name!r} {verb} {nodes(about.nodes_after)}'
     others = shares(about.others)
     lines = [
         f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to give '
@@ -263,7 +256,6 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
 
 
 def _quality(status: str, gap: float | None) -> str:
-    """How good a decision is known to be."""
     return f'within {100 * gap:.2g} % of the optimum' if status == 'feasible' and gap else status
 
 
@@ -292,7 +284,6 @@ def shares(allocation: Mapping[str, int]) -> str:
 
 
 def nodes(count: int) -> str:
-    """'1 node', '2 nodes' and so on."""
     return '1 node' if count == 1 else f'{count} nodes'
 
 

@@ -172,7 +172,6 @@ def _last_decision(run: RunState, now: float) -> DecisionNow | None:
 def _trainer(
     training: Training, fragments: list[Fragment], going: bool, now: float, gain: float | None
 ) -> TrainerNow:
-    """``fragments``: those of earlier runs, too."""
     running = [f for f in training.fragments if f.ended is None] if going else []
     seen = [f.seen for f in running if f.seen is not None]
     rates = [report.rate for report in seen if report.rate is not None]
@@ -232,7 +231,6 @@ def _blocks(run: RunState, now: float) -> tuple[BlockNow, ...]:
 
 
 def _limits(history: History, run: RunState, now: float, going: bool) -> tuple[LimitNow, ...]:
-    """The limits of a run at ``now`` (epoch seconds), ``going``: while it goes on."""
     decides = DecisionSettings.of(run.began)
     if decides is None:
         return ()
@@ -256,7 +254,6 @@ def _limits(history: History, run: RunState, now: float, going: bool) -> tuple[L
 
 
 def limit_in_words(limit: LimitNow) -> str:
-    """One line about a limit."""
     whose = 'all trainers' if limit.whose == EVERYBODY else limit.whose
     if limit.kind == 'budget':
         spent = ', spent' if limit.used >= limit.limit else ''

@@ -100,7 +100,6 @@ class CachedAllocator:
         self._answers: dict[Problem, Answer] = {}
 
     def allocate(self, problem: Problem) -> Answer:
-        """The other allocator's answer."""
         if problem not in self._answers:
             self._answers[problem] = self._allocator.allocate(problem)
         return self._answers[problem]
@@ -197,7 +196,6 @@ def _constant_rates(
     pool: int,
     allocator: Allocator,
 ) -> dict[str, float]:
-    """By trainer, its speed on a constant pool."""
     if pool < 1:
         return {}
     bids = [_bid(t.trainer, curves[t.name], pool) for t in trainers]
@@ -206,10 +204,8 @@ def _constant_rates(
     for bid in bids:
         alike[replace(bid, name='')].append(given.get(bid.name, 0))
     # It is open which of several equal trainers gets an odd node: they take turns.
-    return {
-        bid.name: fmean(curves[bid.name].rate_at(n) for n in alike[replace(bid, name='')])
-        for bid in bids
-    }
+    equal = {bid.name: alike[replace(bid, name='')] for bid in bids}
+    return {name: fmean(map(curves[name].rate_at, counts)) for name, counts in equal.items()}
 
 
 def _bid(trainer: Trainer, curve: ScalingCurve, pool: int) -> Bid:

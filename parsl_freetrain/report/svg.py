@@ -105,7 +105,6 @@ class Chart:
         )
 
     def svg(self) -> Markup:
-        """The chart, with all names escaped."""
         grid = []
         for value, name in self._y.ticks if self._y else ():
             at = _percent(1 - self._up(value))

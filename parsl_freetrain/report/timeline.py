@@ -36,9 +36,8 @@ class Clock:
 
     def of(self, run: int, at: float) -> float:
         """An epoch second of a run, as this clock shows it; within the run."""
-        return (
-            self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]
-        )
+        begun = self._begun[run]
+        return self._offset[run] + min(max(at, begun), self.until[run]) - begun
 
 
 def ending_of(fragment: Fragment, alive: bool) -> str | None:
@@ -155,15 +154,14 @@ def _struck(fragment: Fragment, gone: Sequence[tuple[float, Node]]) -> list[Node
     started = fragment.started_at or 0.0
     ended = math.inf if fragment.ended_at is None else fragment.ended_at
     lost_it = fragment.ending in (None, 'preempted')
-    during = [
-        p for t, p in gone if started <= t < math.inf and (t < ended or (t == ended and lost_it))
-    ]
+    here = [(t, p) for t, p in gone if started <= t < math.inf]
+    during = [p for t, p in here if t < ended or (t == ended and lost_it)]
     if during or not lost_it:
         return during
     first, place = min(gone, key=lambda pair: pair[0], default=(math.inf, None))
-    return (
-        [] if place is None or first == math.inf else [p for _, p in gone if p.block == place.block]
-    )
+    if place is None or first == math.inf:
+        return []
+    return [p for _, p in gone if p.block == place.block]
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

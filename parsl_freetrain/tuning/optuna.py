@@ -30,8 +30,6 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass
 class Trial:
-    """One setting, and what came of it."""
-
     name: str  #: the trainer's name
     setting: dict[str, Any]  #: the first argument of the function after its context
     #: By number of epochs, the metric after these.
@@ -176,12 +174,10 @@ def optimize(
 
 
 def _epochs_of(train: FreeTrainApp) -> int:
-    """The total of an app in whole epochs."""
     total = train.spec.total_epochs
     if total is None or total != int(total):
         raise BadInput(
-            'tune needs a @freetrain_app with a whole number of total_epochs, after which its '
-            'settings are compared.'
+            'tune needs a @freetrain_app with a whole number of total_epochs to compare after.'
         )
     return int(total)
 

@@ -34,11 +34,8 @@ def ask_there(command: Sequence[str], folder: Path, addresses: Sequence[str]) ->
     (see :func:`once_each`; None: the two did not see each other's files).
     """
     with private_folder(folder) as shared, socket.create_server(('', 0), backlog=8) as server:
-        question = {
-            'folder': str(shared),
-            'addresses': list(addresses),
-            'port': server.getsockname()[1],
-        }
+        port = server.getsockname()[1]
+        question = {'folder': str(shared), 'addresses': list(addresses), 'port': port}
         raced: dict[str, Any] = {}
         other = threading.Thread(target=_meet, args=(shared, raced), name='doctor-race')
         other.start()
@@ -99,8 +96,7 @@ def ask_endpoint(endpoint_id: str, options: Path | None, executor: Any = None) -
         config = None if options is None else dict(json.loads(options.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(
-            f'The file {options} cannot be used ({error}); it must be a JSON object of '
-            'user_endpoint_config.'
+            f'The file {options} cannot be used ({error}); it must be user_endpoint_config as JSON.'
         ) from error
     where = None if executor else endpoint_id
     try:

@@ -87,11 +87,9 @@ def _batch(programs: Facts, facts: Facts) -> Iterator[Finding]:
         missing = [name for name in schedulers[scheduler] if name not in programs]
         says = [programs[name]['version'] for name in schedulers[scheduler] if name in programs]
         version = next(filter(None, says), 'version unknown')
-        yield judged(
-            scheduler,
-            version + (f'; missing: {", ".join(missing)}' if missing else ''),
-            note=bool(missing) or 'does not answer' in version,
-        )
+        lacks = f'; missing: {", ".join(missing)}' if missing else ''
+        note = bool(missing) or 'does not answer' in version
+        yield judged(scheduler, version + lacks, note=note)
     if not present:
         none = f'no commands of {", ".join(schedulers)} here; the local site works'
         yield Finding('batch system', 'note', none)
@@ -102,10 +100,7 @@ def _present(schedulers: Mapping[str, Sequence[str]], programs: Container[str]) 
     also has a command of its own here, if there is one.
     """
     owners = Counter(name for needed in schedulers.values() for name in needed)
-    here = {
-        scheduler: {name for name in needed if name in programs}
-        for scheduler, needed in schedulers.items()
-    }
+    here = {name: {one for one in needed if one in programs} for name, needed in schedulers.items()}
     sure = {one: names for one, names in here.items() if any(owners[name] == 1 for name in names)}
     explained = set().union(*sure.values())
     return [one for one, names in here.items() if one in sure or names - explained]
@@ -186,7 +181,6 @@ def _node(there: Facts, facts: Facts) -> Iterator[Finding]:
 
 
 def _imports(facts: Facts, _: Facts) -> Iterator[Finding]:
-    """Whether packing the environment pays."""
     if 'error' in facts:
         yield Finding('imports', 'note', f'could not be compared: {facts["error"]}')
         return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsl_freetrain import __version__
-from parsl_freetrain.cli.where import JsonOption
+from parsl_freetrain.cli.where import JsonOption, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 
@@ -28,44 +28,28 @@ STYLES = {'ok': 'green', 'note': 'yellow', 'bad': 'bold red'}
 
 
 def doctor(
-    checkpoints: Annotated[
-        Path, typer.Option(metavar='DIR', help='The folder where checkpoints will go.')
-    ] = Path(),
+    checkpoints: Annotated[Path, value('DIR', 'The folder where checkpoints will go.')] = Path(),
     through: Annotated[
-        str,
-        typer.Option(
-            metavar='COMMAND', help='Also examine a node, reached by a command such as "srun -N1".'
-        ),
+        str, value('COMMAND', 'Also examine a node, reached by a command such as "srun -N1".')
     ] = '',
     endpoint: Annotated[
-        str,
-        typer.Option(metavar='ID', help='Also compare versions with this Globus Compute endpoint.'),
+        str, value('ID', 'Also compare versions with this Globus Compute endpoint.')
     ] = '',
     endpoint_options: Annotated[
-        Path | None, typer.Option(metavar='FILE', help="JSON options for the endpoint's template.")
+        Path | None, value('FILE', "JSON options for the endpoint's template.")
     ] = None,
     site: Annotated[
-        str,
-        typer.Option(
-            metavar='NAME|FILE', help="Also compare a site's file with what its scheduler says."
-        ),
+        str, value('NAME|FILE', "Also compare a site's file with what its scheduler says.")
     ] = '',
     nodes: Annotated[
-        int,
-        typer.Option(
-            metavar='N', help='With --site: also submit a job of N nodes that examines them.'
-        ),
+        int, value('N', 'With --site: also submit a job of N nodes that examines them.')
     ] = 0,
-    wait: Annotated[
-        float, typer.Option(metavar='S', help='Maximum seconds to wait for this job.')
-    ] = 900.0,
+    wait: Annotated[float, value('S', 'Maximum seconds to wait for this job.')] = 900.0,
     environment: Annotated[
         bool,
         typer.Option(help='Also measure whether to pack the environment for the nodes (minutes).'),
     ] = False,
-    out: Annotated[Path, typer.Option(metavar='FILE', help='The file to write.')] = Path(
-        'freetrain-doctor.json'
-    ),
+    out: Annotated[Path, value('FILE', 'The file to write.')] = Path('freetrain-doctor.json'),
     as_json: JsonOption = False,
 ) -> int:
     """Examine this computer, and a compute node if you like, and write the result into a file.

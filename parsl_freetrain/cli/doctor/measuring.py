@@ -61,11 +61,8 @@ def file_system(folder: Path) -> dict[str, Any]:
     """Measure whether a folder's file system supports checkpoints and ledgers, in a new folder in
     it.
     """
-    found: dict[str, Any] = {
-        'folder': str(folder),
-        **_mount(folder),
-        'free_bytes': shutil.disk_usage(folder).free,
-    }
+    free = shutil.disk_usage(folder).free
+    found: dict[str, Any] = {'folder': str(folder), **_mount(folder), 'free_bytes': free}
     with private_folder(folder) as here:
         content = os.urandom(65536)
         times = [_seconds(write_new, here / f'w{n}', content) for n in range(WRITES)]
@@ -86,7 +83,6 @@ def _seconds(call: Any, *arguments: Any, **named: Any) -> float:
 
 
 def _mount(folder: Path) -> dict[str, str]:
-    """The mount that the folder is in: the one with the longest matching path."""
     best = ('', '', '')
     for line in Path('/proc/self/mounts').read_text().splitlines():
         _, point, kind, options, *_ = line.split(' ')
@@ -126,7 +122,6 @@ def once_each(racers: Sequence[dict[str, list[int]]]) -> dict[str, bool]:
 
 
 def free_ports(first: int, last: int) -> int:
-    """The number of ports of a range that can be listened on now."""
     free = 0
     for port in range(first, last + 1):
         with socket.socket() as one, contextlib.suppress(OSError):
@@ -183,7 +178,6 @@ def _import_s(prefix: Path, modules: tuple[str, ...]) -> float:
 
 @contextlib.contextmanager
 def private_folder(where: Path) -> Iterator[Path]:
-    """A new private folder, removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix='freetrain-doctor-', dir=where))
     try:
         yield folder

@@ -34,8 +34,6 @@ SLOW_IMPORT_S = 60.0
 
 
 class SiteFile:
-    """A site's file, and which line of it says what."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines = path.read_text().splitlines()
@@ -85,11 +83,8 @@ def _queues(path: Path, site: BatchSite) -> list[tuple[str, QueueLimits | None, 
     stated: dict[str, QueueLimits] = getattr(module, 'QUEUES', {})
     if module is None or not stated:
         return [(site.queue, None, site)]
-    given = {
-        name: getattr(site.options, name, None)
-        for name in ('account', 'partition')
-        if name in inspect.signature(module.site).parameters
-    }
+    takes = {'account', 'partition'} & inspect.signature(module.site).parameters.keys()
+    given = {name: getattr(site.options, name, None) for name in takes}
     return [(name, limits, module.site(queue=name, **given)) for name, limits in stated.items()]
 
 
@@ -152,9 +147,8 @@ def _on_nodes(
     with private_folder(folder) as shared:
         provider.script_dir = str(shared)
         words = [str(shared), str(nodes), *([site.interface] if site.interface else [])]
-        command = shlex.join(
-            ['python3', '-P', '-m', 'parsl_freetrain.training.process.probe', *words]
-        )
+        node = ['python3', '-P', '-m', 'parsl_freetrain.training.process.probe', *words]
+        command = shlex.join(node)
         try:
             site.start()
             job = provider.open_block(
@@ -190,9 +184,7 @@ def of_nodes(
         yield Finding('nodes', 'bad', f'{len(seen)} of {asked} nodes have answered; {init}')
     for node in seen:
         yield from _of_node(file, options, node)
-    lost = '; '.join(
-        f'{one} does not reach {", ".join(others)}' for one, others in reached if others
-    )
+    lost = '; '.join(f'{one} does not reach {", ".join(them)}' for one, them in reached if them)
     says = f'all {len(seen)} reach each other'
     bad = f'{lost}; see {file.line("interface")}' if lost else ''
     yield judged('ports between nodes', says, bad=bad)
@@ -222,10 +214,7 @@ def _of_node(file: SiteFile, options: BatchOptions, node: Mapping[str, Any]) -> 
 
 
 def _last_lines(shared: Path) -> list[Finding]:
-    """The last lines that the job wrote."""
-    lines = [
-        line
-        for path in sorted(shared.glob('*.std*')) + sorted(shared.glob('*.err'))
-        for line in path.read_text(errors='replace').splitlines()[-3:]
-    ]
+    files = [*sorted(shared.glob('*.std*')), *sorted(shared.glob('*.err'))]
+    texts = (path.read_text(errors='replace') for path in files)
+    lines = [line for text in texts for line in text.splitlines()[-3:]]
     return [Finding('the job', 'note', ' / '.join(lines)[:1000])] if lines else []

@@ -64,7 +64,6 @@ class LiveView:
         self._allocator = None if allocator is None else CachedAllocator(allocator)
 
     def snapshot(self, now: float) -> RunStatus:
-        """The data of :meth:`render`; ``now`` in epoch seconds."""
         return snapshot(self._journal.history(), now, self._allocator, self._run)
 
     def render(self, now: float) -> RenderableType:
@@ -82,7 +81,6 @@ def screen(seen: RunStatus) -> RenderableType:
 
 
 def plain_lines(seen: RunStatus) -> list[str]:
-    """One plain line per trainer, without any control character."""
     return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
 
 
@@ -173,9 +171,8 @@ class _Screen:
 
 def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
     # If a table had to cut its columns, a few short lines are better.
-    return (
-        Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width
-    )
+    width = Measurement.get(console, options.update(max_width=1000), table).maximum
+    return width <= options.max_width
 
 
 class _Closing:
@@ -198,9 +195,8 @@ class _Closing:
                     yield _cut(f'  {title}: {cell}')
         node_s = self._summary['node_s']
         whole = node_s['offered'] or 1.0
-        shares = ', '.join(
-            f'{kind} {100 * s / whole:.0f}%' for kind, s in node_s.items() if kind != 'offered'
-        )
+        parts = ((kind, 100 * s / whole) for kind, s in node_s.items() if kind != 'offered')
+        shares = ', '.join(f'{kind} {part:.0f}%' for kind, part in parts)
         yield Text(f'node-seconds: {node_s["offered"]:.0f} offered, of these {shares}')
         yield Text(
             f'blocks: {self._summary["blocks"]}, killed while training: '
@@ -229,11 +225,8 @@ def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
 
 def _heading(seen: RunStatus) -> Text:
     text = Text('FreeTrain', 'bold', no_wrap=True, overflow='ellipsis')
-    style = (
-        'dim'
-        if seen.ended is not None
-        else {'died': 'bold red', 'silent': 'yellow'}.get(seen.life.state, 'not bold')
-    )
+    of_life = {'died': 'bold red', 'silent': 'yellow'}.get(seen.life.state, 'not bold')
+    style = of_life if seen.ended is None else 'dim'
     return text.append(f'  {heading_words(seen)}', style)
 
 
@@ -264,15 +257,10 @@ def _trainer_lines(t: TrainerNow) -> RenderableType:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
         parts.append(bar)
-    parts.append(
-        _cut(f'  {samples_text(t)} at {rate_text(t.rate)}, loss {value_text(t.loss, ".4g")}')
-    )
-    parts.append(
-        _cut(
-            f'  U {value_text(t.efficiency, ".2f")}, frag {t.fragments}, pre {t.preempted}, '
-            f'resc {t.rescaled}'
-        )
-    )
+    loss = value_text(t.loss, '.4g')
+    parts.append(_cut(f'  {samples_text(t)} at {rate_text(t.rate)}, loss {loss}'))
+    counts = f'frag {t.fragments}, pre {t.preempted}, resc {t.rescaled}'
+    parts.append(_cut(f'  U {value_text(t.efficiency, ".2f")}, {counts}'))
     if t.finish_s is not None:
         parts.append(_cut(f'  done in {finish_text(t)}'))
     return Group(*parts)
@@ -282,9 +270,8 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
     table = _table('block', 'nodes', 'time left', 'trainers')
     table.columns[3].justify = 'left'
     for block in blocks:
-        table.add_row(
-            *(Text(clean(cell), overflow='ellipsis') for cell in block_cells(block).values())
-        )
+        cells = map(clean, block_cells(block).values())
+        table.add_row(*(Text(cell, overflow='ellipsis') for cell in cells))
     return table
 
 
@@ -300,9 +287,8 @@ def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
     for i, title in enumerate(titles):
-        table.add_column(
-            title, justify='left' if i == 0 else 'right', no_wrap=True, overflow='ellipsis'
-        )
+        side: Any = 'right' if i else 'left'
+        table.add_column(title, justify=side, no_wrap=True, overflow='ellipsis')
     return table
 
 

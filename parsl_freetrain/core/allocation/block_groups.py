@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parsl_freetrain.core.allocation.problem import Block, Problem
+from parsl_freetrain.core.allocation.problem import Problem
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -21,11 +21,7 @@ def groups_of(problem: Problem) -> Groups:
     places = problem.places
     if len(places) == 1 or not (problem.spans_blocks and problem.held_fits):
         return tuple((b,) for b in range(len(places)))
-    reach_s = (
-        max(problem.horizon_s, *(bid.shortest_s for bid in problem.bids))
-        if problem.bids
-        else problem.horizon_s
-    )
+    reach_s = max([problem.horizon_s, *(bid.shortest_s for bid in problem.bids)])
     alike: dict[tuple[float, str], list[int]] = {}
     for b, block in enumerate(places):
         alike.setdefault((min(block.remaining_s, reach_s), block.node_class), []).append(b)
@@ -33,18 +29,11 @@ def groups_of(problem: Problem) -> Groups:
 
 
 def grouped(problem: Problem, groups: Groups) -> Problem:
-    """The same problem with each group as one block."""
     if _as_they_are(problem, groups):
         return problem
-    blocks = tuple(
-        Block(
-            problem.places[group[0]].name,
-            sum(problem.places[b].nodes for b in group),
-            problem.places[group[0]].remaining_s,
-            problem.places[group[0]].node_class,
-        )
-        for group in groups
-    )
+    firsts = [problem.places[group[0]] for group in groups]
+    counts = [sum(problem.places[b].nodes for b in group) for group in groups]
+    blocks = tuple(replace(one, nodes=n) for one, n in zip(firsts, counts, strict=True))
     bids = []
     for bid in problem.bids:
         held = problem.held(bid)

@@ -58,9 +58,8 @@ def upper_bound(problem: Problem) -> float:
     worths = [_with_fewer(problem, bid, nodes) for bid in problem.bids]
 
     def at(price: float) -> float:
-        return price * nodes + sum(
-            float((worth - price * np.arange(len(worth))).max()) for worth in worths
-        )
+        gains = (worth - price * np.arange(len(worth)) for worth in worths)
+        return price * nodes + sum(float(gain.max()) for gain in gains)
 
     # The bound is convex in the price; each step leaves out a third of the interval.
     low, high = 0.0, max((float(np.diff(worth).max(initial=0.0)) for worth in worths), default=0.0)

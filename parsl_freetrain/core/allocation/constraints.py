@@ -79,11 +79,8 @@ def owner_limits(
     trainer, all by key; ``members``: see :func:`members_by_key`.
     """
     budgets = node_s or {}
-    return [
-        Limit(tuple(members[key]), most=most.get(key), node_s=budgets.get(key), why=key)
-        for key in dict.fromkeys((*most, *budgets))
-        if key in members
-    ]
+    keys = [key for key in dict.fromkeys((*most, *budgets)) if key in members]
+    return [Limit(tuple(members[key]), 0, most.get(key), budgets.get(key), key) for key in keys]
 
 
 def share_limits(

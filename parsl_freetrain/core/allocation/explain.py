@@ -79,9 +79,8 @@ def explain(
                 else _alternative(problem, bid, sum(nodes), answer.objective, allocator)
             )
         reasons.append(_reason(problem, bid, nodes, known[alike]))
-    return Explanation(
-        tuple(reasons), tuple(_use(problem, limit, chosen) for limit in problem.limits)
-    )
+    uses = tuple(_use(problem, limit, chosen) for limit in problem.limits)
+    return Explanation(tuple(reasons), uses)
 
 
 def _reason(
@@ -89,16 +88,8 @@ def _reason(
 ) -> Reason:
     before, worth = problem.value(bid, problem.held(bid)), problem.value(bid, nodes)
     free = problem.value(replace(bid, rescale_up_s=0.0, rescale_down_s=0.0), nodes)
-    return Reason(
-        bid.name,
-        bid.current_nodes,
-        sum(nodes),
-        before,
-        worth,
-        worth - before,
-        free - worth,
-        alternative,
-    )
+    held, gain = bid.current_nodes, worth - before
+    return Reason(bid.name, held, sum(nodes), before, worth, gain, free - worth, alternative)
 
 
 def _alternative(
@@ -112,23 +103,16 @@ def _alternative(
     for bound in bounds:
         answer = allocator.allocate(replace(problem, limits=(*problem.limits, bound)))
         nodes = answer.allocation[bid.name]
-        if (
-            answer.status != 'infeasible'
-            and nodes != count
-            and (best is None or answer.objective > best.objective)
-        ):
+        better = best is None or answer.objective > best.objective
+        if answer.status != 'infeasible' and nodes != count and better:
             worse_by = objective - answer.objective
-            best = Alternative(
-                nodes,
-                answer.objective,
-                worse_by if abs(worse_by) > NOISE * max(1.0, abs(objective)) else 0.0,
-            )
+            noise = NOISE * max(1.0, abs(objective))
+            best = Alternative(nodes, answer.objective, worse_by if abs(worse_by) > noise else 0.0)
     return best
 
 
 def _use(problem: Problem, limit: Limit, chosen: Mapping[str, Sequence[int]]) -> LimitUse:
     members = [chosen[name] for name in limit.members or chosen]
     node_s = sum(n * s for counts in members for n, s in zip(counts, problem.seconds, strict=True))
-    return LimitUse(
-        limit.why, sum(map(sum, members)), limit.least, limit.most, node_s, limit.node_s
-    )
+    held = sum(map(sum, members))
+    return LimitUse(limit.why, held, limit.least, limit.most, node_s, limit.node_s)

@@ -45,23 +45,15 @@ def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> lis
     for b, block in enumerate(problem.places):
         used = sum(nodes[b] for nodes in allocation.values())
         if used > block.nodes:
-            found.append(
-                f'{used} of the {block.nodes} nodes of block {block.name!r} are given away.'
-            )
-    return found + [
-        sentence for limit in problem.limits for sentence in _beyond(problem, limit, allocation)
-    ]
+            found.append(f'{used} of {block.nodes} nodes of block {block.name!r} are given away.')
+    return found + [one for limit in problem.limits for one in _beyond(problem, limit, allocation)]
 
 
 def _beyond(problem: Problem, limit: Limit, allocation: Mapping[str, Sequence[int]]) -> list[str]:
     members = set(limit.members) or allocation.keys()
     nodes = sum(sum(counts) for name, counts in allocation.items() if name in members)
-    node_s = sum(
-        n * s
-        for name, counts in allocation.items()
-        if name in members
-        for n, s in zip(counts, problem.seconds, strict=True)
-    )
+    mine = [counts for name, counts in allocation.items() if name in members]
+    node_s = sum(n * s for counts in mine for n, s in zip(counts, problem.seconds, strict=True))
     found = []
     if nodes < limit.least:
         found.append(
@@ -99,10 +91,8 @@ def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
     has to give up any.
     """
     kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
-    left = [
-        block.nodes - sum(nodes[b] for nodes in kept.values())
-        for b, block in enumerate(problem.places)
-    ]
+    used = [sum(nodes[b] for nodes in kept.values()) for b in range(len(problem.places))]
+    left = [block.nodes - n for block, n in zip(problem.places, used, strict=True)]
     if len(left) == 1:
         return _stay_in_one(problem, kept, left[0])
     longest = sorted(range(len(left)), key=lambda b: -problem.places[b].remaining_s)

@@ -280,13 +280,10 @@ def _evaluated(expression: Expression, candidate: Candidate, nodes: int) -> floa
 
 def _scaled(candidate: Candidate, factor: float) -> ScalingCurve:
     one = candidate.one_node_rate
-    return ScalingCurve(
-        candidate.curve.nodes,
-        tuple(
-            _checked(candidate, n, factor * r / one)
-            for n, r in zip(candidate.curve.nodes, candidate.curve.rate, strict=True)
-        ),
-    )
+    curve = candidate.curve
+    points = zip(curve.nodes, curve.rate, strict=True)
+    worths = tuple(_checked(candidate, n, factor * r / one) for n, r in points)
+    return ScalingCurve(curve.nodes, worths)
 
 
 def _tabulated(candidate: Candidate, worth: Callable[[int], float]) -> ScalingCurve:

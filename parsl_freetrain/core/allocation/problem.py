@@ -215,11 +215,8 @@ class Problem:
         """The classes of ``nodes``, a count for each of :attr:`places`."""
         if len(self.places_by_class) == 1:
             return (self.places[0].node_class,) if any(nodes) else ()
-        return tuple(
-            node_class
-            for node_class, places in self.places_by_class.items()
-            if any(nodes[b] for b in places)
-        )
+        every = self.places_by_class.items()
+        return tuple(one for one, places in every if any(nodes[b] for b in places))
 
     def can_go_on(self, bid: Bid) -> bool:
         """Whether a bid may keep exactly what it holds, as far as that is its own matter."""
@@ -255,9 +252,8 @@ class Problem:
         worth = -cost_s * bid.current_rate
         since, left = 0.0, total
         for end in self._ends:
-            going = sum(
-                n for n, block in zip(nodes, self.places, strict=True) if block.remaining_s == end
-            )
+            there = zip(nodes, self.places, strict=True)
+            going = sum(n for n, block in there if block.remaining_s == end)
             if going:
                 rate = self._rate(bid, curve, nodes, left, since)
                 worth += (end - since - bid.rescale_down_s) * rate
@@ -270,13 +266,10 @@ class Problem:
         """Of those ``left`` of the nodes that stay for longer than ``since``."""
         if not bid.mixed_parts:
             return curve.rate_at(bid.usable(left))
-        return bid.mixed_rate(
-            (
-                (place.node_class, n)
-                for n, place in zip(nodes, self.places, strict=True)
-                if place.remaining_s > since or left == sum(nodes)
-            )
-        )
+        whole = left == sum(nodes)
+        each = ((place, n) for n, place in zip(nodes, self.places, strict=True))
+        there = ((place.node_class, n) for place, n in each if whole or place.remaining_s > since)
+        return bid.mixed_rate(there)
 
     @cached_property
     def _first_end(self) -> float:
@@ -284,11 +277,8 @@ class Problem:
 
     @cached_property
     def _ends(self) -> tuple[float, ...]:
-        return tuple(
-            sorted(
-                {block.remaining_s for block in self.places if block.remaining_s < self.horizon_s}
-            )
-        )
+        ends = {block.remaining_s for block in self.places}
+        return tuple(sorted(end for end in ends if end < self.horizon_s))
 
     def objective(self, allocation: Mapping[str, int | Sequence[int]]) -> float:
         """Value of an allocation, in the curves' unit x seconds.

@@ -309,9 +309,7 @@ def _held(stated: ProblemDocument, trainer: TrainerDocument, where: str) -> tupl
     held = dict(trainer.current or {})
     counts = tuple(held.pop(block.id, 0) for block in stated.blocks)
     if held:
-        raise BadInput(
-            f'{where}current names the block {next(iter(held))!r}, which is not among the blocks.'
-        )
+        raise BadInput(f'{where}current names the block {next(iter(held))!r}, which is not there.')
     return counts
 
 

@@ -41,7 +41,6 @@ class Asked:
 
     @cached_property
     def staying(self) -> dict[str, tuple[int, ...]]:
-        """Nodes in each place of what goes on as it is, by trainer."""
         return stay_put(self._problem)
 
     @property
@@ -86,19 +85,14 @@ class Asked:
         return self._answer(status, worth, before, found, bound)
 
     def of(self, status: str, found: Mapping[str, Sequence[int]]) -> Answer:
-        return self._answer(
-            status, self._problem.objective(found), self._problem.objective(self.staying), found
-        )
+        objective = self._problem.objective
+        return self._answer(status, objective(found), objective(self.staying), found)
 
     def stay(self, status: str | None = None) -> Answer:
         """What runs is kept; by default 'feasible' if that keeps all limits, else 'infeasible'."""
         worth = self._problem.objective(self.staying)
-        return self._answer(
-            status or ('feasible' if self._staying_is_allowed() else 'infeasible'),
-            worth,
-            worth,
-            self.staying,
-        )
+        allowed = 'feasible' if self._staying_is_allowed() else 'infeasible'
+        return self._answer(status or allowed, worth, worth, self.staying)
 
     def _staying_is_allowed(self) -> bool:
         return not self._problem.limits or not objections(self._problem, self.staying)
@@ -119,16 +113,8 @@ class Asked:
                 name: {block: n for block, n in zip(blocks, counts, strict=True) if n}
                 for name, counts in nodes.items()
             }
-        return Answer(
-            status,
-            worth,
-            self._solver,
-            self.seconds,
-            allocation,
-            by_block,
-            before,
-            self._bound(status, worth, bound),
-        )
+        given, limit = (allocation, by_block), self._bound(status, worth, bound)
+        return Answer(status, worth, self._solver, self.seconds, *given, before, limit)
 
     def _bound(self, status: str, worth: float, known: float | None) -> float | None:
         if status == 'optimal':

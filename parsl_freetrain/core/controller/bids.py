@@ -108,11 +108,8 @@ class Bids:
         else:
             self._unmeasured.pop(name, None)
         running = trainer.running
-        if (
-            running is None
-            or running.ending(at, self._shortest_s)
-            or self._noted.get(name) == running.number
-        ):
+        noted = running and self._noted.get(name) == running.number
+        if running is None or running.ending(at, self._shortest_s) or noted:
             return
         self._noted[name] = running.number
         if running.deadline_s is not None:
@@ -121,11 +118,8 @@ class Bids:
             heappush(self._settling, (trainer.rescaled_at, name))
 
     def _assume(self, state: ControllerState) -> None:
-        known = [
-            rate
-            for t in state.active.values()
-            if (rate := t.profiles.best().one_node_rate()) is not None
-        ]
+        rates = (t.profiles.best().one_node_rate() for t in state.active.values())
+        known = [rate for rate in rates if rate is not None]
         typical = sum(known) / len(known) if known else 1.0
         if typical != self._typical:
             self._typical = typical

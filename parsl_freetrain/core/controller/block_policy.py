@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
 from parsl_freetrain.core.controller.budgets import affordable
@@ -24,9 +25,8 @@ def nodes_wanted(state: ControllerState) -> int:
     wanted = _within_caps(state, [(t.trainer, _wanted_by(t, state)) for t in state.active.values()])
     if state.settings.max_nodes is not None:
         wanted = min(wanted, state.settings.max_nodes)
-    wanted = max(
-        wanted + _spare(state), math.ceil(state.ordinary / state.settings.workers_per_node)
-    )
+    ordinary = math.ceil(state.ordinary / state.settings.workers_per_node)
+    wanted = max(wanted + _spare(state), ordinary)
     return wanted - here - nodes_on_their_way(state)
 
 
@@ -48,9 +48,8 @@ def _within_caps(state: ControllerState, wanted: list[tuple[Trainer, int]]) -> i
         by_owner: Counter[str] = Counter()
         for trainer, count in wanted:
             by_owner[f'{kind} {getattr(trainer, kind)}'] += count
-        totals.append(
-            sum(min(n, state.settings.caps.get(owner, n)) for owner, n in by_owner.items())
-        )
+        caps = state.settings.caps
+        totals.append(sum(min(n, caps.get(owner, n)) for owner, n in by_owner.items()))
     return min(totals)
 
 
@@ -70,11 +69,8 @@ def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> 
     if state.settings.spans_blocks:
         sure = len(state.pool.nodes) + nodes_on_their_way(state)
         spare = _spare(state)
-        wanted = (
-            _that_fit(state, sure + min(wanted, sum(hole.nodes for hole in usable)) - spare)
-            + spare
-            - sure
-        )
+        more = min(wanted, sum(hole.nodes for hole in usable))
+        wanted = _that_fit(state, sure + more - spare) + spare - sure
     room = state.settings.max_blocks - len(state.blocks)
     least = _least_useful(state, sum(hole.nodes for hole in usable[: max(room, 0)]))
     opened: list[OpenBlock] = []
@@ -90,16 +86,8 @@ def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> 
             continue
         walltime_s = None if hole.until_s is None else hole.until_s - at
         names, node_class = hole.names[:nodes], hole.node_class
-        request = BlockRequest(
-            nodes,
-            walltime_s,
-            hole.queue,
-            names,
-            node_class=node_class,
-            charge=hole.charge,
-            lasts_s=hole.lasts_s(at),
-            exempt_s=hole.exempt_s,
-        )
+        price: Any = {'charge': hole.charge, 'lasts_s': hole.lasts_s(at), 'exempt_s': hole.exempt_s}
+        request = BlockRequest(nodes, walltime_s, hole.queue, names, node_class=node_class, **price)
         opened.append(OpenBlock(request))
         wanted -= nodes
         left -= hole.charge.cost(nodes, request.lasts_s)
@@ -124,10 +112,7 @@ def charges_spent(state: ControllerState, at: float, holes: Iterable[Hole]) -> s
     offered, most = list(holes), state.settings.max_price
     cheapest = min((hole.charge.price for hole in offered), default=0.0)
     if most is not None and cheapest > most:
-        return (
-            f'a node costs at least {cheapest:g} an hour, above max_price={most:g}; raise it, or '
-            'use a cheaper queue'
-        )
+        return f'a node costs at least {cheapest:g} an hour, above max_price={most:g}; raise it'
     usable = _usable(state, at, offered)
     least = _least_useful(state, sum(hole.nodes for hole in usable))
     return state.charges.too_dear(usable, least, at)
@@ -151,11 +136,8 @@ def _slower(state: ControllerState, node_class: str, offered: set[str]) -> tuple
     there: Counter[str] = Counter()
     for block in state.blocks.values():
         there[block.request.node_class] += block.request.nodes
-    slower = [
-        other
-        for other in offered | there.keys()
-        if other not in ('', node_class) and speed_ratio(profiles, node_class, other, 1.0) > enough
-    ]
+    others = [one for one in offered | there.keys() if one not in ('', node_class)]
+    slower = [one for one in others if speed_ratio(profiles, node_class, one, 1.0) > enough]
     return len(slower), sum(there[other] for other in slower)
 
 
@@ -174,9 +156,8 @@ def _least_useful(state: ControllerState, offered: int) -> float:
     smallest = min((t.trainer.counts()[0] for t in state.active.values()), default=math.inf)
     if not state.settings.spans_blocks:
         return smallest
-    return (
-        1 if len(state.pool.nodes) + nodes_on_their_way(state) + offered >= smallest else math.inf
-    )
+    nodes = len(state.pool.nodes) + nodes_on_their_way(state) + offered
+    return 1 if nodes >= smallest else math.inf
 
 
 def idle_blocks(state: ControllerState, at: float) -> list[Action]:
@@ -192,7 +173,6 @@ def idle_blocks(state: ControllerState, at: float) -> list[Action]:
             spare -= len(block.nodes)
         elif at - block.idle_since >= state.settings.idle_block_s:
             block.idle_since = at
-            closing.append(
-                CloseBlock(name, f'nothing has run on it for {state.settings.idle_block_s:g} s')
-            )
+            idle_s = state.settings.idle_block_s
+            closing.append(CloseBlock(name, f'nothing has run on it for {idle_s:g} s'))
     return closing

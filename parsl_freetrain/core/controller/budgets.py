@@ -49,9 +49,8 @@ class Budgets:
     """A run's budgets and what earlier runs used of them, by trainer, user or group."""
 
     def __init__(self, limits: Mapping[str, float], used_before: Mapping[str, float]) -> None:
-        self._meters = {
-            key: Meter(limit, used_before.get(key, 0.0)) for key, limit in limits.items()
-        }
+        used = used_before.get
+        self._meters = {key: Meter(limit, used(key, 0.0)) for key, limit in limits.items()}
 
     def __bool__(self) -> bool:
         return bool(self._meters)
@@ -65,9 +64,8 @@ class Budgets:
 
     def next_spent(self) -> float:
         """When the next budget not noted is spent if nothing changes, or infinity."""
-        return min(
-            (m.spent_at for m in self._meters.values() if m.nodes and not m.noted), default=math.inf
-        )
+        used = [m.spent_at for m in self._meters.values() if m.nodes and not m.noted]
+        return min(used, default=math.inf)
 
     def note(self, at: float) -> None:
         """Note the budgets that are spent: their trainers are stopped now."""
@@ -116,11 +114,8 @@ class Charges:
 
     def too_dear(self, holes: Iterable[Hole], least: float, at: float) -> str:
         """Why no block of ``least`` nodes in these (long) holes can be paid, as a clause, or ''."""
-        costs = [
-            (hole.charge.cost(int(least), hole.lasts_s(at)), hole.lasts_s(at))
-            for hole in holes
-            if hole.nodes >= least
-        ]
+        lasting = ((hole, hole.lasts_s(at)) for hole in holes if hole.nodes >= least)
+        costs = [(hole.charge.cost(int(least), lasts_s), lasts_s) for hole, lasts_s in lasting]
         if self.limit == math.inf or not costs or self.limit - self.charged >= min(costs)[0]:
             return ''
         cost, lasts_s = min(costs)

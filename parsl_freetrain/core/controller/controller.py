@@ -36,9 +36,7 @@ class DecisionFailed(FreeTrainError, RuntimeError):
 
     def __init__(self, actions: tuple[ev.Action, ...], error: Exception) -> None:
         why = ' '.join(str(error).split()).removesuffix('.') or type(error).__name__
-        super().__init__(
-            f'The allocator failed: {why}. Nothing new is decided until it is asked again.'
-        )
+        super().__init__(f'The allocator failed: {why}. Nothing new is decided until it answers.')
         self.actions = actions
 
 
@@ -136,24 +134,21 @@ class Controller:
     def _(self, event: ev.NodesJoined) -> tuple[list[ev.Action], bool]:
         if event.block in self.state.closed:
             return [], False
-        block = self.state.blocks.setdefault(
-            event.block, cs.BlockState(BlockRequest(len(event.nodes)))
-        )
+        unknown = cs.BlockState(BlockRequest(len(event.nodes)))
+        block = self.state.blocks.setdefault(event.block, unknown)
         block.nodes.update(event.nodes)
         block.arrived.update(event.nodes)
         # A node that joins after a notice does not know about it: the earlier end holds.
-        until_s = min(
-            (end for end in (block.until_s, event.until_s) if end is not None), default=None
-        )
+        ends = [end for end in (block.until_s, event.until_s) if end is not None]
+        until_s = min(ends, default=None)
         if block.until_s is None:
             block.until_s = until_s
         if any(yielded.block == event.block for yielded in self.state.yielded.values()):
             until_s = event.at  # it may be one of those that are given back
         for node, host in zip(event.nodes, event.hosts or event.nodes, strict=True):
             if node not in self.state.pool.nodes:
-                self.state.pool.join(
-                    PoolNode(node, event.block, until_s, event.node_class, host, event.at)
-                )
+                new = PoolNode(node, event.block, until_s, event.node_class, host, event.at)
+                self.state.pool.join(new)
                 self.state.see_class(event.node_class)
         return [], True
 
@@ -190,9 +185,8 @@ class Controller:
                 and (running.deadline_s is None or running.deadline_s > event.until_s)
             ):
                 self.state.stop(name, running)
-                actions.append(
-                    ev.StopFragment(name, running.number, 'notice: its nodes are about to be taken')
-                )
+                why = 'notice: its nodes are about to be taken'
+                actions.append(ev.StopFragment(name, running.number, why))
         return actions
 
     @_take_in.register
@@ -234,18 +228,11 @@ class Controller:
         trainer = event.trainer
         if trainer.name in self.state.trainers:
             raise ValueError(f'Trainer {trainer.name!r} is running already.')
-        self.state.submit(
-            trainer.name,
-            cs.TrainerState(
-                trainer,
-                event.samples,
-                event.fragments,
-                self.state.profiles_of(trainer),
-                submitted_at=event.at,
-                waiting_since=event.at,
-                reached=event.samples,
-            ),
-        )
+        samples, at = event.samples, event.at
+        profiles = self.state.profiles_of(trainer)
+        new = cs.TrainerState(trainer, samples, event.fragments, profiles, submitted_at=at)
+        new.waiting_since, new.reached = at, samples
+        self.state.submit(trainer.name, new)
         return [], True
 
     @_take_in.register
@@ -297,11 +284,8 @@ class Controller:
         if event.ending is ev.Ending.FINISHED:
             return [trainer_end.end_trainer(self.state, trainer, 'finished')], True
         if trainer.dismissed:
-            return [
-                trainer_end.end_trainer(
-                    self.state, trainer, trainer.dismissed.state, trainer.dismissed.why
-                )
-            ], True
+            end = trainer.dismissed
+            return [trainer_end.end_trainer(self.state, trainer, end.state, end.why)], True
         if why := trainer_end.why_it_fails(trainer, ended, event, self.settings):
             return [trainer_end.end_trainer(self.state, trainer, 'failed', why)], True
         accident = event.ending is not ev.Ending.STOPPED and not event.out_of_memory

@@ -35,11 +35,8 @@ class FragmentState:
 
     def ending(self, at: float, lead_s: float) -> bool:
         """Whether it is ending or will end soon, so that its nodes count as free."""
-        return (
-            self.stopping
-            or self.broken
-            or (self.deadline_s is not None and self.deadline_s - at < lead_s)
-        )
+        soon = self.deadline_s is not None and self.deadline_s - at < lead_s
+        return self.stopping or self.broken or soon
 
 
 @dataclass
@@ -132,9 +129,8 @@ class ControllerState:
         self.yielded: dict[str, Yielded] = {}  # nodes about to be given back; some have not joined
         self.ordinary = 0  # Parsl tasks that wait or run
         self.shutting_down = False
-        self._at_a_time = (
-            math.inf if settings.trainers_at_a_time is None else settings.trainers_at_a_time
-        )
+        most = settings.trainers_at_a_time
+        self._at_a_time = math.inf if most is None else most
         self._queue: dict[str, TrainerState] = {}
         self._functions: dict[tuple[str, str], list[Profile]] = {}
         self._pausing: dict[str, float] = {}  # trainers that wait after failures, and until when
@@ -142,9 +138,8 @@ class ControllerState:
 
     def timed(self) -> None:
         """Update the shortest useful times (seconds, two digits: changes renew all bids)."""
-        each = [t.measured.shortest_s(self._min_hole_s) for t in self.active.values()] or [
-            self._min_hole_s
-        ]
+        least = self._min_hole_s
+        each = [t.measured.shortest_s(least) for t in self.active.values()] or [least]
         self.shortest_s, self.longest_s = float(f'{min(each):.1e}'), max(each)
         self._timed = True
 
@@ -237,11 +232,8 @@ class ControllerState:
             holder = self.pool.leave(name)
             if node.block in self.blocks:
                 self.blocks[node.block].nodes.discard(name)
-            if (
-                holder is not None
-                and (running := self.trainers[holder].running)
-                and not running.broken
-            ):
+            running = self.trainers[holder].running if holder is not None else None
+            if holder is not None and running and not running.broken:
                 running.broken = True
                 self.changed[holder] = None
                 broken[holder] = self.trainers[holder]
@@ -286,21 +278,11 @@ class Decision:
 
     def event(self, at: float, actions: tuple[Action, ...], *, keep_problem: bool) -> Decided:
         answer = self.answer
-        return Decided(
-            at,
-            actions,
-            self.trigger,
-            self.nodes,
-            answer.status,
-            answer.solver,
-            answer.objective,
-            answer.bound,
-            self.staying,
-            answer.seconds,
-            dict(self.current),
-            dict(answer.allocation),
-            packed(record_of(self.problem)) if keep_problem else b'',
-        )
+        asked = self.trigger, self.nodes, answer.status, answer.solver
+        worths = answer.objective, answer.bound, self.staying, answer.seconds
+        counts = dict(self.current), dict(answer.allocation)
+        kept = packed(record_of(self.problem)) if keep_problem else b''
+        return Decided(at, actions, *asked, *worths, *counts, kept)
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,8 @@ def assign(
     for want in wants:
         nodes = kept.get(want.trainer, {})
         missing = {place: count - len(nodes.get(place, ())) for place, count in want.counts.items()}
-        if any(
-            count > sum(len(group.free) for group in places[place])
-            for place, count in missing.items()
-            if count
-        ):
+        needed = ((places[place], count) for place, count in missing.items() if count)
+        if any(count > sum(len(group.free) for group in several) for several, count in needed):
             waiting += (name for names in nodes.values() for name in names)
             continue
         more = {place: take(places[place], count) for place, count in missing.items() if count}
@@ -103,9 +100,8 @@ def foresee(
     order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """The nodes that :func:`assign` will choose once the former ones are free, or fewer."""
-    where = (
-        {group.key: place for place, groups in places.items() for group in groups} if wants else {}
-    )
+    every = ((group.key, place) for place, groups in places.items() for group in groups)
+    where = dict(every) if wants else {}
     expected: dict[str, tuple[str, ...]] = {}
     taken: list[str] = []
     if order is not None:
@@ -125,11 +121,8 @@ def foresee(
 
 def _keep(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, list[str]]:
     """By place, the former nodes that a trainer keeps; they are taken out of their groups."""
-    free = [
-        name
-        for name in want.former
-        if (node := pool.nodes.get(name)) and name in pool.groups[key_of(node)].free
-    ]
+    there = ((name, pool.nodes.get(name)) for name in want.former)
+    free = [name for name, node in there if node and name in pool.groups[key_of(node)].free]
     kept = _former(replace(want, former=free), where, pool)
     for name in (name for names in kept.values() for name in names):
         pool.groups[key_of(pool.nodes[name])].free.discard(name)
@@ -159,9 +152,7 @@ def take(groups: Iterable[Group], count: int) -> list[str]:
     for group in groups:
         if group.free:
             by_block.setdefault(group.block, []).append(group)
-    sizes = {
-        block: sum(len(group.free) for group in several) for block, several in by_block.items()
-    }
+    sizes = {block: sum(len(g.free) for g in several) for block, several in by_block.items()}
     sufficient = [block for block, size in sizes.items() if size >= count]
     if sufficient:
         order = [min(sufficient, key=lambda b: (sizes[b], b))]

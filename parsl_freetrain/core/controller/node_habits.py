@@ -58,9 +58,8 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
             if self.position < 0.5:
                 by_host.reverse()
             return [node.name for node in by_host]
-        return [
-            node.name for node in sorted(by_host, key=lambda node: self._now(at - node.since_s))
-        ]
+        staying = sorted(by_host, key=lambda node: self._now(at - node.since_s))
+        return [node.name for node in staying]
 
     def interruptions_per_s(self, nodes: Sequence[PoolNode], at: float) -> float:
         """How often to expect that some of these nodes, at least one, leave.

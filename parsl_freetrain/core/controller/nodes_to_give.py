@@ -109,11 +109,9 @@ def _serving_all(
     lp.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
     if lp.sol_status != pulp.LpSolutionOptimal:
         return None
-    return frozenset(
-        name
-        for names, count in zip(groups.values(), counts, strict=True)
-        for name in names[: round(count.value() or 0.0)]
-    )
+    taken = [round(count.value() or 0.0) for count in counts]
+    every = zip(groups.values(), taken, strict=True)
+    return frozenset(name for names, count in every for name in names[:count])
 
 
 def _groups(
@@ -144,20 +142,15 @@ def _costs(
     going = {key.holder for key in groups if key.given}
     scale = 0.25 / max(sum(cost.get(name, 0.0) for name in holders), 1e-9)
     of_node = {key: 0.0 if key.given else nodes + (0.0 if key.spare else 0.5) for key in groups}
-    return of_node, {
-        name: 0.0 if name in going else scale * cost.get(name, 0.0) for name in holders
-    }
+    ends = {name: 0.0 if name in going else scale * cost.get(name, 0.0) for name in holders}
+    return of_node, ends
 
 
 def give_back(state: ControllerState, event: ev.NodesNeeded) -> list[ev.StopFragment]:
     """Choose nodes for waiting jobs, and stop fragments there, at a rescale's measured cost."""
     blocks = [block for block in event.blocks if block.block in state.blocks]
-    holder = {
-        node: state.pool.holder[node]
-        for block in blocks
-        for node in block.nodes
-        if node in state.pool.holder
-    }
+    ours = [node for block in blocks for node in block.nodes]
+    holder = {node: state.pool.holder[node] for node in ours if node in state.pool.holder}
     cost = {
         name: trainer.measured.costs(trainer.trainer)[1] * len(trainer.running.nodes)
         for name in set(holder.values())

@@ -40,21 +40,16 @@ class Measured:
     def timed(
         self, start_s: float | None, step_s: float | None, checkpoint_s: float | None
     ) -> None:
-        self.start_s, self.step_s, self.checkpoint_s = (
-            _longer(self.start_s, start_s),
-            _longer(self.step_s, step_s),
-            _longer(self.checkpoint_s, checkpoint_s),
-        )
+        self.start_s = _longer(self.start_s, start_s)
+        self.step_s = _longer(self.step_s, step_s)
+        self.checkpoint_s = _longer(self.checkpoint_s, checkpoint_s)
 
     def costs(self, trainer: Trainer) -> tuple[float, float]:
         """Assumed costs of a rescale to more and to fewer nodes, in seconds: the user's, the
         measured pause, a measured checkpoint and start (the most), or the default.
         """
-        whole_s = (
-            None
-            if self.start_s is None or self.checkpoint_s is None
-            else self.start_s + self.checkpoint_s
-        )
+        start_s, checkpoint_s = self.start_s, self.checkpoint_s
+        whole_s = None if start_s is None or checkpoint_s is None else start_s + checkpoint_s
 
         def cost(way: str, measured_s: float | None, said_s: float) -> float:
             if way in trainer.stated_costs:

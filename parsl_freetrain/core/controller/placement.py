@@ -45,9 +45,8 @@ def places_of(
         ends = sorted({group.until_s for group in groups if group.until_s - at < horizon_s})
         classes = sorted({group.node_class for group in groups})
         if not ends and not any(classes):
-            nodes = sum(group.total for group in groups) - sum(
-                leaving.get(g.key, 0) for g in groups if leaving
-            )
+            held = sum(leaving.get(group.key, 0) for group in groups if leaving)
+            nodes = sum(group.total for group in groups) - held
             return Places(nodes, (), {EVERYWHERE: groups}, (), {})
         names = {end: f'until {end:.3f}' for end in ends}
         blocks = [
@@ -88,10 +87,6 @@ def _counted(
         counts[of[group.key]] += group.total - leaving.get(group.key, 0)
         members[of[group.key]].append(group)
     place = {block.name: i for i, block in enumerate(blocks)}
-    return Places(
-        sum(counts.values()),
-        tuple(replace(block, nodes=counts[block.name]) for block in blocks),
-        members,
-        layout,
-        {key: place[name] for key, name in of.items()},
-    )
+    counted = tuple(replace(block, nodes=counts[block.name]) for block in blocks)
+    of_group = {key: place[name] for key, name in of.items()}
+    return Places(sum(counts.values()), counted, members, layout, of_group)

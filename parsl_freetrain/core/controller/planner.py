@@ -39,9 +39,8 @@ class Planner:
         self._allocator = allocator
         self._settings = settings
         named = objective_named(settings.metric, 'metric')
-        self._bids = Bids(
-            settings, metric or named, timed=metric is None and follows_time(settings.metric)
-        )
+        timed = metric is None and follows_time(settings.metric)
+        self._bids = Bids(settings, metric or named, timed=timed)
         self._plan: Plan | None = None
 
     def decide(self, state: cs.ControllerState, at: float, trigger: str) -> cs.Reply:
@@ -66,19 +65,9 @@ class Planner:
             plan.became = self._problem(state, at, places)
         if not new and not actions:
             return cs.Reply()
-        return cs.Reply(
-            tuple(actions),
-            cs.Decision(
-                at,
-                trigger,
-                problem.nodes,
-                current,
-                plan.answer.staying,
-                plan.answer,
-                plan.asked,
-                tuple(actions),
-            ),
-        )
+        final, done = plan.answer, tuple(actions)
+        what = problem.nodes, current, final.staying, final, plan.asked, done
+        return cs.Reply(done, cs.Decision(at, trigger, *what))
 
     def problem(self, state: cs.ControllerState, at: float) -> Problem:
         """The problem that the allocator would get now; nothing is decided."""
@@ -86,13 +75,9 @@ class Planner:
 
     def _places(self, state: cs.ControllerState, at: float) -> Places:
         # Trainers that need longer than the horizon must see ends beyond it.
-        return places_of(
-            state,
-            at,
-            max(self._settings.horizon_s, state.longest_s),
-            state.shortest_s,
-            self._settings.spans_blocks,
-        )
+        settings = self._settings
+        reach_s = max(settings.horizon_s, state.longest_s)
+        return places_of(state, at, reach_s, state.shortest_s, settings.spans_blocks)
 
     def _problem(self, state: cs.ControllerState, at: float, places: Places) -> Problem:
         settings = self._settings
@@ -100,25 +85,13 @@ class Planner:
         if settings.caps or settings.min_shares:
             members = constraints.members_by_key(t.trainer for t in state.active.values())
             limits += constraints.owner_limits(members, settings.caps)
-            limits += constraints.share_limits(
-                members,
-                settings.min_shares,
-                {name: t.useful_counts() for name, t in state.active.items()},
-                min(
-                    [
-                        places.nodes,
-                        *(m.most for m in limits if not m.members and m.most is not None),
-                    ]
-                ),
-            )
-        return Problem(
-            self._settings.horizon_s,
-            places.nodes,
-            self._bids.refresh(state, at, places),
-            places.blocks,
-            self._settings.spans_blocks,
-            tuple(limits),
-        )
+            useful = {name: t.useful_counts() for name, t in state.active.items()}
+            caps = [m.most for m in limits if not m.members and m.most is not None]
+            usable = min([places.nodes, *caps])
+            limits += constraints.share_limits(members, settings.min_shares, useful, usable)
+        horizon_s, spans = self._settings.horizon_s, self._settings.spans_blocks
+        bids = self._bids.refresh(state, at, places)
+        return Problem(horizon_s, places.nodes, bids, places.blocks, spans, tuple(limits))
 
     def _answer(self, problem: Problem) -> tuple[Problem, Answer]:
         """The answer, and its problem: without the last minimum shares that cannot be kept."""
@@ -137,16 +110,9 @@ class Planner:
         at: float,
     ) -> list[ev.Action]:
         changes = self._changes(plan, current)
-        expected = foresee(
-            [
-                Want(name, then, running.nodes)
-                for name, then in changes
-                if then and current[name] and (running := state.active[name].running)
-            ],
-            places.groups,
-            state.pool,
-            self._order(at),
-        )
+        going = ((name, then, state.active[name].running) for name, then in changes)
+        wants = [Want(k, then, run.nodes) for k, then, run in going if then and current[k] and run]
+        expected = foresee(wants, places.groups, state.pool, self._order(at))
         actions: list[ev.Action] = []
         for name, then in changes:
             trainer = state.active[name]
@@ -171,18 +137,13 @@ class Planner:
     ) -> list[tuple[str, Mapping[str, int]]]:
         problem, answer = plan.asked, plan.answer
         if not problem.blocks:
-            return [
-                (name, {'': count} if count else {})
-                for name, count in answer.allocation.items()
-                if count != current[name]
-            ]
+            new = {name: n for name, n in answer.allocation.items() if n != current[name]}
+            return [(name, {'': count} if count else {}) for name, count in new.items()]
         names = [block.name for block in problem.blocks]
         changes: list[tuple[str, Mapping[str, int]]] = []
         for bid in problem.bids:
             then = {block: count for block, count in answer.by_block[bid.name].items() if count}
-            held = {
-                name: count for name, count in zip(names, problem.held(bid), strict=True) if count
-            }
+            held = {name: n for name, n in zip(names, problem.held(bid), strict=True) if n}
             if then != held:
                 changes.append((bid.name, then))
         return changes
@@ -199,11 +160,8 @@ class Planner:
         self, state: cs.ControllerState, plan: Plan, places: Places, at: float
     ) -> list[ev.Action]:
         """Start waiting trainers, unless fragments that end still hold their nodes."""
-        wants = [
-            Want(name, counts, state.active[name].former)
-            for name, counts in plan.waiting.items()
-            if state.active[name].running is None
-        ]
+        free = {k: counts for k, counts in plan.waiting.items() if state.active[k].running is None}
+        wants = [Want(name, counts, state.active[name].former) for name, counts in free.items()]
         if not wants:
             return []
         actions: list[ev.Action] = []

@@ -69,9 +69,8 @@ class Posterior:
 
     def __init__(self, own: Evidence | None, related: Sequence[Evidence], one_node: float) -> None:
         # All related trainers together count as one: their networks may differ in details.
-        logs = PRIOR + sum((e.likelihood for e in related), np.zeros_like(PRIOR)) / max(
-            len(related), 1
-        )
+        others = sum((e.likelihood for e in related), np.zeros_like(PRIOR))
+        logs = PRIOR + others / max(len(related), 1)
         if own is not None:
             logs = logs + own.likelihood
         self._share: Floats = np.exp(logs - logs.max())

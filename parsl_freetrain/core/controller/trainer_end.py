@@ -51,11 +51,8 @@ def _short_of_memory(trainer: cs.TrainerState, ended: cs.FragmentState, error: s
     nodes = len(ended.nodes)
     if trainer.shapes.exclude(nodes, ended.shape):
         return ''
-    left = without(
-        trainer.trainer,
-        nodes,
-        any(n < nodes for p in trainer.profiles.measured.values() for n in p.measured),
-    )
+    counts = [n for p in trainer.profiles.measured.values() for n in p.measured]
+    left = without(trainer.trainer, nodes, any(n < nodes for n in counts))
     if left is None:
         return (
             f'memory does not suffice on {nodes} node{"s" * (nodes > 1)}, and it has no other '

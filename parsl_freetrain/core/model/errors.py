@@ -38,8 +38,7 @@ def needs(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         name = (error.name or '').partition('.')[0]
         raise BadInput(
-            f'{what} needs {name}, which is not installed: pip install '
-            f'{_PACKAGES.get(name, name)}.'
+            f'{what} needs {name}, which is not installed: pip install {_PACKAGES.get(name, name)}.'
         ) from error
 
 

@@ -361,15 +361,8 @@ class EndTrainer(Struct, frozen=True, tag_field='kind', tag=True):
     why: str = ''
 
 
-Action = (
-    OpenBlock
-    | CloseBlock
-    | ReleaseNodes
-    | StartFragment
-    | StopFragment
-    | AbandonFragment
-    | EndTrainer
-)
+_OnTrainers = StartFragment | StopFragment | AbandonFragment | EndTrainer
+Action = OpenBlock | CloseBlock | ReleaseNodes | _OnTrainers
 
 
 class Decided(Event, frozen=True):

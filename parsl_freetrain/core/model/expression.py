@@ -125,9 +125,8 @@ class _Reader:
                 return lambda f: then(f) if condition(f) else otherwise(f)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
                 return self._call(node, name, [self.formula(arg, inner) for arg in args])
-        self._refuse_node(
-            f'{ast.get_source_segment(self._text.strip(), node) or "this"} is not allowed', node
-        )
+        part = ast.get_source_segment(self._text.strip(), node)
+        self._refuse_node(f'{part or "this"} is not allowed', node)
 
     def _number(self, node: ast.expr, value: object) -> Formula:
         if isinstance(value, bool) or not isinstance(value, int | float):

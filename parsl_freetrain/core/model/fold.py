@@ -37,9 +37,8 @@ def fold(history: st.History, events: Iterable[ev.Event], keep_progress: bool = 
 
 def _block_opened(run: st.RunState, event: ev.BlockOpened) -> None:
     lasts_s = event.request.walltime_s
-    run.blocks[event.block] = st.Block(
-        run.id, event, until=None if lasts_s is None else event.at + lasts_s
-    )
+    until = None if lasts_s is None else event.at + lasts_s
+    run.blocks[event.block] = st.Block(run.id, event, until=until)
 
 
 def _block_started(run: st.RunState, event: ev.BlockStarted) -> None:
@@ -84,9 +83,8 @@ def _offers_seen(run: st.RunState, event: ev.OffersSeen) -> None:
 
 def _submitted(run: st.RunState, event: ev.TrainerSubmitted) -> None:
     trainer = event.trainer
-    run.trainers[trainer.name] = st.Training(
-        run.id, trainer, event, event.samples, 'queued', event.at
-    )
+    new = st.Training(run.id, trainer, event, event.samples, 'queued', event.at)
+    run.trainers[trainer.name] = new
 
 
 def _total_known(run: st.RunState, event: ev.TotalKnown) -> None:

@@ -23,9 +23,8 @@ class NodeDemand:
 
 def in_need(jobs: Iterable[str]) -> str:
     """The :attr:`NodeDemand.job` of several demands in words, each once."""
-    return ', '.join(
-        job if job.startswith('reservation ') else f'job {job}' for job in sorted(set(jobs))
-    )
+    named = (job if job.startswith('reservation ') else f'job {job}' for job in sorted(set(jobs)))
+    return ', '.join(named)
 
 
 @dataclass(frozen=True)

@@ -99,17 +99,14 @@ class Fragment:
 
     @property
     def samples(self) -> int | None:
-        """What the next one can go on from; None until it has ended."""
         return None if self.ended is None else self.ended.samples
 
     @property
     def error(self) -> str:
-        """What went wrong; empty: nothing, or it has not ended."""
         return '' if self.ended is None else self.ended.error
 
     @property
     def reached(self) -> int | None:
-        """The largest number of samples trained; None until it has ended."""
         if self.ended is None:
             return None
         return self.ended.samples if self.ended.reached is None else self.ended.reached

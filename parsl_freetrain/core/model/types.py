@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from parsl_freetrain.core.model import checked_values as checked
@@ -150,9 +151,7 @@ class Efficiency:
                 f'Statistical efficiency needs one value for each node count and at least one: '
                 f'got {len(self.nodes)} node counts and {len(self.value)} values.'
             )
-        if self.nodes[0] < 1 or any(
-            b <= a for a, b in zip(self.nodes, self.nodes[1:], strict=False)
-        ):
+        if self.nodes[0] < 1 or any(b <= a for a, b in pairwise(self.nodes)):
             raise BadInput(
                 'The node counts of statistical efficiency must increase from 1 on: got '
                 f'{list(self.nodes)}.'
@@ -165,9 +164,8 @@ class Efficiency:
         if i == 0 or i == len(self.nodes):
             return self.value[min(i, len(self.nodes) - 1)]
         left, right = self.nodes[i - 1], self.nodes[i]
-        return self.value[i - 1] + (self.value[i] - self.value[i - 1]) * (nodes - left) / (
-            right - left
-        )
+        share = (nodes - left) / (right - left)
+        return self.value[i - 1] + (self.value[i] - self.value[i - 1]) * share
 
 
 @dataclass(frozen=True)

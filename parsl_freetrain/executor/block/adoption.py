@@ -77,12 +77,8 @@ class Adoption:
         now = time.time()
         for found in self._provider.adopt():
             block, commands[found.job_id] = parsl.register(found.job_id)
-            request = BlockRequest(
-                found.nodes,
-                None if found.end_s is None else max(0.0, found.end_s - now),
-                found.queue,
-                node_class=found.node_class,
-            )
+            left_s = None if found.end_s is None else max(0.0, found.end_s - now)
+            request = BlockRequest(found.nodes, left_s, found.queue, node_class=found.node_class)
             adopted.append(AdoptedBlock(block, found.job_id, request))
         if adopted:
             logger.info('Going on with the blocks %s of an earlier run', ', '.join(commands))

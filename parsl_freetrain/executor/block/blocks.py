@@ -39,16 +39,12 @@ AVOID_S = 600.0  # a node with a broken device is not used for so long
 
 @dataclass(frozen=True)
 class GreetingReturned:
-    """A node's first task has returned."""
-
     block: str
     manager: str
     done: Future[Greeting]
 
 
 class Inbox(Protocol):
-    """Takes what has returned, from any thread."""
-
     def post(self, item: GreetingReturned) -> None: ...
 
 
@@ -99,12 +95,8 @@ class BlockManager:
         except Exception as error:
             self._not_before = at + self._backoff.failed()
             next_try_s = self._not_before - at
-            logger.warning(
-                'A block of %d nodes was refused, next try in %.0f s: %s',
-                request.nodes,
-                next_try_s,
-                error,
-            )
+            said = 'A block of %d nodes was refused, next try in %.0f s: %s'
+            logger.warning(said, request.nodes, next_try_s, error)
             self._stream.emit(ev.BlockRefused(at, request.nodes, next_try_s, str(error)))
             return
         self.adopt(AdoptedBlock(block, job_id, request), at)
@@ -156,7 +148,6 @@ class BlockManager:
         self._emit_gone(gone, 'returned', at)
 
     def look_for_holes(self, at: float) -> None:
-        """Emit the site's current offers."""
         avoided = self._avoided_at(at)
         holes = []
         for hole in self._provider.holes():

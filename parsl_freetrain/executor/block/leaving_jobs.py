@@ -49,16 +49,12 @@ class LeavingJobs:
         for block in blocks:
             self.tell(*block.greeted)
         site = self._provider.site
-        told = [
-            block.job_id
-            for block in blocks
-            if isinstance(site, Yielding) and len(block.nodes) >= block.request.nodes
-        ]
+        whole = [block for block in blocks if len(block.nodes) >= block.request.nodes]
+        told = [block.job_id for block in whole if isinstance(site, Yielding)]
         if isinstance(site, Yielding) and told:
             site.leaving(told)
-        self._until |= {
-            block.job_id: at + LEAVE_S if block.job_id in told else at for block in blocks
-        }
+        ids = [block.job_id for block in blocks]
+        self._until |= {job: at + LEAVE_S if job in told else at for job in ids}
         self.cancel(at)
 
     def cancel(self, at: float) -> None:
@@ -85,12 +81,10 @@ _GREETING_S = 120.0
 
 
 def greeting(manager: str, node_log_dir: str, template: str | None) -> dict[str, Any]:
-    """Starts the node's fork server, and describes the node."""
     return _task(manager, 'greet', node_log_dir, _GREETING_S, template)
 
 
 def leaving(manager: str) -> dict[str, Any]:
-    """Ends the node."""
     return _task(manager, 'leave')
 
 

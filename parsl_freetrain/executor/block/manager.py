@@ -27,7 +27,6 @@ ONLY_MEMBERS = '--max_workers_per_node=1'
 
 
 def main() -> None:
-    """Run Parsl's manager until it ends."""
     with own_names():
         import_parsl(runs_apps=ONLY_MEMBERS not in sys.argv)
         # Apps find modules beside them, as in Parsl's own workers.

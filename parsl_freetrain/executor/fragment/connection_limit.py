@@ -71,11 +71,8 @@ class ConnectionLimit:
                 full = not full
                 self._admit(not full)
                 if full:
-                    logger.warning(
-                        '%d connections to port %d have not said who they are; others wait.',
-                        unknown,
-                        self._listener.getsockname()[1],
-                    )
+                    said = '%d connections to port %d have not said who they are; others wait.'
+                    logger.warning(said, unknown, self._listener.getsockname()[1])
 
     def _admit(self, admit: bool) -> None:
         if admit:

@@ -91,7 +91,6 @@ class ControlServer:
             pass  # closed: no thread waits
 
     def posted(self) -> Iterator[Any]:
-        """Yield posted items, without waiting."""
         while not self._waiting.empty():
             yield self._waiting.get()
 
@@ -126,7 +125,6 @@ class ControlServer:
                 yield message
 
     def _connection_ended(self, fd: int) -> None:
-        """Called from another thread."""
         if fd in self._connections:
             self.post(_ConnectionEnded(fd))
 
@@ -139,7 +137,6 @@ class ControlServer:
         return True
 
     def forget(self, trainer: str, fragment: int) -> None:
-        """Remove a fragment that has ended."""
         ended = (trainer, fragment)
         self._identities = {k: v for k, v in self._identities.items() if k[:2] != ended}
         self._connections = {fd: k for fd, k in self._connections.items() if k[:2] != ended}

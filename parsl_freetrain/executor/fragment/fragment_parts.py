@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stopping:
-    """A request to stop."""
-
     why: str = ''  #: why it was asked to stop; empty: it was not
     at: float = 0.0  #: when
     grace_s: float | None = None  #: seconds until it is killed after that; None: the usual patience
@@ -31,8 +29,6 @@ class GivenUp:
 
 @dataclass
 class Contact:
-    """What is heard of the members."""
-
     names: dict[int, str] = field(default_factory=dict)  #: what people call their nodes
     heard: dict[int, float] = field(default_factory=dict)  #: when they were last heard of
     #: Those whose connection has ended, and that have not been heard of since.

@@ -38,8 +38,6 @@ LONE_ANSWER_S = 2.0
 
 @dataclass(frozen=True)
 class FragmentResult:
-    """How a fragment ended."""
-
     ending: Ending  #: for the controller
     #: The newest one that is known to be committed; what the fragment's AppFuture resolves to.
     checkpoint: Checkpoint
@@ -114,7 +112,6 @@ class RunningFragment:
         return self.action.nodes[member] in self.stopping.leaving
 
     def over(self) -> bool:
-        """Whether nothing more can come."""
         return all(m in self.settled or m in self.lost for m in self.members)
 
     def lose(self, nodes: set[str], why: Mapping[str, str] | None = None) -> None:
@@ -140,6 +137,7 @@ class RunningFragment:
         cut_off = self.cut_off()
         for member in set(self.members) - self.settled.keys() - self.lost:
             node, ended = self.action.nodes[member], self.ended.get(member, {})
+            heard = self.contact.heard
             if len(ended) == self.ranks_per_node and at - max(ended.values()) > patience_s:
                 found[node] = (
                     'its ranks ended, and its Parsl manager has not passed that on '
@@ -153,23 +151,16 @@ class RunningFragment:
                 and at - self.contact.asked_at > (answer_s := self._answer_s(member))
             ):
                 found[node] = f'no sign of life for {answer_s:g} s after {self.contact.asked_why}'
-            elif (
-                len(ended) < self.ranks_per_node
-                and at - self.contact.heard.get(member, at) > patience_s
-            ):
+            elif len(ended) < self.ranks_per_node and at - heard.get(member, at) > patience_s:
                 found[node] = f'no sign of life for {patience_s:g} s'
             elif (
                 self.given_up.seen_at is not None
-                and member in self.contact.heard
+                and member in heard
                 and at - self.given_up.seen_at > patience_s + self.given_up.spare_s
             ):
                 # SIGKILL ends a process only when it returns from the driver.
                 found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
-            elif (
-                self.given_up.why
-                and member not in self.contact.heard
-                and at - self.decided_at > start_s
-            ):
+            elif self.given_up.why and member not in heard and at - self.decided_at > start_s:
                 # Its manager answers, but no worker of it takes the task.
                 found[node] = f'nothing was heard from it within {start_s:g} s'
         return found
@@ -195,11 +186,8 @@ class RunningFragment:
 
     def ranks_ended(self, member: int) -> bool:
         """Whether all ranks of a member have ended, or its node is lost."""
-        return (
-            member in self.settled
-            or member in self.lost
-            or len(self.ended.get(member, ())) == self.ranks_per_node
-        )
+        ended = len(self.ended.get(member, ())) == self.ranks_per_node
+        return ended or member in self.settled or member in self.lost
 
     def _answer_s(self, member: int) -> float:
         """Seconds for a member to answer. A wrong verdict costs a greeting, never a result."""
@@ -207,14 +195,10 @@ class RunningFragment:
 
     def deadlock(self, at: float) -> str:
         """Who waits in which exchange, if all ranks wait for each other; else empty."""
-        waiting = {
-            rank: name for rank, (name, said) in self.contact.stuck.items() if at - said < STUCK_S
-        }
-        if (
-            len(waiting) < len(self.members) * self.ranks_per_node
-            or self.stopping.why
-            or self.saving
-        ):
+        stuck = self.contact.stuck.items()
+        waiting = {rank: name for rank, (name, said) in stuck if at - said < STUCK_S}
+        busy = len(waiting) < len(self.members) * self.ranks_per_node
+        if busy or self.stopping.why or self.saving:
             return ''
         named = [f'rank {rank} in {waiting[rank]}' for rank in sorted(waiting)]
         more = f' and {len(named) - 8} more' if len(named) > 8 else ''
@@ -226,12 +210,10 @@ class RunningFragment:
     def nobody_listened(self, seconds: float) -> None:
         """Do not count these seconds as silence: the executor did not listen."""
         self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
-        self.contact.asked_at = (
-            None if self.contact.asked_at is None else self.contact.asked_at + seconds
-        )
-        self.given_up.seen_at = (
-            None if self.given_up.seen_at is None else self.given_up.seen_at + seconds
-        )
+        if self.contact.asked_at is not None:
+            self.contact.asked_at += seconds
+        if self.given_up.seen_at is not None:
+            self.given_up.seen_at += seconds
         self.contact.heard = {member: at + seconds for member, at in self.contact.heard.items()}
         self.ended = {
             member: {rank: at + seconds for rank, at in ranks.items()}
@@ -245,7 +227,6 @@ class RunningFragment:
         return checkpoint
 
     def results(self, member: int) -> list[RankResult]:
-        """What the ranks of a member said in the end."""
         came = self.settled.get(member)
         return came if isinstance(came, list) else []
 
@@ -327,11 +308,8 @@ class RunningFragment:
                 exception.add_note(sentence)
                 return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
         first = faults[0]
-        return FragmentResult(
-            Ending.PREEMPTED,
-            self.checkpoint,
-            f'{first} has a broken device: {first.fault}; its output is in {first.log}',
-        )
+        why = f'{first} has a broken device: {first.fault}; its output is in {first.log}'
+        return FragmentResult(Ending.PREEMPTED, self.checkpoint, why)
 
     def _cause(self, results: list[RankResult]) -> str:
         """The cause of the failure; the surest signs are checked first."""
@@ -341,9 +319,8 @@ class RunningFragment:
                 f'({self.lost_why.get(m, "its manager or its block is gone")})'
                 for m in sorted(self.lost)
             ]
-            return (
-                f'{len(self.lost)} of its {len(self.members)} nodes were lost: {", ".join(named)}'
-            )
+            named_lost = ', '.join(named)
+            return f'{len(self.lost)} of its {len(self.members)} nodes were lost: {named_lost}'
         for result in sorted(results, key=RankResult.suffers):
             # Those that it killed itself, when it was given up, are not to blame.
             at_fault = not self.given_up.why or result.rank in self.given_up.ended_before

@@ -61,12 +61,9 @@ def _of_survivors(fragment: RunningFragment) -> Iterator[LeftState]:
             for part in range(those[0][1].parts)
         ]
         if all(parts):
-            yield LeftState(
-                Handover(
-                    tuple(tuple(digest for _, digest in part) for part in parts), samples, metrics
-                ),
-                tuple(frozenset(node for node, _ in part) for part in parts),
-            )
+            digests = tuple(tuple(digest for _, digest in part) for part in parts)
+            nodes = tuple(frozenset(node for node, _ in part) for part in parts)
+            yield LeftState(Handover(digests, samples, metrics), nodes)
 
 
 def _outcomes(fragment: RunningFragment) -> Iterator[tuple[str, Outcome, int]]:

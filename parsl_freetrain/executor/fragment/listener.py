@@ -107,7 +107,6 @@ class Listener:
         record: TrainerRecord,
         at: float,
     ) -> None:
-        """Record that rank 0 has begun to train."""
         name, number = fragment.name, fragment.number
         if record.spec.ranks.ahead:
             self._members.tell_all(fragment, msg.StartStandby(RESERVE_S, rescale=False))

@@ -30,8 +30,6 @@ _STOPPED_SHARE = 0.5  # of hang_s, until a stopped rank is killed; the rest is f
 
 
 class Member:
-    """One node's share of a fragment."""
-
     def __init__(self, order: MemberOrder) -> None:
         self._order = order = order.received()
         self._ranks: dict[int, RankProcess] = {}
@@ -85,14 +83,8 @@ class Member:
         for local_rank in range(count):
             rank = order.member * count + local_rank
             log = Path(order.log_dir) / f'fragment-{order.fragment.fragment:06d}-rank-{rank}.log'
-            place = RankPlace(
-                rank=rank,
-                world_size=order.members * count,
-                local_rank=local_rank,
-                nodes=order.members,
-                log=str(log),
-                address=address,
-            )
+            world_size, nodes = order.members * count, order.members
+            place = RankPlace(rank, world_size, local_rank, nodes, str(log), address)
             self._ranks[rank] = server.launch(order.fragment, place, payload, {})
             self._watches[rank] = StopWatch(self._ranks[rank].pid)
             self._results[rank] = RankResult(rank, node_fork_server.node_name(), str(log))

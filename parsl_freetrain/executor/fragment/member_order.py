@@ -10,8 +10,6 @@ from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 @dataclass(frozen=True)
 class MemberOrder:
-    """One node's instructions for a fragment."""
-
     fragment: FragmentOrder  #: the order for the ranks
     #: member, members: this node's index and the number of nodes; its first rank follows.
     member: int

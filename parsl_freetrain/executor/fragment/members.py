@@ -16,7 +16,6 @@ class Members:
         self._peer_s = peer_s
 
     def tell_all(self, fragment: RunningFragment, message: msg.ToMember) -> None:
-        """Send a message to every member that has reported."""
         for member in fragment.members:
             self._control.send((fragment.name, fragment.number, member), message)
 
@@ -54,7 +53,6 @@ class Members:
             self.ask(fragment, 'other ranks had lost touch with it', at)
 
     def ask(self, fragment: RunningFragment, why: str, at: float) -> None:
-        """Ask all members whether they are there."""
         if not fragment.unanswered():
             fragment.contact.asked_at, fragment.contact.asked_why = at, why
         self.tell_all(fragment, msg.AreYouThere())
@@ -72,10 +70,8 @@ class Members:
             self._control.send(key, fragment.rendezvous)
 
     def _abandon(self, fragment: RunningFragment) -> msg.Abandon:
-        return msg.Abandon(
-            fragment.given_up.why, self._peer_s if fragment.given_up.spare_s else 0.0
-        )
+        spare_s = self._peer_s if fragment.given_up.spare_s else 0.0
+        return msg.Abandon(fragment.given_up.why, spare_s)
 
     def forget(self, fragment: RunningFragment) -> None:
-        """Remove a fragment that has ended."""
         self._control.forget(fragment.name, fragment.number)

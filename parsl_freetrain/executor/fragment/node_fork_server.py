@@ -23,7 +23,6 @@ FORK_SERVER_READY_S = 120.0
 
 
 def node_name() -> str:
-    """The node's name for people."""
     return os.environ.get('FREETRAIN_NODE') or platform.node()
 
 
@@ -62,13 +61,9 @@ def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Cha
     server = fork_server_of_node(order.node_log_dir, order.template)
     server.wait_ready(FORK_SERVER_READY_S)
     Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    logs = [
-        str(
-            Path(order.log_dir)
-            / f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}-{i}.log'
-        )
-        for i in range(order.fragment.per_node)
-    ]
+    stem = f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}'
+    names = (f'{stem}-{i}.log' for i in range(order.fragment.per_node))
+    logs = [str(Path(order.log_dir) / name) for name in names]
     return [
         server.start_standby(order.fragment, i, payload, {}, log, wait_s)
         for i, log in enumerate(logs)

@@ -51,11 +51,8 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
         if isinstance(module, ModuleType) and type(module) is not ModuleType:
             copyreg.pickle(type(module), _by_import)
     # There are thousands of modules, and few packages.
-    tops = (
-        {name.partition('.')[0] for name, _ in loaded} - {OURS, '__main__'}
-        if home is not None
-        else set()
-    )
+    ours = {OURS, '__main__'}
+    tops = {name.partition('.')[0] for name, _ in loaded if home is not None} - ours
     beside = {top for top in tops if _home(sys.modules.get(top)) == home}
     modules = [
         module

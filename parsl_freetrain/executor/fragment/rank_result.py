@@ -47,7 +47,6 @@ class RankResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it finished, or stopped as requested."""
         return self.how in ('finished', 'stopped')
 
     def __str__(self) -> str:

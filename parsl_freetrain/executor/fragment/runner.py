@@ -40,8 +40,6 @@ FRAGMENT = 'freetrain_fragment'  # key of the resource specification that marks 
 
 @dataclass(frozen=True)
 class MemberReturned:
-    """The task of a fragment's member has returned."""
-
     trainer: str
     fragment: int
     member: int
@@ -87,16 +85,11 @@ class FragmentRunner:
         record = self.records[action.trainer]
         nodes, begins_with = action.nodes, record.resume(action.nodes)
         name, number = action.trainer, action.fragment
-        fragment = RunningFragment(
-            action,
-            at,
-            record.checkpoint,
-            ranks_per_node=record.ranks_on([self._devices.get(node, 0) for node in nodes]),
-            reached=max(
-                record.checkpoint.samples, begins_with.handover.samples if begins_with else 0
-            ),
-            begins_with=begins_with,
-        )
+        ranks = record.ranks_on([self._devices.get(node, 0) for node in nodes])
+        samples = begins_with.handover.samples if begins_with else 0
+        fragment = RunningFragment(action, at, record.checkpoint, ranks_per_node=ranks)
+        fragment.reached = max(record.checkpoint.samples, samples)
+        fragment.begins_with = begins_with
         self.running[name, number] = fragment
         task: Future[Checkpoint] | None = None
         try:
@@ -107,19 +100,8 @@ class FragmentRunner:
             logger.exception('Fragment %s of %s could not be submitted', number, name)
             fragment.lost = set(fragment.members)
             fragment.given_up.why = f'it could not be submitted: {error}'
-        self._stream.emit(
-            ev.FragmentLaunched(
-                at,
-                name,
-                number,
-                nodes,
-                action.deadline_s,
-                action.samples,
-                action.shape,
-                _id_of(task),
-                failed=task is None,
-            )
-        )
+        what = nodes, action.deadline_s, action.samples, action.shape, _id_of(task)
+        self._stream.emit(ev.FragmentLaunched(at, name, number, *what, failed=task is None))
         if task is None:
             self._conclude(fragment, at)
             self._early.pop((name, number), None)  # Parsl will not send it
@@ -167,7 +149,6 @@ class FragmentRunner:
         )
 
     def heard(self, said: FromMember, at: float) -> None:
-        """Handle a member's message."""
         fragment = self.running.get((said.trainer, said.fragment))
         if fragment is not None:
             self._listener.heard(said, fragment, self.records[fragment.name], at)
@@ -197,9 +178,8 @@ class FragmentRunner:
         """Stop a trainer's running fragment as a preemption would, with a notice of ``grace_s``
         seconds. Returns a sentence about it; raises BadInput if it has no running fragment.
         """
-        fragment = next(
-            (f for f in self.running.values() if f.name == name and not f.given_up.why), None
-        )
+        going = (f for f in self.running.values() if f.name == name and not f.given_up.why)
+        fragment = next(going, None)
         if fragment is None:
             raise BadInput(f'No fragment of trainer {name!r} is running now.')
         nodes = len(fragment.members)
@@ -213,7 +193,6 @@ class FragmentRunner:
         return f'{which} has its notice, and is killed if it is still there in {grace_s:g} s.'
 
     def abandon(self, action: ev.AbandonFragment) -> None:
-        """Kill the remaining ranks of a fragment at once."""
         fragment = self.running.get((action.trainer, action.fragment))
         if fragment is not None:
             self._members.give_up(fragment, 'some of its nodes are gone', spare=True)
@@ -240,7 +219,6 @@ class FragmentRunner:
         """Nothing is ever pending."""
 
     def returned(self, back: MemberReturned, at: float) -> None:
-        """Handle the return of a member's task."""
         fragment = self.running.get((back.trainer, back.fragment))
         if fragment is None:
             return
@@ -316,9 +294,8 @@ class FragmentRunner:
         if fragment is None or fragment.ranks_ended(gone.member):
             return False
         if gone.member in fragment.contact.heard:  # what it has said before is no answer
-            fragment.contact.heard[gone.member] = min(
-                fragment.contact.heard[gone.member], at - LOOK_S
-            )
+            heard = fragment.contact.heard
+            heard[gone.member] = min(heard[gone.member], at - LOOK_S)
         fragment.contact.disconnected.add(gone.member)
         self._members.ask(fragment, 'its connection had ended', at)
         return True
@@ -338,7 +315,6 @@ class FragmentRunner:
 
 
 def _id_of(task: Future[Checkpoint] | None) -> int | None:
-    """Parsl's id of a fragment's task."""
     record = getattr(task, 'task_record', None)
     return None if record is None else record['id']
 

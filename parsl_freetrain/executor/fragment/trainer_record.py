@@ -30,8 +30,6 @@ Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Futur
 
 @dataclass
 class TrainerRecord:
-    """One trainer of this run."""
-
     trainer: Trainer
     spec: TrainingSpec
     store: str  #: its checkpoint folder

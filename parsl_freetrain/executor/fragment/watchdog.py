@@ -67,12 +67,8 @@ class Watchdog:
                 fragment.nobody_listened(away_s)
             if fragment.given_up.why and fragment.given_up.seen_at is None:
                 fragment.given_up.seen_at = at
-            found += [
-                NodeSilent(node, why)
-                for node, why in fragment.silent(
-                    at, self._timeouts.silence_s, self._timeouts.start_s
-                ).items()
-            ]
+            limits = self._timeouts.silence_s, self._timeouts.start_s
+            found += [NodeSilent(*silent) for silent in fragment.silent(at, *limits).items()]
             if why := self._too_long(fragment, at):
                 found.append(GiveUp(fragment, why))
             elif overdue(fragment, at):
@@ -94,11 +90,8 @@ class Watchdog:
         if fragment.stopping.why and at - fragment.stopping.at > stop_s:
             return f'it did not stop within {stop_s:g} s'
         if fragment.started_at is None and at - fragment.decided_at > limits.start_s:
-            quiet = [
-                fragment.action.nodes[m]
-                for m in fragment.members
-                if m not in fragment.contact.heard
-            ]
+            heard = fragment.contact.heard
+            quiet = [fragment.action.nodes[m] for m in fragment.members if m not in heard]
             return f'it did not start within {limits.start_s:g} s' + (
                 f'; nothing was heard from {", ".join(quiet)}' if quiet else ''
             )

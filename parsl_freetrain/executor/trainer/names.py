@@ -31,8 +31,7 @@ class TrainerNames:
         with self._lock:
             if explicit and name in self._taken:
                 raise BadInput(
-                    f'There is a trainer {name!r} already in this run; give each call '
-                    'another trainer_name.'
+                    f'There is a trainer {name!r} in this run already; give another trainer_name.'
                 )
             free, number = name, 1
             while free in self._taken:
@@ -42,6 +41,5 @@ class TrainerNames:
         return free
 
     def free(self, name: str) -> None:
-        """Release the name of a trainer that was refused."""
         with self._lock:
             self._taken.discard(name)

@@ -49,7 +49,6 @@ class FileImage:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The digest of each block."""
         if not self._blocks:
             self._blocks = self._of_each(lambda part, _: digest(part))
         return self._blocks

@@ -66,9 +66,8 @@ def same_weights(
     bit.
     """
     first, second = load_weights(one), load_weights(other)
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    alike = (torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(alike)
 
 
 def export_weights(
@@ -114,10 +113,8 @@ def export_weights(
             name = f'{target.stem}-{number:05d}-of-{len(groups):05d}{target.suffix}'
             _replace(target.with_name(name), partial(write_tensors, pieces=group))
             weight_map.update((piece.name, name) for piece in group)
-        index = {
-            'metadata': {'total_size': sum(piece.nbytes for piece in pieces)},
-            'weight_map': weight_map,
-        }
+        size = {'total_size': sum(piece.nbytes for piece in pieces)}
+        index = {'metadata': size, 'weight_map': weight_map}
         return _replace(
             target.with_name(f'{target.name}.index.json'),
             lambda draft: write_new(draft, json.dumps(index, indent=2).encode()),

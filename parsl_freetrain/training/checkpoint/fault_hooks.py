@@ -23,6 +23,5 @@ on_saving: list[Callable[[str], None]] = []
 
 
 def saving(stage: str) -> None:
-    """Call when a checkpoint has reached a stage."""
     for hook in on_saving:
         hook(stage)

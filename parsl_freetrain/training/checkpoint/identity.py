@@ -88,7 +88,6 @@ def trainer_of(folder: Path) -> str:
 
 
 def is_trainer_folder(folder: Path) -> bool:
-    """Whether the folder belongs to a trainer."""
     return (folder / TRAINER_FILE).exists()
 
 
@@ -123,11 +122,8 @@ def _read(path: Path) -> tuple[str, dict[str, JSON]]:
 
 
 def _contents(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.name != FENCES and not path.name.startswith(('.', 'old-'))
-    )
+    hidden = '.', 'old-'
+    return sorted(p for p in folder.iterdir() if p.name != FENCES and not p.name.startswith(hidden))
 
 
 def _differences(theirs: Mapping[str, JSON], ours: Mapping[str, JSON]) -> Iterator[str]:

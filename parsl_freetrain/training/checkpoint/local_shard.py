@@ -25,12 +25,10 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements in the part."""
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
@@ -86,14 +84,8 @@ def divided_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        part,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    whole: Any = {'run_check': False, 'shape': tensor.shape, 'stride': tensor.stride()}
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, **whole)
 
 
 def divided_along(tensor: torch.Tensor) -> frozenset[str]:
@@ -101,11 +93,8 @@ def divided_along(tensor: torch.Tensor) -> frozenset[str]:
     if not is_divided(tensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()
-    return frozenset(
-        name
-        for name, placement in zip(names, tensor.placements, strict=True)
-        if not placement.is_replicate()
-    )
+    placed = zip(names, tensor.placements, strict=True)
+    return frozenset(name for name, placement in placed if not placement.is_replicate())
 
 
 def holders(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -54,9 +54,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The handle to the checkpoint in ``folder``."""
-        return Checkpoint(
-            self.trainer, str(folder), self.samples, self.fragment, dict(self.metrics)
-        )
+        metrics = dict(self.metrics)
+        return Checkpoint(self.trainer, str(folder), self.samples, self.fragment, metrics)
 
 
 def write_manifest(

@@ -112,9 +112,8 @@ def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str
     keys of a dict. Raises ValueError if it has a parameter that has no name.
     """
     state = optimizer.state_dict()
-    called = [
-        _name(parameter, names) for group in optimizer.param_groups for parameter in group['params']
-    ]
+    every = (one for group in optimizer.param_groups for one in group['params'])
+    called = [_name(parameter, names) for parameter in every]
     return {
         **state,
         'state': {called[number]: kept for number, kept in state['state'].items()},

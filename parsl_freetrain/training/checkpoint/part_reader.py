@@ -32,12 +32,10 @@ class _Span:
 
     @property
     def size(self) -> int:
-        """Bytes of the rows."""
         return self.rows.numel * self.target.element_size()
 
     @property
     def blocks(self) -> range:
-        """The numbers of the blocks that the rows are in."""
         last = (self.start + self.size - 1) // hashing.BLOCK
         return range(self.start // hashing.BLOCK, last + 1 if self.size else 0)
 
@@ -68,14 +66,10 @@ class PartReader:
 
     def shapes(self, prefix: str = '') -> dict[str, tuple[int, ...]]:
         """The shapes of the whole tensors whose names begin with ``prefix``."""
-        return {
-            name: entry.shape
-            for name, entry in self._contents.tensors.items()
-            if name.startswith(prefix)
-        }
+        every = self._contents.tensors.items()
+        return {name: entry.shape for name, entry in every if name.startswith(prefix)}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor."""
         dtype = self._contents.tensors[name].dtype
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
@@ -94,9 +88,7 @@ class PartReader:
         """The wanted parts, by name, on the CPU; only their blocks are fetched. Raises Damaged if
         they are not what was left; OSError if the file system does not answer.
         """
-        found = {
-            name: torch.empty(box.sizes, dtype=self.dtype(name)) for name, box in wanted.items()
-        }
+        found = {one: torch.empty(box.sizes, dtype=self.dtype(one)) for one, box in wanted.items()}
         spans: dict[Block, list[_Span]] = {}
         for name, box in wanted.items():
             for chunk in self._contents.tensors[name].chunks:
@@ -110,7 +102,6 @@ class PartReader:
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
         return self.read({name: Box.whole(self._contents.tensors[name].shape)})[name]
 
 

@@ -56,12 +56,10 @@ class Contents(msgspec.Struct, frozen=True):
 
     @property
     def packed(self) -> bytes:
-        """Itself, as bytes that :meth:`unpacked` takes."""
         return msgspec.json.encode(self)
 
     @classmethod
     def unpacked(cls, content: bytes | memoryview) -> Contents:
-        """From :attr:`packed`."""
         return msgspec.json.decode(content, type=cls)
 
     @classmethod
@@ -120,7 +118,6 @@ def part_of(
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file of tensors."""
     return f'rank-{rank}.safetensors'
 
 
@@ -133,9 +130,7 @@ def placed(
     tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box]
 ) -> tuple[Layout, dict[str, tuple[int, int]]]:
     """The file of tensors of :func:`part_of`, and where in it each one's bytes are."""
-    names = {
-        name: _name_in_file(name, _box(name, tensor, boxes)) for name, tensor in tensors.items()
-    }
+    names = {one: _name_in_file(one, _box(one, tensor, boxes)) for one, tensor in tensors.items()}
     layout = layout_of(
         Piece(names[name], tensor.dtype, tuple(tensor.shape), partial(tensors.__getitem__, name))
         for name, tensor in tensors.items()
@@ -145,9 +140,8 @@ def placed(
 
 def write_part(folder: Path, rank: int, part: Contents) -> str:
     """Write what :func:`read_part` reads, durably; returns its digest."""
-    return block_digests.digest_of_blocks(
-        block_digests.write_hashed(folder / contents_of(rank), [part.packed])
-    )
+    blocks = block_digests.write_hashed(folder / contents_of(rank), [part.packed])
+    return block_digests.digest_of_blocks(blocks)
 
 
 def read_part(folder: Path, rank: int, expected: str) -> Contents:

@@ -38,8 +38,6 @@ _ALIGNMENT = 64  # a multiple of every element's size, so that tensors can be vi
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to write."""
-
     name: str  #: its name in the file
     dtype: torch.dtype  #: dtype, shape: those of the tensor that ``get`` returns
     shape: tuple[int, ...]
@@ -48,7 +46,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -63,7 +60,6 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
     def content(self) -> Iterator[bytes | memoryview]:

@@ -94,8 +94,6 @@ class State:
 
 
 class Source(Protocol):
-    """A checkpoint to continue from."""
-
     @property
     def path(self) -> str: ...
     @property
@@ -123,7 +121,6 @@ class Saved:
     modules: dict[str, Any] = field(default_factory=dict)
 
     def load(self, prepared: Prepared | None = None) -> Saved:
-        """Itself: it is read already."""
         return self
 
 
@@ -132,11 +129,9 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     on, with the live tensors. ``named``: states of optimizers go by the names of parameters, so
     that models may be divided differently when they are loaded.
     """
-    things = {
-        name: thing
-        for kind, field_ in _KINDS.items()
-        for name, thing in zip(names_of(kind), getattr(prepared, field_), strict=False)
-    }
+    things: dict[str, Any] = {}
+    for kind, several in _KINDS.items():
+        things |= zip(names_of(kind), getattr(prepared, several), strict=False)
     content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
     names = parameter_names(prepared)
     optimizers = dict(zip(names_of('optimizer'), prepared.optimizers, strict=False))
@@ -155,11 +150,8 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
     cannot be loaded without running code of the file.
     """
     called = {name: f'the state of {name}' for name in content['classes']}
-    return State(
-        *take_apart(
-            {**content, 'position': {**vars(position)}}, {'position': 'ctx.state', **called}
-        )
-    )
+    position_too = {**content, 'position': {**vars(position)}}
+    return State(*take_apart(position_too, {'position': 'ctx.state', **called}))
 
 
 def assemble(path: str, state: State) -> Saved:
@@ -210,9 +202,8 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
         for model, state in zip(prepared.models, states['models'], strict=True)
     )
     for kind, several in _KINDS.items():
-        for name, thing, state in zip(
-            names_of(kind), getattr(prepared, several), states[several], strict=False
-        ):
+        here = zip(names_of(kind), getattr(prepared, several), states[several], strict=False)
+        for name, thing, state in here:
             try:
                 if kind == 'optimizer':
                     add_groups(thing, saved.groups[name], prepared)
@@ -283,11 +274,8 @@ def check_shapes(
     """
     faults = [f'{name} is missing there' for name in here if name not in there]
     faults += [f'{name} is unknown here' for name in there if name not in here]
-    faults += [
-        f'{name} has shape {shape} there and {here[name]} here'
-        for name, shape in there.items()
-        if name in here and here[name] != shape
-    ]
+    both = [(name, shape, here[name]) for name, shape in there.items() if name in here]
+    faults += [f'{k} has shape {was} there and {now} here' for k, was, now in both if was != now]
     if faults:
         more = f' and {len(faults) - _SHOWN} more' if len(faults) > _SHOWN else ''
         raise BadInput(
@@ -299,9 +287,8 @@ def check_shapes(
 
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a model's state."""
-    return {
-        name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)
-    }
+    every = state.items()
+    return {name: tuple(one.shape) for name, one in every if isinstance(one, torch.Tensor)}
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, torch.dtype]:

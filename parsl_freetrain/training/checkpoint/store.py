@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
@@ -130,14 +131,8 @@ class PosixCheckpointStore:
             self._hook('begin')
             hashed = write(folder)
             self._hook('written')
-            manifest = write_manifest(
-                folder,
-                trainer=self.trainer,
-                samples=samples,
-                fragment=fragment,
-                metrics=metrics,
-                hashed=hashed or {},
-            )
+            how: Any = {'trainer': self.trainer, 'samples': samples, 'fragment': fragment}
+            manifest = write_manifest(folder, **how, metrics=metrics, hashed=hashed or {})
             sync_dir(self.folder)
             self._hook('manifest')
             self._hook('before-commit')
@@ -190,11 +185,8 @@ class PosixCheckpointStore:
             newest = self._newest(lambda path: verify(path, hashed=hashed if path == own else ()))
         if newest is None:
             return
-        leftovers = [
-            path
-            for path in directories(self.folder)
-            if key(path)[1] < newest.fragment and not is_committed(path)
-        ]
+        earlier = [path for path in directories(self.folder) if key(path)[1] < newest.fragment]
+        leftovers = [path for path in earlier if not is_committed(path)]
         for path in [*self._superfluous(keep, newest), *leftovers]:
             remove(path)
 
@@ -207,9 +199,8 @@ class PosixCheckpointStore:
 
     def last_fragment(self) -> int:
         """The largest fragment that was fenced or began a checkpoint here, 0 if none."""
-        return max(
-            self._last_fence(), *fragments_in(self.folder), *fragments_in(self.folder / BAD), 0
-        )
+        begun = *fragments_in(self.folder), *fragments_in(self.folder / BAD)
+        return max(self._last_fence(), *begun, 0)
 
     def put_aside(self, path: Path, reason: str) -> None:
         """Move a damaged checkpoint to ``folder/bad``."""
@@ -248,9 +239,8 @@ class PosixCheckpointStore:
             )
 
     def _last_fence(self) -> int:
-        return max(
-            (int(name) for name in names(self.folder / FENCES) if name.isdecimal()), default=0
-        )
+        fences = (int(name) for name in names(self.folder / FENCES) if name.isdecimal())
+        return max(fences, default=0)
 
     def _committed(self) -> list[Path]:
         while True:
@@ -275,9 +265,5 @@ class PosixCheckpointStore:
             log.warning('Damaged checkpoint %s could not be set aside: %s', path, error)
             target = path
         self.set_aside.append(SetAside(str(target), reason))
-        log.warning(
-            'Checkpoint %s is damaged (%s); kept as %s, the one before is used',
-            path,
-            reason,
-            target,
-        )
+        kept = 'Checkpoint %s is damaged (%s); kept as %s, the one before is used'
+        log.warning(kept, path, reason, target)

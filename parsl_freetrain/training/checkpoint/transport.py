@@ -61,9 +61,7 @@ class Disk:
             content = bytes_of(torch.empty(size_of(block, self._files), dtype=torch.uint8))
             self._read(block, content)
             if not is_right(block, content, self._files):
-                raise Damaged(
-                    f'block {block[1]} of {block[0]} does not have the digest that was committed'
-                )
+                raise Damaged(f'block {block[1]} of {block[0]} does not have the committed digest')
             self._recent = dict([*self._recent.items(), (block, content)][-_RECENT:])
         return self._recent[block]
 
@@ -83,7 +81,6 @@ class Disk:
 
 
 def size_of(block: Block, files: Files) -> int:
-    """Number of bytes of a block."""
     return min(hashing.BLOCK, files[block[0]][0] - block[1] * hashing.BLOCK)
 
 

@@ -113,11 +113,8 @@ def is_wanted(offer: OfferState) -> bool:
     """Whether this node's fork server wants a state; no other rank here has offered as much."""
     with closing(_fork_server()) as channel:
         try:
-            return (
-                channel.send(offer)
-                and channel.poll(_ANSWER_S)
-                and isinstance(channel.recv(), StateWanted)
-            )
+            answered = channel.send(offer) and channel.poll(_ANSWER_S)
+            return answered and isinstance(channel.recv(), StateWanted)
         except EOFError:
             return False
 

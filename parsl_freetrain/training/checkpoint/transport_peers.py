@@ -56,9 +56,8 @@ class PeerTransport:
         if self._files:
             row = torch.tensor([memory.has(name) for name in self._files], dtype=torch.uint8)
             held = peers.all_gather(row)
-            self._holders = {
-                name: held[:, i].nonzero().flatten().tolist() for i, name in enumerate(self._files)
-            }
+            holders = (held[:, i].nonzero().flatten().tolist() for i in range(len(self._files)))
+            self._holders = dict(zip(self._files, holders, strict=True))
 
     def put(self, file: str, image: FileImage | None) -> bool:
         """Keep each rank's file (None: it has none) on its heir's node; whether this is kept."""
@@ -103,11 +102,8 @@ class PeerTransport:
 
     def _plan(self, needed: set[Block]) -> Iterator[tuple[Block, list[list[int]]]]:
         """All blocks needed, in order, with groups of ranks whose first one has or reads it."""
-        every = [
-            (name, number)
-            for name, (_, digests) in self._files.items()
-            for number in range(len(digests))
-        ]
+        blocks = ((name, len(digests)) for name, (_, digests) in self._files.items())
+        every = [(name, number) for name, count in blocks for number in range(count)]
         if not every:
             return
         row = torch.tensor([block in needed for block in every], dtype=torch.uint8)

@@ -118,14 +118,12 @@ class RankGroup(Subgroup):
     def _agree_on_backend(self, gpu: str, shared: bool) -> str:
         with as_peer_loss():
             self._texts.set(f'gpu/{self.rank}', gpu)
-        return self.broadcast_object(
-            'backend',
-            lambda: backend_for(
-                [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)],
-                kind_here(),
-                shared=shared,
-            ),
-        )
+        texts, ranks = self._texts, range(self.world_size)
+
+        def chosen() -> str:
+            return backend_for([texts.get(f'gpu/{i}') for i in ranks], kind_here(), shared=shared)
+
+        return self.broadcast_object('backend', chosen)
 
     def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
         with as_peer_loss():

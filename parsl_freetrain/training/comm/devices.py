@@ -46,7 +46,6 @@ class Kind:
         return given[0] if given else self.variables[0]
 
     def has_backend(self) -> bool:
-        """Whether this torch has it."""
         return bool(getattr(dist, f'is_{self.backend}_available')())
 
 
@@ -176,7 +175,6 @@ def take_devices(local_rank: int, ranks_per_node: int, *, shared: bool = False) 
 
 
 def _tell(all_visible: Sequence[str], visible: Sequence[str], ranks_per_node: int) -> None:
-    """Say what is unusual about them."""
     told = devices_here()
     if told is not None and len(all_visible) < told[2]:
         print(

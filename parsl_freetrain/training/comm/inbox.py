@@ -42,7 +42,6 @@ class Inbox:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def stop_requested(self) -> bool:
-        """Does not wait."""
         while not self._stop and self._look():
             pass
         return self._stop

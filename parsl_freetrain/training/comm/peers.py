@@ -80,7 +80,6 @@ class Peers:
 
 
 def on_any_rank(peers: Peers, flag: bool) -> bool:
-    """All ranks call this."""
     return bool(peers.all_reduce_max((flag,))()[0])
 
 

@@ -27,11 +27,9 @@ class SealedStore:
         self._secret = secret
 
     def clone(self) -> SealedStore:
-        """Over a connection of its own."""
         return SealedStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys have been set."""
         return bool(self._store.check(keys))
 
     def set(self, key: str, text: str) -> None:

@@ -111,7 +111,6 @@ class Channel(Generic[T]):
         return bool(poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
-        """May be called more than once."""
         self._socket.close()
 
     def _send_packet(self, packet: bytes, flags: int) -> bool:

@@ -33,8 +33,6 @@ _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
 
 class RankProcess:
-    """A rank: its messages, and its end."""
-
     def __init__(self, channel: Channel[FromRank], pid: int) -> None:
         self.pid = pid
         self._channel = channel
@@ -132,14 +130,8 @@ class ForkClient:
         command += ['--name', self.name, '--owner-pid', str(self._owner_pid), *options]
         fd = open_log(self.log)
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=fd,
-                stderr=fd,
-                env=start_environment(),
-                **how,
-            )
+            how |= {'stdin': subprocess.DEVNULL, 'stdout': fd, 'stderr': fd}
+            self._process = subprocess.Popen(command, env=start_environment(), **how)
         finally:
             os.close(fd)
 
@@ -155,9 +147,8 @@ class ForkClient:
                     self._wait_for_ready(channel, deadline - time.monotonic())
                 return
             if self._process is not None and self._process.poll():
-                raise self._failure(
-                    f'ended with status {self._process.returncode} before it was ready'
-                )
+                status = self._process.returncode
+                raise self._failure(f'ended with status {status} before it was ready')
             if time.monotonic() > deadline:
                 raise self._failure(f'does not listen after {timeout_s:g} s')
             if self._asked is None:

@@ -52,11 +52,8 @@ def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
     if (request.prefix, request.version) != (sys.prefix, sys.version):
         return f'it runs Python {request.version} of {request.prefix}'
     for name in sorted(request.env.keys() | started_with.keys()):
-        if (
-            name.startswith(_READ_AT_START)
-            and name != 'PYTHONPATH'
-            and request.env.get(name) != started_with.get(name)
-        ):
+        differs = request.env.get(name) != started_with.get(name)
+        if differs and name.startswith(_READ_AT_START) and name != 'PYTHONPATH':
             return f'{name} is {request.env.get(name)!r} there and {started_with.get(name)!r} here'
     for package in _PACKAGES:
         imported = getattr(sys.modules.get(package), '__file__', None)
@@ -91,11 +88,8 @@ def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> N
 def start_environment() -> dict[str, str]:
     """This process's environment, with our modules, and safe for forks."""
     # numpy's threads would not survive a fork; the order sets the ranks' torch threads.
-    return {
-        **os.environ,
-        'PYTHONPATH': os.pathsep.join(_absolute_path()),
-        'OPENBLAS_NUM_THREADS': '1',
-    }
+    path = os.pathsep.join(_absolute_path())
+    return {**os.environ, 'PYTHONPATH': path, 'OPENBLAS_NUM_THREADS': '1'}
 
 
 def _absolute_path() -> list[str]:

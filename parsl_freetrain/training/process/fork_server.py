@@ -96,9 +96,8 @@ class ForkServer:
         self._owner = owner
         self._started_with = started_with
         self._poll = select.poll()
-        self._requests: Decoder[fork.ForkRequest] = Decoder(
-            fork.ForkRequest, 'a client of the fork server'
-        )
+        who = 'a client of the fork server'
+        self._requests: Decoder[fork.ForkRequest] = Decoder(fork.ForkRequest, who)
         self._ranks = RankChildren(self._poll)
         self._standby = standby.StandbySlots()
         self._servers: dict[int, int] = {}  # process ids of forked fork servers, by pidfd

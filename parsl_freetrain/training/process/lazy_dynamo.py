@@ -76,7 +76,6 @@ class _Later(ModuleType):
 
 
 def install() -> None:
-    """Import torch._dynamo later, unless it has been imported."""
     import torch
 
     spec = find_spec(_NAME)

@@ -72,15 +72,13 @@ def _has_children() -> bool:
 def _descendants(pid: int) -> list[int]:
     """Parents before their children. Where the kernel does not list children, only the children."""
     try:
-        listed = [
-            path.read_text().split() for path in Path(f'/proc/{pid}/task').glob('[0-9]*/children')
-        ]
+        lists = Path(f'/proc/{pid}/task').glob('[0-9]*/children')
+        listed = [path.read_text().split() for path in lists]
     except OSError:  # it has ended
         return []
     if not listed and pid == os.getpid():
-        return [
-            other for other in process_ids() if (found := status(other)) and found.parent == pid
-        ]
+        every = ((other, status(other)) for other in process_ids())
+        return [other for other, found in every if found and found.parent == pid]
     return [i for child in map(int, chain(*listed)) for i in (child, *_descendants(child))]
 
 

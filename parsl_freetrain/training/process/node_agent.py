@@ -141,11 +141,8 @@ class Node:
 
     def _wait_for_holder(self) -> list[str] | None:
         end = time.monotonic() + self._wait_s
-        print(
-            f'The run of this node is gone; waiting {self._wait_s:g} s for one that goes on.',
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f'The run of this node is gone; waiting {self._wait_s:g} s for one that goes on.'
+        print(said, file=sys.stderr, flush=True)
         while time.monotonic() < end and not self._ending:
             if command := self._claim():
                 return command
@@ -255,11 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.template and not template_of_node():
         _start_template(given.template)
     try:
-        return Node(
-            given.command,
-            LeasedCommands(given.holder, job) if given.holder and job else None,
-            given.wait,
-        ).run()
+        leased = LeasedCommands(given.holder, job) if given.holder and job else None
+        return Node(given.command, leased, given.wait).run()
     finally:
         end_descendants()
         remove_leftovers()  # a manager that is killed does not tidy up

@@ -119,9 +119,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         'gpus': of_gpus(),
     }
     if 'port' in question:
-        found['reaches'] = [
-            address for address in question['addresses'] if connects(address, question['port'])
-        ]
+        port = question['port']
+        found['reaches'] = [one for one in question['addresses'] if connects(one, port)]
     if 'folder' in question:
         found['sees_folder'] = (folder := Path(question['folder'])).is_dir()
         if found['sees_folder']:
@@ -179,14 +178,10 @@ def check(folder: Path, nodes: int, interface: str | None) -> None:
             found['address_error'] = f'{interface or "its own address"}: {error}'
         write_new(folder / f'{name}.node', json.dumps(found).encode(), durable=False)
         others = [json.loads(path.read_bytes()) for path in _wait_for(folder, '*.node', nodes)]
-        lost = [
-            other['node']
-            for other in others
-            if 'port' in other and not connects(other['address'], other['port'])
-        ]
-        write_new(
-            folder / f'{name}.reached', json.dumps([found['node'], lost]).encode(), durable=False
-        )
+        ports = [other for other in others if 'port' in other]
+        lost = [one['node'] for one in ports if not connects(one['address'], one['port'])]
+        reached = json.dumps([found['node'], lost]).encode()
+        write_new(folder / f'{name}.reached', reached, durable=False)
         _wait_for(folder, '*.reached', nodes)  # the others still connect here
 
 

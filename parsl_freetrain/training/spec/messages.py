@@ -122,8 +122,6 @@ class Outcome(Message, frozen=True):
 
 
 class Exit(Message, frozen=True):
-    """A rank's process has ended; sent by the fork server."""
-
     status: Status
 
 

@@ -42,7 +42,6 @@ class NonFinitePolicy:
             )
 
     def went_well(self) -> None:
-        """A step was checked and taken."""
         self._in_a_row = 0
 
     def go_back(self, first: int, last: int, rollbacks: int, path: str, culprit: str = '') -> None:
@@ -63,7 +62,6 @@ class NonFinitePolicy:
         self._suspect_until = last
 
     def sentence(self, first: int, last: int, culprit: str = '') -> str:
-        """Said when training stops."""
         return (
             f'{self._where}: a gradient was infinite or not a number in training on the samples '
             f'from {first} to {last}{culprit}; the last good checkpoint is from before: look at '

@@ -55,7 +55,6 @@ class Samples(Settings, frozen=True, kw_only=False, tag=True):
 
     @property
     def finish_by_s(self) -> float | None:
-        """In seconds since the epoch."""
         when = self.finish_by
         return when.timestamp() if isinstance(when, datetime) else when
 
@@ -240,8 +239,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         goals += [] if total_samples is None else [Samples(total_samples)]
         if len(goals) != 1:
             raise BadInput(
-                f'{len(goals)} of total_epochs, total_samples and goal are given; say by one of '
-                'them what is trained.'
+                f'{len(goals)} of total_epochs, total_samples and goal are given; give one of them.'
             )
         stated = () if sizes is None or isinstance(sizes, str) else sizes
         if sizes is not None and not isinstance(sizes, str) and (not sizes or min(sizes) < 1):
@@ -339,7 +337,6 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def _shards_per_rank(self) -> int:
-        """Rounded down."""
         return self.shards // (self.ranks.per_node or 1) or self.max_nodes
 
     def _capped(self, curve: C) -> C:

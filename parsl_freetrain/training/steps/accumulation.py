@@ -68,12 +68,10 @@ class Accumulation:
 
     @property
     def on(self) -> bool:
-        """Whether the global batch has several micro-batches."""
         return self._micro_batches > 1
 
     @property
     def at_last(self) -> bool:
-        """Whether this is the last micro-batch of the global batch."""
         return self._micro_batch == self._micro_batches
 
     def begin_micro_batch(self, share: float, weight: float) -> None:
@@ -170,7 +168,6 @@ class Accumulation:
 
 
 def weigh(gradient: torch.Tensor, weight: float) -> None:
-    """Multiply a gradient by a weight, in place."""
     if weight:
         gradient.mul_(weight)
     else:

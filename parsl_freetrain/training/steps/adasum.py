@@ -34,9 +34,8 @@ def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def pair_all(a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """As :func:`pair` for flat rows of several tensors of these sizes."""
-    return torch.cat(
-        [pair(x, y) for x, y in zip(a.split(list(sizes)), b.split(list(sizes)), strict=True)]
-    )
+    rows = zip(a.split(list(sizes)), b.split(list(sizes)), strict=True)
+    return torch.cat([pair(x, y) for x, y in rows])
 
 
 def combine(

@@ -57,10 +57,8 @@ class Buffers:
         )
         self._integers_before, self._firsts = integers_before, firsts
         self._to_before, self._to_now = Copies(before, self._floating), Copies(now, self._floating)
-        self._from_before, self._from_now = (
-            Copies(self._floating, before),
-            Copies(self._floating, now),
-        )
+        self._from_before = Copies(self._floating, before)
+        self._from_now = Copies(self._floating, now)
         self._integers_to_before = Copies(integers_before, self.integers)
         self._integers_from_before = Copies(self.integers, integers_before)
         self._to_firsts = Copies(firsts, self.integers)
@@ -69,14 +67,12 @@ class Buffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy all buffers."""
         self._to_before()
         self._integers_to_before()
         self._versions = [buffer._version for buffer in self.integers]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Make all buffers what they were when :meth:`remember` was called."""
         self.take()
         self._from_before()
         self._integers_from_before()
@@ -226,5 +222,4 @@ class Copies:
 
 
 def copy_all(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others, once."""
     Copies(into, source)()

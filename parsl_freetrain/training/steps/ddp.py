@@ -117,17 +117,14 @@ class ThroughputSteps:
 
     @property
     def delay(self) -> int:
-        """Maximum number of batches from a wish to the decision."""
         return self._agreement.delay
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The optimizers, as they were given."""
         return self._prepared.optimizers
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """The schedulers, as they were given."""
         return self._prepared.schedulers
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
@@ -202,7 +199,6 @@ class ThroughputSteps:
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch."""
         if self._accumulation is not None:
             self._accumulation.end_micro_batch()
         if self.kept_back:
@@ -210,7 +206,6 @@ class ThroughputSteps:
 
     @property
     def kept_back(self) -> bool:
-        """Whether the last batch's step was skipped because a gradient was not finite."""
         return self._guard.on and self._guard.bad
 
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
@@ -309,12 +304,8 @@ class ThroughputSteps:
             return
         group = self._division.data_group
         waiting = []
-        for gradient in [
-            p.grad
-            for group_ in optimizer.param_groups
-            for p in group_['params']
-            if p.grad is not None
-        ]:
+        every = [p.grad for group_ in optimizer.param_groups for p in group_['params']]
+        for gradient in [one for one in every if one is not None]:
             weigh(gradient, self._weight)
             waiting.append(dist.all_reduce(gradient, group=group, async_op=True))
         for work in waiting:
@@ -326,9 +317,7 @@ class ThroughputSteps:
         """Add up the gradients of all copies of the model, or combine them by Adasum."""
         if self._division.shape.data == 1 or self._mean is not None:
             return
-        used = self._peers.all_reduce_max(
-            [parameter.grad is not None for parameter in parameters]
-        )()
+        used = self._peers.all_reduce_max([one.grad is not None for one in parameters])()
         gradients = []
         for parameter, anywhere in zip(parameters, used, strict=True):
             if anywhere and parameter.grad is None:
@@ -339,9 +328,8 @@ class ThroughputSteps:
             row = torch.cat([gradient.flatten() for gradient in bucket])
             sizes = [gradient.numel() for gradient in bucket]
             if self._adasum:
-                row = combine(
-                    row, sizes, self._peers.rank, self._peers.world_size, self._peers.sendrecv
-                )
+                peers = self._peers
+                row = combine(row, sizes, peers.rank, peers.world_size, peers.sendrecv)
             else:
                 dist.all_reduce(row, group=self._division.data_group)
             for gradient, total in zip(bucket, row.split(sizes), strict=True):
@@ -350,15 +338,8 @@ class ThroughputSteps:
     def _combined(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         sizes = [gradient.numel() for gradient in bucket.gradients()]
-        done.set_result(
-            combine(
-                bucket.buffer(),
-                sizes,
-                self._peers.rank,
-                self._peers.world_size,
-                self._peers.sendrecv,
-            )
-        )
+        peers, row = self._peers, bucket.buffer()
+        done.set_result(combine(row, sizes, peers.rank, peers.world_size, peers.sendrecv))
         return done
 
 

@@ -35,7 +35,6 @@ class DeferredOptimizer:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's."""
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     @property
@@ -45,7 +44,6 @@ class DeferredOptimizer:
 
     @property
     def state(self) -> Any:
-        """The optimizer's own."""
         return self._optimizer.state
 
     def __getattr__(self, name: str) -> Any:
@@ -72,8 +70,7 @@ class DeferredScheduler:
             self._note(float(value))
         except (TypeError, ValueError):
             raise BadInput(
-                f'scheduler.step was called with {values!r}; in ctx.loop it takes '
-                'nothing or one number.'
+                f'scheduler.step was called with {values!r}; here it takes nothing or one number.'
             ) from None
 
     def __getattr__(self, name: str) -> Any:

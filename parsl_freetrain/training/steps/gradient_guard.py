@@ -118,11 +118,9 @@ class GradientGuard:
         return torch.stack(flags).any() if flags else None
 
     def refuse(self) -> NoReturn:
-        """Raise BadInput, since a gradient was changed."""
         raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
 
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch."""
         for parameter in self._unreadable:
             parameter.__class__ = torch.nn.Parameter
         self._unreadable.clear()

@@ -36,7 +36,6 @@ class GroupSettings:
         self.history = 0
 
     def now(self) -> _Groups:
-        """The present settings."""
         return [settings_of(optimizer) for optimizer in self._optimizers]
 
     def digest(self) -> bytes:
@@ -57,11 +56,9 @@ class GroupSettings:
             optimizer.register_step_pre_hook(follow(number))
 
     def begin_batch(self) -> None:
-        """Call before the micro-batches of a global batch."""
         self._first = None
 
     def begin_micro_batch(self) -> None:
-        """Call before a micro-batch."""
         self._at_step = {}
 
     def wants_step(self, number: int) -> None:
@@ -140,11 +137,8 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers, texts, tensors of numbers, and lists of these, without the 'params' of a group."""
-    return {
-        key: _plain(value)
-        for key, value in given.items()
-        if key != 'params' and (type(value) in _SCALARS or _is_plain(value))
-    }
+    others = {key: value for key, value in given.items() if key != 'params'}.items()
+    return {k: _plain(v) for k, v in others if type(v) in _SCALARS or _is_plain(v)}
 
 
 def _is_plain(value: object) -> bool:

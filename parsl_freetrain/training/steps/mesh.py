@@ -202,11 +202,8 @@ class StagedDivision(Division):
             )
 
     def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
-        groups = [
-            self.mesh.get_group(what)
-            for what, size in zip(MESH, self.shape.sizes, strict=True)
-            if size > 1 and what != 'pipeline'
-        ]
+        sizes = dict(zip(MESH, self.shape.sizes, strict=True))
+        groups = [self.mesh.get_group(k) for k, n in sizes.items() if n > 1 and k != 'pipeline']
         for tensor in _plain(tensors):
             for group in groups:
                 broadcast_into(tensor, group=group, group_src=0)

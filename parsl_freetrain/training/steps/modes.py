@@ -78,9 +78,8 @@ def make_steps(
         )
     if isinstance(mode, Reproducible):
         speeds = [speed for speed in order.speeds for _ in range(order.per_node)]
-        return ReproducibleSteps(
-            prepared, peers, order.spec.shards, clip_grad_norm, device, in_hook, speeds
-        )
+        how = clip_grad_norm, device, in_hook, speeds
+        return ReproducibleSteps(prepared, peers, order.spec.shards, *how)
     return ThroughputSteps(
         prepared,
         peers,

@@ -20,11 +20,8 @@ NEVER = 2**62
 
 def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether all elements are finite. Waits for the device. None and integers count as finite."""
-    found = [
-        t._values() if t.layout is torch.sparse_coo else local(t)
-        for t in tensors
-        if t is not None and t.is_floating_point()
-    ]
+    floating = [t for t in tensors if t is not None and t.is_floating_point()]
+    found = [t._values() if t.layout is torch.sparse_coo else local(t) for t in floating]
     if not found or math.isfinite(float(get_total_norm(found))):
         return True
     # The norm may overflow even if every number is finite.
@@ -47,7 +44,6 @@ class Watch:
         self._asked_at = 0
 
     def spoilt(self) -> bool:
-        """Whether a number is no longer finite."""
         self._looked_at = self._clock()
         return not all_finite(self._tensors)
 
@@ -99,7 +95,6 @@ class FirstNonFinite:
                 min(trained, key=lambda parameter: parameter.numel()).register_hook(self.note)
 
     def next_step(self) -> None:
-        """Call when a step begins."""
         self._step += 1
 
     def first(self) -> torch.Tensor:
@@ -108,21 +103,13 @@ class FirstNonFinite:
         return torch.full((1,), min(bad, default=NEVER), dtype=torch.int64, device=self._device)
 
     def forget(self) -> None:
-        """Forget all steps so far."""
         self._sums.clear()
 
     def note(self, gradient: torch.Tensor) -> None:
-        """Look at a gradient of this rank."""
         gradient = gradient.detach()
         values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-        self._sums.append(
-            (
-                self._step,
-                (torch.view_as_real(values) if values.is_complex() else values).sum(
-                    dtype=torch.float32
-                ),
-            )
-        )
+        real = torch.view_as_real(values) if values.is_complex() else values
+        self._sums.append((self._step, real.sum(dtype=torch.float32)))
 
 
 class Guard:

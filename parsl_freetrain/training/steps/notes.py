@@ -13,8 +13,6 @@ _EACH, _HEAD = 32, 128  # bytes at most of a scheduler's step, and of what there
 
 
 class Notes(msgspec.Struct, array_like=True):
-    """One rank's notes."""
-
     #: wish, settings: what the rank wants to happen next; a digest of its optimizers' settings.
     wish: int
     settings: bytes

@@ -85,10 +85,8 @@ class SumOverShards:
         self, sums: ShardSums, peers: Peers, shards: int, speeds: Sequence[float] = ()
     ) -> None:
         self._sums, self._peers, self._tree = sums, peers, ShardTree(shards)
-        ranges = [
-            shards_of_rank(shards, peers.world_size, rank, speeds)
-            for rank in range(peers.world_size)
-        ]
+        ranks = range(peers.world_size)
+        ranges = [shards_of_rank(shards, len(ranks), rank, speeds) for rank in ranks]
         self.mine, self.most = ranges[peers.rank], max(map(len, ranges))
         self.sizes: tuple[int, ...] = ()
         self.magnitudes: list[torch.Tensor] = []
@@ -99,7 +97,6 @@ class SumOverShards:
 
     @property
     def first_rank(self) -> int:
-        """The rank that has the first shard."""
         return next(rank for rank, cover in enumerate(self._covers) if cover)
 
     def begin(self, sizes: Sequence[int], nodes: Sequence[Node]) -> None:
@@ -181,12 +178,8 @@ class SumOverShards:
         if self._received.numel() < count:
             self._received = into.new_empty(count)
         received = self._received[:count]
-        peers.all_to_all(
-            sent.view(-1),
-            [len(own) * each] * ranks,
-            [len(theirs) * each for theirs in nodes],
-            received,
-        )
+        sizes = [len(own) * each] * ranks, [len(theirs) * each for theirs in nodes]
+        peers.all_to_all(sent.view(-1), *sizes, received)
         in_order = [node for theirs in nodes for node in theirs]
         sums: dict[Node, torch.Tensor | None] = {
             **dict.fromkeys(empty),

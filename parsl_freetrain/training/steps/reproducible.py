@@ -104,7 +104,6 @@ class ReproducibleSteps:
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The stand-ins for the optimizers in the user's loop."""
         return tuple(
             DeferredOptimizer(optimizer, self._hand_over(i))
             for i, optimizer in enumerate(self._prepared.optimizers)
@@ -112,7 +111,6 @@ class ReproducibleSteps:
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """The stand-ins for the schedulers in the user's loop."""
         return tuple(
             DeferredScheduler(scheduler, self._noting(i))
             for i, scheduler in enumerate(self._prepared.schedulers)
@@ -120,7 +118,6 @@ class ReproducibleSteps:
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
-        """The models, as they were given."""
         return self._prepared.models
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
@@ -168,9 +165,8 @@ class ReproducibleSteps:
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        for parameter, gradient in zip(
-            self._parameters, map(grad_of, self._parameters), strict=True
-        ):
+        gradients = map(grad_of, self._parameters)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = None
         if not self._waiting:
@@ -178,14 +174,12 @@ class ReproducibleSteps:
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch."""
         self._guard.end_micro_batch()
         micro_batch, layout = self._current_micro_batch, self._layout
         for number, stepped in enumerate(self._stepped):
             self._any_stepped[number] |= stepped
-            if not stepped and any(
-                layout.parameters[i].grad is not None for i in self._of_optimizer[number]
-            ):
+            own = (layout.parameters[i] for i in self._of_optimizer[number])
+            if not stepped and any(parameter.grad is not None for parameter in own):
                 raise BadInput(
                     'An iteration of ctx.loop ended with gradients that were not used: call '
                     'optimizer.step() once in every iteration (use a larger batch_size instead of '
@@ -312,8 +306,7 @@ class ReproducibleSteps:
             micro_batch, layout = self._current_micro_batch, self._layout
             if self._stepped[number]:
                 raise BadInput(
-                    'optimizer.step() was called twice in one iteration of ctx.loop: call it '
-                    'once in every iteration.'
+                    'optimizer.step() was called twice in an iteration of ctx.loop: call it once.'
                 )
             self._stepped[number] = True
             self._settings.wants_step(number)
@@ -347,7 +340,6 @@ class ReproducibleSteps:
     def _current_micro_batch(self) -> MicroBatch:
         if self._micro_batch is None:
             raise BadInput(
-                'optimizer.step() was called outside of ctx.loop: call it in the loop, which '
-                'counts the samples.'
+                'optimizer.step() was called outside of ctx.loop, which counts the samples.'
             )
         return self._micro_batch

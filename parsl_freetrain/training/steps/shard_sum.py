@@ -32,7 +32,6 @@ class Contribution:
 
     @property
     def present(self) -> list[torch.Tensor]:
-        """The gradients that there are."""
         return [gradient for gradient in self.gradients if gradient is not None]
 
 
@@ -56,8 +55,7 @@ class ShardSums:
         self._dtype, self._device = self.buffers.dtype, device
         if self._dtype.is_complex:
             raise BadInput(
-                'Reproducible mode cannot add up complex gradients: use throughput mode '
-                'for a model with complex parameters.'
+                'Reproducible mode cannot add up complex gradients: use throughput mode for those.'
             )
         self._parts = [local(parameter) for parameter in self.parameters]
         self._divided = any(map(is_divided, parameters))
@@ -169,15 +167,12 @@ class ShardSums:
         return flat.tensor
 
     def unpack(self, flat: torch.Tensor, present: Sequence[bool]) -> Contribution:
-        """What is in a flat tensor."""
         pieces = self._in_pieces(flat)
-        gradients = [
-            piece if there else None for piece, there in zip(pieces.pieces, present, strict=True)
-        ]
+        kept = zip(pieces.pieces, present, strict=True)
+        gradients = [piece if there else None for piece, there in kept]
         return Contribution(gradients, flat[self._elements : self._used], pieces)
 
     def scale(self, total: Contribution, factor: float) -> None:
-        """Multiply all of it."""
         if factor == 1:
             return
         if total.present:

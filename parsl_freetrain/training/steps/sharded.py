@@ -45,12 +45,8 @@ def check_sharded(
             'ctx.prepare was given a gradient scaler, but each rank sees only its own part of a '
             'sharded gradient: use bfloat16, which needs no scaler.'
         )
-    known = {
-        id(parameter)
-        for optimizer in prepared.optimizers
-        for group in optimizer.param_groups
-        for parameter in group['params']
-    }
+    groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
+    known = {id(parameter) for group in groups for parameter in group['params']}
     parted = bool(fsdp_modules(prepared.models)) or division.shape.sharded
     for number, model in enumerate(prepared.models, 1):
         for name, parameter in model.named_parameters():

@@ -64,12 +64,8 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         own = (self._sum.magnitudes or [whole]) if self._width == 1 else self._by_fsdp.seen()
         changed, self._buffer_changes = self._buffer_changes, []
         gradients = self._guard.changed()
-        row = [
-            whole,
-            torch.stack(own).sum() if own else zero,
-            torch.stack(changed).sum() if changed else zero,
-            zero if gradients is None else gradients.double(),
-        ]
+        sums = [torch.stack(numbers).sum() if numbers else zero for numbers in (own, changed)]
+        row = [whole, *sums, zero if gradients is None else gradients.double()]
         rows = self._all.all_gather(torch.stack(row)).tolist()
         if any(row[2] for row in rows):
             raise BadInput(

@@ -55,16 +55,10 @@ class ColumnAllocator:
         """Whether trainers span blocks with several ends, and only single ones have minimums."""
         ends = len(groups_of(problem))
         largest = max((min(bid.max_nodes, problem.nodes) for bid in problem.bids), default=0)
-        return (
-            ends > 1
-            and bool(problem.bids)
-            and problem.spans_blocks
-            and problem.held_fits
-            and ends * len(problem.bids) * largest <= _MOST_NUMBERS
-            and all(
-                limit.least <= 0 or len(problem.members(limit)) == 1 for limit in problem.limits
-            )
-        )
+        small = ends * len(problem.bids) * largest <= _MOST_NUMBERS
+        spans = ends > 1 and bool(problem.bids) and problem.spans_blocks and problem.held_fits
+        shared = (limit for limit in problem.limits if limit.least > 0)
+        return spans and small and all(len(problem.members(limit)) == 1 for limit in shared)
 
     def allocate(self, problem: Problem) -> Answer:
         asked = Asked(problem, 'columns')

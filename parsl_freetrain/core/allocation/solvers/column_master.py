@@ -104,16 +104,10 @@ class Master:
         rows[:, : len(self._caps.most)] = self._caps.use(bid, ways)
         rows[np.arange(len(new)), len(self._caps.most) + bid] = 1.0
         way, row = np.nonzero(rows)
-        self._lp.addCols(
-            len(new),
-            -worth * self._scale,
-            np.zeros(len(new)),
-            np.full(len(new), self._highspy.kHighsInf),
-            len(way),
-            np.searchsorted(way, np.arange(len(new))).astype(np.int32),
-            row.astype(np.int32),
-            rows[way, row],
-        )
+        count, starts = len(new), np.searchsorted(way, np.arange(len(new))).astype(np.int32)
+        free = np.zeros(count), np.full(count, self._highspy.kHighsInf)
+        entries = len(way), starts, row.astype(np.int32), rows[way, row]
+        self._lp.addCols(count, -worth * self._scale, *free, *entries)
         self.bid, self.ways = np.append(self.bid, bid), np.concatenate([self.ways, ways])
         self._allowed = np.append(self._allowed, np.ones(len(new), dtype=bool))
         self.kept, self.worth = np.append(self.kept, kept), np.append(self.worth, worth)
@@ -128,7 +122,6 @@ class Master:
             self._allowed = allowed
 
     def solve(self) -> tuple[float, Floats]:
-        """The optimum, and the prices of the caps, which are not negative."""
         self._lp.run()
         dual = np.array(self._lp.getSolution().row_dual[: len(self._caps.most)])
         optimum = -float(self._lp.getInfo().objective_function_value) / self._scale

@@ -37,15 +37,13 @@ class Region:
     most: Integers  # and the greatest
 
     def of(self, bids: Integers) -> Region:
-        return Region(
-            self.keep[bids], self.low[bids], self.high[bids], self.least[bids], self.most[bids]
-        )
+        low, high, least, most = (one[bids] for one in (self.low, self.high, self.least, self.most))
+        return Region(self.keep[bids], low, high, least, most)
 
     def within(self, room: Integers, held: Integers) -> Region:
         """Only the ways with at most ``room`` nodes, shape (bids, places)."""
-        return replace(
-            self, keep=self.keep & (held <= room).all(axis=1), most=np.minimum(self.most, room)
-        )
+        keep = self.keep & (held <= room).all(axis=1)
+        return replace(self, keep=keep, most=np.minimum(self.most, room))
 
     def has(self, bid: Integers, ways: Integers, kept: Flags) -> Flags:
         """For each way, of the bids with these indices, whether it is in the region."""
@@ -75,9 +73,8 @@ class Pricing:
         self._rate = np.zeros((len(names), len(bids), most + 1))
         self._start = np.full((len(names), len(bids), most + 1), -np.inf)
         limit = np.zeros((len(bids), len(places)), dtype=np.int64)
-        self.held = np.array([problem.held(bid) for bid in bids], dtype=np.int64).reshape(
-            len(bids), len(places)
-        )
+        held = np.array([problem.held(bid) for bid in bids], dtype=np.int64)
+        self.held = held.reshape(len(bids), len(places))
         self.held_worth = np.array([problem.value(bid, problem.held(bid)) for bid in bids])
         keep = pinned(problem)
         room = np.array([place.nodes for place in places])

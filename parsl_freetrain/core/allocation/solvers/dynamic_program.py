@@ -48,27 +48,16 @@ class DpAllocator:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, float, float, bool, str], tuple[Bid, Floats]] = {}
-        self._table = _Table(
-            (),
-            0.0,
-            0.0,
-            '',
-            0,
-            np.zeros((0, 0)),
-            np.zeros(0, dtype=np.int64),
-            np.zeros(0, dtype=np.bool_),
-        )
+        none = np.zeros(0, dtype=np.int64)
+        self._table = _Table((), 0.0, 0.0, '', 0, np.zeros((0, 0)), none, none.astype(np.bool_))
 
     def applies(self, problem: Problem) -> bool:
         """Whether all nodes leave together, and each limit is on one trainer or a cap on all."""
-        return (
-            len(groups_of(problem)) == 1
-            and not any(bid.mixed_parts for bid in problem.bids)
-            and all(_is_simple(problem, limit) for limit in problem.limits)
-        )
+        simple = all(_is_simple(problem, limit) for limit in problem.limits)
+        mixed = any(bid.mixed_parts for bid in problem.bids)
+        return simple and not mixed and len(groups_of(problem)) == 1
 
     def allocate(self, problem: Problem) -> Answer:
-        """The optimum. Raises BadInput if :meth:`applies` is false."""
         asked = Asked(problem, 'dp')
         groups = groups_of(problem)
         if len(groups) != 1 or not all(_is_simple(problem, limit) for limit in problem.limits):
@@ -84,14 +73,12 @@ class DpAllocator:
                 (sum(asked.staying[bid.name]) for bid in problem.bids), np.int64, len(problem.bids)
             )
         before = float(values[every, staying].sum())
-        counts = best_counts(
-            *_limited(problem, values, pinned(problem) if self._table.fixed.any() else {})
-        )
+        kept = pinned(problem) if self._table.fixed.any() else {}
+        counts = best_counts(*_limited(problem, values, kept))
         if counts is None:
             return asked.stay('infeasible')
-        found = {
-            bid.name: (count,) for bid, count in zip(problem.bids, counts.tolist(), strict=True)
-        }
+        named = zip(problem.bids, counts.tolist(), strict=True)
+        found = {bid.name: (count,) for bid, count in named}
         return asked.best_of(
             'optimal', spread(problem, groups, found), float(values[every, counts].sum()), before
         )
@@ -104,11 +91,8 @@ class DpAllocator:
         before = len(old.bids), old.horizon_s, old.stay_s, old.node_class
         if before == (len(bids), problem.horizon_s, stay_s, node_class):
             # From one decision to the next, few bids change.
-            changed = [
-                j
-                for j, (last, bid) in enumerate(zip(old.bids, bids, strict=True))
-                if bid is not last
-            ]
+            pairs = enumerate(zip(old.bids, bids, strict=True))
+            changed = [j for j, (last, bid) in pairs if bid is not last]
             if (
                 nodes < old.width
                 or max((bids[j].max_nodes for j in changed), default=0) < old.width > old.most
@@ -128,9 +112,8 @@ class DpAllocator:
             line[: len(row)] = row
         current = np.fromiter((bid.current_nodes for bid in bids), np.int64, len(bids))
         fixed = np.fromiter((bid.fixed for bid in bids), np.bool_, len(bids))
-        self._table = _Table(
-            bids, problem.horizon_s, stay_s, node_class, most, values, current, fixed
-        )
+        stays = problem.horizon_s, stay_s, node_class
+        self._table = _Table(bids, *stays, most, values, current, fixed)
         return values[:, : nodes + 1]
 
     def _all_can_stay(self, problem: Problem, values: Floats) -> bool:
@@ -151,10 +134,8 @@ class DpAllocator:
         if known is None or known[0] is not bid or len(known[1]) < size:
             if len(self._rows) >= _REMEMBERED:
                 self._rows.clear()
-            known = self._rows[key] = (
-                bid,
-                worth_by_count(bid, size - 1, horizon_s, stay_s, node_class),
-            )
+            row = worth_by_count(bid, size - 1, horizon_s, stay_s, node_class)
+            known = self._rows[key] = (bid, row)
         return known[1][:size]
 
 

@@ -18,9 +18,8 @@ class EqualShareAllocator:
         """Equal shares; where they break a limit, staying put with status 'infeasible'."""
         asked = Asked(problem, 'equal-share')
         found = _Dealing(problem).deal()
-        return (
-            asked.stay('infeasible') if objections(problem, found) else asked.of('feasible', found)
-        )
+        refused = objections(problem, found)
+        return asked.stay('infeasible') if refused else asked.of('feasible', found)
 
 
 class _Dealing:
@@ -73,10 +72,8 @@ class _Dealing:
         if more <= 0:
             return
         nodes = [0] * len(given)
-        for part in (
-            [min(self._free[b], max(held[b] - given[b], 0)) for b in range(len(given))],
-            self._free,
-        ):
+        own = [min(free, max(held[b] - given[b], 0)) for b, free in enumerate(self._free)]
+        for part in (own, self._free):
             for b in order:
                 taken = min(part[b], self._free[b] - nodes[b], more)
                 nodes[b] += taken

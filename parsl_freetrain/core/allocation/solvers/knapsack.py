@@ -42,9 +42,8 @@ def best_counts(values: Floats, nodes: int) -> Integers | None:
     price, low, high = _price(values, nodes, least, free)
     reduced = values - price * np.arange(values.shape[1])
     losses = reduced.max(axis=1, keepdims=True) - reduced
-    tolerance = ROUNDING * float(
-        np.abs(values, where=allowed, out=np.zeros_like(values)).max(axis=1).sum()
-    )
+    sizes = np.abs(values, where=allowed, out=np.zeros_like(values))
+    tolerance = ROUNDING * float(sizes.max(axis=1).sum())
     start = _fill(losses, price, low, high, nodes, tolerance)
     return _search(losses, price, start, nodes, tolerance)
 

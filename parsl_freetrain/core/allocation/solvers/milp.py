@@ -26,8 +26,7 @@ class MilpAllocator:
     def __init__(self, time_limit_s: float = 10.0) -> None:
         if not math.isfinite(time_limit_s) or time_limit_s < 0:
             raise BadInput(
-                f'The time limit of the MILP is {time_limit_s}; it must be a number of '
-                'seconds, 0 or more.'
+                f'The time limit of the MILP is {time_limit_s}; it must be 0 or more, in seconds.'
             )
         self.time_limit_s = time_limit_s
 
@@ -65,14 +64,12 @@ class IntegerProgram:
             len(places) == 1 for places in problem.places_by_class.values()
         )
         for j, bid in enumerate(problem.bids):
-            self._nodes[bid.name] = (
-                self._in_one_block(j, bid) if one_block else self._in_several(j, bid)
-            )
+            count = self._in_one_block if one_block else self._in_several
+            self._nodes[bid.name] = count(j, bid)
         largest = max(abs(worth) for worth, _ in self._worth)
         self._scale = scale = scale_of(largest)
-        self.lp.setObjective(
-            self._weighted((scale * worth, variable) for worth, variable in self._worth)
-        )
+        worths = ((scale * worth, variable) for worth, variable in self._worth)
+        self.lp.setObjective(self._weighted(worths))
         for b, block in enumerate(problem.places):
             self.lp += self._sum(nodes[b] for nodes in self._nodes.values()) <= block.nodes
         for limit in problem.limits:
@@ -125,11 +122,8 @@ class IntegerProgram:
         problem, places = self._problem, self._problem.places
         cap = [min(block.nodes, bid.max_nodes) for block in places]
         short, held = problem.barred(bid), problem.held(bid)
-        goes_on = (
-            any(held[b] for b in short)
-            and problem.can_go_on(bid)
-            and all(n <= most for n, most in zip(held, cap, strict=True))
-        )
+        fits = all(n <= most for n, most in zip(held, cap, strict=True))
+        goes_on = fits and any(held[b] for b in short) and problem.can_go_on(bid)
         for b in short:
             cap[b] = held[b] if goes_on else 0
         nodes = [self._integer(f'trainer_{j}_block_{b}', most) for b, most in enumerate(cap)]
@@ -158,16 +152,14 @@ class IntegerProgram:
         """
         problem, places = self._problem, self._problem.places
         left = list(problem.places_by_class[node_class])
-        ends = sorted(
-            {places[b].remaining_s for b in left if places[b].remaining_s < problem.horizon_s}
-        )
+        remaining = {places[b].remaining_s for b in left}
+        ends = sorted(end for end in remaining if end < problem.horizon_s)
         curve, since = bid.curve_on(node_class), 0.0
         for i, end in enumerate([*ends, math.inf]):
             there = min(sum(cap[b] for b in left), bid.max_nodes)
             counts = [0, *bid.counts(there)] if i == 0 else range(there + 1)
-            going = (
-                [b for b in left if places[b].remaining_s == end] if end < problem.horizon_s else []
-            )
+            within = end < problem.horizon_s
+            going = [b for b in left if within and places[b].remaining_s == end]
             stays = {k: self._binary(f'trainer_{j}_interval_{i}_has_{k}') for k in counts}
             loses = {
                 k: self._binary(f'trainer_{j}_interval_{i}_loses_some_of_{k}')
@@ -179,9 +171,8 @@ class IntegerProgram:
                 (k, v) for some in (stays, loses) for k, v in some.items()
             ) == self._sum(nodes[b] for b in left)
             if going:
-                self.lp += self._sum(nodes[b] for b in going) <= self._weighted(
-                    (k, v) for k, v in loses.items()
-                )
+                lost = self._weighted((k, v) for k, v in loses.items())
+                self.lp += self._sum(nodes[b] for b in going) <= lost
             seconds = min(end, problem.horizon_s) - since
             rate = {k: curve.rate_at(bid.usable(k)) for k in counts}
             self._worth += [(seconds * rate[k], v) for k, v in stays.items()]
@@ -230,14 +221,9 @@ class IntegerProgram:
         if limit.most is not None:
             self.lp += total <= limit.most
         if limit.node_s is not None:
-            self.lp += (
-                self._sum(
-                    s * expression
-                    for nodes in members
-                    for s, expression in zip(self._problem.seconds, nodes, strict=True)
-                )
-                <= limit.node_s
-            )
+            seconds = self._problem.seconds
+            used = [(s, one) for nodes in members for s, one in zip(seconds, nodes, strict=True)]
+            self.lp += self._sum(s * expression for s, expression in used) <= limit.node_s
 
     def _binary(self, name: str) -> pulp.LpVariable:
         return self.lp.add_variable(name, cat=self._pulp.LpBinary)

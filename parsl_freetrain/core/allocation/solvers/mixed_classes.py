@@ -46,20 +46,12 @@ class MixedAllocator:
         ways, whole = self._ways(problem)
         each = [way for of_bid in ways for way in of_bid]
         bid = np.repeat(np.arange(len(ways)), [len(of_bid) for of_bid in ways])
-        worth = np.array(
-            [problem.value(problem.bids[j], w) for j, w in zip(bid, each, strict=True)]
-        )
+        chosen_by = zip(bid, each, strict=True)
+        worth = np.array([problem.value(problem.bids[j], w) for j, w in chosen_by])
         rows, least, most = _rules(problem, np.array(each, dtype=np.float64), bid)
-        solver, _ = solved(
-            worth,
-            rows.T,
-            least,
-            most,
-            integer=True,
-            time_limit=max(self._time_limit_s - asked.seconds, 0.0),
-            mip_rel_gap=0.0,
-            mip_abs_gap=0.0,
-        )
+        within_s = max(self._time_limit_s - asked.seconds, 0.0)
+        gaps = {'time_limit': within_s, 'mip_rel_gap': 0.0, 'mip_abs_gap': 0.0}
+        solver, _ = solved(worth, rows.T, least, most, integer=True, **gaps)
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Found('infeasible' if whole else 'feasible')
@@ -86,12 +78,8 @@ class MixedAllocator:
                 break
         ways = []
         for bid, of_bid in zip(problem.bids, options, strict=True):
-            found = [
-                way
-                for option in of_bid
-                for way in itertools.product(*option)
-                if bid.usable(sum(way)) == sum(way)
-            ]
+            possible = (way for option in of_bid for way in itertools.product(*option))
+            found = [way for way in possible if bid.usable(sum(way)) == sum(way)]
             ways.append(list(dict.fromkeys([keep.get(bid.name, staying[bid.name]), *found])))
         return ways, counts is _every
 

@@ -83,15 +83,11 @@ class Pipeline(nn.Module):
         super().__init__()
         stages = group.size() if group is not None else 1
         # With one stage, 1F1B computes one micro-batch after the other.
-        self.schedule: PipelineSchedule = make_schedule(
-            method if stages > 1 else '1f1b', stages, micro_batches
-        )
+        method = method if stages > 1 else '1f1b'
+        self.schedule: PipelineSchedule = make_schedule(method, stages, micro_batches)
         self.most_kept = 0
-        self._group, self._loss, self._device = (
-            group if stages > 1 else None,
-            loss,
-            torch.device(device),
-        )
+        self._group, self._loss = group if stages > 1 else None, loss
+        self._device = torch.device(device)
         rank = dist.get_rank(group) if stages > 1 else 0
         self._program = programs_of(self.schedule)[rank]
         parts = split_layers(len(makers), stages)
@@ -195,11 +191,7 @@ class Pipeline(nn.Module):
             # Determined again if the batch size changes, as at the end of an epoch.
             if (value.shape, value.dtype) not in self._between:
                 stage = self._stages[DOWN, dist.get_rank(self._group)]
-                self._between[value.shape, value.dtype] = outputs_like(
-                    stage, value, self._group, self._device
-                )
-        return Traffic(
-            self._group,
-            [self._between[value.shape, value.dtype] for value in batch.inputs],
-            self._device,
-        )
+                like = outputs_like(stage, value, self._group, self._device)
+                self._between[value.shape, value.dtype] = like
+        between = [self._between[value.shape, value.dtype] for value in batch.inputs]
+        return Traffic(self._group, between, self._device)

@@ -60,9 +60,8 @@ class PipelineSchedule:
 
     def held(self, worker: int) -> tuple[tuple[int, int], ...]:
         """The (direction, stage) pairs that a worker has, sorted."""
-        return tuple(
-            sorted({(task.direction, task.stage) for task in self.rows[worker] if task is not None})
-        )
+        tasks = (task for task in self.rows[worker] if task is not None)
+        return tuple(sorted({(task.direction, task.stage) for task in tasks}))
 
     def feeds(self, task: Task) -> Task | None:
         """The task at the neighbouring stage that takes this one's output; None at the end."""
@@ -211,9 +210,5 @@ def _table(
         assert slot not in row, f'{task} and {row[slot]} in one slot'
         row[slot] = task
     length = 1 + max(max(row) for row in slots)
-    return PipelineSchedule(
-        name,
-        stages,
-        micro_batches,
-        tuple(tuple(row.get(slot) for slot in range(length)) for row in slots),
-    )
+    table = tuple(tuple(row.get(slot) for slot in range(length)) for row in slots)
+    return PipelineSchedule(name, stages, micro_batches, table)

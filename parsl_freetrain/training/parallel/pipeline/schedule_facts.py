@@ -28,25 +28,16 @@ def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
         for task in row
         if task is not None and worker != schedule.worker(task.stage, task.direction)
     ]
-    found += [
-        f'{task} is there {times} times.'
-        for task, times in Counter(
-            task for row in schedule.rows for task in row if task is not None
-        ).items()
-        if times > 1
-    ]
+    every = Counter(task for row in schedule.rows for task in row if task is not None)
+    found += [f'{task} is there {times} times.' for task, times in every.items() if times > 1]
     directions: dict[int, set[int]] = {m: set() for m in range(schedule.micro_batches)}
     for task in at:
         directions.setdefault(task.micro_batch, set()).add(task.direction)
     for m, ways in directions.items():
         if len(ways) != 1:
             found.append(f'Micro-batch {m} goes in {len(ways)} directions.')
-        needed = [
-            Task(kind, s, m, way)
-            for way in ways
-            for kind in (FORWARD, BACKWARD)
-            for s in range(schedule.stages)
-        ]
+        passes = [(kind, stage) for kind in (FORWARD, BACKWARD) for stage in range(schedule.stages)]
+        needed = [Task(kind, stage, m, way) for way in ways for kind, stage in passes]
         found += [f'{task} is missing.' for task in needed if task not in at]
     for task, slot in at.items():
         before = [schedule.fed_by(task)]

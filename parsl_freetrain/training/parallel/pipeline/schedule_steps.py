@@ -59,11 +59,8 @@ def programs_of(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
     completed = {at: held for held, at in ends.items()}
     programs: list[list[Step]] = [[] for _ in schedule.rows]
     for slot in range(schedule.slots):
-        made = [
-            message
-            for row in schedule.rows
-            if (message := message_of(schedule, row[slot])) is not None
-        ]
+        sent = (message_of(schedule, row[slot]) for row in schedule.rows)
+        made = [message for message in sent if message is not None]
         for worker, row in enumerate(schedule.rows):
             step = Step(
                 row[slot],
@@ -106,11 +103,8 @@ def stuck(programs: Sequence[Sequence[Action]]) -> Mapping[int, Action]:
                         sent.add(action.what)
                 at[worker] += 1
                 moved = True
-    return {
-        worker: program[at[worker]]
-        for worker, program in enumerate(programs)
-        if at[worker] < len(program)
-    }
+    left = ((worker, program[at[worker] :]) for worker, program in enumerate(programs))
+    return {worker: actions[0] for worker, actions in left if actions}
 
 
 def message_of(schedule: PipelineSchedule, task: Task | None) -> StageTransfer | None:

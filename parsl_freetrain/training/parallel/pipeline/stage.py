@@ -67,7 +67,6 @@ class Stage:
 
 
 def through(layers: Sequence[nn.Module], value: Tensor) -> Tensor:
-    """The output of a sequence of layers."""
     for layer in layers:
         value = layer(value)
     return value

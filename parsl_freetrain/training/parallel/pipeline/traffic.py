@@ -61,9 +61,8 @@ class Traffic:
         gradients are complete: :meth:`finish` sums them.
         """
         # Receives first, in one call: neither gloo nor NCCL, which keeps the order, waits for ever.
-        incoming = [
-            torch.empty_like(self._like(message), device=self._device) for message in receives
-        ]
+        like = map(self._like, receives)
+        incoming = [torch.empty_like(one, device=self._device) for one in like]
         ops = [
             self._op(dist.irecv, buffer, message.source)
             for message, buffer in zip(receives, incoming, strict=True)
@@ -73,9 +72,8 @@ class Traffic:
             ops += [self._op(dist.isend, value.contiguous(), message.target) for message in sends]
         if complete is not None:
             partner, parameters = complete
-            own = torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
-            )
+            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+            own = torch.cat([gradient.flatten() for gradient in gradients])
             others = torch.empty_like(own)
             ops += [self._op(dist.isend, own, partner), self._op(dist.irecv, others, partner)]
         if not ops:
@@ -98,9 +96,8 @@ class Traffic:
         for parameters, own, others, work in self._sums:
             work.wait()
             own += others  # a + b equals b + a to the last bit, so both workers have the same
-            for p, total in zip(
-                parameters, own.split([p.numel() for p in parameters]), strict=True
-            ):
+            totals = own.split([p.numel() for p in parameters])
+            for p, total in zip(parameters, totals, strict=True):
                 p.grad = total.view_as(p).to(p.dtype)
 
     def _op(self, what: Callable[..., Any], tensor: Tensor, worker: int) -> dist.P2POp:
@@ -109,9 +106,8 @@ class Traffic:
     def _like(self, message: StageTransfer) -> Tensor:
         """An empty tensor for a message; a gradient is like the output before its stage."""
         task = message.task
-        return self._between[task.micro_batch][
-            task.stage if task.kind == FORWARD else task.stage - 1
-        ]
+        stage = task.stage if task.kind == FORWARD else task.stage - 1
+        return self._between[task.micro_batch][stage]
 
 
 def outputs_like(
@@ -137,9 +133,8 @@ def outputs_like(
                     f'stage must give one tensor of at most {_MOST_DIMENSIONS} dimensions, of type '
                     f'{", ".join(map(str, _TYPES))}.'
                 )
-            header[: 2 + output.ndim] = torch.tensor(
-                [_TYPES.index(output.dtype), output.ndim, *output.shape]
-            )
+            known = [_TYPES.index(output.dtype), output.ndim, *output.shape]
+            header[: 2 + output.ndim] = torch.tensor(known)
         header = header.to(device)
         dist.broadcast(header, group=group, group_src=worker)
         kind, dimensions, *shape = header.tolist()

@@ -61,8 +61,7 @@ def shard_model(
         raise BadInput('ctx.shard was given a model that is sharded already: give it a plain one.')
     if not isinstance(blocks, Sequence) or not all(isinstance(block, type) for block in blocks):
         raise BadInput(
-            f'ctx.shard was given blocks={blocks!r}; give the classes of modules, such as '
-            'blocks=(Block,).'
+            f'ctx.shard was given blocks={blocks!r}; give classes of modules, as blocks=(Block,).'
         )
     found = [module for module in model.modules() if isinstance(module, tuple(blocks))]
     names = {type(module) for module in found}
@@ -107,11 +106,8 @@ def shard_model(
 def _named_by(key: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a key of a plan names, as ``parallelize_module`` finds them."""
     modules, parts = dict(model.named_modules()), key.split('.')
-    found = [
-        name
-        for name in modules
-        if len(parts) == len(name.split('.')) and all(map(fnmatchcase, name.split('.'), parts))
-    ]
+    alike = [name.split('.') for name in modules if name.count('.') + 1 == len(parts)]
+    found = ['.'.join(name) for name in alike if all(map(fnmatchcase, name, parts))]
     if not found:
         names = [name for name in modules if name]
         raise BadInput(

@@ -40,12 +40,8 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
         assert not isinstance(self.padding, str)
-        windows = [
-            Window(*numbers)
-            for numbers in zip(
-                self.kernel_size, self.stride, self.padding, self.dilation, strict=True
-            )
-        ]
+        sizes = zip(self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        windows = [Window(*numbers) for numbers in sizes]
         layout, needed = halo.plan(windows, x.layout, x.grid)
         padding = tuple(
             0 if move is not None else window.padding
@@ -86,9 +82,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
                 strict=True,
             )
         ]
-        layout, needed = halo.plan(
-            spreads, x.layout, x.grid, like.layout if like is not None else None
-        )
+        of_like = like.layout if like is not None else None
+        layout, needed = halo.plan(spreads, x.layout, x.grid, of_like)
         weight, bias = shared(x.grid, self.weight, self.bias)
         assert weight is not None
         # The full output for this input, from which this rank's part is cut.
@@ -150,11 +145,8 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         whole, got = halo.collect(x, needed, grid)
         ctx.save_for_backward(x, weight, *got)
-        ctx.needed, ctx.grid, ctx.options = (
-            needed,
-            grid,
-            (stride, padding, dilation, False, (0, 0, 0), groups),
-        )
+        ctx.needed, ctx.grid = needed, grid
+        ctx.options = (stride, padding, dilation, False, (0, 0, 0), groups)
         ctx.bias_shape = None if bias is None else list(bias.shape)
         return torch.convolution(whole, weight, bias, *ctx.options)
 

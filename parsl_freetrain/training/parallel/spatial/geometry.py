@@ -68,13 +68,8 @@ class TransposedWindow:
 
     def extent(self, n: int) -> int:
         """As :meth:`Window.extent`; the other methods correspond too."""
-        return (
-            (n - 1) * self.stride
-            - 2 * self.padding
-            + self.dilation * (self.kernel - 1)
-            + self.output_padding
-            + 1
-        )
+        spread = self.dilation * (self.kernel - 1) + self.output_padding + 1
+        return (n - 1) * self.stride - 2 * self.padding + spread
 
     def place(self, position: int) -> int:
         return position * self.stride
@@ -134,11 +129,8 @@ def _move(reach: Reach, bounds: Bounds, needs: Sequence[Range], part: int, axis:
         )
 
     def common(one: Range, other: Range) -> Range:
-        return (
-            (max(one[0], other[0]) - begin, min(one[1], other[1]) - begin)
-            if max(one[0], other[0]) < min(one[1], other[1])
-            else (0, 0)
-        )
+        low, high = max(one[0], other[0]), min(one[1], other[1])
+        return (low - begin, high - begin) if low < high else (0, 0)
 
     own = begin, end
     return Move(
@@ -162,11 +154,8 @@ def _would_do(reach: Reach, bounds: Bounds) -> str:
         except BadInput:
             continue
         fits.append(str(parts))
-    return (
-        f'it can be divided into {" or ".join(fits)}'
-        if fits
-        else 'it is too small, undivided as well'
-    )
+    where = f'divided into {" or ".join(fits)}'
+    return f'it can be {where}' if fits else 'it is too small, undivided as well'
 
 
 def _said(reach: Reach) -> str:

@@ -19,8 +19,6 @@ Layout = tuple[Bounds, Bounds, Bounds]
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's position in a row of ranks."""
-
     parts: int = 1  #: parts, index: number of ranks in the row, and number of this rank, from 0
     index: int = 0
     #: The ranks; None if there is only one, and in a rehearsal, which sends nothing.
@@ -90,9 +88,9 @@ class Grid:
 
         def axis(name: str) -> Axis:
             size = mesh.size(names.index(name)) if name in names else 1
-            return (
-                Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) if size > 1 else Axis()
-            )
+            if size < 2:
+                return Axis()
+            return Axis(size, mesh.get_local_rank(name), mesh.get_group(name))
 
         depth, height, width = map(axis, AXES)
         return cls((depth, height, width), axis('data'))

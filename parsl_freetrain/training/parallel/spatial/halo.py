@@ -29,13 +29,11 @@ def plan(
     """
     out: list[geometry.Bounds] = []
     needed: list[geometry.Move | None] = []
-    for i, (reach, bounds, axis, name) in enumerate(
-        zip(reaches, layout, grid.axes, geometry.AXES, strict=True)
-    ):
+    along = zip(reaches, layout, grid.axes, geometry.AXES, strict=True)
+    for i, (reach, bounds, axis, name) in enumerate(along):
         out.append(like[i] if like is not None else geometry.placed(reach, bounds, name))
-        needed.append(
-            geometry.moves(reach, bounds, out[i], name)[axis.index] if axis.parts > 1 else None
-        )
+        moves = geometry.moves(reach, bounds, out[i], name) if axis.parts > 1 else None
+        needed.append(None if moves is None else moves[axis.index])
     return (out[0], out[1], out[2]), (needed[0], needed[1], needed[2])
 
 

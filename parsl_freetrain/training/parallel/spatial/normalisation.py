@@ -32,11 +32,8 @@ class BatchNorm3d(nn.BatchNorm3d):
         self.over_data = over_data
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
-        axes = [
-            axis
-            for axis in (*x.grid.axes, *([x.grid.data] if self.over_data else []))
-            if axis.parts > 1
-        ]
+        over = [*x.grid.axes, *([x.grid.data] if self.over_data else [])]
+        axes = [axis for axis in over if axis.parts > 1]
         weight, bias = shared(x.grid, self.weight, self.bias)
         if not self.training and self.running_mean is not None:
             return x.apply(
@@ -61,9 +58,8 @@ class BatchNorm3d(nn.BatchNorm3d):
         self.num_batches_tracked.add_(1)
         momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(
-            (variance * count / (count - 1)).to(self.running_var.dtype), momentum
-        )
+        unbiased = variance * count / (count - 1)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 def statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,9 +70,8 @@ def statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]
     variance, mean = (value.double() for value in torch.var_mean(x, _OVER, correction=0))
     count = mean.new_tensor([x.numel() / x.shape[1]])
     for axis in axes:
-        rows = torch.stack(
-            axis.gather(torch.cat([count, mean, variance])[None], (1,) * axis.parts, 0)
-        )[:, 0]
+        own = torch.cat([count, mean, variance])[None]
+        rows = torch.stack(axis.gather(own, (1,) * axis.parts, 0))[:, 0]
         counts, means, variances = rows.split([1, len(mean), len(mean)], 1)
         count = counts.sum(0)
         mean = (counts * means).sum(0) / count

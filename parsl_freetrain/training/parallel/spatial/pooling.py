@@ -29,8 +29,7 @@ class MaxPool3d(nn.MaxPool3d):
         super().__init__(*args, **kwargs)
         if self.ceil_mode or self.return_indices:
             raise BadInput(
-                'Pooling of divided volumes takes neither ceil_mode nor return_indices: '
-                'leave them out.'
+                'Pooling of divided volumes has no ceil_mode and no return_indices: leave them out.'
             )
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
@@ -40,13 +39,8 @@ class MaxPool3d(nn.MaxPool3d):
             0 if move is not None else window.padding
             for move, window in zip(needed, windows, strict=True)
         ]
-        local = F.max_pool3d(
-            fetch(x.local, needed, x.grid, fill=-math.inf),
-            self.kernel_size,
-            self.stride,
-            padding,
-            self.dilation,
-        )
+        whole = fetch(x.local, needed, x.grid, fill=-math.inf)
+        local = F.max_pool3d(whole, self.kernel_size, self.stride, padding, self.dilation)
         return replace(x, local=local, layout=layout)
 
 

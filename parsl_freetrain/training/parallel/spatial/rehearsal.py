@@ -40,16 +40,10 @@ def check_division(network: nn.Module, channels: int, extents: Extents, spatial:
         _rehearse(made, channels, extents, spatial)
     except BadInput as error:
         depth, height, width = (range(1, parts + 1) for parts in spatial)
-        could = [
-            wish
-            for wish in product(depth, height, width)
-            if _goes(partial(_rehearse, made, channels, extents, wish))
-        ]
-        best = ', '.join(
-            'x'.join(map(str, wish))
-            for wish in could
-            if not any(_finer(other, wish) for other in could)
-        )
+        goes = partial(_rehearse, made, channels, extents)
+        could = [wish for wish in product(depth, height, width) if _goes(partial(goes, wish))]
+        coarsest = [wish for wish in could if not any(_finer(other, wish) for other in could)]
+        best = ', '.join('x'.join(map(str, wish)) for wish in coarsest)
         raise BadInput(
             f'Volumes of {"x".join(map(str, extents))} cannot be divided into '
             f'{"x".join(map(str, spatial))} parts for this network, which can have '

@@ -112,9 +112,8 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sums = ctx.grid.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         parts = sums.split([gradient.numel() for gradient in gradients])
-        return None, *(
-            part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)
-        )
+        pairs = zip(parts, gradients, strict=True)
+        return None, *(part.view_as(gradient) for part, gradient in pairs)
 
 
 def _said(numbers: Iterable[int]) -> str:
