@@ -42,8 +42,7 @@ from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
-from parsl_freetrain.executor.run_folders import keep_others_out, refuse_unquotable
-from parsl_freetrain.executor.run_lock import RunLock
+from parsl_freetrain.executor.run_lock import RunLock, keep_others_out, refuse_unquotable
 from parsl_freetrain.executor.settings import (
     HtexOptions,
     Policy,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.resources import files
 from statistics import median
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from parsl_freetrain import __version__
 from parsl_freetrain.report import charts
-from parsl_freetrain.report.axes import number
+from parsl_freetrain.report.axes import duration, number
 from parsl_freetrain.report.cells import block_cells, trainer_cells
-from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.metrics import MetricView
@@ -235,3 +239,42 @@ def _predictions(found: Figures) -> dict[str, Any]:
 def _hours(node_s: float) -> str:
     hours = node_s / 3600
     return f'{hours:,.0f}' if hours >= 1000 else f'{hours:.3g}'
+
+
+def resource(name: str) -> str:
+    return (files('parsl_freetrain.report') / name).read_text(encoding='utf-8')
+
+
+def source_of(text: str) -> str:
+    """The source expression of an inline style sheet or script for a Content-Security-Policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def template(name: str) -> Template:
+    """A page of this package; inserted text is escaped unless it is ``Markup``."""
+    environment = Environment(
+        loader=PackageLoader('parsl_freetrain', 'report'),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        clipped=clipped, date=date, duration=duration, number=number, percent=percent
+    )
+    return environment.get_template(name)
+
+
+def clipped(text: str, most: int = 400) -> str:
+    """The text without control characters, with at most ``most`` characters."""
+    plain = ''.join(c if c.isprintable() else ' ' for c in text)
+    return plain if len(plain) <= most else plain[: most - 1] + '…'
+
+
+def percent(part: float, whole: float) -> str:
+    return f'{100 * part / whole:.1f} %' if whole else '–'
+
+
+def date(at: float) -> str:
+    """A time in epoch seconds as local date and time."""
+    return datetime.fromtimestamp(at).astimezone().strftime('%Y-%m-%d %H:%M:%S %Z')

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from parsl_freetrain import BadInput, HtexOptions, LocalSite
-from parsl_freetrain.executor.run_folders import keep_others_out
+from parsl_freetrain.executor.run_lock import keep_others_out
 from tests.support.training import freetrain
 
 

@@ -25,7 +25,7 @@ from parsl_freetrain.executor.fragment.control_channel import (
     ControlClient,
     ControlServer,
 )
-from parsl_freetrain.executor.run_folders import keep_others_out
+from parsl_freetrain.executor.run_lock import keep_others_out
 from parsl_freetrain.host import ownership
 from parsl_freetrain.host.ownership import refuse_replaceable
 from parsl_freetrain.journal.append import JournalWriter
