@@ -53,8 +53,7 @@ class FreeTrainApp:
         self, function: Callable[..., Any], spec: TrainingSpec, executor: str | None
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function = function
-        self.spec = spec
+        self.function, self.spec = function, spec
         self.name: str = function.__name__
         self.executor = executor
 

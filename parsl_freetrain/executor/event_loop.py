@@ -66,13 +66,8 @@ class EventLoop:
         requests: RequestHandler,
         clock: RunClock | None = None,
     ) -> None:
-        self._controller = controller
-        self._control = control
-        self._stream = stream
-        self._site = site
-        self._blocks = blocks
-        self._fragments = fragments
-        self._parsl = parsl
+        self._controller, self._control, self._stream = controller, control, stream
+        self._site, self._blocks, self._fragments, self._parsl = site, blocks, fragments, parsl
         self._runtime = LiveRuntime(blocks, fragments)
         self._requests = requests
         self._clock = clock or RunClock()

@@ -13,9 +13,7 @@ class RequestHandler:
     """Answers requests. Only the event loop's thread calls :meth:`look`."""
 
     def __init__(self, requests: Requests, fragments: FragmentRunner, stream: Stream) -> None:
-        self._requests = requests
-        self._fragments = fragments
-        self._stream = stream
+        self._requests, self._fragments, self._stream = requests, fragments, stream
 
     def look(self, at: float) -> None:
         for request_id, request in self._requests.new():

@@ -7,9 +7,7 @@ class Backoff:
     """Pauses that double from the first to the longest; ``failures``: since the last success."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._next_s = first_s
+        self._first_s, self._longest_s, self._next_s = first_s, longest_s, first_s
         self.failures = 0
 
     def failed(self) -> float:

@@ -53,8 +53,7 @@ class OrderedRun:
     """Starts a trainer for each order, and says how they are. ``executor``: is started."""
 
     def __init__(self, desk: Desk, executor: FreeTrainExecutor) -> None:
-        self._desk = desk
-        self._executor = executor
+        self._desk, self._executor = desk, executor
         self._trainers: dict[str, tuple[str, TrainingFuture]] = {}  # with their requests
         self._told: dict[str, TrainerStatus] = {}
 

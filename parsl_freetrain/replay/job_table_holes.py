@@ -88,8 +88,7 @@ class _Sweep:
     """The state of the machine at one instant after the other."""
 
     def __init__(self, jobs: JobTable, patience_s: float) -> None:
-        self.jobs = jobs
-        self.patience_s = patience_s
+        self.jobs, self.patience_s = jobs, patience_s
         self.wake_ups: list[float] = []
         count = len(jobs.machine)
         self.since, self.until = jobs.window

@@ -22,8 +22,7 @@ class Holes:
     """
 
     def __init__(self, names: Sequence[str], apart: bool, classes: Sequence[str] = ()) -> None:
-        self._names = names
-        self._apart = apart
+        self._names, self._apart = names, apart
         self._classes = classes or ('',) * len(names)
         self._block: dict[int, str] = {}
         self._size: dict[str, int] = {}

@@ -31,9 +31,7 @@ class World:
         trainers: dict[str, RecordedJob],
         measuring: Measuring | None = None,
     ) -> None:
-        self._measuring = measuring
-        self._controller = controller
-        self._accounts = accounts
+        self._measuring, self._controller, self._accounts = measuring, controller, accounts
         self._runs = trainers
         self._interrupted: dict[str, tuple[tuple[int, float], Interruption]] = {}  # in this instant
         self._touched: dict[str, None] = {}

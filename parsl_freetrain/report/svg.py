@@ -24,10 +24,7 @@ class Chart:
     """
 
     def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
-        self._x = x
-        self._y = y
-        self._label = label
-        self._size = size
+        self._x, self._y, self._label, self._size = x, y, label, size
         self._stretched: list[str] = []
         self._marks: dict[
             tuple[str, ...], str

@@ -26,8 +26,7 @@ class EitherAllocator:
     """Uses the ``first`` allocator where it applies, and ``otherwise``."""
 
     def __init__(self, first: PartialAllocator, otherwise: Allocator) -> None:
-        self._first = first
-        self._otherwise = otherwise
+        self._first, self._otherwise = first, otherwise
 
     def allocate(self, problem: Problem) -> Answer:
         return (self._first if self._first.applies(problem) else self._otherwise).allocate(problem)

@@ -36,8 +36,7 @@ class Asked:
 
     def __init__(self, problem: Problem, solver: str) -> None:
         self._started = perf_counter()
-        self._problem = problem
-        self._solver = solver
+        self._problem, self._solver = problem, solver
 
     @cached_property
     def staying(self) -> dict[str, tuple[int, ...]]:

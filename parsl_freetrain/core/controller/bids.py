@@ -38,8 +38,7 @@ class Bids:
     def __init__(
         self, settings: ControllerSettings, metric: Metric, *, timed: bool = False
     ) -> None:
-        self._settings = settings
-        self._metric = metric
+        self._settings, self._metric = settings, metric
         self._renew_s = settings.horizon_s / LOOKS if timed else math.inf
         self._renewed_at = -math.inf
         self._bids: dict[str, Bid] = {}

@@ -36,8 +36,7 @@ class Planner:
     def __init__(
         self, allocator: Allocator, settings: ControllerSettings, metric: Metric | None = None
     ) -> None:
-        self._allocator = allocator
-        self._settings = settings
+        self._allocator, self._settings = allocator, settings
         named = objective_named(settings.metric, 'metric')
         timed = metric is None and follows_time(settings.metric)
         self._bids = Bids(settings, metric or named, timed=timed)

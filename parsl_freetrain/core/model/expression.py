@@ -77,8 +77,7 @@ def parse(text: str, fields: Collection[str]) -> Expression:
 
 class _Reader:
     def __init__(self, text: str, fields: Collection[str]) -> None:
-        self._text = text
-        self._fields = fields
+        self._text, self._fields = text, fields
         self._indent = len(text) - len(text.lstrip())
         self.used: set[str] = set()
 

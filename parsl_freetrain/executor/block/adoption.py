@@ -48,9 +48,7 @@ class Adoption:
     def __init__(
         self, provider: BackfillProvider, folder: Path, label: str, run: str, wait_s: float
     ) -> None:
-        self._provider = provider
-        self._run = run
-        self._wait_s = wait_s
+        self._provider, self._run, self._wait_s = provider, run, wait_s
         self._site = provider.site if isinstance(provider.site, Adopting) and wait_s > 0 else None
         self._name = hashlib.sha256(f'{folder.resolve()}\0{label}'.encode()).hexdigest()[:12]
         self._path = folder.absolute() / f'holder-{self._name}.json'

@@ -65,12 +65,8 @@ class BlockManager:
         join_s: float = math.inf,
         clock: RunClock | None = None,
     ) -> None:
-        self._provider = provider
-        self._stream = stream
-        self._inbox = inbox
-        self._node_log_dir = node_log_dir
-        self._parsl = parsl
-        self._template = template
+        self._provider, self._stream, self._inbox = provider, stream, inbox
+        self._node_log_dir, self._parsl, self._template = node_log_dir, parsl, template
         self._join_s = join_s
         self.blocks: dict[str, BlockRecord] = {}
         self._clock = clock or RunClock()

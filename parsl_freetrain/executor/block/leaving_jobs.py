@@ -29,9 +29,7 @@ class LeavingJobs:
     def __init__(
         self, provider: BackfillProvider, parsl: ParslSide, clock: Callable[[], float] = time.time
     ) -> None:
-        self._provider = provider
-        self._parsl = parsl
-        self._clock = clock
+        self._provider, self._parsl, self._clock = provider, parsl, clock
         self._backoff = Backoff(AGAIN_S, LONGEST_AGAIN_S)
         self._until: dict[str, float] = {}  # by job id: then it is cancelled
         self._failed: set[str] = set()  # jobs that could not be cancelled: they may still run

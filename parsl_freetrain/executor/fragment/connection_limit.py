@@ -36,10 +36,7 @@ class ConnectionLimit:
         known: Callable[[], int],
         ended: Callable[[int], None],
     ) -> None:
-        self._router = router
-        self._listener = listener
-        self._known = known
-        self._tell_ended = ended
+        self._router, self._listener, self._known, self._tell_ended = router, listener, known, ended
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = 2**16 if files == resource.RLIM_INFINITY else files // 4
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)

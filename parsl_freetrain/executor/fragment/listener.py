@@ -26,8 +26,7 @@ class Listener:
     """Handles messages from members of running fragments."""
 
     def __init__(self, members: Members, stream: Stream, clocks: NodeClocks | None = None) -> None:
-        self._members = members
-        self._stream = stream
+        self._members, self._stream = members, stream
         self._clocks = clocks or NodeClocks()
 
     def heard(

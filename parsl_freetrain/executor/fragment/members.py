@@ -12,8 +12,7 @@ class Members:
     """Sends messages to members, and records them in the fragment. ``peer_s``: see ``Timeouts``."""
 
     def __init__(self, control: ControlServer, peer_s: float = Timeouts().peer_s) -> None:
-        self._control = control
-        self._peer_s = peer_s
+        self._control, self._peer_s = control, peer_s
 
     def tell_all(self, fragment: RunningFragment, message: msg.ToMember) -> None:
         for member in fragment.members:

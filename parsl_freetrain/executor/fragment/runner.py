@@ -62,12 +62,8 @@ class FragmentRunner:
         records: dict[str, TrainerRecord] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._clock = clock
-        self._control = control
-        self._stream = stream
-        self._endpoint = endpoint
-        self._timeouts = timeouts
-        self._parsl = parsl
+        self._clock, self._control, self._stream, self._endpoint = clock, control, stream, endpoint
+        self._timeouts, self._parsl = timeouts, parsl
         self._members = Members(control, timeouts.peer_s)
         self._listener = Listener(self._members, stream)
         self._standby = StandbyLauncher(control, parsl)

@@ -48,9 +48,7 @@ class Agreement:
         clock: Callable[[], float] = monotonic,
         same: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._peers = peers
-        self._clock = clock
-        self._same = same
+        self._peers, self._clock, self._same = peers, clock, same
         self._answer: Callable[[], tuple[int, ...]] | None = None
         self._between = 1
         self._steps = 0

@@ -23,8 +23,7 @@ class SealedStore:
     """Sets and gets texts in the store of the ranks; the secret is unique to the fragment."""
 
     def __init__(self, store: Store, secret: str) -> None:
-        self._store = store
-        self._secret = secret
+        self._store, self._secret = store, secret
 
     def clone(self) -> SealedStore:
         return SealedStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]

@@ -71,8 +71,7 @@ class LeasedCommands:
     """The commands for the nodes of ``job``, from one holder of the file after the other."""
 
     def __init__(self, path: Path, job: str) -> None:
-        self._path = path
-        self._job = job
+        self._path, self._job = path, job
         self._served: set[str] = set()
 
     def claim(self) -> str | None:

@@ -30,8 +30,7 @@ class Channel(Generic[T]):
     """
 
     def __init__(self, sock: socket.socket, decoder: Decoder[T]) -> None:
-        self._socket = sock
-        self._decoder = decoder
+        self._socket, self._decoder = sock, decoder
 
     def fileno(self) -> int:
         """Readable when a message or the end can be read."""

@@ -34,8 +34,7 @@ _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
 class RankProcess:
     def __init__(self, channel: Channel[FromRank], pid: int) -> None:
-        self.pid = pid
-        self._channel = channel
+        self.pid, self._channel = pid, channel
         try:
             self._pidfd: int | None = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -75,8 +74,7 @@ class ForkClient:
     """
 
     def __init__(self, name: str, log: str, process: subprocess.Popen[bytes] | None = None) -> None:
-        self.name = name
-        self.log = log
+        self.name, self.log = name, log
         self.pid: int | None = None
         self.devices = 0
         self._process = process

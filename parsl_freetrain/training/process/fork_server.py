@@ -92,9 +92,7 @@ class ForkServer:
     def __init__(
         self, listener: socket.socket, owner: int, started_with: Mapping[str, str]
     ) -> None:
-        self._listener = listener
-        self._owner = owner
-        self._started_with = started_with
+        self._listener, self._owner, self._started_with = listener, owner, started_with
         self._poll = select.poll()
         who = 'a client of the fork server'
         self._requests: Decoder[fork.ForkRequest] = Decoder(fork.ForkRequest, who)

@@ -18,8 +18,7 @@ class StopWatch:
     """For how long a process has been stopped. A short stop (a suspended job) does no harm."""
 
     def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pid = pid
-        self._clock = clock
+        self._pid, self._clock = pid, clock
         self._since: float | None = None
 
     def stopped_s(self) -> float:

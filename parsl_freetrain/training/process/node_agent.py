@@ -100,8 +100,7 @@ class Node:
         self, command: Sequence[str], leased: LeasedCommands | None = None, wait_s: float = 0.0
     ) -> None:
         self._command = list(command)
-        self._leased = leased
-        self._wait_s = wait_s
+        self._leased, self._wait_s = leased, wait_s
         self._notice = ''
         self._ending = False
         self._left = False  # nothing that ran here is waited for

@@ -20,8 +20,7 @@ class NonFinitePolicy:
     """
 
     def __init__(self, policy: str, where: str) -> None:
-        self.policy = policy
-        self._where = where
+        self.policy, self._where = policy, where
         self._in_a_row = 0
         self._suspect_until = -1
 

@@ -42,8 +42,7 @@ class Accumulation:
                 'ctx.loop was given micro_batch, but a gradient scaler may change its scale from '
                 'one micro-batch to the next: use bfloat16, which needs no scaler.'
             )
-        self._combine = combine
-        self._prepared = prepared
+        self._combine, self._prepared = combine, prepared
         self._micro_batches = self._micro_batch = 1
         self._share = self._weight = 1.0
         self._sums: dict[int, torch.Tensor] = {}

@@ -48,9 +48,7 @@ class ThroughputSteps:
         *,
         adasum: bool = False,
     ) -> None:
-        self._prepared = prepared
-        self._peers = peers
-        self._division = division
+        self._prepared, self._peers, self._division = prepared, peers, division
         self._adasum = adasum
         self._settings = GroupSettings(prepared.optimizers)
         if not division.pipelined:  # stages have optimizers of their own

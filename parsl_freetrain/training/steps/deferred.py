@@ -22,8 +22,7 @@ class DeferredOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, hand_over: Callable[[], None]) -> None:
-        self._optimizer = optimizer
-        self._hand_over = hand_over
+        self._optimizer, self._hand_over = optimizer, hand_over
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand over this micro-batch's gradient; BadInput if that was done already."""
@@ -56,8 +55,7 @@ class DeferredScheduler:
     """Stands for a scheduler in the user's loop; ``step()`` is done once, after the optimizer's."""
 
     def __init__(self, scheduler: Any, note: Callable[[float | None], None]) -> None:
-        self._scheduler = scheduler
-        self._note = note
+        self._scheduler, self._note = scheduler, note
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Record a step; ReduceLROnPlateau's metric is averaged. BadInput for other arguments."""

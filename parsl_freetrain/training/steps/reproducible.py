@@ -58,9 +58,7 @@ class ReproducibleSteps:
                 )
         self._prepared = prepared
         self._peers = self._all = peers
-        self._shards = shards
-        self._in_hook = in_hook
-        self._clip = clip_grad_norm
+        self._shards, self._in_hook, self._clip = shards, in_hook, clip_grad_norm
         self._device = device
         # Ranks that divide parameters take neighbouring shards: how many, and which is this one's.
         self._width, self._place = 1, 0

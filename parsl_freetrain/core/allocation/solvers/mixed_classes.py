@@ -30,8 +30,7 @@ class MixedAllocator:
     """
 
     def __init__(self, time_limit_s: float = 10.0, most_ways: int = 30_000) -> None:
-        self._time_limit_s = time_limit_s
-        self._most_ways = most_ways
+        self._time_limit_s, self._most_ways = time_limit_s, most_ways
 
     def applies(self, problem: Problem) -> bool:
         return any(bid.mixed_parts for bid in problem.bids)

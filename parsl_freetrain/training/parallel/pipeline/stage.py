@@ -16,8 +16,7 @@ class Stage:
 
     def __init__(self, layers: Sequence[nn.Module], *, first: bool, last: bool) -> None:
         self._layers = tuple(layers)
-        self._first = first
-        self._last = last
+        self._first, self._last = first, last
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
