@@ -58,9 +58,7 @@ def _version(command: Sequence[str]) -> str:
 
 
 def file_system(folder: Path) -> dict[str, Any]:
-    """Measure whether a folder's file system supports checkpoints and ledgers, in a new folder in
-    it.
-    """
+    """Whether a folder's file system supports checkpoints and ledgers, by a new folder in it."""
     free = shutil.disk_usage(folder).free
     found: dict[str, Any] = {'folder': str(folder), **_mount(folder), 'free_bytes': free}
     with private_folder(folder) as here:

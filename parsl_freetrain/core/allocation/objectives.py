@@ -117,9 +117,7 @@ def throughput(candidate: Candidate) -> ScalingCurve:
 
 
 def speedup(candidate: Candidate) -> ScalingCurve:
-    """Speed relative to one node, rate(n) / rate(1), so that trainers of unlike sample sizes
-    compare.
-    """
+    """Speed relative to one node, rate(n) / rate(1): trainers of unlike sample sizes compare."""
     return _scaled(candidate, 1.0)
 
 

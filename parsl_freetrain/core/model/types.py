@@ -91,9 +91,7 @@ class BlockRequest:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last
-    point.
-    """
+    """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last."""
 
     nodes: tuple[int, ...]  #: node counts, strictly increasing
     rate: tuple[float, ...]  #: samples per second (or any unit proportional to it) at each count
@@ -247,9 +245,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """A node was idle for us from ``start`` to ``end``, in seconds since the epoch; infinite: it
-    still is.
-    """
+    """A node was idle for us from ``start`` to ``end``, in epoch seconds; infinite: it still is."""
 
     node: str
     start: float

@@ -62,9 +62,7 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
 def same_weights(
     one: Checkpoint | str | os.PathLike[str], other: Checkpoint | str | os.PathLike[str]
 ) -> bool:
-    """Whether the models in two checkpoints (see :func:`load_weights`) are the same to the last
-    bit.
-    """
+    """Whether the models in two checkpoints are the same to the last bit."""
     first, second = load_weights(one), load_weights(other)
     alike = (torch.equal(first[name], second[name]) for name in first)
     return first.keys() == second.keys() and all(alike)

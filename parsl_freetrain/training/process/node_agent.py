@@ -116,9 +116,7 @@ class Node:
         self._wake_writer.setblocking(False)
 
     def run(self) -> int:
-        """The last command's exit status; 128 + SIGTERM if that ended the node, 0 if it was left
-        before.
-        """
+        """The last command's exit status; 128 + SIGTERM if that ended the node, 0 if left."""
         for number in NOTICES:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)

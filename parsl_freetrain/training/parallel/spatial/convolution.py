@@ -63,9 +63,7 @@ class Conv3d(nn.Conv3d):
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """``torch.nn.ConvTranspose3d`` for :class:`.Sharded`. Bad input is refused as by
-    :class:`Conv3d`.
-    """
+    """``torch.nn.ConvTranspose3d`` for :class:`.Sharded`; refuses input as :class:`Conv3d`."""
 
     def forward(self, x: Sharded, like: Sharded | None = None) -> Sharded:  # type: ignore[override]
         """With ``like``, the output has the extents and parts of that volume, which must be
