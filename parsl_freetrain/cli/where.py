@@ -50,7 +50,8 @@ def ledger_at(given: Path | None) -> Path:
         found = next(_in_folder(path), None) if path.is_dir() else path if path.is_file() else None
         if found is None:
             raise BadInput(
-                f'There is no run with the ledger {given}; name a {NAME}, or its checkpoint_dir.'
+                f'There is no run with the ledger {given}; name the {NAME} of a run, or '
+                'the checkpoint_dir that it is in.'
             )
         return found
     here = Path.cwd()

@@ -42,7 +42,8 @@ def trainer_named(names: Iterable[str], given: str) -> str:
     known = list(names)
     if given not in known:
         raise BadInput(
-            f'There is no trainer {given!r} here; it has {_list(nearest(given, known)) or "none"}.'
+            f'There is no trainer {given!r} in this run; it has '
+            f'{_list(nearest(given, known)) or "none"}.'
         )
     return given
 

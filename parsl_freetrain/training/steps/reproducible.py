@@ -304,7 +304,8 @@ class ReproducibleSteps:
             micro_batch, layout = self._current_micro_batch, self._layout
             if self._stepped[number]:
                 raise BadInput(
-                    'optimizer.step() was called twice in an iteration of ctx.loop: call it once.'
+                    'optimizer.step() was called twice in one iteration of ctx.loop: call it '
+                    'once in every iteration.'
                 )
             self._stepped[number] = True
             self._settings.wants_step(number)
