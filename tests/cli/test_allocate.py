@@ -42,12 +42,8 @@ def trainer(name: str = 'a', **changes: Any) -> dict[str, Any]:
 
 
 def problem(*trainers: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    fields = {
-        'id': 'p1',
-        'horizon_s': 120,
-        'nodes': 129,
-        'trainers': list(trainers or [trainer()]),
-    } | changes
+    every = list(trainers or [trainer()])
+    fields = {'id': 'p1', 'horizon_s': 120, 'nodes': 129, 'trainers': every} | changes
     return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -72,9 +68,8 @@ class Ask:
 
     def __call__(self, *lines: dict[str, Any] | str | bytes, options: tuple[str, ...] = ()) -> Said:
         texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-        self._path.write_bytes(
-            b'\n'.join(t if isinstance(t, bytes) else t.encode() for t in texts) + b'\n'
-        )
+        rows = (t if isinstance(t, bytes) else t.encode() for t in texts)
+        self._path.write_bytes(b'\n'.join(rows) + b'\n')
         status = main(['allocate', str(self._path), *options])
         seen = self._capsys.readouterr()
         return Said(status, seen.out, seen.err)
@@ -112,9 +107,8 @@ def test_blocks_are_answered_by_block(ask: Ask) -> None:
         {'id': 'b2', 'nodes': 1},
     ]
     at = trainer(current_nodes=None, current={'b0': 3}, max_nodes=3)
-    said = ask(
-        problem(at, trainer('b', current_nodes=None, min_nodes=9), blocks=blocks, nodes=None)
-    )
+    there = trainer('b', current_nodes=None, min_nodes=9)
+    said = ask(problem(at, there, blocks=blocks, nodes=None))
     assert said.allocation == {'a': {'b0': 3}, 'b': {}}
     one = [{'id': 'b0', 'nodes': 4, 'remaining_s': 1800}]
     assert ask(problem(at, blocks=one, nodes=None)).allocation == {'a': {'b0': 3}}
@@ -144,9 +138,8 @@ def test_nodes_that_go_soon_are_worth_little_and_blocks_may_be_apart(ask: Ask) -
     assert ask(problem(at, blocks=blocks, nodes=None)).allocation == {'a': {'stays': 2}}
     longer = [blocks[0], blocks[1] | {'remaining_s': 100}]
     assert ask(problem(at, blocks=longer, nodes=None)).allocation == {'a': {'stays': 2, 'goes': 2}}
-    assert ask(problem(at, blocks=longer, nodes=None, spans_blocks=False)).allocation == {
-        'a': {'stays': 2}
-    }
+    answer = ask(problem(at, blocks=longer, nodes=None, spans_blocks=False))
+    assert answer.allocation == {'a': {'stays': 2}}
 
 
 def test_points_come_in_any_order_and_need_no_zero(ask: Ask) -> None:
@@ -171,13 +164,8 @@ def test_no_trainers_and_no_nodes(ask: Ask) -> None:
     assert [a['status'] for a in said.answers] == ['optimal'] * 3
 
 
-LINEAR = {
-    'nodes': [1, 100],
-    'rate': [1, 100],
-    'current_nodes': 0,
-    'rescale_up_s': 0,
-    'rescale_down_s': 0,
-}
+LINEAR = {'nodes': [1, 100], 'rate': [1, 100], 'current_nodes': 0}
+LINEAR |= {'rescale_up_s': 0, 'rescale_down_s': 0}
 
 
 @pytest.mark.parametrize(
@@ -235,9 +223,8 @@ def test_constraints(
     of_b: dict[str, Any],
     expected: dict[str, int],
 ) -> None:
-    said = ask(
-        problem(trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b), nodes=10, **changes)
-    )
+    both = trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b)
+    said = ask(problem(*both, nodes=10, **changes))
     assert said.allocation == expected
     assert said.answers[0]['status'] == 'optimal'
 
@@ -260,9 +247,8 @@ def test_objectives_named_in_the_problem_and_on_the_command_line(ask: Ask) -> No
         b: dict[str, Any] | None = None,
         **changes: Any,
     ) -> tuple[int, int]:
-        of = problem(
-            trainer('a', **slow | (a or {})), trainer('b', **fast | (b or {})), nodes=8, **changes
-        )
+        both = trainer('a', **slow | (a or {})), trainer('b', **fast | (b or {}))
+        of = problem(*both, nodes=8, **changes)
         found = ask(of, options=options).allocation
         return found['a'], found['b']
 
@@ -272,9 +258,8 @@ def test_objectives_named_in_the_problem_and_on_the_command_line(ask: Ask) -> No
     assert shares(objective='deadline', a=urgent)[0] >= 5
     assert shares(objective='rate / rate1 * priority', a={'priority': 3}) == (6, 2)
     assert shares('--objective', 'throughput', objective='priority', a={'priority': 3}) == (2, 6)
-    assert shares(
-        objective='goodput', b={'efficiency': {'nodes': [4, 1], 'value': [0.0, 1.0]}}
-    ) == (6, 2)
+    less = {'efficiency': {'nodes': [4, 1], 'value': [0.0, 1.0]}}
+    assert shares(objective='goodput', b=less) == (6, 2)
 
 
 BAD = [
@@ -527,10 +512,8 @@ def test_the_documentation_shows_what_is_answered(ask: Ask) -> None:
 
 
 def test_the_documentation_names_every_field_and_objective() -> None:
-    text, objectives = (
-        DOCUMENTATION.read_text(),
-        DOCUMENTATION.with_name('objectives.md').read_text(),
-    )
+    text = DOCUMENTATION.read_text()
+    objectives = DOCUMENTATION.with_name('objectives.md').read_text()
     for model in (ProblemDocument, TrainerDocument):
         assert all(f'`{name}`' in text or f'"{name}"' in text for name in model.__struct_fields__)
     assert all(f'| `{name}` |' in objectives for name in (*METRICS, *FIELDS))

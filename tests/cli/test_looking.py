@@ -47,9 +47,8 @@ def talk(ctx: Any, pause_s: float) -> None:
 def test_looking_at_a_run_that_trains_and_cancelling_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = freetrain_app(
-        max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=1000.0)
-    )(talk)
+    keep = Checkpoints(every_s=1000.0)
+    trainer = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=keep)(talk)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         ledger = ['--ledger', str(tmp_path)]
         first = trainer(0.02, trainer_name='first')
@@ -70,10 +69,8 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
         assert by_name['first']['finish_s'] > 0 and by_name['second']['finish_s'] is None
         assert [(b['joined'], b['trainers']) for b in seen['blocks']] == [(1, ['first'])]
 
-        running, waiting = (
-            said(capsys, 'why', 'first', *ledger),
-            said(capsys, 'why', 'second', *ledger),
-        )
+        running = said(capsys, 'why', 'first', *ledger)
+        waiting = said(capsys, 'why', 'second', *ledger)
         assert (running['state'], running['fragment'], running['waits_for']) == ('running', 1, None)
         assert (
             waiting['waits_for']
@@ -91,9 +88,8 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
 
         assert main(['logs', 'first', *ledger]) == 0
         assert 'I am rank 0\n' in capsys.readouterr().out
-        [one] = said(
-            capsys, 'logs', 'first', *ledger, '--fragment', '1', '--rank', '0', '--tail', '1'
-        )
+        of_rank = '--fragment', '1', '--rank', '0', '--tail', '1'
+        [one] = said(capsys, 'logs', 'first', *ledger, *of_rank)
         assert (one['fragment'], one['rank'], len(one['text'].splitlines())) == (1, 0, 1)
         assert main(['logs', 'second', *ledger]) == 2
         assert "'second' has no logs" in capsys.readouterr().err
@@ -120,10 +116,8 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
         assert main(['cancel', 'frist', *ledger]) == 2
         assert "no trainer 'frist' in this run; it has 'first', 'second'" in capsys.readouterr().err
         [answer] = said(capsys, 'cancel', 'first', *ledger)
-        assert (
-            answer['trainer'] == 'first'
-            and str(tmp_path / 'checkpoints' / 'first') in answer['answer']
-        )
+        assert answer['trainer'] == 'first'
+        assert str(tmp_path / 'checkpoints' / 'first') in answer['answer']
         wait_until(first.done)
         assert first.cancelled() and first.checkpoint is not None and first.checkpoint.samples > 96
         wait_until(lambda: trains(second))
@@ -200,9 +194,8 @@ def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
         assert process.stdout is not None
         process.stdout.readline()
         assert said(capsys, 'status', '--ledger', str(path))['state'] == 'running'
-        assert said(capsys, 'why', 'cnn', '--ledger', str(path))['waits_for'].startswith(
-            'It waits for a hole'
-        )
+        why = said(capsys, 'why', 'cnn', '--ledger', str(path))
+        assert why['waits_for'].startswith('It waits for a hole')
         process.send_signal(signal.SIGKILL)
     seen = said(capsys, 'status', '--ledger', str(path))
     assert (seen['state'], seen['trainers'][0]['state']) == ('died', 'interrupted')

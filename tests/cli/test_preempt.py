@@ -35,9 +35,8 @@ def wait_for(future: TrainingFuture, fragments: int) -> None:
 
 
 def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
-    trainer = freetrain_app(
-        max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=1000.0)
-    )(fit)
+    keep = Checkpoints(every_s=1000.0)
+    trainer = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=keep)(fit)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         future = trainer(pause_s=0.01)
         ledger = ['--ledger', str(executor.ledger_path)]

@@ -144,14 +144,9 @@ def test_the_settings_arrive(
     idle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = written(tmp_path, NET | {'max_nodes': 1}, NET | {'name': 'other', 'max_nodes': 1})
-    assert (
-        answer(capsys, '--idle', idle, '--trainers', two, '--max-trainers', 1)['used_node_s']
-        == 1000
-    )
-    assert (
-        answer(capsys, '--idle', idle, '--trainers', two, '--max-trainers', 'all')['used_node_s']
-        == 2000
-    )
+    both = '--idle', idle, '--trainers', two, '--max-trainers'
+    assert answer(capsys, *both, 1)['used_node_s'] == 1000
+    assert answer(capsys, *both, 'all')['used_node_s'] == 2000
     # Growing from 1 to 2 nodes costs 30 samples and gains 10 a second.
     later = tmp_path / 'later.csv'
     later.write_text('start_s,end_s,node\n0,1000,a\n100,1000,b\n')
@@ -160,10 +155,8 @@ def test_the_settings_arrive(
     assert answer(capsys, '--idle', later, '--trainers', one, '--horizon', 4)['rescaled'] == 1
     apart = study(tmp_path, spans_blocks=False)
     assert answer(capsys, apart, '--idle', later, '--trainers', one)['rescaled'] == 0
-    assert (
-        answer(capsys, '--idle', later, '--trainers', one, '--solver', 'equal-share')['rescaled']
-        == 1
-    )
+    shared = answer(capsys, '--idle', later, '--trainers', one, '--solver', 'equal-share')
+    assert shared['rescaled'] == 1
 
 
 def test_a_made_up_trace_needs_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,9 +220,8 @@ def test_bad_input_gets_a_sentence(
     trainers: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert sentence in refusal(
-        capsys, *(text.format(idle=idle) for text in arguments), '--trainers', trainers
-    )
+    given = (text.format(idle=idle) for text in arguments)
+    assert sentence in refusal(capsys, *given, '--trainers', trainers)
 
 
 @pytest.mark.parametrize(
@@ -319,10 +311,8 @@ def test_two_hours_of_summit(capsys: pytest.CaptureFixture[str]) -> None:
         '--max-trainers',
         10,
     )
-    exact, heuristic = (
-        answer(capsys, *arguments),
-        answer(capsys, *arguments, '--solver', 'equal-share'),
-    )
+    exact = answer(capsys, *arguments)
+    heuristic = answer(capsys, *arguments, '--solver', 'equal-share')
     assert exact['idle_node_s'] == heuristic['idle_node_s'] > 100_000
     assert exact['node_s']['stranded'] == 0
     assert exact['samples'] > heuristic['samples']

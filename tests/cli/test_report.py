@@ -148,9 +148,8 @@ def test_predictions_are_told_beside_what_came_true(small: Path) -> None:
     # 100 s at 20/s, less 3 s at 10/s; changing nothing: 100 s at 10/s. What the preemption took is
     # not counted.
     assert (second.nodes_before, second.nodes) == (1, 2)
-    assert [second.expected, second.staying, second.trained] == pytest.approx(
-        [1970, 1000, 1800 - 900]
-    )
+    found = [second.expected, second.staying, second.trained]
+    assert found == pytest.approx([1970, 1000, 1800 - 900])
     # Nothing is left of the two nodes that were taken: changing nothing would train nothing, and
     # the change costs nothing.
     assert (third.at, third.until, third.nodes_before, third.nodes, third.trained) == (
@@ -169,11 +168,8 @@ def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: 
     """
     ledger = small_ledger(tmp_path / 'ledger.journal')
     ledger.submitted('t-2', at=1200.0)
-    for at, more in (
-        (1240.0, ()),
-        (1241.0, ()),
-        (1242.0, (StartFragment('t-2', 1, ('b0/n0',), None, 0),)),
-    ):
+    start = StartFragment('t-2', 1, ('b0/n0',), None, 0)
+    for at, more in ((1240.0, ()), (1241.0, ()), (1242.0, (start,))):
         decide(ledger, at, {'t-2': 0}, {'t-2': 1}, *more)
     decide(ledger, 1250.0, {'t-2': 0}, {'t-2': 1})  # what it had was taken
     ledger.end_run(at=1300.0, how='done')
@@ -440,9 +436,8 @@ def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser)
     path = tmp_path / 'ledger.journal'
     ledger = small_ledger(path)
     ledger.submitted(HOSTILE, at=1000.0)
-    ledger.over(
-        HOSTILE, at=1200.0, state='failed', why='</style><script>document.title="broken"</script>'
-    )
+    why = '</style><script>document.title="broken"</script>'
+    ledger.over(HOSTILE, at=1200.0, state='failed', why=why)
     ledger.end_run(at=1300.0, how=HOSTILE)
     ledger.close()
     out = tmp_path / 'out.html'

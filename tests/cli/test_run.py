@@ -78,10 +78,8 @@ def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
         and f'freetrain watch --ledger {folder}/kept/ledger.journal' in done.stderr
     )
     found = json.loads(done.stdout)
-    assert (
-        found['trainers']['train']['samples'] == 64
-        and found['trainers']['train']['state'] == 'finished'
-    )
+    trained = found['trainers']['train']
+    assert trained['samples'] == 64 and trained['state'] == 'finished'
     # A workflow that has begun no run has none to tell of.
     (folder / 'broken.py').write_text('def main(config):\n    return 1 / 0\n')
     failed = freetrain_run(folder, 'broken.py', '--site', 'site.py', '--json')

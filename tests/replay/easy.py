@@ -47,8 +47,7 @@ def shadow_of(head: Simulated, running: list[Simulated], machine: int, now: int)
 
 
 def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
-    """Start every job; returns the reservation that stood after every second in which a job waited.
-    """
+    """Start every job; returns the reservation after every second in which a job waited."""
     promised = []
     queue: list[Simulated] = []
     running: list[Simulated] = []
@@ -76,9 +75,8 @@ def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
                     idle -= job.nodes
                     extra -= 0 if over else job.nodes
                     begin(job, now)
-            promised.append(
-                Promise(now, queue[0].number, *shadow_of(queue[0], running, machine, now))
-            )
+            then = shadow_of(queue[0], running, machine, now)
+            promised.append(Promise(now, queue[0].number, *then))
         now += 1
     return promised
 

@@ -68,9 +68,8 @@ def rows(page: str) -> list[Row]:
 
 def write_backlog(folder: Path) -> Path:
     """The trainers of the Theta rows, by the line of the page."""
-    everyone = json.loads(
-        gzip.decompress((DATA / 'trainers' / f'{SHUFFLENET}.json.gz').read_bytes())
-    )
+    packed = DATA / 'trainers' / f'{SHUFFLENET}.json.gz'
+    everyone = json.loads(gzip.decompress(packed.read_bytes()))
     path = folder / 'backlog.json'
     path.write_text(
         json.dumps([trainer | {'submit_s': 0, 'total_samples': 1e15} for trainer in everyone[:30]])

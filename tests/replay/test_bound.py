@@ -61,9 +61,8 @@ def best_of_all(
         left = {trace.names[n] for n in nodes[ends == now]}
         after = {}
         for of_node in itertools.product(range(-1, len(curves)), repeat=len(idle)):
-            held = tuple(
-                frozenset(n for n, who in zip(idle, of_node, strict=True) if who == i) for i in mine
-            )
+            given = list(zip(idle, of_node, strict=True))
+            held = tuple(frozenset(n for n, who in given if who == i) for i in mine)
             trained = (then - now) * sum(
                 curve.rate_at(len(has)) for curve, has in zip(curves, held, strict=True)
             )

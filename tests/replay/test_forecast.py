@@ -74,9 +74,8 @@ def test_no_block_too_short_a_block_and_too_few_nodes() -> None:
 
 
 def test_trainers_share_what_there_is() -> None:
-    both = forecasts(
-        [block(2, 100.0)] * 2, [trainer(100_000), trainer(100_000, 'b')], SETTINGS, 0.0, 50.0
-    )
+    trainers = [trainer(100_000), trainer(100_000, 'b')]
+    both = forecasts([block(2, 100.0)] * 2, trainers, SETTINGS, 0.0, 50.0)
     assert sum(one.samples[1] for one in both) == pytest.approx(4000)
 
 
@@ -84,9 +83,8 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
     # 60 of 100 s are asked for: 20 s late there is still time for all of them, 50 s late there is
     # not.
     for late_s, least in ((20.0, 2400), (50.0, 2000)):
-        [one] = forecasts(
-            [PlannedBlock(4, 60.0, 100.0)], [trainer(ENDLESS)], SETTINGS, late_s, 1000.0
-        )
+        planned = [PlannedBlock(4, 60.0, 100.0)]
+        [one] = forecasts(planned, [trainer(ENDLESS)], SETTINGS, late_s, 1000.0)
         assert one.samples == pytest.approx((least, 2400))
     # Nothing is planned: the block has its walltime whenever it starts.
     [free] = forecasts([PlannedBlock(4, 60.0)], [trainer(2400)], SETTINGS, 20.0, 10.0)
@@ -94,9 +92,8 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
         [60, 80]
     )
     # One that can be preempted does not outlive its walltime either.
-    [may_go] = forecasts(
-        [PlannedBlock(4, 60.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0
-    )
+    planned = [PlannedBlock(4, 60.0, preemptible=True)]
+    [may_go] = forecasts(planned, [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0)
     assert may_go.samples == pytest.approx((0, 2400))
     # At worst it is preempted as soon as the scheduler may: 30 s after its start.
     [exempt] = forecasts(

@@ -43,9 +43,8 @@ def test_the_bands_hold_all_node_seconds_that_were_used(result: ReplayResult) ->
     bands = [means(*lane, edges) for lane in lanes(run)]
     assert run.used_node_s > 0
     assert sum(float(band @ np.diff(edges)) for band in bands) == pytest.approx(run.used_node_s)
-    idle = means(
-        run.series.times[:-1], run.series.times[1:], run.series.idle[:-1].astype(float), edges
-    )
+    series = run.series
+    idle = means(series.times[:-1], series.times[1:], series.idle[:-1].astype(float), edges)
     assert float(idle @ np.diff(edges)) == pytest.approx(run.idle_node_s)
     assert np.all(sum(bands) <= idle + 1e-6)
 

@@ -144,22 +144,16 @@ def test_one_replay_gives_a_table_of_one_row_and_pictures(
     assert len(pd.read_csv(tmp_path / 'one.csv')) == 1
     pictures = tmp_path / 'new' / 'pictures'
     assert stat.S_IMODE(pictures.stat().st_mode) == 0o700
-    assert {path.name for path in pictures.iterdir()} == {
-        'nodes.png',
-        'node-seconds.png',
-        'decisions.png',
-    }
+    names = {path.name for path in pictures.iterdir()}
+    assert names == {'nodes.png', 'node-seconds.png', 'decisions.png'}
 
 
 @pytest.mark.long
 def test_several_processes_find_the_same_and_end_with_the_command(
     options: dict[str, object], tmp_path: Path
 ) -> None:
-    swept: dict[str, list[object]] = {
-        'horizon': [2, 60],
-        'max_trainers': [1, 'all'],
-        'solver': ['auto', 'dp'],
-    }
+    swept: dict[str, list[object]] = {'horizon': [2, 60], 'max_trainers': [1, 'all']}
+    swept['solver'] = ['auto', 'dp']
     more = (study(tmp_path, **swept), '--jobs', 2, '--pictures', tmp_path / 'pictures', '--json')
     done = run_to_end(
         [sys.executable, '-m', 'parsl_freetrain.cli.main', *arguments(options, *more)],

@@ -45,11 +45,8 @@ def schedules(draw: st.DrawFn, exact: bool) -> tuple[list[Simulated], list[Promi
     for number in range(draw(st.integers(2, 14))):
         run = draw(st.integers(1, 20))
         requested = run if exact else run + draw(st.integers(0, 15))
-        jobs.append(
-            Simulated(
-                number, draw(st.integers(0, 40)), draw(st.integers(1, MACHINE)), requested, run
-            )
-        )
+        submit, nodes = draw(st.integers(0, 40)), draw(st.integers(1, MACHINE))
+        jobs.append(Simulated(number, submit, nodes, requested, run))
     # So that the clock begins at 0, with something that runs.
     jobs.append(Simulated(len(jobs), 0, 1, 5, 5))
     promised = simulate(jobs, MACHINE)
@@ -102,9 +99,8 @@ def test_promises_are_those_of_the_scheduler(made: tuple[list[Simulated], list[P
             assert (new == INF).all()
             continue
         assert set(new.tolist()) <= {promise.shadow, INF}
-        there = (
-            (found.starts <= start) & (start < found.ends) & (found.known_until > promise.shadow)
-        )
+        there = (found.starts <= start) & (start < found.ends)
+        there &= found.known_until > promise.shadow
         if (new == INF).any():
             assert int(there.sum()) <= promise.extra
 
@@ -123,9 +119,8 @@ def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exa
         found.starts.tolist(), found.ends.tolist(), found.known_until.tolist(), strict=True
     ):
         if start < known and end < min(known, found.end_s):
-            assert any(
-                start < job.start <= end and job.number != heads.get(int(start)) for job in jobs
-            )
+            head = heads.get(int(start))
+            assert any(start < job.start <= end and job.number != head for job in jobs)
 
 
 @holds_for(schedules(exact=False), tries=100)
@@ -159,9 +154,8 @@ def test_reservations_agree_with_trying_every_second(
     expected = sorted((float(job.start + job.requested), job.nodes) for job in running)
     found = reserve(needed, idle, expected, now=20)
     if needed > idle:
-        assert (found.shadow_s, found.extra) == shadow_of(
-            Simulated(1, 0, needed, 1, 1), running, MACHINE, 20
-        )
+        shadow = shadow_of(Simulated(1, 0, needed, 1, 1), running, MACHINE, 20)
+        assert (found.shadow_s, found.extra) == shadow
     else:
         assert found.shadow_s == 20
 
@@ -194,12 +188,8 @@ def test_a_promise_that_runs_out_is_renewed_when_there_is_one_to_make() -> None:
             (0, 0, 130, 6, 100), (0, 0, 20, 4, 20), (10, 160, 300, 10, 90), (400, 400, 410, 1, 10)
         )
     )
-    assert rows(found) == [
-        (20, 100, 4, 100),
-        (100, 160, 4, 100),
-        (130, 160, 6, 130),
-        (300, 400, 10, INF),
-    ]
+    first, then = (20, 100, 4, 100), (100, 160, 4, 100)
+    assert rows(found) == [first, then, (130, 160, 6, 130), (300, 400, 10, INF)]
     assert found.idle_node_s(known_ends=True) == 4 * 80 + 10 * 100
     assert found.idle_node_s() == 4 * 140 + 6 * 30 + 10 * 100
 
@@ -216,11 +206,8 @@ def test_a_waiting_job_that_fits_is_passed_over_after_a_while() -> None:
         (80, 500, 4, INF),
         (600, 700, 4, INF),
     ]
-    assert rows(holes(jobs, patience_s=0)) == [
-        (20, 500, 4, INF),
-        (20, 700, 2, INF),
-        (600, 700, 4, INF),
-    ]
+    first, then = (20, 500, 4, INF), (20, 700, 2, INF)
+    assert rows(holes(jobs, patience_s=0)) == [first, then, (600, 700, 4, INF)]
 
 
 def test_a_cancelled_job_waits_until_then_and_one_larger_than_the_machine_reserves_nothing() -> (
@@ -266,9 +253,8 @@ def test_promises_are_kept_within_what_is_extra() -> None:
 
 def test_a_log_that_uses_more_than_the_machine_has_is_refused() -> None:
     jobs = [(float(i), float(i), i + 100.0, 6, 100.0) for i in range(4)]
-    with pytest.raises(
-        BadInput, match='log, line 2: the job starts on 6 nodes when 4 of 10 are free'
-    ):
+    words = 'log, line 2: the job starts on 6 nodes when 4 of 10 are free'
+    with pytest.raises(BadInput, match=words):
         holes(table(*jobs))
     # A second too much is the clocks'.
     found = holes(table((0, 0, 101, 6, 100), (0, 100, 200, 6, 100), (0, 300, 310, 1, 1)))
@@ -290,9 +276,8 @@ def test_a_part_of_a_year_of_theta(tmp_path: Path) -> None:
     found = holes(short)
     since, until = short.window
     assert (found.start_s, found.end_s) == (since, until)
-    used = float(
-        ((np.minimum(short.end, until) - np.minimum(short.start, until)) * short.nodes).sum()
-    )
+    lasts = np.minimum(short.end, until) - np.minimum(short.start, until)
+    used = float((lasts * short.nodes).sum())
     idle = found.idle_node_s()
     # The log overbooks its machine for some seconds, 163,314 node-seconds in the whole year.
     lacking = idle - (len(jobs.machine) * (until - since) - used)

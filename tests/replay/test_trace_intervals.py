@@ -69,9 +69,8 @@ def traces(draw: st.DrawFn) -> Trace:
         times = sorted(draw(st.sets(st.integers(0, 100), min_size=2, max_size=8)))
         for start, end in pairwise(times):
             if draw(st.booleans()):
-                rows.append(
-                    (start, end, node, draw(st.sampled_from([start, end, end + 3, math.inf])))
-                )
+                known = draw(st.sampled_from([start, end, end + 3, math.inf]))
+                rows.append((start, end, node, known))
     return trace(rows)
 
 
@@ -93,9 +92,8 @@ def test_intervals_come_back_from_changes_and_no_node_second_is_lost(
 @holds_for(traces(), tries=100)
 def test_knowing_the_ends_takes_only_what_was_promised(found: Trace) -> None:
     assert found.idle_node_s() == pytest.approx(float((found.ends - found.starts).sum()))
-    promised = sum(
-        min(end, known) - start for start, end, _, known in rows_of(found) if known > start
-    )
+    known = [(start, min(end, until)) for start, end, _, until in rows_of(found) if until > start]
+    promised = sum(end - start for start, end in known)
     assert found.idle_node_s(known_ends=True) == pytest.approx(promised)
 
 
@@ -187,9 +185,8 @@ def test_synthetic_weeks_are_as_published() -> None:
     # One week differs from the next, as Summit's do: four are taken together.
     weeks = [synthetic(seed) for seed in range(4)]
     span_s = sum(week.end_s - week.start_s for week in weeks)
-    assert sum(week.idle_node_s() for week in weeks) / span_s / 4734 == pytest.approx(
-        0.0827, rel=0.15
-    )
+    share = sum(week.idle_node_s() for week in weeks) / span_s / 4734
+    assert share == pytest.approx(0.0827, rel=0.15)
     lengths = np.concatenate(
         [
             (week.ends - week.starts)[(week.starts > week.start_s) & (week.ends < week.end_s)]
@@ -199,9 +196,8 @@ def test_synthetic_weeks_are_as_published() -> None:
     assert lengths.mean() == pytest.approx(1192, rel=0.1)
     for percent, published_s in {5: 81, 25: 162, 50: 475, 75: 1397, 90: 3269, 99: 9246}.items():
         assert np.percentile(lengths, percent) == pytest.approx(published_s, rel=0.15), percent
-    joins = [
-        len(change.joined) for week in weeks for change in week.changes()[1:] if len(change.joined)
-    ]
+    changes = [change for week in weeks for change in week.changes()[1:]]
+    joins = [len(change.joined) for change in changes if len(change.joined)]
     for percent, published, tolerance in ((50, 4, 0.3), (90, 50, 0.2), (99, 512, 0.3)):
         assert np.percentile(joins, percent) == pytest.approx(published, rel=tolerance), percent
 
@@ -221,9 +217,8 @@ def test_a_week_of_summit() -> None:
     assert (len(week), len(week.names), week.end_s) == (209_196, 4651, 604_800)
     assert week.idle_node_s() / 604_800 == pytest.approx(344.826, rel=1e-5)
     # At 400,000 s, counted by another program: zcat … | awk -F, '$1<=400000 && 400000<$2' | wc -l
-    at = [
-        len(change.joined) - len(change.left) for change in week.changes() if change.at <= 400_000
-    ]
+    early = [change for change in week.changes() if change.at <= 400_000]
+    at = [len(change.joined) - len(change.left) for change in early]
     assert sum(at) == IDLE_AT_400_000_S
 
 

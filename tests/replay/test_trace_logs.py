@@ -69,10 +69,8 @@ def rows(found: JobTable) -> list[tuple[float, ...]]:
 
 
 def places(found: JobTable) -> list[list[str] | None]:
-    return [
-        None if nodes is None else [found.machine[i] for i in nodes.tolist()]
-        for nodes in found.placed
-    ]
+    places = [None if nodes is None else nodes.tolist() for nodes in found.placed]
+    return [None if one is None else [found.machine[i] for i in one] for one in places]
 
 
 def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None:
@@ -84,10 +82,8 @@ def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None
     assert places(found) == [None] * 3
     assert found.line.tolist() == [5, 6, 8]
     assert found.window == (10, 105)
-    assert (
-        len(read_swf(written(tmp_path, SWF.replace('MaxNodes', 'Nodes')), machine_nodes=8).machine)
-        == 8
-    )
+    unsized = written(tmp_path, SWF.replace('MaxNodes', 'Nodes'))
+    assert len(read_swf(unsized, machine_nodes=8).machine) == 8
 
 
 def test_an_untidy_swf_is_read_with_one_warning(

@@ -33,13 +33,8 @@ def read(tmp_path: Path, *trainers: Any) -> tuple[ReplayTrainer, ...]:
 
 
 def test_a_trainer_with_all_it_can_have_and_one_with_what_it_must(tmp_path: Path) -> None:
-    few = {
-        'name': 'b',
-        'max_nodes': 4,
-        'total_samples': 7,
-        'nodes': [1, 4],
-        'samples_per_s': [1, 3],
-    }
+    few = {'name': 'b', 'max_nodes': 4, 'total_samples': 7}
+    few |= {'nodes': [1, 4], 'samples_per_s': [1, 3]}
     curve = ScalingCurve((1, 4), (1, 3))
     assert read(tmp_path, GOOD, few) == (
         ReplayTrainer(

@@ -106,10 +106,8 @@ def test_two_trainers_share_three_nodes_and_a_completion_frees_its_nodes_at_once
     outcome = on_trace(trace, trainer('short', high=1, total=1000), trainer('long'))
     assert spans(outcome) == [('short', 0, 100, 1), ('long', 0, 100, 2), ('long', 100, 500, 3)]
     assert outcome.done_s == {'short': 100.0}
-    assert outcome.samples_by_trainer == {
-        'short': 1000.0,
-        'long': pytest.approx(100 * 20 + 400 * 30 - 3 * 20),
-    }
+    samples = {'short': 1000.0, 'long': pytest.approx(100 * 20 + 400 * 30 - 3 * 20)}
+    assert outcome.samples_by_trainer == samples
     assert (outcome.trainers_done, outcome.finished_s) == (1, None)
 
 
@@ -147,9 +145,8 @@ def test_a_node_that_is_taken_and_given_back_in_one_instant_costs_a_preemption()
 
 
 def test_a_trainer_that_finishes_when_its_nodes_go_has_finished() -> None:
-    outcome = on_trace(
-        trace_of(('a', 0, 100), ('b', 0, 300), end_s=300), trainer('net', total=2000)
-    )
+    trace = trace_of(('a', 0, 100), ('b', 0, 300), end_s=300)
+    outcome = on_trace(trace, trainer('net', total=2000))
     assert (outcome.done_s, outcome.preempted) == ({'net': 100.0}, 0)
 
 
@@ -162,11 +159,8 @@ def test_trainers_have_their_turn_in_the_order_of_submission() -> None:
         trainer('before the window', high=1, total=500, submit_s=-7),
         trainers_at_a_time=1,
     )
-    assert spans(outcome) == [
-        ('before the window', 0, 50, 1),
-        ('first', 50, 150, 1),
-        ('late', 150, 400, 1),
-    ]
+    first, late = ('first', 50, 150, 1), ('late', 150, 400, 1)
+    assert spans(outcome) == [('before the window', 0, 50, 1), first, late]
 
 
 # What is known of the ends
@@ -312,14 +306,12 @@ def test_twice_the_nodes_for_half_the_time() -> None:
 
 def test_when_the_trainers_run_out_times_are_compared() -> None:
     trace = trace_of(('a', 0, 1000), ('b', 500, 1000), ('c', 0, 500), end_s=1000)
-    result = replay(
-        Scenario(trace, (trainer('net', total=9000, up_s=0.0, down_s=0.0),), ControllerSettings())
-    )
+    net = trainer('net', total=9000, up_s=0.0, down_s=0.0)
+    result = replay(Scenario(trace, (net,), ControllerSettings()))
     assert result.compared == 'time'
     assert result.efficiency == pytest.approx(1.0)
-    slower = trace_of(
-        ('a', 0, 1000), ('b', 600, 1000), ('c', 600, 1000), ('d', 600, 1000), end_s=1000
-    )
+    late = (('b', 600, 1000), ('c', 600, 1000), ('d', 600, 1000))
+    slower = trace_of(('a', 0, 1000), *late, end_s=1000)
     result = replay(
         Scenario(slower, (trainer('net', total=10000, up_s=0.0, down_s=0.0),), ControllerSettings())
     )
@@ -360,9 +352,8 @@ def traces(draw: st.DrawFn) -> Trace:
     intervals: list[Interval] = []
     for node in range(draw(st.integers(1, 6))):
         times = sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=6)))
-        intervals += [
-            (f'n{node}', 10.0 * a, 10.0 * b) for a, b in zip(times[::2], times[1::2], strict=False)
-        ]
+        pairs = zip(times[::2], times[1::2], strict=False)
+        intervals += [(f'n{node}', 10.0 * a, 10.0 * b) for a, b in pairs]
     ends = tuple(draw(st.sampled_from([math.inf, end, end + 30])) for _, _, end in intervals)
     return trace_of(*intervals, end_s=600.0, known_until=ends)
 
@@ -418,14 +409,12 @@ def test_nothing_appears_or_disappears(
 def test_moments_at_which_nothing_happens_do_not_matter(
     trace: Trace, mix: tuple[ReplayTrainer, ...], at_s: int
 ) -> None:
-    trainers = tuple(
-        replace(t, submit_s=0.0, trainer=replace(t.trainer, total_samples=ENDLESS)) for t in mix
-    )
+    endless = [replace(t.trainer, total_samples=ENDLESS) for t in mix]
+    trainers = tuple(replace(t, submit_s=0.0, trainer=e) for t, e in zip(mix, endless, strict=True))
     settings = ControllerSettings(trainers_at_a_time=len(trainers))
     one = replay(Scenario(trace, trainers, settings)).trace
-    two = replay(
-        Scenario(trace, (*trainers, trainer('never has its turn', submit_s=at_s)), settings)
-    ).trace
+    never = trainer('never has its turn', submit_s=at_s)
+    two = replay(Scenario(trace, (*trainers, never), settings)).trace
     assert len(set(two.series.times.tolist())) >= len(set(one.series.times.tolist()))
     assert spans(two) == spans(one)
     assert two.samples == pytest.approx(one.samples)

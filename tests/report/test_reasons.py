@@ -164,7 +164,5 @@ def test_a_decision_whose_problem_was_not_kept() -> None:
 
 def test_a_decision_without_proof_says_how_far_from_the_optimum_it_may_be() -> None:
     row = structs.replace(decided(me=3, you=1), status='feasible', solver='columns', bound=303.0)
-    assert (
-        '(within 0.99 % of the optimum, by columns)'
-        in in_words('me', decision_about('me', row, 62.0))[1]
-    )
+    words = in_words('me', decision_about('me', row, 62.0))
+    assert '(within 0.99 % of the optimum, by columns)' in words[1]

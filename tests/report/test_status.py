@@ -17,9 +17,8 @@ from tests.support.told import Told
 
 def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -> None:
     path = tmp_path / 'ledger.journal'
-    settings = ControllerSettings(
-        budgets={'user anna': 400.0, 'total': 150.0}, min_shares={'user anna': 3}
-    )
+    budgets = {'user anna': 400.0, 'total': 150.0}
+    settings = ControllerSettings(budgets=budgets, min_shares={'user anna': 3})
     for run, begin in (('first', 1000.0), ('second', 2000.0)):
         ledger = Told(path)
         ledger.begin_run(run, at=begin, settings=DecisionSettings(settings, 'auto', 10.0).plain())

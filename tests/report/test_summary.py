@@ -143,9 +143,8 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
     ledger.offered([(n, 0, None) for n in 'wxyz'])
     for name in ('a', 'b', 'late'):
         curve = {} if name == 'late' else {'curve': {'nodes': [2, 4], 'rate': [20, 22]}}
-        ledger.submitted(
-            name, at=80 if name == 'late' else 0, spec={'max_nodes': 4, **curve}, total_samples=9
-        )
+        at, spec = 80 if name == 'late' else 0, {'max_nodes': 4, **curve}
+        ledger.submitted(name, at=at, spec=spec, total_samples=9)
         ledger.fragment_decided(name, 1, at=80 if name == 'late' else 0, nodes=['w', 'x'])
         ledger.fragment_started(name, 1, at=80 if name == 'late' else 0, samples=0)
     for name in ('a', 'b'):
@@ -241,8 +240,7 @@ def test_a_realistic_run_adds_up(tmp_path: Path) -> None:
     with Journal(demo_journal(tmp_path / 'l.db', runs=2, seconds=60.0)) as journal:
         found = summary(journal.history())
     node_s = found['node_s']
-    assert sum(v for k, v in node_s.items() if k != 'offered') == pytest.approx(
-        node_s['offered'], abs=1e-6
-    )
+    parts = sum(v for k, v in node_s.items() if k != 'offered')
+    assert parts == pytest.approx(node_s['offered'], abs=1e-6)
     assert all(v > 0 for v in node_s.values())
     assert found['blocks_killed'] > 0 and all(t['rescaled'] > 0 for t in found['trainers'].values())

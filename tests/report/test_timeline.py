@@ -18,9 +18,8 @@ from tests.support.told import Told
 LAST = 30
 seconds = st.integers(0, LAST)
 maybe = st.none() | seconds
-spans = st.lists(
-    st.tuples(seconds, seconds).map(lambda ab: (float(ab[0]), float(ab[1]))), max_size=6
-)
+pairs = st.tuples(seconds, seconds).map(lambda ab: (float(ab[0]), float(ab[1])))
+spans = st.lists(pairs, max_size=6)
 
 
 @st.composite
@@ -30,9 +29,8 @@ def stories(draw: st.DrawFn) -> History:
     """
     told = Told()
     some = st.lists(st.sampled_from(('x', 'y')), max_size=2, unique=True)
-    places = st.lists(
-        st.sampled_from(['b0n0', 'b0n1', 'b1n0', 'b1n1', 'x']), max_size=3, unique=True
-    )
+    nodes = st.sampled_from(['b0n0', 'b0n1', 'b1n0', 'b1n1', 'x'])
+    places = st.lists(nodes, max_size=3, unique=True)
     endings = st.sampled_from(['finished', 'stopped', 'preempted', 'failed'])
     for number in range(draw(st.integers(1, 2))):
         begun = draw(seconds)
@@ -93,9 +91,8 @@ def _kinds(run: RunState, alive: bool, until: float, name: str, t: int) -> set[s
         never = name in block.opened.request.names and not any(
             n.block == block.name and n.name == name for n in run.nodes.values()
         )
-        if never and block.opened_at <= t < (
-            block.closed_at if block.closed_at is not None else until
-        ):
+        end = until if block.closed_at is None else block.closed_at
+        if never and block.opened_at <= t < end:
             kinds.add('starting')
     for f in run.fragments.values():
         for one in f.nodes:

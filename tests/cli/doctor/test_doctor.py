@@ -82,8 +82,7 @@ def test_json_and_a_node_that_does_not_answer(
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, str]:
-    """The findings that are bad, or a note that there was none of before, when one fact is another.
-    """
+    """The findings that are bad, or a new note, when one fact is another."""
     facts = copy.deepcopy(document)
     place = facts
     *way, last = path.split('.')

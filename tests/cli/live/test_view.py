@@ -54,9 +54,8 @@ def running(path: Path) -> Told:
     for name in ('cnn', 'mlp'):
         ledger.submitted(name, at=1000, spec={'min_nodes': 1, 'max_nodes': 3}, total_samples=50_000)
     for block, names, walltime in (('b0', 'xy', 100.0), ('b1', 'z', None), ('b2', '', 60.0)):
-        ledger.block_opened(
-            block, at=1000, nodes=max(1, len(names)), walltime_s=walltime, names=list(names)
-        )
+        size = max(1, len(names))
+        ledger.block_opened(block, at=1000, nodes=size, walltime_s=walltime, names=list(names))
         for name in names:
             ledger.joined(f'{block}/{name}', at=1001, block=block, name=name)
     ledger.fragment_decided('cnn', 1, at=1002, nodes=['b0/x'])
@@ -65,9 +64,8 @@ def running(path: Path) -> Told:
     nodes = ['b0/x', 'b0/y', 'b1/z']
     ledger.fragment_decided('cnn', 2, at=1010, nodes=nodes)
     ledger.fragment_started('cnn', 2, at=1012, samples=0)
-    ledger.fragment_progress(
-        'cnn', 2, at=1030, samples=12_500, rate=690.0, metrics={'loss': 0.4321}
-    )
+    loss = {'loss': 0.4321}
+    ledger.fragment_progress('cnn', 2, at=1030, samples=12_500, rate=690.0, metrics=loss)
     ledger.commit()
     return ledger
 
@@ -112,10 +110,8 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         )
         assert (cnn.fragments, cnn.preempted, cnn.rescaled) == (2, 1, 1)
         assert (mlp.nodes, mlp.samples, mlp.loss, mlp.rate, mlp.fragments) == (0, 0, None, None, 0)
-        assert (
-            cnn.efficiency is not None
-            and LiveView(journal).snapshot(1030.0).trainers[0].efficiency is None
-        )
+        plain = LiveView(journal).snapshot(1030.0).trainers[0]
+        assert cnn.efficiency is not None and plain.efficiency is None
         assert [(b.name, b.trainers, b.left_s) for b in seen.blocks] == [
             ('b0', ('cnn',), 70.0), ('b1', ('cnn',), None), ('b2', (), 30.0)]  # fmt: skip
         assert 'silent' in shown(view.render(1200.0), 80)
@@ -132,10 +128,8 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         ledger.take(BlockEndKnown(1030, 'b1', 1040.0))
         ledger.block_closed('b2', at=1031, how='cancelled')
         ledger.commit()
-        assert [(b.name, b.left_s) for b in view.snapshot(1031.0).blocks] == [
-            ('b0', 69.0),
-            ('b1', 9.0),
-        ]
+        left = [(b.name, b.left_s) for b in view.snapshot(1031.0).blocks]
+        assert left == [('b0', 69.0), ('b1', 9.0)]
         ledger.end_run(at=1032, how='interrupted')
         text = shown(view.render(1200.0), 80)
         assert 'ended: interrupted' in text and 'b0' not in text and '0:32' in text
@@ -184,16 +178,10 @@ def test_the_closing_table(tmp_path: Path, width: int) -> None:
         found = summary(journal.history())
     plain = shown(closing_table(found), width)
     assert 'accuracy' not in plain
-    found['trainers']['cnn'] |= {
-        'accuracy': 0.9777,
-        'accuracy_undisturbed': 0.9777,
-        'weights_equal': True,
-    }
-    found['trainers']['mlp'] |= {
-        'accuracy': 0.95,
-        'accuracy_undisturbed': 0.96,
-        'weights_equal': False,
-    }
+    equal = {'accuracy': 0.9777, 'accuracy_undisturbed': 0.9777, 'weights_equal': True}
+    found['trainers']['cnn'] |= equal
+    other = {'accuracy': 0.95, 'accuracy_undisturbed': 0.96, 'weights_equal': False}
+    found['trainers']['mlp'] |= other
     text = shown(closing_table(found), width)
     for word in (
         'cnn',

@@ -37,8 +37,7 @@ CURVE = {'nodes': [1, 2], 'rate': [100.0, 200.0]}
 
 @contextmanager
 def live_run(folder: Path) -> Iterator[Told]:
-    """The ledger of a run that goes on: one trainer with 2 nodes, one that waits, and two blocks.
-    """
+    """The ledger of a run that goes on: a trainer with 2 nodes, one that waits, and two blocks."""
     now = time.time()
     ledger = Told(folder / 'ledger.journal')
     ledger.begin_run('run-1', at=now - 100, command='python x.py')

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pulp
 import pytest
@@ -143,8 +144,7 @@ def test_the_bound_of_a_milp_without_time_is_a_bound(time_limit_s: float) -> Non
 
 
 def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
-    """Bumpy curves on blocks of equal size, all but one of which end within the horizon of 120 s.
-    """
+    """Bumpy curves on blocks of equal size, all but one of which end within 120 s, the horizon."""
     draw = random.Random(seed)
     sizes = [nodes // (ends + 1)] * (ends + 1)
     blocks = tuple(
@@ -265,28 +265,17 @@ def test_equal_share_as_published() -> None:
         ),
     )
     # Two for each; b cannot run on two; what it and c leave goes to the first one.
-    assert EqualShareAllocator().allocate(five).allocation == {
-        'a': 7,
-        'b': 0,
-        'c': 1,
-        'd': 2,
-        'e': 2,
-    }
+    found = EqualShareAllocator().allocate(five).allocation
+    assert found == {'a': 7, 'b': 0, 'c': 1, 'd': 2, 'e': 2}
     more = replace(five, nodes=3)
-    assert EqualShareAllocator().allocate(more).allocation == {
-        'a': 3,
-        'b': 0,
-        'c': 0,
-        'd': 0,
-        'e': 0,
-    }
+    found = EqualShareAllocator().allocate(more).allocation
+    assert found == {'a': 3, 'b': 0, 'c': 0, 'd': 0, 'e': 0}
 
 
 @pytest.mark.parametrize('allocator', EXACT)
 def test_equal_trainers_do_not_swap_nodes_even_when_rescaling_is_free(allocator: Allocator) -> None:
-    problem = Problem(
-        120.0, 6, (bid('a', 4, high=4, up_s=0, down_s=0), bid('b', 2, high=4, up_s=0, down_s=0))
-    )
+    free: dict[str, Any] = {'high': 4, 'up_s': 0, 'down_s': 0}
+    problem = Problem(120.0, 6, (bid('a', 4, **free), bid('b', 2, **free)))
     assert allocator.allocate(problem).allocation == {'a': 4, 'b': 2}
 
 
@@ -340,26 +329,21 @@ def test_points_of_a_curve_are_sorted_together(allocator: Allocator) -> None:
 def test_each_trainers_own_rescale_costs_decide(allocator: Allocator) -> None:
     # The published optimiser reads other costs than those that were measured: these two differ in
     # nothing else.
-    problem = Problem(
-        60.0, 9, (bid('dear', 4, high=5, up_s=50.0), bid('cheap', 4, high=5, up_s=0.5))
-    )
+    cheap = bid('cheap', 4, high=5, up_s=0.5)
+    problem = Problem(60.0, 9, (bid('dear', 4, high=5, up_s=50.0), cheap))
     assert allocator.allocate(problem).allocation == {'dear': 4, 'cheap': 5}
-    problem = Problem(
-        60.0, 7, (bid('dear', 4, high=5, down_s=50.0), bid('cheap', 4, high=5, down_s=0.5))
-    )
-    assert allocator.allocate(replace(problem, bids=problem.bids[::-1])).allocation == {
-        'dear': 4,
-        'cheap': 3,
-    }
+    cheap = bid('cheap', 4, high=5, down_s=0.5)
+    problem = Problem(60.0, 7, (bid('dear', 4, high=5, down_s=50.0), cheap))
+    turned = replace(problem, bids=problem.bids[::-1])
+    assert allocator.allocate(turned).allocation == {'dear': 4, 'cheap': 3}
 
 
 @pytest.mark.parametrize('allocator', EXACT)
 def test_no_bids_and_no_nodes(allocator: Allocator) -> None:
     nobody = allocator.allocate(Problem(120.0, 5, ()))
     assert (nobody.allocation, nobody.status) == ({}, 'optimal')
-    assert (
-        allocator.allocate(Problem(120.0, 5, (), limits=(Limit(least=1),))).status == 'infeasible'
-    )
+    none = Problem(120.0, 5, (), limits=(Limit(least=1),))
+    assert allocator.allocate(none).status == 'infeasible'
     answer = allocator.allocate(Problem(120.0, 0, (bid('a', 3), bid('b'))))
     assert answer.allocation == {'a': 0, 'b': 0}
     assert answer.objective == -12.0 * 30.0
@@ -369,10 +353,8 @@ def test_no_bids_and_no_nodes(allocator: Allocator) -> None:
 def test_limits_on_trainers_that_do_not_bid(allocator: Allocator) -> None:
     problem = Problem(120.0, 4, (bid('a'),), limits=(Limit(('gone',), most=2),))
     assert allocator.allocate(problem).allocation == {'a': 4}
-    assert (
-        allocator.allocate(replace(problem, limits=(Limit(('gone',), least=1),))).status
-        == 'infeasible'
-    )
+    gone = replace(problem, limits=(Limit(('gone',), least=1),))
+    assert allocator.allocate(gone).status == 'infeasible'
 
 
 def test_a_cap_that_staying_breaks_is_kept() -> None:
@@ -391,9 +373,8 @@ def test_a_node_that_leaves_in_40_seconds_is_worth_40_seconds() -> None:
         (21.0, 1, 120.0 * 10),
     ):
         one = Bid('a', 1, 2, 0, 0.0, down_s, flat)
-        answer = HIGHS.allocate(
-            Problem(120.0, 2, (one,), (Block('short', 1, 40.0), Block('long', 1)))
-        )
+        blocks = Block('short', 1, 40.0), Block('long', 1)
+        answer = HIGHS.allocate(Problem(120.0, 2, (one,), blocks))
         assert answer.allocation == {'a': nodes}
         assert answer.objective == pytest.approx(worth)
 
@@ -498,9 +479,8 @@ def test_stay_put_keeps_the_first_ones_when_nodes_are_gone() -> None:
 
 def test_staying_gives_up_what_ends_first() -> None:
     blocks = (Block('short', 3, 30.0), Block('long', 3))
-    problem = Problem(
-        120.0, 6, (Bid('a', 1, 8, 5, 1.0, 1.0, bid('a').curve, (2, 3), (2, 4)),), blocks
-    )
+    held = Bid('a', 1, 8, 5, 1.0, 1.0, bid('a').curve, (2, 3), (2, 4))
+    problem = Problem(120.0, 6, (held,), blocks)
     assert stay_put(problem) == {'a': (1, 3)}
 
 
@@ -528,9 +508,8 @@ def test_bad_settings_of_the_milp(limit_s: float) -> None:
 def test_what_dp_remembers_of_a_bid_is_of_that_bid() -> None:
     allocator = DpAllocator()
     for j in range(300):
-        one = Bid(
-            'a', 1, 1 + j % 7, j % 4, 18.0, 12.0, ScalingCurve.from_points({1: 10.0 + j, 8: 80.0})
-        )
+        curve = ScalingCurve.from_points({1: 10.0 + j, 8: 80.0})
+        one = Bid('a', 1, 1 + j % 7, j % 4, 18.0, 12.0, curve)
         for horizon_s in (10.0, 120.0):
             problem = Problem(horizon_s, j % 9, (one,))
             assert allocator.allocate(problem).objective == pytest.approx(

@@ -33,9 +33,8 @@ def test_pricing_finds_the_best_of_all_ways(problem: Problem, data: st.DataObjec
     unit = max(max(bid.curve.rate) for bid in problem.bids)
 
     def drawn(values: st.SearchStrategy[int]) -> np.ndarray:
-        flat = data.draw(
-            st.lists(values, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])
-        )
+        size = shape[0] * shape[1]
+        flat = data.draw(st.lists(values, min_size=size, max_size=size))
         return np.array(flat).reshape(shape)
 
     def close(value: float) -> object:

@@ -59,17 +59,15 @@ def check_alternatives(problem: Problem, answer: Answer, explanation: Explanatio
         alternative = reason.alternative
         assert alternative is not None
         assert alternative.objective == pytest.approx(best, rel=1e-9, abs=1e-6)
-        assert alternative.nodes in {
-            n for worth, n in values if worth >= best - 1e-6 - 1e-9 * abs(best)
-        }
+        near = best - 1e-6 - 1e-9 * abs(best)
+        assert alternative.nodes in {n for worth, n in values if worth >= near}
         assert alternative.worse_by == pytest.approx(answer.objective - best, rel=1e-9, abs=1e-6)
         assert alternative.worse_by >= 0
 
 
 def test_what_a_trainer_gains_and_what_its_rescale_costs() -> None:
-    problem = Problem(
-        100.0, 4, (bid('a', current=1), bid('b', low=4, curve=ScalingCurve((4,), (1.0,))))
-    )
+    only_four = bid('b', low=4, curve=ScalingCurve((4,), (1.0,)))
+    problem = Problem(100.0, 4, (bid('a', current=1), only_four))
     answer, explanation = explained(problem, DpAllocator())
     assert answer.allocation == {'a': 4, 'b': 0}
     assert explanation.reasons[0] == Reason(
@@ -101,25 +99,22 @@ def test_restarts_when_blocks_end_are_part_of_the_cost() -> None:
 
 
 def test_a_trainer_that_may_not_change_has_no_alternative() -> None:
-    _, explanation = explained(
-        Problem(100.0, 4, (bid('a', current=2, fixed=True), bid('b'))), DpAllocator()
-    )
+    bids = bid('a', current=2, fixed=True), bid('b')
+    _, explanation = explained(Problem(100.0, 4, bids), DpAllocator())
     assert explanation.reasons[0].alternative is None
     assert explanation.reasons[1].alternative is not None
 
 
 def test_a_trainer_that_cannot_have_any_node_has_no_alternative() -> None:
-    _, explanation = explained(
-        Problem(100.0, 3, (bid('a', low=4), bid('b', sizes=(2,)))), DpAllocator()
-    )
+    bids = bid('a', low=4), bid('b', sizes=(2,))
+    _, explanation = explained(Problem(100.0, 3, bids), DpAllocator())
     assert explanation.reasons[0].alternative is None
     assert explanation.reasons[1].alternative == Alternative(0, 0.0, 2000.0)
 
 
 def test_no_alternatives_where_no_allocation_keeps_the_limits() -> None:
-    problem = Problem(
-        100.0, 2, (bid('a'), bid('b')), limits=(Limit(('a',), least=3, why='share of a'),)
-    )
+    share = Limit(('a',), least=3, why='share of a')
+    problem = Problem(100.0, 2, (bid('a'), bid('b')), limits=(share,))
     answer, explanation = explained(problem, DpAllocator())
     assert answer.status == 'infeasible'
     assert [reason.alternative for reason in explanation.reasons] == [None, None]
@@ -154,9 +149,8 @@ def test_a_better_alternative_is_told_where_the_answer_was_not_optimal() -> None
 
 def test_trainers_that_are_alike_are_solved_for_once() -> None:
     allocator = Remembering()
-    _, explanation = explained(
-        Problem(100.0, 3, tuple(bid(f't{i}', high=1) for i in range(30))), allocator
-    )
+    bids = tuple(bid(f't{i}', high=1) for i in range(30))
+    _, explanation = explained(Problem(100.0, 3, bids), allocator)
     assert len(allocator.asked) == 1 + 2
     assert {reason.alternative for reason in explanation.reasons} == {
         Alternative(0, 3000.0, 0.0),
@@ -172,10 +166,8 @@ def test_trainers_that_are_alike_but_for_a_limit_are_not_confused() -> None:
         limits=(Limit(('b',), least=2, why='share of b'),),
     )
     _, explanation = explained(problem, DpAllocator())
-    assert [reason.alternative for reason in explanation.reasons] == [
-        Alternative(1, 3000.0, 1000.0),
-        None,
-    ]
+    alternatives = [reason.alternative for reason in explanation.reasons]
+    assert alternatives == [Alternative(1, 3000.0, 1000.0), None]
 
 
 @st.composite
@@ -185,11 +177,8 @@ def problems(draw: st.DrawFn, ends: bool) -> Problem:
     bids = []
     for j in range(draw(st.integers(1, 3 if not ends else 2))):
         low = draw(st.integers(1, 2))
-        rates = draw(
-            st.dictionaries(
-                st.integers(1, 6), st.integers(0, 40).map(float), min_size=1, max_size=4
-            )
-        )
+        values = st.integers(0, 40).map(float)
+        rates = draw(st.dictionaries(st.integers(1, 6), values, min_size=1, max_size=4))
         held = tuple(draw(st.integers(0, rest)) for rest in left)
         left = [rest - n for rest, n in zip(left, held, strict=True)]
         bids.append(

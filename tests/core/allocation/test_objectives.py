@@ -52,9 +52,8 @@ def test_throughput_is_the_curve_itself() -> None:
 
 def test_priority_weighs_the_speedup() -> None:
     assert worths('speedup', candidate()) == pytest.approx([0, 1, 1.9, 2.75, 3.6, 3.6, 3.6])
-    assert worths('priority', candidate(priority=3.0)) == pytest.approx(
-        [0, 3, 5.7, 8.25, 10.8, 10.8, 10.8]
-    )
+    found = worths('priority', candidate(priority=3.0))
+    assert found == pytest.approx([0, 3, 5.7, 8.25, 10.8, 10.8, 10.8])
     assert worths('priority', candidate(priority=0.0)) == [0] * 7
     assert worths('speedup', candidate(curve=ScalingCurve((4,), (80.0,)), low=4))[4] == 4.0
 
@@ -68,12 +67,10 @@ def test_a_deadline_is_worth_what_is_done_by_it_and_speed_beyond_only_a_little()
     )
     none_or_past = [0] + [0.01 * r / 36 for r in (10, 19, 27.5, 36, 36, 36)]
     assert worths('deadline', candidate()) == pytest.approx(none_or_past)
-    assert worths('deadline', candidate(deadline_s=-5.0, remaining=10.0)) == pytest.approx(
-        none_or_past
-    )
-    assert worths('deadline', candidate(deadline_s=0.0, remaining=10.0)) == pytest.approx(
-        none_or_past
-    )
+    past = worths('deadline', candidate(deadline_s=-5.0, remaining=10.0))
+    assert past == pytest.approx(none_or_past)
+    past = worths('deadline', candidate(deadline_s=0.0, remaining=10.0))
+    assert past == pytest.approx(none_or_past)
     with pytest.raises(BadInput, match=r"'a' has a deadline_s but no remaining_samples"):
         worths('deadline', candidate(deadline_s=5.0))
 
@@ -226,9 +223,8 @@ def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count(
 @pytest.mark.parametrize('name', ['fame', '', 'deadlines'])
 def test_unknown_names_list_the_known_ones(name: str) -> None:
     for what in ('objective', 'metric'):
-        with pytest.raises(
-            BadInput, match=f'There is no {what} .*throughput, speedup, priority.*rate, rate1'
-        ):
+        every = 'throughput, speedup, priority.*rate, rate1'
+        with pytest.raises(BadInput, match=f'There is no {what} .*{every}'):
             objective_named(name, what)
 
 
@@ -277,9 +273,8 @@ def test_every_objective_gives_a_curve_that_can_be_maximised(
     )
     curve = objective_named(name)(of)
     assert curve.rate_at(0) == 0
-    assert all(
-        math.isfinite(curve.rate_at(n)) and curve.rate_at(n) >= 0 for n in range(of.max_nodes + 3)
-    )
+    rates = [curve.rate_at(n) for n in range(of.max_nodes + 3)]
+    assert all(math.isfinite(rate) and rate >= 0 for rate in rates)
 
 
 @holds_for(

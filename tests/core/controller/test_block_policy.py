@@ -85,11 +85,8 @@ def test_a_cancelled_trainer_and_one_whose_turn_has_not_come_want_nothing() -> N
 def test_nothing_is_opened_that_no_trainer_could_start_on() -> None:
     together = controller(Trainer('a', 4, 8))
     assert opened(together, Hole(2), Hole(1)) == []
-    assert opened(together, Hole(2), Hole(1), Hole(1)) == [
-        BlockRequest(2),
-        BlockRequest(1),
-        BlockRequest(1),
-    ]
+    blocks = [BlockRequest(2), BlockRequest(1), BlockRequest(1)]
+    assert opened(together, Hole(2), Hole(1), Hole(1)) == blocks
     apart = controller(Trainer('a', 4, 8), settings=ControllerSettings(spans_blocks=False))
     assert opened(apart, Hole(3), Hole(3)) == []
     assert opened(apart, Hole(3), Hole(5)) == [BlockRequest(5)]
@@ -154,9 +151,8 @@ def test_a_block_on_which_nothing_runs_is_given_back_after_a_while() -> None:
     made.handle(ev.BlockOpened(0.0, 'queued', BlockRequest(1)))
     idle = next(iter({'b', 'spare'} - {made.state.pool.nodes[n].block for n in made.state.busy()}))
     assert made.handle(ev.Tick(29.0)).actions == ()
-    assert made.handle(ev.Tick(30.0)).actions == (
-        CloseBlock(idle, 'nothing has run on it for 30 s'),
-    )
+    closes = (CloseBlock(idle, 'nothing has run on it for 30 s'),)
+    assert made.handle(ev.Tick(30.0)).actions == closes
     assert made.handle(ev.Tick(31.0)).actions == ()
     again = made.handle(ev.Tick(60.0)).actions  # it is still there
     assert again == (CloseBlock(idle, 'nothing has run on it for 30 s'),)
@@ -172,9 +168,8 @@ def test_a_block_in_use_is_kept_and_its_patience_starts_anew() -> None:
     assert made.handle(ev.Tick(900.0)).actions == ()
     made.handle(ev.OrdinaryWork(900.0, 0))
     assert made.handle(ev.Tick(929.0)).actions == ()
-    assert made.handle(ev.Tick(930.0)).actions == (
-        CloseBlock('b', 'nothing has run on it for 30 s'),
-    )
+    closes = (CloseBlock('b', 'nothing has run on it for 30 s'),)
+    assert made.handle(ev.Tick(930.0)).actions == closes
 
 
 def test_a_block_that_lost_all_of_its_nodes_is_given_back() -> None:
@@ -182,9 +177,8 @@ def test_a_block_that_lost_all_of_its_nodes_is_given_back() -> None:
     made.handle(ev.NodesJoined(0.0, 'b', ('n1',)))
     made.handle(ev.NodesLeft(1.0, ('n1',)))
     made.handle(ev.FragmentEnded(1.0, 'a', 1, 0, ev.Ending.PREEMPTED))
-    assert made.handle(ev.Tick(31.0)).actions == (
-        CloseBlock('b', 'nothing has run on it for 30 s'),
-    )
+    closes = (CloseBlock('b', 'nothing has run on it for 30 s'),)
+    assert made.handle(ev.Tick(31.0)).actions == closes
 
 
 def test_nodes_that_are_kept_free_are_there_and_stay() -> None:

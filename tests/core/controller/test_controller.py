@@ -86,9 +86,8 @@ class ClockedController:
 def starts(actions: tuple[ev.Action, ...]) -> dict[str, set[str]]:
     """The nodes of each trainer that is started; fails if anything else is among the actions."""
     assert all(isinstance(action, StartFragment) for action in actions), actions
-    return {
-        action.trainer: set(action.nodes) for action in actions if isinstance(action, StartFragment)
-    }
+    starts = [action for action in actions if isinstance(action, StartFragment)]
+    return {action.trainer: set(action.nodes) for action in starts}
 
 
 def counts(actions: tuple[ev.Action, ...]) -> dict[str, int]:

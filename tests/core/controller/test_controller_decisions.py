@@ -50,10 +50,8 @@ def test_what_happens_at_once_is_decided_at_once() -> None:
     assert reply.decision is not None
     assert (reply.decision.trigger, reply.decision.nodes) == ('NodesLeft+NodesJoined', 10)
     assert len(history.allocator.asked) == asked + 1
-    assert (
-        history.tell(ev.FragmentEnded(10.0, 'net', 1, 0, Ending.PREEMPTED))[0].__class__
-        is StartFragment
-    )
+    ended = ev.FragmentEnded(10.0, 'net', 1, 0, Ending.PREEMPTED)
+    assert history.tell(ended)[0].__class__ is StartFragment
     assert set(history.held('net')) == {*names(8)[4:], *names(6, 'm')}
     assert len(history.allocator.asked) == asked + 1  # the plan stands while it is carried out
     assert history.controller.handle_all(()).actions == ()
@@ -92,10 +90,8 @@ def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
     # One more node for 20 s: 200 samples; growing costs 2 x 80, and shrinking again 3 x 90.
     assert history.tell(ev.NodesJoined(10.0, 'c', ('m',), 30.0)) == ()
     problem = history.allocator.asked[-1]
-    assert [(block.nodes, block.remaining_s) for block in problem.blocks] == [
-        (1, 20.0),
-        (8, float('inf')),
-    ]
+    blocks = [(block.nodes, block.remaining_s) for block in problem.blocks]
+    assert blocks == [(1, 20.0), (8, float('inf'))]
     assert problem.bids[0].held == (0, 8)
     # Another trainer has nothing to lose.
     assert history.submit('new', at=11.0, high=1) == (StartFragment('new', 1, ('m',), 30.0, 0),)
@@ -148,18 +144,16 @@ def test_an_objective_of_its_own() -> None:
     for name in ('cheap', 'dear'):
         controller.handle(ev.TrainerSubmitted(0.0, Trainer(name, 1, 3, 100, LINEAR)))
     controller.handle(ev.NodesJoined(0.0, 'b', names(4)))
-    held = {
-        name: len(t.running.nodes) for name, t in controller.state.trainers.items() if t.running
-    }
+    trainers = controller.state.trainers.items()
+    held = {name: len(t.running.nodes) for name, t in trainers if t.running}
     assert held == {'dear': 3, 'cheap': 1}
 
 
 def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
     history = CountingController(trainers_at_a_time=300)
     for i in range(310):
-        history.controller.handle_all(
-            (ev.TrainerSubmitted(0.0, Trainer(f't{i}', 1, 1, 10**9, LINEAR)),)
-        )
+        trainer = Trainer(f't{i}', 1, 1, 10**9, LINEAR)
+        history.controller.handle_all((ev.TrainerSubmitted(0.0, trainer),))
     history.tell(ev.NodesJoined(0.0, 'b', names(99)))
     history.tell(ev.NodesJoined(1.0, 'b', ('y',)))
     one = history.allocator.asked[-1].bids
@@ -170,9 +164,8 @@ def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
     assert sum(a is not b for a, b in zip(one, two, strict=True)) == 1
     assert history.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
     history.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
-    assert [bid.name for bid in history.allocator.asked[-1].bids] == [
-        f't{i}' for i in range(1, 301)
-    ]
+    names_ = [bid.name for bid in history.allocator.asked[-1].bids]
+    assert names_ == [f't{i}' for i in range(1, 301)]
 
 
 # What trainers and administrators ask for
@@ -200,9 +193,8 @@ def test_only_allowed_counts_are_given() -> None:
         nodes = len(history.controller.state.pool.nodes)
         history.tell(ev.NodesJoined(float(nodes), 'b', names(nodes + joined)))
         if running := history.controller.state.trainers['net'].running:
-            history.tell(
-                ev.FragmentEnded(float(nodes), 'net', running.number, nodes, Ending.STOPPED)
-            )
+            at, number = float(nodes), running.number
+            history.tell(ev.FragmentEnded(at, 'net', number, nodes, Ending.STOPPED))
         assert len(history.held('net')) == runs
 
 
@@ -298,9 +290,8 @@ def test_who_stops_to_go_on_is_told_where() -> None:
         for a in controller.handle(ev.NodesJoined(1.0, 'b', names(4, 'm'))).actions
         if isinstance(a, StopFragment)
     }
-    assert sorted(node for then in stops.values() for node in then) == sorted(
-        (*names(2), *names(4, 'm'))
-    )
+    stopped = sorted(node for then in stops.values() for node in then)
+    assert stopped == sorted((*names(2), *names(4, 'm')))
     assert len(controller.state.pool.holder) == 2  # nothing is taken yet
     starts = [
         a

@@ -1,5 +1,4 @@
-"""Whatever happens, in whatever order: a small world obeys the controller and checks every action.
-"""
+"""Whatever happens, in whatever order: a world obeys the controller and checks every action."""
 
 from __future__ import annotations
 
@@ -69,9 +68,8 @@ def timeless(reply: Reply) -> Reply:
     """A reply without the seconds that the solver took."""
     if reply.decision is None:
         return reply
-    return replace(
-        reply, decision=replace(reply.decision, answer=replace(reply.decision.answer, seconds=0.0))
-    )
+    answer = replace(reply.decision.answer, seconds=0.0)
+    return replace(reply, decision=replace(reply.decision, answer=answer))
 
 
 class World(RuleBasedStateMachine):
@@ -112,9 +110,8 @@ class World(RuleBasedStateMachine):
     # What the world sees of itself
 
     def present(self) -> dict[str, float | None]:
-        return {
-            name: until_s for block in self.blocks.values() for name, until_s in block.nodes.items()
-        }
+        blocks = self.blocks.values()
+        return {name: until_s for block in blocks for name, until_s in block.nodes.items()}
 
     def block_of(self, node: str) -> str:
         return next(name for name, block in self.blocks.items() if node in block.nodes)
@@ -308,14 +305,11 @@ class World(RuleBasedStateMachine):
     @rule(sizes=st.lists(st.integers(0, 4), max_size=3), in_s=ENDS_S)
     def holes(self, sizes: list[int], in_s: int | None) -> None:
         until_s = None if in_s is None else self.at + in_s
-        for action in self.tell(
-            ev.HolesSeen(self.at, tuple(Hole(size, until_s) for size in sizes))
-        ):
+        holes = tuple(Hole(size, until_s) for size in sizes)
+        for action in self.tell(ev.HolesSeen(self.at, holes)):
             assert 1 <= action.request.nodes <= max(sizes)
-            assert (
-                action.request.walltime_s is None
-                or action.request.walltime_s >= self.settings.min_hole_s
-            )
+            walltime_s = action.request.walltime_s
+            assert walltime_s is None or walltime_s >= self.settings.min_hole_s
             assert len(self.blocks) < self.settings.max_blocks
             name = f'b{len(self.blocks) + len(self.closed)}'
             self.blocks[name] = Block(action.request.nodes)

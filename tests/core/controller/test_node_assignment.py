@@ -94,9 +94,8 @@ def test_nodes_are_given_once_keepers_keep_and_nobody_both_gains_and_loses(
     for i, (had, then) in enumerate(
         changes
     ):  # each had some nodes of its own, and is to have others
-        wants.append(
-            Want(f't{i}', {'': then}, tuple(nodes[k].name for k in order[used : used + had]))
-        )
+        had_names = tuple(nodes[k].name for k in order[used : used + had])
+        wants.append(Want(f't{i}', {'': then}, had_names))
         used += had
     chosen = []
     for shuffled in (nodes, random.sample(nodes, len(nodes))):

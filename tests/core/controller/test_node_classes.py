@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -95,9 +97,7 @@ def test_what_one_trainer_shows_of_a_class_holds_for_others() -> None:
     new.on('slow').observe(1, 7.0)
     both = [known, new]
     assert speed_ratio(both, 'fast', 'slow') == pytest.approx(3.0, rel=0.05)
-    curves = dict(
-        new.curves(('fast', 'slow'), 4, 1.0, lambda one, other: speed_ratio(both, one, other))
-    )
+    curves = dict(new.curves(('fast', 'slow'), 4, 1.0, partial(speed_ratio, both)))
     for nodes in (1, 2, 4):
         ratio = curves['fast'].rate_at(nodes) / curves['slow'].rate_at(nodes)
         assert ratio == pytest.approx(3.0, rel=0.05)

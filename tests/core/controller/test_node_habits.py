@@ -61,9 +61,8 @@ def test_a_fragment_is_told_how_often_to_expect_an_interruption() -> None:
     assert together.interruptions_per_s([young, old], 9e4) == pytest.approx(0.003 * 1.01)
     for habits, expected in ((None, None), (falling, 0.008)):
         made = Controller(DpAllocator(), ControllerSettings(habits=habits))
-        submitted = TrainerSubmitted(
-            5.0, Trainer('a', 1, 4, curve=ScalingCurve((1, 2), (1.0, 2.0)))
-        )
+        curve = ScalingCurve((1, 2), (1.0, 2.0))
+        submitted = TrainerSubmitted(5.0, Trainer('a', 1, 4, curve=curve))
         reply = made.handle_all((NodesJoined(5.0, 'b', ('n1', 'n2')), submitted))
         [start] = [action for action in reply.actions if isinstance(action, StartFragment)]
         assert start.interruptions_per_s == (expected and pytest.approx(expected))

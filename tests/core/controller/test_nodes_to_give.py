@@ -120,10 +120,8 @@ class TwoBlocks:
     which cannot.
     """
 
-    blocks = (
-        BlockNodes('a', ('a1', 'a2', 'a3'), frozenset({'a2', 'a3'})),
-        BlockNodes('b', ('b1', 'b2')),
-    )
+    one = BlockNodes('a', ('a1', 'a2', 'a3'), frozenset({'a2', 'a3'}))
+    blocks = one, BlockNodes('b', ('b1', 'b2'))
 
     def __init__(self) -> None:
         self.controller = Controller(EqualShareAllocator(), ControllerSettings(give_back_s=30.0))

@@ -36,9 +36,8 @@ def test_measured_costs_take_the_place_of_assumed_ones_but_not_of_stated_ones(
     asked = Remembering()
     controller = Controller(asked, ControllerSettings())
     controller.handle(ev.NodesJoined(0.0, 'b', ('n1',)))
-    controller.handle(
-        ev.TrainerSubmitted(0.0, Trainer('net', 1, 2, curve=CURVE, stated_costs=stated))
-    )
+    trainer = Trainer('net', 1, 2, curve=CURVE, stated_costs=stated)
+    controller.handle(ev.TrainerSubmitted(0.0, trainer))
     seen = [costs(asked)]
     for at, (before, after, seconds) in enumerate([(1, 2, 0.5), (2, 1, 1.0), (1, 2, 1.0)], 1):
         controller.handle(ev.Rescaled(at, 'net', 1, before, after, seconds))
@@ -81,9 +80,8 @@ def timed(
 
 def opened(controller: Controller, at: float, seconds: float) -> list[float | None]:
     reply = controller.handle(ev.HolesSeen(at, (Hole(1, at + seconds),)))
-    return [
-        action.request.walltime_s for action in reply.actions if isinstance(action, ev.OpenBlock)
-    ]
+    opens = [action for action in reply.actions if isinstance(action, ev.OpenBlock)]
+    return [action.request.walltime_s for action in opens]
 
 
 def test_a_hole_is_used_if_start_step_and_checkpoint_fit_and_not_otherwise() -> None:
@@ -132,9 +130,8 @@ def test_nothing_is_started_in_a_hole_that_is_too_short_for_it() -> None:
     controller = Controller(Remembering(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 1, curve=CURVE)))
     controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
-    controller.handle(
-        ev.TrainerSubmitted(1.0, Trainer('quick', 1, 1, curve=ScalingCurve((1,), (1.0,))))
-    )
+    quick = Trainer('quick', 1, 1, curve=ScalingCurve((1,), (1.0,)))
+    controller.handle(ev.TrainerSubmitted(1.0, quick))
     controller.handle(timed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
     assert opened(controller, 1.0, 1.3) == [pytest.approx(1.3)]
     # The slow one is worth more, but not here.

@@ -14,9 +14,8 @@ SECONDS = st.floats(0, 1e6)
 
 
 def test_start_one_step_and_two_checkpoints() -> None:
-    assert shortest_useful_s(0.7, 0.2, 1.0, assumed_s=5.0) == pytest.approx(
-        0.7 + 0.2 + 2.0 + FLOOR_S
-    )
+    shortest_s = shortest_useful_s(0.7, 0.2, 1.0, assumed_s=5.0)
+    assert shortest_s == pytest.approx(0.7 + 0.2 + 2.0 + FLOOR_S)
 
 
 def test_measured_holes_may_be_shorter_than_assumed_ones() -> None:
@@ -36,11 +35,8 @@ def test_what_is_not_known_makes_no_hole_shorter_than_assumed(
         (None, None, None),
     ]
     for start, step, checkpoint in partly:
-        assert (
-            assumed_s
-            <= shortest_useful_s(start, step, checkpoint, assumed_s)
-            <= max(whole, assumed_s)
-        )
+        shortest_s = shortest_useful_s(start, step, checkpoint, assumed_s)
+        assert assumed_s <= shortest_s <= max(whole, assumed_s)
 
 
 @pytest.mark.parametrize(

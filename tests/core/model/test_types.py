@@ -1,5 +1,4 @@
-"""The words refuse what cannot be meant, in one sentence, and a curve is linear between its points.
-"""
+"""The words refuse what cannot be meant by a sentence; a curve is linear between its points."""
 
 from __future__ import annotations
 
@@ -87,10 +86,8 @@ def test_bad_input_gets_one_sentence(make: Callable[[], object], says: str) -> N
 
 
 def test_settings_may_be_unlimited() -> None:
-    assert (
-        ControllerSettings(idle_block_s=math.inf, trainers_at_a_time=None).trainers_at_a_time
-        is None
-    )
+    settings = ControllerSettings(idle_block_s=math.inf, trainers_at_a_time=None)
+    assert settings.trainers_at_a_time is None
 
 
 def test_rate_between_before_and_behind_the_points() -> None:
@@ -124,9 +121,8 @@ def test_the_order_of_points_does_not_matter(points: dict[int, float], random: R
 
 
 def test_speedup_makes_unlike_trainers_comparable() -> None:
-    assert METRICS['speedup'](Candidate('a', CURVE, 1, 4)) == ScalingCurve(
-        (1, 2, 4), (1.0, 1.9, 3.6)
-    )
+    found = METRICS['speedup'](Candidate('a', CURVE, 1, 4))
+    assert found == ScalingCurve((1, 2, 4), (1.0, 1.9, 3.6))
     assert METRICS['throughput'](Candidate('a', CURVE, 1, 4)) is CURVE
     assert METRICS['speedup'](
         Candidate('a', ScalingCurve((1, 2), (0.0, 8.0)), 1, 2)

@@ -53,9 +53,8 @@ class Over(nn.Module):
         return x.flip(-1).T.clone().T
 
 
-MAKERS = [
-    partial(layer, *widths) for widths in ((6, 9), (9, 7), (7, 8), (8, 8), (8, 5), (5, 4), (4, 3))
-]
+WIDTHS = (6, 9), (9, 7), (7, 8), (8, 8), (8, 5), (5, 4), (4, 3)
+MAKERS = [partial(layer, *widths) for widths in WIDTHS]
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -76,9 +75,8 @@ def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> Non
     """
     everybody = dist.group.WORLD
     for method, micro_batches in runs:
-        pipeline = Pipeline(
-            MAKERS, F.mse_loss, method=method, micro_batches=micro_batches, group=everybody
-        )
+        how: Any = {'method': method, 'micro_batches': micro_batches}
+        pipeline = Pipeline(MAKERS, F.mse_loss, group=everybody, **how)
         alone = Pipeline(MAKERS, F.mse_loss, micro_batches=1)
         optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (pipeline, alone)]
         whole = dict(alone.named_parameters())
@@ -104,8 +102,7 @@ def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> Non
 
 
 def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
-    """By layer: what its parameters and their gradients are at the ranks that have it, as digests.
-    """
+    """By layer: digests of its parameters and their gradients at the ranks that have it."""
     own = {
         number: hashlib.sha256(
             b''.join(
@@ -165,9 +162,8 @@ class Filter(nn.Module):
 
 def compare_gradients(ctx: FragmentContext, stages: list[list[Any]]) -> None:
     for makers, method in itertools.product(stages, ('1f1b', 'chimera')):
-        pipeline = Pipeline(
-            makers, F.mse_loss, method=method, micro_batches=2, group=dist.group.WORLD
-        )
+        how: Any = {'method': method, 'micro_batches': 2}
+        pipeline = Pipeline(makers, F.mse_loss, group=dist.group.WORLD, **how)
         alone = Pipeline(makers, F.mse_loss, micro_batches=1)
         x, y = batches()[0]
         torch.testing.assert_close(pipeline.step(x, y), alone.step(x, y))
@@ -233,12 +229,8 @@ def test_micro_batches_count_as_many_samples_as_they_have() -> None:
     assert [part.tolist() for part in cut.inputs] == [[0, 1, 2], [3, 4], [5, 6]]
     assert cut.weights == [3 / 7, 2 / 7, 2 / 7]
     few = MicroBatches(torch.arange(2), torch.arange(2), 4, torch.device('cpu'))
-    assert [part.tolist() for part in few.targets] == [[0], [1], [0], [1]] and few.weights == [
-        0.5,
-        0.5,
-        0,
-        0,
-    ]
+    assert few.weights == [0.5, 0.5, 0, 0]
+    assert [part.tolist() for part in few.targets] == [[0], [1], [0], [1]]
 
 
 def test_initial_weights_do_not_depend_on_what_else_is_drawn() -> None:
@@ -249,9 +241,8 @@ def test_initial_weights_do_not_depend_on_what_else_is_drawn() -> None:
     assert torch.equal(drawn, torch.rand(1))
     two = Pipeline(MAKERS, F.mse_loss, seed=5)
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-    assert not torch.equal(
-        next(one.parameters()), next(Pipeline(MAKERS, F.mse_loss, seed=6).parameters())
-    )
+    other = Pipeline(MAKERS, F.mse_loss, seed=6)
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
 
 def train(ctx: FragmentContext, *, stop: bool = False, dies: int | None = None) -> None:
@@ -259,9 +250,8 @@ def train(ctx: FragmentContext, *, stop: bool = False, dies: int | None = None) 
     model = Pipeline(MAKERS, F.mse_loss, method='chimera', micro_batches=4, group=group, seed=2)
     _, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
     drawn = torch.Generator().manual_seed(4)
-    data = TensorDataset(
-        *(torch.randn(25, width, generator=drawn, dtype=torch.double) for width in (6, 3))
-    )
+    rows = (torch.randn(25, width, generator=drawn, dtype=torch.double) for width in (6, 3))
+    data = TensorDataset(*rows)
     for x, y in ctx.loop(data, 10):
         if stop:
             os.kill(os.getpid(), signal.SIGTERM)

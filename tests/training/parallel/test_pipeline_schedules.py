@@ -47,19 +47,15 @@ def test_chimera_from_d_to_4d_micro_batches() -> None:
     for stages, micro_batches in few + many:
         schedule = chimera(stages, micro_batches)
         assert faults(schedule) == ()
-        assert (
-            schedule.slots
-            == makespan(schedule)
-            == 2 * micro_batches + stages - 2 + -micro_batches % stages
-        )
+        fill = -micro_batches % stages
+        assert schedule.slots == makespan(schedule) == 2 * micro_batches + stages - 2 + fill
         assert schedule.slots < one_f_one_b(stages, micro_batches).slots
 
 
 @pytest.mark.parametrize('method', ['gpipe', '1f1b'])
 def test_gpipe_and_1f1b(method: str) -> None:
-    for stages, micro_batches in [
-        (depth, n) for depth in DEPTHS for n in (1, depth, depth + 1, 3 * depth)
-    ]:
+    depths = [(depth, n) for depth in DEPTHS for n in (1, depth, depth + 1, 3 * depth)]
+    for stages, micro_batches in depths:
         schedule = make_schedule(method, stages, micro_batches)
         assert faults(schedule) == ()
         assert schedule.slots == makespan(schedule) == 2 * micro_batches + 2 * (stages - 1)
@@ -82,9 +78,8 @@ def test_memory() -> None:
 
 def test_both_directions_are_used_and_workers_hold_two_stages() -> None:
     schedule = chimera(4, 4)
-    assert [schedule.held(worker) for worker in range(4)] == [
-        ((0, w), (1, 3 - w)) for w in range(4)
-    ]
+    held = [schedule.held(worker) for worker in range(4)]
+    assert held == [((0, w), (1, 3 - w)) for w in range(4)]
     assert (
         ''.join(
             '.' if task is None else f'{task.kind}{task.micro_batch}' for task in schedule.rows[0]
@@ -174,15 +169,11 @@ def test_receiving_before_sending_is_what_keeps_them_going(method: str) -> None:
         program: list[Action] = []
         for task in row:
             if task is not None:
-                takes, gives = (
-                    message_of(schedule, schedule.fed_by(task)),
-                    message_of(schedule, task),
-                )
+                takes = message_of(schedule, schedule.fed_by(task))
+                gives = message_of(schedule, task)
                 program += [Action(verb, takes) for verb in (POST, WAIT) if takes is not None]
-                program += [
-                    Action(RUN, task),
-                    *([Action(SEND, gives)] if gives is not None else []),
-                ]
+                sends = [Action(SEND, gives)] if gives is not None else []
+                program += [Action(RUN, task), *sends]
         naive.append(program)
     assert bool(stuck(naive)) == (
         method != 'gpipe'

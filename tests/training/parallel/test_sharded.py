@@ -261,9 +261,8 @@ def test_a_trainer_without_shapes_goes_on_sharded_and_back(
             total_samples=10 * number,
             stated=stated,
         )
-    one = run(
-        fork_server, tmp_path / 'one', Shape(), function=function, total_samples=30, stated=False
-    )
+    how: Any = {'function': function, 'total_samples': 30, 'stated': False}
+    one = run(fork_server, tmp_path / 'one', Shape(), **how)
     assert [
         all(torch.equal(tensor, one.models[0][name]) for name, tensor in found.models[0].items()),
         found.position.samples,

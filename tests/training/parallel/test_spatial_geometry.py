@@ -48,11 +48,8 @@ def positions(reach: Reach, bounds: Bounds, out: Bounds) -> list[list[int]]:
     made = []
     for part, move in enumerate(found):
         own = list(range(bounds[part], bounds[part + 1]))
-        before = (
-            list(range(bounds[part - 1], bounds[part]))[slice(*found[part - 1].send[1])]
-            if part
-            else []
-        )
+        left = list(range(bounds[part - 1], bounds[part])) if part else []
+        before = left[slice(*found[part - 1].send[1])] if part else []
         after = (
             list(range(bounds[part + 1], bounds[part + 2]))[slice(*found[part + 1].send[0])]
             if part + 1 < len(found)

@@ -1,5 +1,4 @@
-"""The fork server: one per name, ranks that start and end, and no process that outlives its owner.
-"""
+"""The fork server: one per name, ranks that start and end, and none that outlives its owner."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ def look_around(ctx: FragmentContext) -> None:
 
 
 def stat(pid: int) -> list[str]:
-    """State, parent, group, session, ... of a process; empty if there is none, not even a zombie.
-    """
+    """State, parent, group, session, ... of a process; empty if there is not even a zombie."""
     try:
         return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,5 +1,4 @@
-"""Gradients that are not finite: nothing spoilt is kept, and training goes on as the policy says.
-"""
+"""Gradients that are not finite: nothing spoilt is kept; training goes on as the policy says."""
 
 from __future__ import annotations
 
