@@ -105,13 +105,13 @@ def lines(path: Path) -> int:
 def test_the_house_stays_small() -> None:
     """A number here may sink, and rises only where something that is kept is worth it."""
     package, tests = modules('parsl_freetrain'), modules('tests')
-    assert sum(map(lines, package)) <= 58_000
-    assert sum(map(lines, tests)) <= 57_000
-    assert len(package) <= 405
+    assert sum(map(lines, package)) <= 57_300
+    assert sum(map(lines, tests)) <= 56_500
+    assert len(package) <= 412
     large = [str(path.relative_to(ROOT)) for path in package if lines(path) > 400]
     assert len(large) <= 4, large
     long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
-    assert len(long) <= 4, '\n'.join(long)
+    assert len(long) <= 1, '\n'.join(long)
 
 
 def long_ones(path: Path, most: int = 60) -> Iterator[str]:

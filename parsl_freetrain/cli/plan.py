@@ -23,6 +23,7 @@ COMMAND = (
     'python3 -P -m parsl_freetrain.training.process.node_agent '
     'python3 -P -m parsl_freetrain.executor.block.manager ...'
 )
+PLANNED = 'nodes', 'walltime_s', 'hole_s', 'preemptible', 'exempt_s', 'node_class'
 
 
 def plan(
@@ -63,36 +64,28 @@ def plan(
     from parsl_freetrain.executor.settings import check_classes
     from parsl_freetrain.replay.forecast import PlannedBlock, forecasts, trainers_at
     from parsl_freetrain.report.cells import clean
-    from parsl_freetrain.sites.protocols import Yielding
 
     who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)
     for one in who:
         check_classes(one.trainer, provider.site)
     blocks = blocks_for(provider, time.time())
-    settings = ControllerSettings(
-        min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks
-    )
-    expected = forecasts(
-        [
-            PlannedBlock(
-                b['nodes'],
-                b['walltime_s'],
-                b['hole_s'],
-                b['preemptible'],
-                b['exempt_s'],
-                b['node_class'],
-            )
-            for b in blocks
-        ],
-        who,
-        settings,
-        start,
-        look_ahead,
-    )
+    site_ = provider.site
+    settings = ControllerSettings(min_hole_s=provider.min_hole_s, spans_blocks=site_.spans_blocks)
+    planned = [PlannedBlock(*(block[name] for name in PLANNED)) for block in blocks]
+    expected = forecasts(planned, who, settings, start, look_ahead)
     if as_json:
         print(json.dumps({'blocks': blocks, 'trainers': [asdict(one) for one in expected]}))
         return
+    _show(provider, blocks)
+    if expected:
+        print('### predictions for these blocks, if no other nodes come or go')
+        print('\n'.join(clean(_in_words(one)) for one in expected))
+
+
+def _show(provider: BackfillProvider, blocks: list[dict[str, Any]]) -> None:
+    from parsl_freetrain.sites.protocols import Yielding
+
     if not blocks:
         print('There are no holes now, so nothing would be submitted.')
     for number, block in enumerate(blocks):
@@ -111,9 +104,6 @@ def plan(
             f'{of_class}{lasts}; it costs {block["cost"][0]:.3g} to {block["cost"][1]:.3g} '
             f'{UNIT}\n{block["script"]}'
         )
-    if expected:
-        print('### predictions for these blocks, if no other nodes come or go')
-        print('\n'.join(clean(_in_words(one)) for one in expected))
 
 
 def _in_words(found: Forecast) -> str:

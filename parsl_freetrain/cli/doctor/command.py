@@ -78,15 +78,7 @@ def doctor(
         of_site = examine(site, folder, nodes, wait)
     facts = _facts(folder, through)
     found = findings(facts) + of_site
-    more: dict[str, Any] = {}
-    if environment:
-        from parsl_freetrain.cli.doctor.measuring import imports
-
-        more['imports'] = imports(Path(sys.prefix), folder)
-    if endpoint:
-        from parsl_freetrain.cli.doctor.asking import ask_endpoint
-
-        more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
+    more = _more(environment, endpoint, endpoint_options, folder)
     found += findings(more)
     document = {**facts, **more, 'findings': [vars(finding) for finding in found]}
     try:
@@ -101,6 +93,21 @@ def doctor(
         _show(found)
         print(f'All of it is in {out}.')
     return int(any(finding.state == 'bad' for finding in found))
+
+
+def _more(
+    environment: bool, endpoint: str, endpoint_options: Path | None, folder: Path
+) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if environment:
+        from parsl_freetrain.cli.doctor.measuring import imports
+
+        more['imports'] = imports(Path(sys.prefix), folder)
+    if endpoint:
+        from parsl_freetrain.cli.doctor.asking import ask_endpoint
+
+        more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
+    return more
 
 
 def _facts(folder: Path, through: str) -> dict[str, Any]:

@@ -87,19 +87,18 @@ class ThroughputSteps:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
         elif division.shape.data > 1 and self._mean is None:
-            self._rest = MeanAtSteps(
-                prepared,
-                self.models,
-                self._buffers,
-                division.data_group,
-                self._combine,
-                self._weights,
-            )
+            how = self._buffers, division.data_group, self._combine, self._weights
+            self._rest = MeanAtSteps(prepared, self.models, *how)
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
         self._hooks_ran = self.changed = False
         self._clips = clip_grad_norm is not None
+        self._add_hooks(prepared, clip_grad_norm, division)
+
+    def _add_hooks(
+        self, prepared: Prepared, clip_grad_norm: float | None, division: Division
+    ) -> None:
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._unscale)
             optimizer.register_step_pre_hook(self._run_hooks)
