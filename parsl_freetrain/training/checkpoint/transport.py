@@ -61,7 +61,9 @@ class Disk:
             content = bytes_of(torch.empty(size_of(block, self._files), dtype=torch.uint8))
             self._read(block, content)
             if not is_right(block, content, self._files):
-                raise Damaged(f'block {block[1]} of {block[0]} does not have the committed digest')
+                raise Damaged(
+                    f'block {block[1]} of {block[0]} does not have the digest that was committed'
+                )
             self._recent = dict([*self._recent.items(), (block, content)][-_RECENT:])
         return self._recent[block]
 
