@@ -23,12 +23,11 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import BlockManager, GreetingReturned
-from parsl_freetrain.executor.event_gathering import gather
+from parsl_freetrain.executor.event_gathering import OfferChanges, gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberReturned
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
-from parsl_freetrain.executor.offer_changes import OfferChanges
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.runtime import LiveRuntime
