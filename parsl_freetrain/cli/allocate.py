@@ -42,9 +42,8 @@ def allocate(
         str | None,
         value(
             'NAME|EXPR',
-            'The objective, in place of what the problems say: '
-            f'{", ".join(METRICS)}, or an expression '
-            f'of {", ".join(FIELDS)}.',
+            f'The objective, in place of what the problems say: {", ".join(METRICS)}, or an '
+            f'expression of {", ".join(FIELDS)}.',
         ),
     ] = None,
     reasons: Annotated[

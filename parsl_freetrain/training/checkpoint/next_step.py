@@ -21,29 +21,16 @@ Digests = dict[str, int]
 
 
 class NextStep(msgspec.Struct, frozen=True):
-    """Digests of a state, by name of a parameter or buffer, and of the step that follows.
+    """Digests of a state, by name of a parameter or buffer, and of the step that follows."""
 
-    Attributes
-    ----------
-    device
-        The kind of processor or accelerator that computed it.
-    batch
-        A digest of the numbers of the samples of the next global batch; 0: unknown.
-    state
-        Parameters and buffers before the step.
-    gradients, after
-        The summed gradients of the step, and parameters and buffers behind it; None: the step was
-        not computed.
-    reports
-        The metrics that the step reported.
-    """
-
-    device: str
-    batch: int
-    state: Digests
+    device: str  #: the kind of processor or accelerator that computed it
+    batch: int  #: a digest of the numbers of the samples of the next global batch; 0: unknown
+    state: Digests  #: parameters and buffers before the step
+    #: gradients, after: the summed gradients of the step, and parameters and buffers behind it;
+    #: None: the step was not computed.
     gradients: Digests | None = None
     after: Digests | None = None
-    reports: dict[str, float] = {}
+    reports: dict[str, float] = {}  #: the metrics that the step reported
 
 
 def write(store: Path, samples: int, fragment: int, what: NextStep) -> None:
