@@ -15,6 +15,7 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir, write_new
+from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
 from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, verify
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
@@ -63,9 +64,7 @@ def same_weights(
     one: Checkpoint | str | os.PathLike[str], other: Checkpoint | str | os.PathLike[str]
 ) -> bool:
     """Whether the models in two checkpoints are the same to the last bit."""
-    first, second = load_weights(one), load_weights(other)
-    alike = (torch.equal(first[name], second[name]) for name in first)
-    return first.keys() == second.keys() and all(alike)
+    return same(dict(load_weights(one)), dict(load_weights(other)))
 
 
 def export_weights(

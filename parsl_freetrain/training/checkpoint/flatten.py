@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 
 Path = tuple[Any, ...]
+_CODE = (FunctionType, BuiltinFunctionType, type)
+"""Some models keep what they were made with in their states; the names are saved."""
 
 
 def take_apart(
@@ -29,6 +32,7 @@ def take_apart(
     paths: dict[str, Path] = {}
     strides: dict[str, tuple[int, ...]] = {}
     kinds: dict[Path, tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = {}
+    code: dict[Path, str] = {}
 
     def walk(value: Any, path: Path, where: str) -> Any:
         if isinstance(value, torch.Tensor):
@@ -36,8 +40,8 @@ def take_apart(
                 # Of a subclass that consists of plain tensors, as torch.compile takes it apart.
                 names, how = value.__tensor_flatten__()
                 parts = {name: getattr(value, name) for name in names}
-                kind = f'{type(value).__module__}:{type(value).__qualname__}'
-                kinds[path] = kind, walk(how, path, where), value.shape, value.stride()
+                how = walk(how, path, where)
+                kinds[path] = _name(type(value)), how, value.shape, value.stride()
                 return walk(parts, path, where)
             if value.layout != torch.strided or value.is_quantized:
                 return value.detach().clone()  # not a plain array, so it stays in the structure
@@ -50,6 +54,9 @@ def take_apart(
             return None
         if (plain := _plain(value)) is not None or value is None:
             return plain
+        if isinstance(value, _CODE) and '<' not in (name := _name(value)):
+            code[path] = name
+            return None
         if type(value) in (dict, OrderedDict, Counter):
             return type(value)(
                 {
@@ -67,7 +74,11 @@ def take_apart(
         )
 
     rest = {key: walk(value, (key,), called.get(key, key)) for key, value in state.items()}
-    return tensors, {'rest': rest, 'paths': paths, 'strides': strides, 'kinds': kinds}
+    return tensors, {'rest': rest, 'paths': paths, 'strides': strides, 'kinds': kinds, 'code': code}
+
+
+def _name(value: Any) -> str:
+    return f'{value.__module__}:{value.__qualname__}'
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -94,7 +105,7 @@ def put_together(
     tensors: Mapping[str, torch.Tensor], structure: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state that :func:`take_apart` took apart."""
-    strides, kinds = structure['strides'], structure['kinds']
+    strides, kinds, code = structure['strides'], structure['kinds'], structure['code']
     at = {
         path: _laid(tensors[name], strides.get(name)) for name, path in structure['paths'].items()
     }
@@ -103,9 +114,9 @@ def put_together(
         if whole and path in kinds:
             kind, how, size, stride = kinds[path]
             parts = build(value, path, whole=False)
-            return _class_of(kind).__tensor_unflatten__(parts, how, size, stride)
+            return _found(kind).__tensor_unflatten__(parts, how, size, stride)
         if value is None:
-            return at.get(path)
+            return _found(code[path]) if path in code else at.get(path)
         if isinstance(value, dict):
             return type(value)({key: build(item, (*path, key)) for key, item in value.items()})
         if type(value) in (list, tuple):
@@ -122,14 +133,27 @@ def _laid(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
     return laid.copy_(tensor)
 
 
-def _class_of(kind: str) -> Any:
-    """A class of tensors by its name: code of the environment, never of a file."""
-    module, name = kind.split(':')
+def _found(called: str) -> Any:
+    """A function or class by its name: code of the environment, never of a file, not called."""
+    module, name = called.split(':')
     with suppress(ImportError, AttributeError):
         found = attrgetter(name)(import_module(module))
-        if isinstance(found, type) and issubclass(found, torch.Tensor):
+        if isinstance(found, _CODE):
             return found
     raise BadInput(
-        f'A checkpoint holds tensors of the class {name} of {module}, which is not there: install '
-        'the package, or import the class from a module, where ranks find it.'
+        f'A checkpoint names {name} of {module}, which is not there: install the package, or '
+        'define it in a module that ranks can import.'
     )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal; a comparison of tensors has no truth value."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -51,6 +51,11 @@ class Box:
         return tensor
 
 
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, which sums and norms of both are about."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether ranks may hold different parts of a tensor."""
     # Its import takes half as long as torch's own; where there was none, there is no DTensor.

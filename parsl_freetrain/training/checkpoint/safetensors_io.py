@@ -16,6 +16,7 @@ from parsl_freetrain.training.checkpoint.block_digests import write_hashed
 
 # The format's own names; https://github.com/huggingface/safetensors, "Format".
 _NAMES = {
+    torch.complex64: 'C64',
     torch.float64: 'F64',
     torch.float32: 'F32',
     torch.float16: 'F16',
@@ -77,7 +78,7 @@ def layout_of(pieces: Iterable[Piece]) -> Layout:
     end = 0
     for piece in ordered:
         known = piece.dtype in _NAMES
-        # A type that the format does not know (complex numbers) is written as bytes.
+        # A type that the format does not know (complex128) is written as bytes.
         entries[piece.name] = {
             'dtype': _NAMES[piece.dtype] if known else 'U8',
             'shape': piece.shape if known else [piece.nbytes],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -210,7 +211,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
                     numbered = by_number(state, thing, names) if is_by_name(state) else state
                     optimizer_state.load(thing, numbered, keep_types=keep_types)
                 else:
-                    thing.load_state_dict(state)
+                    thing.load_state_dict(copy(state))  # neuraloperator takes entries out
             except (ValueError, KeyError, RuntimeError) as error:
                 raise BadInput(
                     f'The state of {name} in checkpoint {saved.path} does not fit ({error}): '

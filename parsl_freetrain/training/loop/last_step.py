@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.handover import leave_behind
@@ -186,22 +187,9 @@ def changes_of(before: _End, now: _End) -> str:
         return 'a parameter or a buffer of a model'
     if before.user != now.user:
         return 'ctx.state'
-    if not _same(vars(before.around), vars(now.around)):
+    if not same(vars(before.around), vars(now.around)):
         return 'a learning rate scheduler, or a setting of an optimizer,'
     return ''
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states are equal; a comparison of tensors has no truth value."""
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def _buffers(prepared: Prepared) -> list[torch.Tensor]:

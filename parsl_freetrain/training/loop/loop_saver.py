@@ -188,7 +188,7 @@ class Replicas:
                 parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
             ).float()
             for name, parameter in called.items()
-            if parameter.is_floating_point()
+            if parameter.is_floating_point() or parameter.is_complex()
         }
         values = torch.stack(list(norms.values())).tolist() if norms else []
         return {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.local_shard import local
+from parsl_freetrain.training.checkpoint.local_shard import local, real
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.averages import PreparedAverage
 from parsl_freetrain.training.loop.unknown_state import among
@@ -142,7 +142,6 @@ def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _norms(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The bits of the tensors' norms, as NaN does not equal itself; in few operations."""
-    found = [local(tensor) for tensor in tensors]
-    found = [torch.view_as_real(t) if t.is_complex() else t for t in found]
+    found = [real(local(tensor)) for tensor in tensors]
     found = [t if t.is_floating_point() else t.double() for t in found]
     return torch.stack(torch._foreach_norm(found, dtype=torch.float64)).view(torch.int64)

@@ -10,7 +10,7 @@ from time import monotonic
 import torch
 from torch.nn.utils import get_total_norm
 
-from parsl_freetrain.training.checkpoint.local_shard import local
+from parsl_freetrain.training.checkpoint.local_shard import local, real
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 LOOK_EVERY_S = 0.25
@@ -20,8 +20,11 @@ NEVER = 2**62
 
 def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether all elements are finite. Waits for the device. None and integers count as finite."""
-    floating = [t for t in tensors if t is not None and t.is_floating_point()]
-    found = [t._values() if t.layout is torch.sparse_coo else local(t) for t in floating]
+    found = [
+        real(t._values() if t.layout is torch.sparse_coo else local(t))
+        for t in tensors
+        if t is not None and (t.is_floating_point() or t.is_complex())
+    ]
     if not found or math.isfinite(float(get_total_norm(found))):
         return True
     # The norm may overflow even if every number is finite.
@@ -37,7 +40,8 @@ class Watch:
     def __init__(self, prepared: Prepared, clock: Callable[[], float] = monotonic) -> None:
         tensors = [t.detach() for t in prepared.tensors() if t.layout is torch.strided]
         self._tensors = [tensor for tensor in tensors if all_finite([tensor])]
-        self._floating = [local(tensor) for tensor in self._tensors if tensor.is_floating_point()]
+        found = [real(local(tensor)) for tensor in self._tensors]
+        self._floating = [tensor for tensor in found if tensor.is_floating_point()]
         self._clock = clock
         self._looked_at = -math.inf
         self._answer: Callable[[], float | None] | None = None
@@ -108,8 +112,7 @@ class FirstNonFinite:
     def note(self, gradient: torch.Tensor) -> None:
         gradient = gradient.detach()
         values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-        real = torch.view_as_real(values) if values.is_complex() else values
-        self._sums.append((self._step, real.sum(dtype=torch.float32)))
+        self._sums.append((self._step, real(values).sum(dtype=torch.float32)))
 
 
 class Guard:

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.local_shard import divided_like, is_divided, local
+from parsl_freetrain.training.checkpoint.local_shard import divided_like, is_divided, local, real
 from parsl_freetrain.training.steps.buffers import Buffers, copy_all
 
 
@@ -50,14 +50,10 @@ class ShardSums:
         ranks: int = 1,
     ) -> None:
         self.parameters = tuple(parameters)
-        dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        self._parts = [real(local(parameter.detach())) for parameter in self.parameters]
+        dtype = reduce(torch.promote_types, (p.dtype for p in self._parts), torch.float32)
         self.buffers = Buffers(models, dtype)
         self._dtype, self._device = self.buffers.dtype, device
-        if self._dtype.is_complex:
-            raise BadInput(
-                'Reproducible mode cannot add up complex gradients: use throughput mode for those.'
-            )
-        self._parts = [local(parameter) for parameter in self.parameters]
         self._divided = any(map(is_divided, parameters))
         self._sizes = [part.numel() for part in self._parts]
         self._elements = sum(self._sizes)
@@ -95,6 +91,8 @@ class ShardSums:
                 gradient = local(gradient)
             if gradient.requires_grad:
                 gradient = gradient.detach()
+            if gradient.is_complex():
+                gradient = real(gradient)
             if gradient.dtype is not dtype:
                 others.append((i, gradient))
                 continue
@@ -214,6 +212,8 @@ class ShardSums:
             parameter = self.parameters[i]
             if self._divided and gradient is not None:
                 gradient = divided_like(gradient, parameter)
+            if gradient is not None and parameter.is_complex():
+                gradient = torch.view_as_complex(gradient)
             parameter.grad = gradient
 
     def _in_pieces(self, flat: torch.Tensor) -> Flat:

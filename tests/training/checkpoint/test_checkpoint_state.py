@@ -38,6 +38,7 @@ TENSORS = {
     'u8': torch.arange(5, dtype=torch.uint8),
     'i64': torch.arange(6).reshape(2, 3),
     'complex': torch.randn(2, 2, dtype=torch.complex128),
+    'c64': torch.randn(3, 2, dtype=torch.complex64),
     'conjugate': torch.randn(3, dtype=torch.complex64).conj(),
     'number': torch.tensor(3.5),
     'empty': torch.empty(0, 4),
@@ -121,13 +122,9 @@ def test_numbers_of_numpy_become_numbers_and_objects_are_refused() -> None:
     with pytest.raises(
         BadInput, match="the state of scheduler, entry 'f' has a function: keep it out of the state"
     ):
-        take_apart({'scheduler': {'f': print_nothing}}, {'scheduler': 'the state of scheduler'})
+        take_apart({'scheduler': {'f': lambda: None}}, {'scheduler': 'the state of scheduler'})
     with pytest.raises(BadInput, match='has a set'):
         take_apart({'scheduler': {'s': {torch.ones(1)}}}, {})
-
-
-def print_nothing() -> None:
-    pass
 
 
 def test_other_programs_can_read_the_tensors(tmp_path: Path) -> None:
@@ -135,6 +132,7 @@ def test_other_programs_can_read_the_tensors(tmp_path: Path) -> None:
     found = load_file(tmp_path / 'rank-0.safetensors')
     assert found.keys() == TENSORS.keys()
     for name in (
+        'c64',
         'f32',
         'f64',
         'bf16',
@@ -149,6 +147,51 @@ def test_other_programs_can_read_the_tensors(tmp_path: Path) -> None:
         'parameter',
     ):
         assert torch.equal(found[name], TENSORS[name]), name
+
+
+class TwoHalves(torch.Tensor):
+    """Consists of plain tensors, as the 8-bit states of torchao."""
+
+    @staticmethod
+    def __new__(cls, high: torch.Tensor, low: torch.Tensor, scale: float) -> TwoHalves:
+        made: TwoHalves = torch.Tensor._make_wrapper_subclass(cls, high.shape)  # type: ignore
+        made.high, made.low, made.scale = high, low, scale
+        return made
+
+    high: torch.Tensor
+    low: torch.Tensor
+    scale: float
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[float]]:
+        return ['high', 'low'], [self.scale]
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, how: list[float], size: Any, stride: Any) -> TwoHalves:
+        assert tuple(size) == tuple(parts['high'].shape)
+        return TwoHalves(parts['high'], parts['low'], *how)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_subclasses_and_named_code_come_back(tmp_path: Path) -> None:
+    kept = TwoHalves(torch.randn(3).bfloat16(), torch.randn(3).bfloat16(), 0.5)
+    state = {
+        'optimizer': {'kept': kept},
+        'model': {'made': {'act': nn.functional.gelu, 'k': nn.Tanh}},
+    }
+    loaded = round_trip(tmp_path / 'c', state)
+    assert loaded['model'] == state['model']
+    found = loaded['optimizer']['kept']
+    assert type(found) is TwoHalves and found.scale == 0.5
+    assert torch.equal(found.high, kept.high) and torch.equal(found.low, kept.low)
+    with pytest.raises(BadInput, match='has a function: keep it out'):
+        take_apart({'model': {'f': lambda: 0}}, {})
+    tensors, structure = take_apart(state, {})
+    structure['code'] = dict.fromkeys(structure['code'], 'torch.nn:Gone')
+    with pytest.raises(BadInput, match='names Gone of torch.nn, which is not there'):
+        put_together(tensors, structure)
 
 
 class Attack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,47 @@ from parsl_freetrain.training.spec.on_nan import (
     NonFinitePolicy,
 )
 from parsl_freetrain.training.steps.nonfinite import Watch, all_finite
-from tests.support.ranks import order, ranks
+from tests.support.ranks import all_finish, order, ranks
 
 TOTAL, BATCH = 480, 8
+
+
+def turned(ctx: FragmentContext) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(5)).to(torch.complex64)
+    for batch in ctx.loop(x, BATCH, shuffle=False):
+        optimizer.zero_grad()
+        (model(batch) - batch.sum(1, keepdim=True) * 1j).abs().pow(2).mean().backward()
+        optimizer.step()
+    return torch.view_as_real(model.weight.detach()).flatten().tolist()
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+def test_complex_numbers(fork_server: ForkClient, tmp_path: Path, mode: str) -> None:
+    """They are summed as pairs, with the result of a plain loop; NaN in them is noticed."""
+    found: dict[int, list[float]] = {}
+    for count in (1, 2, 3):
+        ordered = order(tmp_path / str(count), total_samples=48, mode=mode)
+        outcome = all_finish(fork_server, ordered, count, tmp_path, turned)[0]
+        found[count] = json.loads(outcome.result)
+    if mode == 'reproducible':
+        assert found[1] == found[2] == found[3]
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(5)).to(torch.complex64)
+    for batch in x.split(BATCH):
+        optimizer.zero_grad()
+        (model(batch) - batch.sum(1, keepdim=True) * 1j).abs().pow(2).mean().backward()
+        optimizer.step()
+    plain = torch.view_as_real(model.weight.detach()).flatten()
+    assert torch.allclose(torch.tensor(found[2]), plain, atol=1e-5)
+    watch = Watch(Prepared(models=(model,)))
+    assert not watch.spoilt()
+    torch.nn.init.constant_(model.weight.data.imag, float('nan'))
+    assert watch.spoilt() and not all_finite([model.weight.detach()])
 
 
 def train(
