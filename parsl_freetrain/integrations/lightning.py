@@ -61,7 +61,7 @@ class Trainer:
         Clip the gradient of the global batch to this norm.
     precision
         '32-true' or 'bf16-mixed'.
-    check_val_every_n_epoch
+    check_val_every_n_epoch, accumulate_grad_batches
         As in Lightning.
     best
         Name of a logged metric; the checkpoint in which it was best is kept.
@@ -96,6 +96,7 @@ class Trainer:
         gradient_clip_val: float | None = None,
         precision: Any = '32-true',
         check_val_every_n_epoch: int = 1,
+        accumulate_grad_batches: int = 1,
         best: str | None = None,
         **options: Any,
     ) -> None:
@@ -105,6 +106,7 @@ class Trainer:
         for callback in self.callbacks:
             arguments.check_callback(callback)
         self.check_val_every_n_epoch, self.best = check_val_every_n_epoch, best
+        self._accumulate = accumulate_grad_batches
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.datamodule: Any = None
         self.training = self.validating = False
@@ -164,7 +166,7 @@ class Trainer:
         held_out = None
         with suppress(MisconfigurationException):  # of a module without val_dataloader
             held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
-        self._steps = StepCount(len(data.dataset), data.batch_size)
+        self._steps = StepCount(len(data.dataset), data.batch_size * self._accumulate)
         self._count_steps()
         configured, configs = _optimizer_of(model)
         memory = Memory(ctx, 'lightning', self.callbacks, model)
@@ -185,7 +187,7 @@ class Trainer:
         ctx.each_epoch(end_of_epoch)
         model.train()
         self.training = True
-        for batch in data.in_loop(ctx):
+        for batch in data.in_loop(ctx, accumulate=self._accumulate):
             step = self.global_step
             optimizer.zero_grad()
             with self._autocast(), self._log.training():

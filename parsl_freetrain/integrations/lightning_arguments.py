@@ -46,7 +46,6 @@ _HOW = {
         ('accelerator', 'devices', 'num_nodes'),
         'the app and its site choose nodes and devices: leave it out',
     ),
-    'accumulate_grad_batches': 'the batch size of the data loader is the global batch',
     'strategy': "the app's mode says how the ranks train together: leave it out",
     'logger': 'what is logged is in the ledger and in freetrain report',
     'ModelCheckpoint': "the app writes checkpoints; Trainer(best='val_loss') keeps the best",

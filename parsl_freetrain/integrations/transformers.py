@@ -33,7 +33,7 @@ class InFragments(_Any):
 
     ``train()`` gives the data to ``ctx.loop``, and model, optimizer and scheduler to
     ``ctx.prepare``; ``max_grad_norm`` clips the gradient of the global batch. Checkpoints are the
-    app's. ``per_device_train_batch_size`` is the global batch, over all ranks. What is logged is
+    app's. ``per_device_train_batch_size`` is over all ranks. What is logged is
     given to ``ctx.report``, at the end of each epoch; so are the figures of evaluations, in which
     all ranks share the work. Callbacks are called on all ranks. Their plain attributes are saved.
 
@@ -119,6 +119,7 @@ class InFragments(_Any):
         for inputs in ctx.loop(
             loader.dataset,
             args.per_device_train_batch_size,
+            accumulate=args.gradient_accumulation_steps,
             shuffle=args.train_sampling_strategy == 'random',
             collate_fn=loader.collate_fn,
             num_workers=args.dataloader_num_workers,
@@ -212,7 +213,8 @@ class InFragments(_Any):
                 f'{type(self).__name__} was given a {type(self.train_dataset).__name__} as '
                 'train_dataset; it needs a dataset with a length. Streams go to ctx.loop.'
             )
-        counted = self._steps = StepCount(len(self.train_dataset), args.per_device_train_batch_size)
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        counted = self._steps = StepCount(len(self.train_dataset), batch)
         wanted: int = args.max_steps
         if wanted <= 0:
             wanted = math.ceil(args.num_train_epochs * counted.in_epoch)

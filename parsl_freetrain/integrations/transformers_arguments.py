@@ -24,7 +24,8 @@ _TRAINING = {
     'adam_beta1', 'adam_beta2', 'adam_epsilon', 'bf16', 'dataloader_num_workers',
     'dataloader_pin_memory', 'ddp_find_unused_parameters', 'do_eval', 'do_predict', 'do_train',
     'eval_accumulation_steps', 'eval_do_concat_batches', 'eval_steps', 'eval_strategy',
-    'full_determinism', 'greater_is_better', 'label_names', 'label_smoothing_factor',
+    'full_determinism', 'gradient_accumulation_steps', 'greater_is_better', 'label_names',
+    'label_smoothing_factor',
     'learning_rate', 'lr_scheduler_kwargs', 'lr_scheduler_type', 'max_grad_norm', 'max_steps',
     'metric_for_best_model', 'num_train_epochs', 'optim', 'optim_args',
     'per_device_eval_batch_size', 'per_device_train_batch_size', 'prediction_loss_only',
@@ -34,8 +35,6 @@ _TRAINING = {
 # Made here, since making one resets what transformers knows about devices.
 _DEFAULTS = vars(transformers.TrainingArguments(use_cpu=True))
 _HOW = {
-    'gradient_accumulation_steps': 'use a larger per_device_train_batch_size, which is the global '
-    'batch here',
     'resume_from_checkpoint': 'training goes on from its last checkpoint by itself',
     'load_best_model_at_end': 'state metric_for_best_model; the best checkpoint is kept, and '
     'load_weights reads it',

@@ -89,7 +89,6 @@ def test_throughput_mode_and_bfloat16() -> None:
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
-        ({'accumulate_grad_batches': 2}, 'Trainer(accumulate_grad_batches=2) is not supported'),
         ({'strategy': 'ddp'}, "the app's mode says how the ranks train together"),
         ({'devices': 4}, 'the app and its site choose nodes and devices'),
         ({'precision': '16-mixed'}, "say '32-true' or 'bf16-mixed'"),

@@ -150,7 +150,6 @@ def own_sampler() -> Any:
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
-        ({'gradient_accumulation_steps': 2}, 'which is the global batch here'),
         ({'resume_from_checkpoint': 'there'}, 'by itself'),
         (
             {'load_best_model_at_end': True, 'save_strategy': 'epoch'},

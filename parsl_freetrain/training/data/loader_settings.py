@@ -35,10 +35,10 @@ class LoaderData(LoaderSettings):
     dataset: Any
     batch_size: int
 
-    def in_loop(self, ctx: Any) -> Iterator[Any]:
+    def in_loop(self, ctx: Any, **options: Any) -> Iterator[Any]:
         """``ctx.loop`` over the data."""
         how = {name: value for name, value in vars(self).items() if name != 'dataset'}
-        loop: Iterator[Any] = ctx.loop(self.dataset, **how)
+        loop: Iterator[Any] = ctx.loop(self.dataset, **how, **options)
         return loop
 
     def check_stream(self) -> None:
@@ -68,6 +68,7 @@ class LoaderData(LoaderSettings):
                     'ctx.loop(dataset, batch_size).'
                 )
             return LoaderData(dataset=data, batch_size=batch_size, **vars(own))
+        _refuse_own_way(data)
         if batch_size is not None or own != LoaderSettings():
             raise BadInput(
                 f'ctx.loop was given a {type(data).__name__} and settings such as batch_size: it '
@@ -117,6 +118,7 @@ class LoaderData(LoaderSettings):
                 f'The data of {what} are a {type(loader).__name__}; in fragments it is one '
                 'DataLoader.'
             )
+        _refuse_own_way(loader)
         if isinstance(loader.dataset, IterableDataset):
             raise BadInput(f'The data of {what} are a stream: give it to ctx.loop yourself.')
         sampler = type(loader.sampler)
@@ -143,6 +145,19 @@ class LoaderData(LoaderSettings):
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
         )
+
+
+def _refuse_own_way(loader: DataLoader[Any]) -> None:
+    """Raises BadInput if a DataLoader makes or changes batches by itself."""
+    for name in ('__iter__', '_get_iterator'):
+        of = next(kind for kind in type(loader).__mro__ if name in vars(kind))
+        if of is not DataLoader and not of.__module__.startswith('torchdata.'):
+            raise BadInput(
+                f'ctx.loop was given a {type(loader).__name__}, a DataLoader with a {name} of its '
+                f'own ({of.__module__}.{of.__qualname__}), which cannot begin in the middle of an '
+                'epoch: give ctx.loop the dataset, and let a collate_fn or the body of the loop do '
+                f'what this {name} does.'
+            )
 
 
 def _draws(sampler: Any) -> bool:

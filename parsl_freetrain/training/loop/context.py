@@ -87,10 +87,8 @@ class FragmentContext:
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
         if not isinstance(value, dict):
-            raise BadInput(
-                f'ctx.state was set to {value!r}; it is a dict: set its entries, as in '
-                "ctx.state['name'] = value."
-            )
+            how = "it is a dict: set its entries, as in ctx.state['name'] = value"
+            raise BadInput(f'ctx.state was set to {value!r}; {how}.')
         self._run.user_state().values = value
 
     @property
@@ -106,15 +104,13 @@ class FragmentContext:
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks as torch's DeviceMesh, with the dimensions
-        :data:`~parsl_freetrain.core.model.types.MESH`. Ranks count along the last dimension first.
-        It is made on first use, which must be at the same point of the function on all ranks.
+        :data:`~parsl_freetrain.core.model.types.MESH`; all ranks must ask for it at the same point.
         """
         return self._run.division.mesh
 
     def torch_distributed(self) -> ProcessGroup:
-        """The group of all ranks, which becomes torch.distributed's default one. In throughput and
-        scaled mode it always is. In reproducible mode a pass in the body of :meth:`loop` is one
-        virtual shard: libraries take themselves for alone, and exchanges there are refused.
+        """The group of all ranks, which becomes torch.distributed's default one. Only in
+        reproducible mode it is not that already, and exchanges in the loop's body are refused.
         """
         return world.show()
 
@@ -146,10 +142,9 @@ class FragmentContext:
     def report(self, **metrics: float) -> None:
         """Report numbers by name; they are shown, recorded and saved with checkpoints.
 
-        Of what is reported in the body of the loop, the mean over the last global batch counts:
-        over all virtual shards or ranks, weighted by their samples. Elsewhere, for instance in
-        functions given to :meth:`each_epoch`, the value of rank 0 counts. Raises TypeError if a
-        value is not a number.
+        In the body of the loop, the mean over the last global batch counts, weighted by samples;
+        elsewhere, as in functions given to :meth:`each_epoch`, the value of rank 0. Raises
+        TypeError if a value is not a number.
         """
         self._run.state.reports.put_all(metrics)
 
@@ -206,6 +201,7 @@ class FragmentContext:
         batch_size: int | None = None,
         *,
         micro_batch: int | None = None,
+        accumulate: int = 1,
         epochs: float | None = None,
         samples: int | None = None,
         loss: Loss | None = None,
@@ -236,8 +232,11 @@ class FragmentContext:
             Samples in a global batch, over all ranks: what one optimizer step sees. In scaled mode,
             the number for the reference number of ranks.
         micro_batch
-            Maximum number of samples in one forward and backward pass of a rank. The body of the
-            loop then runs several times for a global batch, and the gradients are added up.
+            Maximum number of samples in one pass of a rank. The body of the loop then runs several
+            times for a global batch, and the gradients are added up.
+        accumulate
+            A global batch has so many times ``batch_size`` samples, in micro-batches. Each
+            iteration calls ``optimizer.step()``, and the loss is not divided.
         epochs, samples
             How much this loop trains, if there are several; in the unit of the total.
         loss
@@ -261,7 +260,8 @@ class FragmentContext:
             would be lost or trained wrongly, or the loops do not fit the total or the function.
         """
         own = LoaderSettings(shuffle, collate_fn, num_workers, sampler, drop_last, worker_init_fn)
-        return self._run.begin_loop(dataset, batch_size, micro_batch, epochs, samples, own, loss)
+        how = batch_size, micro_batch, epochs, samples, own, loss, accumulate
+        return self._run.begin_loop(dataset, *how)
 
     def before_step(self, function: Callable[[], object]) -> None:
         """Call a function once per global batch, on all ranks, when its gradient is known, and may

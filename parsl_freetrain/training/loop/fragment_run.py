@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.steps.accumulation import refuse_accumulation_of_accelerate
 from parsl_freetrain.training.steps.buffers import plain_buffers
 from parsl_freetrain.training.steps.mesh import division_of
 
@@ -164,6 +166,7 @@ class FragmentRun:
         samples: int | None,
         own: LoaderSettings,
         loss: Loss | None = None,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """As :meth:`FragmentContext.loop`."""
         if self.model is None:
@@ -175,6 +178,9 @@ class FragmentRun:
             raise BadInput(self._left_early())
         if micro_batch is not None and micro_batch < 1:
             refuse('The micro_batch given to ctx.loop', micro_batch, '1 or more')
+        if accumulate < 1:
+            refuse('The accumulate given to ctx.loop', accumulate, '1 or more')
+        refuse_accumulation_of_accelerate()
         check_schedulers(self.model.prepared)
         whole = has_whole_models(self.order.spec, self.division, self.peers)
         check_loss(loss, plain=whole)
@@ -186,6 +192,10 @@ class FragmentRun:
             for one in (dataset if several else (dataset,))
         ]
         data = Together.of(loaders) if several else loaders[0]
+        data = replace(data, batch_size=accumulate * data.batch_size)
+        if accumulate > 1 and not isinstance(self.order.spec.mode, Reproducible):
+            each = math.ceil(data.batch_size / accumulate / self.division.parts)
+            micro_batch = min(each, micro_batch or each)
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, epochs, samples)
             if self.loop is not None:

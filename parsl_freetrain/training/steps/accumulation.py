@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, signature
 from types import MethodType
@@ -14,6 +15,11 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 
 _BUCKET_BYTES = 2**25
+UNUSED = (
+    'An iteration of ctx.loop ended with gradients that were not used; the end of a fragment would '
+    'drop them: call optimizer.step() once in every iteration (to accumulate the gradients of n '
+    'batches say ctx.loop(..., accumulate=n)), or optimizer.zero_grad() where a step is left out.'
+)
 OF_A_MICRO_BATCH = 'With micro_batch it is the gradient of a micro-batch there'
 
 
@@ -164,6 +170,17 @@ class Accumulation:
                 seen.clear()
 
         return step
+
+
+def refuse_accumulation_of_accelerate() -> None:
+    """Its Accelerator would divide each loss, and leave the rest to optimizers that it prepares."""
+    states = sys.modules.get('accelerate.state')
+    steps = states.GradientState().num_steps if states and states.GradientState._shared_state else 1
+    if steps > 1:
+        raise BadInput(
+            f'An Accelerator has gradient_accumulation_steps={steps}, and would divide every loss '
+            f'by it: leave it out there, and say ctx.loop(..., accumulate={steps}).'
+        )
 
 
 def weigh(gradient: torch.Tensor, weight: float) -> None:

@@ -20,7 +20,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.steps import row_norm
-from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
+from parsl_freetrain.training.steps.accumulation import UNUSED, Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
@@ -92,7 +92,7 @@ class ThroughputSteps:
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
-        self._hooks_ran = self.changed = False
+        self._hooks_ran = self.changed = self._any_step = False
         self._clips = clip_grad_norm is not None
         self._add_hooks(prepared, clip_grad_norm, division)
 
@@ -159,8 +159,7 @@ class ThroughputSteps:
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
         """Call before a global batch. ``guarded``: skip the step if a gradient is not finite."""
         self._guard.on = guarded
-        self.changed = False
-        self._hooks_ran = False
+        self.changed = self._hooks_ran = self._any_step = False
         self._non_finite.next_step()
         if guarded:
             self._guard.bad = False
@@ -198,6 +197,11 @@ class ThroughputSteps:
     def end_micro_batch(self) -> None:
         if self._accumulation is not None:
             self._accumulation.end_micro_batch()
+        accumulates = self._accumulation is not None and self._accumulation.on
+        if not (self._any_step or accumulates or self._prepared.scalers):
+            groups = (group for one in self._prepared.optimizers for group in one.param_groups)
+            if any(p.grad is not None for group in groups for p in group['params']):
+                raise BadInput(UNUSED)
         if self.kept_back:
             self._buffers.undo()
 
@@ -260,7 +264,7 @@ class ThroughputSteps:
         self.changed = True
 
     def _run_hooks(self, *_: object) -> None:
-        self.stepped = True
+        self.stepped = self._any_step = True
         if not self._hooks_ran and not self.kept_back:
             self._hooks_ran = True
             for hook in self.before_step:

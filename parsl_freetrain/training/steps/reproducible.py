@@ -17,6 +17,7 @@ from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
 from parsl_freetrain.training.steps import notes as told
+from parsl_freetrain.training.steps.accumulation import UNUSED
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
@@ -175,13 +176,10 @@ class ReproducibleSteps:
         micro_batch, layout = self._current_micro_batch, self._layout
         for number, stepped in enumerate(self._stepped):
             self._any_stepped[number] |= stepped
-            own = (layout.parameters[i] for i in self._of_optimizer[number])
-            if not stepped and any(parameter.grad is not None for parameter in own):
-                raise BadInput(
-                    'An iteration of ctx.loop ended with gradients that were not used: call '
-                    'optimizer.step() once in every iteration (use a larger batch_size instead of '
-                    'gradient accumulation).'
-                )
+            if not stepped and any(
+                layout.parameters[i].grad is not None for i in self._of_optimizer[number]
+            ):
+                raise BadInput(UNUSED)
         self._settings.end_micro_batch()
         self._buffers.take()
         if self._waiting:

@@ -154,7 +154,7 @@ class TwoHalves(torch.Tensor):
 
     @staticmethod
     def __new__(cls, high: torch.Tensor, low: torch.Tensor, scale: float) -> TwoHalves:
-        made: TwoHalves = torch.Tensor._make_wrapper_subclass(cls, high.shape)  # type: ignore
+        made: TwoHalves = torch.Tensor._make_wrapper_subclass(cls, high.shape)
         made.high, made.low, made.scale = high, low, scale
         return made
 

@@ -49,3 +49,21 @@ def test_what_would_be_unclear_is_refused(data: Any, batch_size: Any, sentence: 
     with pytest.raises(BadInput) as refused:
         of_loop(data, batch_size)
     assert sentence in str(refused.value)
+
+
+class OwnWay(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return map(abs, super().__iter__())
+
+
+class OwnIterator(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+@pytest.mark.parametrize(('kind', 'name'), [(OwnWay, '__iter__'), (OwnIterator, '_get_iterator')])
+def test_a_data_loader_with_an_iterator_of_its_own_is_refused(kind: Any, name: str) -> None:
+    with pytest.raises(BadInput, match=f'a {kind.__name__}, a DataLoader with a {name} of its'):
+        of_loop(kind(DATA, batch_size=4))
+    with pytest.raises(BadInput, match=f'with a {name} of its own'):
+        LoaderData.of(kind(DATA, batch_size=4), 'the training')

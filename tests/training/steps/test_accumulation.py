@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,45 @@ def test_reproducible_mode_has_virtual_shards_for_that() -> None:
     kept: list[int] = []
     here(body, Reproducible(shards=4), just_steps, torch.optim.SGD, 3, False, False, kept)
     assert max(kept) == 3
+
+
+def accumulates(ctx: FragmentContext, by_hand: bool = False) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x, y) in enumerate(
+        ctx.loop(data(), 4, shuffle=False, accumulate=1 if by_hand else 3)
+    ):
+        assert len(x) <= 4
+        nn.functional.mse_loss(model(x), y).backward()
+        if not by_hand or number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [float(value) for value in model.weight.detach().flatten()]
+
+
+@pytest.mark.parametrize(
+    ('mode', 'count'), [('reproducible', 2), ('throughput', 1), ('throughput', 2)]
+)
+def test_accumulated_batches(
+    fork_server: ForkClient, tmp_path: Path, mode: str, count: int
+) -> None:
+    """Steps of three batches each; by hand, what a fragment would drop at its end is refused."""
+    ordered = order(tmp_path / '1', mode=mode, shards=3, total_samples=2 * SIZE)
+    with ranks(fork_server, ordered, count, tmp_path, accumulates) as gang:
+        outcome = gang.run()[0]
+    assert outcome.how == 'finished', outcome.error
+    torch.manual_seed(3)
+    model, (x, y) = nn.Linear(5, 3), data().tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in (*torch.arange(SIZE).split(12), *torch.arange(SIZE).split(12)):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    assert torch.tensor(json.loads(outcome.result)).allclose(model.weight.flatten(), atol=1e-5)
+    with ranks(
+        fork_server, order(tmp_path / '2', mode=mode, total_samples=SIZE), count, tmp_path,
+        accumulates, True,
+    ) as gang:  # fmt: skip
+        errors = [one.error.message for one in gang.run()]
+    assert any('say ctx.loop(..., accumulate=n)' in said for said in errors)
