@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Optional
 
+from msgspec import structs
 from parsl.app.app import python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
@@ -19,13 +19,14 @@ from parsl.errors import NoDataFlowKernelError
 
 from parsl_freetrain.core.model.checked_settings import checked_arguments, refuse_unknown
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
-from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
+from parsl_freetrain.core.model.errors import BadInput, TrainerFailed, refuse
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
+from parsl_freetrain.executor.trainer.arguments import compare, value_of, when_done
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import check_name
 from parsl_freetrain.training.checkpoint.folder_claim import claim
@@ -57,6 +58,18 @@ class FreeTrainApp:
         self.name: str = function.__name__
         self.executor = executor
 
+    def with_options(self, *, name: str | None = None, **options: Any) -> FreeTrainApp:
+        """The same function with other settings: ``name``, from which the names of trainers are
+        made, and those of :func:`freetrain_app`, such as ``total_epochs`` and ``mode``. What is not
+        given stays as it is. Raises BadInput as :func:`freetrain_app`.
+        """
+        if name is not None:
+            check_name(name)
+        given = {'executor': self.executor, **self.spec.options(options), **options}
+        made = freetrain_app(**given)(self.function)
+        made.name = self.name if name is None else name
+        return made
+
     def __call__(
         self, *args: Any, trainer_name: str | None = None, **kwargs: Any
     ) -> TrainingFuture:
@@ -70,12 +83,18 @@ class FreeTrainApp:
         trainer_name
             Name of the trainer and of its checkpoint folder. Default: the function's name, with a
             number from the second call on. Set it if the order of calls may change between runs.
+        seed
+            In place of the seed of the mode: of the order of the data and of all random numbers.
+            If the function has a parameter of this name, it gets it, too.
 
         Raises
         ------
         BadInput
             If the trainer can never run; nothing is submitted then.
         """
+        app, kwargs = self._seeded(kwargs)
+        if app is not self:
+            return app(*args, trainer_name=trainer_name, **kwargs)
         self._check_arguments(args, kwargs)
         try:
             dfk = DataFlowKernelLoader.dfk()
@@ -100,7 +119,7 @@ class FreeTrainApp:
             raise
         future = TrainingFuture(name)
         executor.await_arguments(future)
-        _when_done(
+        when_done(
             [a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
             functools.partial(
                 self._submit,
@@ -115,16 +134,28 @@ class FreeTrainApp:
 
     def debug(self, *args: Any, **kwargs: Any) -> Checkpoint:
         """Train in this process, on one rank, without Parsl and without nodes, so that ``pdb`` and
-        ``print`` work. Takes the arguments of a call, and waits for futures among them.
-
-        An exception of the function is raised as it is. Nothing is kept: the checkpoint that is
-        returned has metrics and a result, but no path.
+        ``print`` work, with the arguments of a call. Exceptions of the function are raised as they
+        are. Nothing is kept: the checkpoint has metrics and a result, but no path.
         """
         # torch is slow to import, and a call does not need it.
         from parsl_freetrain.training.loop.debugging import train_here
 
-        values = {key: _value(value) for key, value in kwargs.items()}
-        return train_here(self.name, self.spec, self.function, [_value(a) for a in args], values)
+        app, kwargs = self._seeded(kwargs)
+        values = {key: value_of(value) for key, value in kwargs.items()}
+        return train_here(app.name, app.spec, self.function, [value_of(a) for a in args], values)
+
+    def _seeded(self, kwargs: dict[str, Any]) -> tuple[FreeTrainApp, dict[str, Any]]:
+        """This with the seed of a call, and what the function gets."""
+        seed, own = kwargs.get('seed'), 'seed' in inspect.signature(self.function).parameters
+        if 'seed' not in kwargs or (own and (not isinstance(seed, int) or isinstance(seed, bool))):
+            return self, kwargs
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            refuse(f'The seed given to {self.name}', seed, 'a whole number')
+        left = kwargs if own else {key: value for key, value in kwargs.items() if key != 'seed'}
+        if seed == self.spec.mode.seed:
+            return self, left
+        app = self.with_options(mode=structs.replace(self.spec.mode, seed=seed))
+        return app, left
 
     def _executor(self, dfk: DataFlowKernel) -> FreeTrainExecutor:
         ours = {label: e for label, e in dfk.executors.items() if isinstance(e, FreeTrainExecutor)}
@@ -167,9 +198,7 @@ class FreeTrainApp:
     def _submit(
         self, future: TrainingFuture, executor: FreeTrainExecutor, start: Callable[[], None]
     ) -> None:
-        """Start the trainer after all futures it waited for. Errors are set on the future; there is
-        no caller left to raise to.
-        """
+        """Start the trainer after all futures it waited for. Errors are set on the future."""
         if future.done():
             executor.names.free(future.name)
             return
@@ -190,8 +219,8 @@ class FreeTrainApp:
         kwargs: dict[str, Any],
     ) -> None:
         try:
-            args = tuple(_value(a) for a in args)
-            kwargs = {k: _value(v) for k, v in kwargs.items()}
+            args = tuple(value_of(a) for a in args)
+            kwargs = {k: value_of(v) for k, v in kwargs.items()}
         except BaseException as error:
             raise TrainerFailed(
                 f'Trainer {future.name!r} cannot start because one of its arguments failed: '
@@ -203,6 +232,8 @@ class FreeTrainApp:
             )
         fragment = python_app(fragment_task, dfk, executors=[executor.label], cache=False)
         payload = pack(self.function, args, kwargs, future.name)
+        bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments
+        compare(folder, checkpoint, dict(list(bound.items())[1:]))
 
         def launch(
             specification: Mapping[str, Any], previous: Future[Checkpoint] | Checkpoint
@@ -229,9 +260,7 @@ class FreeTrainApp:
 
 @id_for_memo.register(Checkpoint)
 def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
-    """What Parsl's memoization takes for the same checkpoint. Fragments are never numbered twice,
-    so a path never has another content.
-    """
+    """What Parsl's memoization takes for the same checkpoint: a path is never used twice."""
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
 
 
@@ -260,30 +289,6 @@ def _takes_a_context(function: Callable[..., Any]) -> bool:
         first.POSITIONAL_OR_KEYWORD,
         first.VAR_POSITIONAL,
     )
-
-
-def _value(argument: Any) -> Any:
-    return argument.result() if isinstance(argument, Future) else argument
-
-
-def _when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
-    """Call ``then`` once, when all futures are done; at once if there are none."""
-    left = len(futures)
-    lock = threading.Lock()
-    if not left:
-        then()
-
-    def one_done(_: Future[Any]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            # Not here: this may be the event loop, and arguments may be large.
-            threading.Thread(target=then, name='FreeTrain-start', daemon=True).start()
-
-    for future in futures:
-        future.add_done_callback(one_done)
 
 
 @checked_arguments(

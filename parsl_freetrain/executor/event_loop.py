@@ -239,6 +239,9 @@ class EventLoop:
 
     def _look(self, now: float) -> None:
         """Check Parsl's part, time limits, budgets, pauses, and requests of other programs."""
+        if not self._broken and (over := getattr(self._site, 'over', '')):
+            self._broken = over
+            self._abort_all(over, now)
         if not self._broken and (trouble := self._parsl.trouble()):
             self._broken = trouble
             self._abort_all(trouble, now)

@@ -53,6 +53,7 @@ from parsl_freetrain.executor.settings import (
     check_trainer,
     controller_settings,
 )
+from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import TrainerNames
@@ -152,6 +153,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._loop: EventLoop | None = None
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
+        self._signals = StopSignals()
         self._adoption: Adoption | None = None
         self._parsl: ParslSide | None = None
         self._environment_command = ''  # what unpacks the nodes' environment
@@ -179,6 +181,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         with ExitStack() as undo:
             self._start(undo)
             undo.pop_all()
+        self._signals.begin()
 
     def _start(self, undo: ExitStack) -> None:
         """Start everything. ``undo`` collects what to do if the start fails."""
@@ -375,6 +378,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._adoption.end()
         if self._lock is not None:
             self._lock.free_folder()
+        self._signals.end()
 
     def _wait_for_blocks(self, timeout_s: float) -> None:
         assert self.provider is not None

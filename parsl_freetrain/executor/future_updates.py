@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 
 
 class FutureUpdater:
@@ -94,7 +96,11 @@ class FutureUpdater:
         elif state == 'failed':
             record.future._settle_failed(record.failure or error)
         else:
-            record.future._settle_finished(record.checkpoint)
+            store = PosixCheckpointStore(Path(record.store), name)
+            keep = record.spec.checkpoints.retention
+            record.future._settle_finished(
+                record.checkpoint, lambda: keep.best_of(store.checkpoints())
+            )
 
 
 def _show(record: TrainerRecord, state: str | None = None, **changes: Any) -> None:

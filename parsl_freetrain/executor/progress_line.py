@@ -11,6 +11,7 @@ from typing import TextIO
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.trainer.future import TrainingFuture
+from parsl_freetrain.journal.kept_metrics import main_metric
 
 EVERY_S = 0.5
 MOST_TRAINERS = 3
@@ -73,5 +74,6 @@ def _progress_of(future: TrainingFuture) -> str:
     progress = future.progress()
     total = f' of {progress.total_samples:,}' if progress.total_samples else ''
     nodes = f' on {progress.nodes} node{"s" * (progress.nodes != 1)}' if progress.nodes else ''
-    loss = f', loss {progress.metrics["loss"]:.4g}' if 'loss' in progress.metrics else ''
+    name = main_metric(progress.metrics)
+    loss = f', {name} {progress.metrics[name]:.4g}' if name else ''
     return f'{future.name} {future.state}{nodes}: {progress.samples:,}{total} samples{loss}'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parsl_freetrain.core.model.events import FragmentProgressed
@@ -30,6 +30,15 @@ class _Report:
     @property
     def samples(self) -> int:
         return self.event.samples
+
+
+def main_metric(names: Iterable[str]) -> str:
+    """The one that is shown where there is room for one: the loss, under whatever name, or the one
+    that was reported first; empty: none.
+    """
+    known = [*names]
+    losses = [name for name in known if 'loss' in name.lower()]
+    return 'loss' if 'loss' in losses else next(iter([*losses, *known]), '')
 
 
 def began_in(history: History, trainer: str, run: int) -> int:

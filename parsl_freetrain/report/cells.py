@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow
 
 LEAST_GAP = 1e-4
@@ -19,7 +20,7 @@ def trainer_cells(t: TrainerNow) -> dict[str, str]:
     values = (
         str(t.nodes),
         samples_text(t),
-        value_text(t.loss, '.4g'),
+        value_text(t.loss, '.4g') if main_metric(t.metrics) == 'loss' else metric_text(t),
         rate_text(t.rate),
         value_text(t.efficiency, '.2f'),
         str(t.fragments),
@@ -70,6 +71,11 @@ def in_shape(t: TrainerNow) -> str:
 
 def nodes_text(count: int) -> str:
     return '1 node' if count == 1 else f'{count} nodes'
+
+
+def metric_text(t: TrainerNow) -> str:
+    name = main_metric(t.metrics)
+    return f'{name} {value_text(t.loss, ".4g")}' if name else UNKNOWN
 
 
 def samples_text(t: TrainerNow) -> str:

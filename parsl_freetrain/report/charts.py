@@ -140,7 +140,7 @@ def loss_over_samples(trainer: str, loss: Loss, kind: str) -> Markup | None:
     if y is None:
         return None
     x = linear(0, max(p.samples for line in loss.fragments for p in line))
-    chart = Chart(x, y, f'loss of {trainer} over samples', 'low')
+    chart = Chart(x, y, f'{loss.name} of {trainer} over samples', 'low')
     for i, line in enumerate(loss.fragments):
         part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
         chart.line([(p.samples, p.loss) for p in line], kind, part)
@@ -155,7 +155,7 @@ def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Marku
     y = _loss_axis(loss)
     if y is None:
         return None
-    chart = Chart(seconds(found.clock.length), y, f'loss of {trainer} over time', 'low')
+    chart = Chart(seconds(found.clock.length), y, f'{loss.name} of {trainer} over time', 'low')
     for i, line in enumerate(loss.fragments):
         part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
         chart.line([(p.at_s, p.loss) for p in line], kind, part)

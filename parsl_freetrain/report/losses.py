@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parsl_freetrain.core.model.state import History
+from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.report.axes import drawable
 from parsl_freetrain.report.timeline import Clock, ending_of
 
@@ -24,6 +25,7 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class Loss:
+    name: str = 'loss'  #: or what the trainer has reported first in its place
     #: One line for each fragment; samples that were repeated after a preemption appear twice.
     fragments: tuple[tuple[LossPoint, ...], ...] = ()
     #: Where fragments were preempted: samples reached, seconds on the report's clock.
@@ -31,15 +33,21 @@ class Loss:
 
 
 def losses(history: History, clock: Clock) -> dict[str, Loss]:
-    """By trainer; only those values of the reported ``loss`` count that can be drawn."""
+    """By trainer; only those values of its :func:`main_metric` count that can be drawn."""
     lines: dict[str, list[list[LossPoint]]] = {one.name: [] for one in history.trainings}
     struck: dict[str, list[tuple[int, float]]] = {name: [] for name in lines}
     living = {run.id for run in history.runs if history.alive(run)}
+    said: dict[str, dict[str, None]] = {name: {} for name in lines}
     for fragment in history.fragments:
+        for report in fragment.progress:
+            said[fragment.trainer].update(dict.fromkeys(report.metrics))
+    names = {trainer: main_metric(known) or 'loss' for trainer, known in said.items()}
+    for fragment in history.fragments:
+        name = names[fragment.trainer]
         line = [
             LossPoint(report.samples, clock.of(fragment.run, report.at), float(value))
             for report in fragment.progress
-            if isinstance(value := report.metrics.get('loss'), int | float) and drawable(value)
+            if isinstance(value := report.metrics.get(name), int | float) and drawable(value)
         ]
         if line:
             lines[fragment.trainer].append(line)
@@ -49,7 +57,7 @@ def losses(history: History, clock: Clock) -> dict[str, Loss]:
             if reached is None:
                 reached = fragment.from_samples if fragment.seen is None else fragment.seen.samples
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
-    return {name: Loss(_thinned(lines[name]), tuple(struck[name])) for name in lines}
+    return {name: Loss(names[name], _thinned(lines[name]), tuple(struck[name])) for name in lines}
 
 
 def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:

@@ -181,8 +181,8 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
                 'state': found.states[name],
                 'why': rows[name]['why'],
                 'charts': [
-                    ('loss over samples', charts.loss_over_samples(name, losses, kind)),
-                    ('loss over time', charts.loss_over_time(name, losses, kind, found)),
+                    (f'{losses.name} over samples', charts.loss_over_samples(name, losses, kind)),
+                    (f'{losses.name} over time', charts.loss_over_time(name, losses, kind, found)),
                     *((_of_scaling(one), charts.scaling(one, kind)) for one in learned),
                 ],
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ from parsl_freetrain.core.allocation.answer import Allocator, relative_gap
 from parsl_freetrain.core.allocation.constraints import EVERYBODY
 from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
+from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.journal.usage import owners_in, used_until
 from parsl_freetrain.report.life import Liveness, life_of
 from parsl_freetrain.report.names import run_named
@@ -33,7 +34,7 @@ class TrainerNow:
     nodes: int
     samples: int
     total: int | None
-    loss: float | None
+    metrics: Mapping[str, float]
     rate: float | None
     efficiency: float | None
     fragments: int
@@ -44,6 +45,11 @@ class TrainerNow:
     shape: str | None = None
     resumes: int = 0
     verified: int = 0
+
+    @property
+    def loss(self) -> float | None:
+        """The value of :func:`main_metric`."""
+        return self.metrics.get(main_metric(self.metrics))
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ def snapshot(
 def as_document(seen: RunStatus) -> dict[str, Any]:
     """The document of ``freetrain status --json``."""
     document = asdict(seen)
+    for shown, trainer in zip(document['trainers'], seen.trainers, strict=True):
+        shown['loss'] = trainer.loss
     life = document.pop('life')
     return {**document, 'state': life['state'], 'note': life['sentence']}
 
@@ -176,7 +184,6 @@ def _trainer(
     seen = [f.seen for f in running if f.seen is not None]
     rates = [report.rate for report in seen if report.rate is not None]
     said = next((f.seen.metrics for f in reversed(fragments) if f.seen and f.seen.metrics), {})
-    loss = said.get('loss')
     endings = [ending_of(f, f.run == training.run and going) for f in fragments]
     samples = max([training.samples, *(report.samples for report in seen)])
     state = state_of(training, going)
@@ -186,7 +193,7 @@ def _trainer(
         nodes=sum(len(f.nodes) for f in running),
         samples=samples,
         total=training.trainer.total_samples,
-        loss=float(loss) if isinstance(loss, int | float) else None,
+        metrics={k: float(v) for k, v in said.items() if isinstance(v, int | float)},
         rate=sum(rates) if rates else None,
         efficiency=gain,
         fragments=len(fragments),

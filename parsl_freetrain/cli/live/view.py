@@ -27,6 +27,7 @@ from parsl_freetrain.report.cells import (
     heading_words,
     in_shape,
     left_text,
+    metric_text,
     nodes_text,
     rate_text,
     samples_text,
@@ -257,8 +258,7 @@ def _trainer_lines(t: TrainerNow) -> RenderableType:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
         parts.append(bar)
-    loss = value_text(t.loss, '.4g')
-    parts.append(_cut(f'  {samples_text(t)} at {rate_text(t.rate)}, loss {loss}'))
+    parts.append(_cut(f'  {samples_text(t)} at {rate_text(t.rate)}, {metric_text(t)}'))
     counts = f'frag {t.fragments}, pre {t.preempted}, resc {t.rescaled}'
     parts.append(_cut(f'  U {value_text(t.efficiency, ".2f")}, {counts}'))
     if t.finish_s is not None:
@@ -278,7 +278,7 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
 def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
     return clean(
         f'{duration_text(elapsed_s)} {t.name}: {t.state}, {nodes_text(t.nodes)}{in_shape(t)}, '
-        f'{samples_text(t)} samples, loss {value_text(t.loss, ".4g")}, {rate_text(t.rate)}, U '
+        f'{samples_text(t)} samples, {metric_text(t)}, {rate_text(t.rate)}, U '
         f'{value_text(t.efficiency, ".2f")}, fragments {t.fragments}, preempted {t.preempted}, '
         f'rescaled {t.rescaled}' + (f', done in {finish_text(t)}' if t.finish_s is not None else '')
     )

@@ -275,6 +275,9 @@ class Checkpoint:
     #: was lost.
     resumes: int = field(default=0, compare=False)
     verified: int = field(default=0, compare=False)
+    #: Of the result of a training: the best checkpoint that was kept, by ``Retention(best=...)`` or
+    #: ``ctx.checkpoint(best=...)``; None: there is none.
+    best: Checkpoint | None = field(default=None, compare=False)
 
     @property
     def pause(self) -> tuple[float, float]:

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.report.cells import trainer_html
 from parsl_freetrain.report.status import TrainerNow
@@ -52,6 +53,7 @@ class TrainingFuture(Future[Checkpoint]):
         self.checkpoint: Checkpoint | None = None
         self.checkpoints: list[Future[Checkpoint]] = []
         self._progress = Progress()
+        self._best: Callable[[], Checkpoint | None] | None = None
         self._on_cancel: Callable[[], None] | None = None
         self._lock = threading.RLock()
         self._withdrawn = False  # cancelled before it was submitted
@@ -63,12 +65,11 @@ class TrainingFuture(Future[Checkpoint]):
     def _repr_html_(self) -> str:
         """The representation in a notebook."""
         now = self._progress
-        loss = now.metrics.get('loss')
         counts = now.fragments, now.preempted, now.rescaled
         return trainer_html(
             TrainerNow(
-                self.name, self.state, now.nodes, now.samples, now.total_samples, loss, None, None,
-                *counts,
+                self.name, self.state, now.nodes, now.samples, now.total_samples, now.metrics,
+                None, None, *counts,
             )
         )  # fmt: skip
 
@@ -104,7 +105,18 @@ class TrainingFuture(Future[Checkpoint]):
             self._on_cancel = on_cancel
         return True
 
-    def _settle_finished(self, checkpoint: Checkpoint) -> None:
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """The final checkpoint, when the training has ended; with the best one as ``best``."""
+        found = super().result(timeout)
+        if found.best is None and self._best is not None:  # the files are read here, for the caller
+            with suppress(OSError, FreeTrainError):
+                return replace(found, best=self._best())
+        return found
+
+    def _settle_finished(
+        self, checkpoint: Checkpoint, best: Callable[[], Checkpoint | None] | None = None
+    ) -> None:
+        self._best = best
         self.state = 'finished'
         self._settle(lambda: self.set_result(checkpoint))
 

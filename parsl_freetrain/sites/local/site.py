@@ -24,6 +24,8 @@ from parsl_freetrain.sites.protocols import HoleGone
 KILL, NOTICE, KNOWN, MIXED = 'kill', 'notice', 'known', 'mixed'
 TAKEN = (KILL, NOTICE, KNOWN, MIXED)
 
+_OVER_S = 5.0  # after the schedule's end, until all of its blocks have ended
+
 # How nodes are taken under 'mixed': mostly without warning, as on a real machine.
 _MIX = ((KILL, 0.6), (NOTICE, 0.25), (KNOWN, 0.15))
 
@@ -52,6 +54,8 @@ class LocalSite:
         idle. Its time 0 is when the executor starts.
     time_factor
         Factor for all times of the schedule.
+    repeat
+        Whether the schedule begins anew at its end. Otherwise trainers that are left then fail.
     taken
         How nodes are taken at the end of their interval, always by SIGKILL: ``'kill'`` without
         warning; ``'notice'`` announced ``notice_s`` seconds before; ``'known'`` with the end known
@@ -95,6 +99,7 @@ class LocalSite:
         nodes: int | Sequence[str] = 2,
         schedule: str | Path | Schedule | None = None,
         time_factor: float = 1.0,
+        repeat: bool = False,
         taken: str = KILL,
         notice_s: float = 10.0,
         seed: int = 0,
@@ -117,7 +122,7 @@ class LocalSite:
         self.nodes = nodes
         self.devices = devices
         self.schedule = schedule
-        self.time_factor = time_factor
+        self.time_factor, self.repeat = time_factor, repeat
         self.taken = taken
         self.notice_s = notice_s
         self.seed = seed
@@ -155,8 +160,8 @@ class LocalSite:
                 )
 
     def __repr__(self) -> str:
-        names = 'nodes schedule time_factor taken notice_s seed poll_s node_classes class_speeds '
-        names += 'devices'
+        names = 'nodes schedule time_factor repeat taken notice_s seed poll_s node_classes '
+        names += 'class_speeds devices'
         return (
             f'LocalSite({", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())})'
         )
@@ -178,7 +183,18 @@ class LocalSite:
         None before the start, and if it never ends.
         """
         end = math.inf if self._zero is None else self._zero + self._followed.end_s
-        return end if math.isfinite(end) else None
+        return end if math.isfinite(end) and not self.repeat else None
+
+    @property
+    def over(self) -> str:
+        """Why there will be no more nodes; empty: there will be."""
+        if self.over_at is None or self._clock() < self.over_at + _OVER_S:
+            return ''
+        return (
+            f'the schedule of LocalSite has ended after {self._followed.end_s:g} s, so there will '
+            'be no more nodes: give it a longer one, or repeat=True; the same call goes on from '
+            'the checkpoint'
+        )
 
     def start(self) -> None:
         """The schedule's time 0 is now."""
@@ -305,12 +321,15 @@ class LocalSite:
         """The schedule itself, clipped; empty before the start."""
         if self._zero is None:
             return ()
+        length = self._followed.end_s if self.repeat else math.inf
+        first, last = (int((at - self._zero) // length) for at in (since, until))
         clipped = (
             NodeOffer(
                 interval.node,
-                max(since, self._epoch(interval.start_s)),
-                min(until, self._epoch(interval.end_s)),
+                max(since, self._epoch(_shifted(interval, number * length).start_s)),
+                min(until, self._epoch(_shifted(interval, number * length).end_s)),
             )
+            for number in range(max(first, 0), max(last, 0) + 1)
             for interval in self._followed.intervals
         )
         return tuple(offer for offer in clipped if offer.end > offer.start)
@@ -324,10 +343,13 @@ class LocalSite:
         return interval
 
     def _interval(self, node: str, now: float) -> IdleInterval | None:
-        at_s = now - (self._zero or 0.0)
+        at_s, length = now - (self._zero or 0.0), self._followed.end_s
+        begun_s = at_s - at_s % length if self.repeat and math.isfinite(length) else 0.0
+        at_s -= begun_s
         place = bisect_right(self._intervals[node], at_s, key=lambda each: each.start_s) - 1
         interval = self._intervals[node][place] if place >= 0 else None
-        return interval if interval is not None and at_s < interval.end_s else None
+        there = interval is not None and at_s < interval.end_s
+        return _shifted(interval, begun_s) if interval is not None and there else None
 
     def _free(self, now: float) -> dict[str, IdleInterval]:
         """Idle slots in no open block, by name, with their present interval."""
@@ -349,6 +371,12 @@ class LocalSite:
         how, end = self._how(interval.end_s), self._epoch(interval.end_s)
         known = how == KNOWN or (how == NOTICE and now >= end - self.notice_s)
         return end if known else math.inf
+
+
+def _shifted(interval: IdleInterval, by_s: float) -> IdleInterval:
+    if not by_s or math.isnan(by_s):
+        return interval
+    return IdleInterval(interval.start_s + by_s, interval.end_s + by_s, interval.node)
 
 
 def _followed(nodes: int | Sequence[str], schedule: str | Path | Schedule | None) -> Schedule:

@@ -24,9 +24,12 @@ from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tens
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.transport import Disk
+from parsl_freetrain.training.spec.retention import BEST, Retention
 
 
-def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def load_weights(
+    source: Checkpoint | str | os.PathLike[str], *, best: bool | Retention = False
+) -> dict[str, torch.Tensor]:
     """The model's weights (parameters and buffers) in a checkpoint, on the CPU. The checkpoint is
     verified first.
 
@@ -35,6 +38,9 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
     source
         A checkpoint, its directory, or a trainer's folder, of which the newest good checkpoint is
         taken.
+    best
+        Take the best checkpoint of the trainer instead: that with the smallest value given to
+        ``ctx.checkpoint``, or, with the trainer's :class:`~parsl_freetrain.Retention`, as it says.
 
     Returns
     -------
@@ -48,7 +54,7 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
     BadInput
         If there is no checkpoint, it is damaged, or others may write to its folder.
     """
-    folder = _checkpoint_folder(Path(source.path if isinstance(source, Checkpoint) else source))
+    folder = _checkpoint_folder(source, best)
     saved = read_state(str(folder))
     if len(saved.models) == 1 and not saved.averages:
         return saved.models[0]
@@ -72,13 +78,14 @@ def export_weights(
     file: str | os.PathLike[str],
     *,
     shard_bytes: int | None = None,
+    best: bool | Retention = False,
 ) -> Path:
     """Write the model's weights in a checkpoint to a file in the safetensors format. An existing
     file is replaced atomically. One tensor at a time is in memory.
 
     Parameters
     ----------
-    source
+    source, best
         As for :func:`load_weights`.
     file
         The file to write, for instance 'model.safetensors'; private (0600).
@@ -97,7 +104,7 @@ def export_weights(
     BadInput
         As :func:`load_weights`; and if a file cannot be written.
     """
-    folder = _checkpoint_folder(Path(source.path if isinstance(source, Checkpoint) else source))
+    folder = _checkpoint_folder(source, best)
     contents = Contents.read(folder)
     pieces = _pieces(PartReader(contents, Disk(folder, contents.files)))
     target = Path(file)
@@ -168,8 +175,21 @@ def _replace(target: Path, write: Callable[[Path], object]) -> Path:
     return target
 
 
-def _checkpoint_folder(path: Path) -> Path:
+def _checkpoint_folder(
+    source: Checkpoint | str | os.PathLike[str], best: bool | Retention = False
+) -> Path:
+    path = Path(source.path if isinstance(source, Checkpoint) else source)
     refuse_open(path)
+    if best:
+        trainers = path if is_trainer_folder(path) else path.parent
+        keep = best if isinstance(best, Retention) else Retention()
+        found = keep.best_of(PosixCheckpointStore(trainers, trainer_of(trainers)).checkpoints())
+        if found is None:
+            raise BadInput(
+                f'{trainers} holds no checkpoint with the metric {keep.best or BEST!r}, by which '
+                "one is the best: say ctx.checkpoint(best=...), or best=Retention(best='name')."
+            )
+        path = Path(found.path)
     if is_trainer_folder(path):
         newest = PosixCheckpointStore(path, trainer_of(path)).latest()
         if newest is None:

@@ -48,14 +48,18 @@ class Retention(Settings, frozen=True, kw_only=False):
         if self.every is not None:
             last_of = {checkpoint.fragment: checkpoint.path for checkpoint in checkpoints}
             kept |= {path for fragment, path in last_of.items() if fragment % self.every == 0}
-        best = self.best or BEST
-        sign = 1 if self.mode == 'max' else -1
+        best = self.best_of(checkpoints)
+        return kept | ({best.path} if best is not None else set())
+
+    def best_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        """The best one, the newest of equal ones; None: none has the metric."""
+        name, sign = self.best or BEST, 1 if self.mode == 'max' else -1
         measured = [
-            (sign * checkpoint.metrics[best], i, checkpoint.path)
+            (sign * checkpoint.metrics[name], i)
             for i, checkpoint in enumerate(checkpoints)
-            if not math.isnan(checkpoint.metrics.get(best, math.nan))
+            if not math.isnan(checkpoint.metrics.get(name, math.nan))
         ]
-        return kept | ({max(measured)[2]} if measured else set())
+        return checkpoints[max(measured)[1]] if measured else None
 
 
 class Checkpoints(Settings, frozen=True, kw_only=True):

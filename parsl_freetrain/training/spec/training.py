@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec import field, structs
 
@@ -166,6 +166,9 @@ class Owner(Settings, frozen=True, kw_only=True):
     priority: Positive = 1.0
 
 
+_LIMITS = ('min_nodes', 'max_nodes')
+
+
 class TrainingSpec(Settings, frozen=True, kw_only=True):
     """What a trainer trains, and how, with all defaults filled in.
 
@@ -268,6 +271,17 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             scaling=scaling,
             owner=owner,
         )
+
+    def options(self, instead_of: Container[str]) -> dict[str, Any]:
+        """The decorator's arguments that make it, but for what others are given in place of."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
+        found['sizes'] = found.pop('shapes') or found['sizes'] or None
+        for own, *others in (('goal', 'total_epochs', 'total_samples'), ('sizes', *_LIMITS)):
+            if any(name in instead_of for name in others):
+                del found[own]
+        if 'sizes' in instead_of:
+            found = {name: value for name, value in found.items() if name not in _LIMITS}
+        return found
 
     @property
     def total_samples(self) -> int | None:

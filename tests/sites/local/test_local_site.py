@@ -264,5 +264,5 @@ def test_a_bad_schedule_file_says_so_at_once(tmp_path: Path) -> None:
 
 def test_the_representation_shows_what_the_site_was_made_of() -> None:
     assert repr(LocalSite(2, taken='mixed', seed=7)).startswith(
-        "LocalSite(nodes=2, schedule=None, time_factor=1.0, taken='mixed'"
+        "LocalSite(nodes=2, schedule=None, time_factor=1.0, repeat=False, taken='mixed'"
     )

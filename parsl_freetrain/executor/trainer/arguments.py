@@ -1,0 +1,83 @@
+"""The arguments of a trainer's call: futures among them, and those of the call before."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.host.files import read_regular, write_new
+
+logger = logging.getLogger(__name__)
+
+FILE = 'arguments.json'
+_LONGEST = 200  # characters of an argument that is compared
+
+
+def value_of(argument: Any) -> Any:
+    """An argument, or what the future that was given for it has."""
+    return argument.result() if isinstance(argument, Future) else argument
+
+
+def when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
+    """Call ``then`` once, when all futures are done; at once if there are none."""
+    left = len(futures)
+    lock = threading.Lock()
+    if not left:
+        then()
+
+    def one_done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            # Not here: this may be the event loop, and arguments may be large.
+            threading.Thread(target=then, name='FreeTrain-start', daemon=True).start()
+
+    for future in futures:
+        future.add_done_callback(one_done)
+
+
+def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str, Any]) -> None:
+    """Write down the plain ones of a trainer's arguments, by name; warn of those that differ from
+    what the trainer had when it wrote the checkpoint that it continues from.
+    """
+    texts = {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
+    now = {name: text for name, text in texts.items() if len(text) <= _LONGEST}
+    file = folder / FILE
+    try:
+        before = json.loads(read_regular(file, 2**20)) if file.exists() else {}
+        draft = folder / f'.{FILE}'
+        draft.unlink(missing_ok=True)
+        write_new(draft, json.dumps(now).encode())
+        draft.rename(file)
+    except (OSError, ValueError):
+        return  # nothing depends on it
+    differ = [
+        f'{name} was {before[name]} and is {now[name]}'
+        for name in now.keys() & before.keys()
+        if now[name] != before[name]
+    ]
+    if checkpoint is not None and differ:
+        logger.warning(
+            'Trainer %r goes on from %s with other arguments: %s. From here on the function gets '
+            'those of this call; but what the checkpoint holds stays: weights, ctx.state, and the '
+            'states of optimizers and schedulers, with their learning rates.',
+            checkpoint.trainer,
+            checkpoint.path,
+            '; '.join(sorted(differ)),
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _LONGEST and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,158 @@
+"""What a call of a trainer needs: settings and seeds of its own, the arguments of before, the best
+checkpoint, and a clean end of the program that submits.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain import (
+    BadInput,
+    Checkpoints,
+    Epochs,
+    LocalSite,
+    Reproducible,
+    Samples,
+    Shape,
+    Throughput,
+    TrainerFailed,
+    export_weights,
+    freetrain_app,
+    load_weights,
+)
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
+from parsl_freetrain.training.spec.retention import Retention
+from tests.support.training import freetrain
+from tests.support.waiting import LIMIT_S
+
+DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 16)
+
+
+@freetrain_app(max_nodes=2, total_epochs=2, mode=Reproducible(shards=4))
+def train(ctx: Any, lr: float = 0.1, grows: bool = False) -> list[float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+    def end() -> None:
+        ctx.report(accuracy=abs(ctx.epoch - 1.0))
+        ctx.checkpoint(best=abs(ctx.epoch - 1.0))
+
+    ctx.each_epoch(end)
+    seen: list[float] = []
+    for (x,) in ctx.loop(DATA, 4):
+        seen.extend(x[:, 0].tolist())
+        model(x).square().mean().backward()
+        optimizer.step()
+    return seen
+
+
+def test_other_settings_of_the_same_function() -> None:
+    spec = train.with_options(total_samples=8, mode=Throughput(), name='other').spec
+    assert (spec.goal, spec.mode, spec.max_nodes) == (Samples(8), Throughput(), 2)
+    assert train.with_options(name='other').name == 'other' and train.name == 'train'
+    assert train.with_options(name='other').spec == train.spec
+    shaped = train.with_options(sizes={2: Shape(data=2)}, total_epochs=3)
+    assert shaped.spec.min_nodes == 2 and shaped.spec.goal == Epochs(3)
+    assert shaped.with_options(max_nodes=4).spec.shapes == {}
+    assert shaped.with_options(mode=Reproducible(seed=4)).spec.shapes == shaped.spec.shapes
+    with pytest.raises(BadInput, match='total_epoch'):
+        train.with_options(total_epoch=3)
+    with pytest.raises(BadInput, match='The seed given to train is 0.5; it must be a whole number'):
+        train.debug(seed=0.5)
+
+
+def test_data_order_and_dropout_follow_the_seed_of_the_call() -> None:
+    runs = [train.debug(seed=seed) for seed in (3, 3, 4)]
+    assert runs[0].result == runs[1].result != runs[2].result
+    gets_it = freetrain_app(total_epochs=1)(lambda ctx, seed: seeds(ctx, seed))
+    assert gets_it.debug(seed=5).result == [5, 5] and gets_it.debug(5).result == [5, 0]
+
+
+def seeds(ctx: Any, seed: int) -> list[int]:
+    model = nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(DATA, 16):
+        model(x).mean().backward()
+        optimizer.step()
+    return [seed, ctx.spec.mode.seed]
+
+
+def test_the_best_checkpoint_and_other_arguments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = train.with_options(total_epochs=4, checkpoints=Checkpoints(keep=1))
+    with freetrain(tmp_path, LocalSite(nodes=1)):
+        result = app(lr=0.1, trainer_name='a').result(LIMIT_S)
+    assert result.best is not None and result.best.metrics['best'] == 0 < result.metrics['accuracy']
+    folder = Path(result.path).parent
+    for source in (folder, result):
+        best = load_weights(source, best=True)
+        assert all(torch.equal(best[k], v) for k, v in load_weights(result.best).items())
+    export_weights(folder, tmp_path / 'best.safetensors', best=Retention(best='accuracy'))
+    assert (tmp_path / 'best.safetensors').stat().st_size
+    with pytest.raises(BadInput, match="no checkpoint with the metric 'loss'"):
+        load_weights(folder, best=Retention(best='loss'))
+    with freetrain(tmp_path, LocalSite(nodes=1)), caplog.at_level(logging.WARNING):
+        app.with_options(total_epochs=5)(lr=0.01, trainer_name='a').result(LIMIT_S)
+    said = [record.getMessage() for record in caplog.records]
+    assert [one for one in said if 'lr was 0.1 and is 0.01' in one and 'learning rates' in one]
+
+
+def test_a_schedule_that_is_over_fails_who_waits_and_may_repeat(tmp_path: Path) -> None:
+    schedule = Schedule([IdleInterval(0.0, 1.0, 'a')])
+    site = LocalSite(nodes=1, schedule=schedule)
+    with freetrain(tmp_path, site), pytest.raises(TrainerFailed, match='repeat=True'):
+        train.with_options(total_epochs=10**6)().result(LIMIT_S)
+    now = [100.0]
+    again = LocalSite(nodes=1, schedule=Schedule([IdleInterval(2, 4, 'a')]), repeat=True)
+    again._clock = lambda: now[0]
+    again.start()
+    idle = []
+    for now[0] in (100.0, 103.0, 105.0, 106.5, 109.0, 110.5):
+        idle.append(bool(again.holes()))
+    assert idle == [False, True, False, True, False, True]
+    offers = [(one.start - 100, one.end - 100) for one in again.offers(100.0, 111.0)]
+    assert offers == [(2, 4), (6, 8), (10, 11)] and again.over_at is None and not again.over
+
+
+PROGRAM = """
+import sys, parsl
+from parsl.config import Config
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite
+from tests.test_calls import train
+
+executor = FreeTrainExecutor(
+    provider=BackfillProvider(site=LocalSite(nodes=1)), checkpoint_dir=sys.argv[1]
+)
+parsl.load(Config(executors=[executor], strategy='none', run_dir=sys.argv[1] + '/runinfo'))
+future = train.with_options(total_epochs=10**6)(trainer_name='t')
+while not future.progress().samples:
+    pass
+print('trains', flush=True)
+future.result()
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_the_program_ends_cleanly_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    program = subprocess.Popen(
+        [sys.executable, '-c', PROGRAM, str(tmp_path / 'run')], stdout=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    with program.stdout as out:
+        assert out.readline() == b'trains\n'
+        program.send_signal(number)
+        program.send_signal(number)
+        assert program.wait(LIMIT_S) == 128 + number
+    assert list((tmp_path / 'run' / 't').glob('ckpt-*'))  # saved at the stop
