@@ -5,6 +5,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
+DELAY_ARGS ?=
 VERSUS_ARGS ?=
 KILLS_ARGS ?=
 DEVICE ?=
@@ -18,7 +19,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 LOWEST := .venv-lowest
 
-.PHONY: help venv system-packages demo test test-long test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 3 to 15 minutes)'
@@ -31,6 +32,7 @@ help:
 	@echo 'make bench   measure (options: BENCH_ARGS)'
 	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
 	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (35 minutes)'
+	@echo 'make delay-all  the same for all of 20 seeds, with the default settings; goes on where it was ended (DELAY_ARGS="FIRST LAST"; 2 hours)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
 	@echo 'make kills   kill ranks and nodes, 100 times each, and measure the next step (options: KILLS_ARGS)'
 	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; 20 minutes)'
@@ -93,6 +95,12 @@ delay: $(INSTALLED)
 	$(BIN)/python -m tests.slurm.zero_delay demo-out
 	$(BIN)/python docs/zero_delay.py demo-out/zero-delay.json demo-out/zero-delay.png
 	@echo 'Picture: demo-out/zero-delay.png'
+
+# Seeds that were measured already are not run again.
+delay-all: $(INSTALLED)
+	$(BIN)/python -m tests.slurm.delay_all demo-out/delay-all.jsonl $(DELAY_ARGS)
+	$(BIN)/python docs/delay_all.py demo-out/delay-all.jsonl demo-out/delay-all.png
+	@echo 'Picture: demo-out/delay-all.png'
 
 storm: $(INSTALLED)
 	STORM=1 $(BIN)/python -m pytest -s tests/slurm/test_whole_training.py

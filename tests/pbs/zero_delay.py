@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from tests.pbs.groups import MODES, groups
-from tests.slurm.experiment import Outcome, side_by_side
+from tests.slurm.experiment import Filling, Outcome, side_by_side
 from tests.slurm.mix import Mix
 from tests.slurm.zero_delay import NODES, main
 
 
-def on_pbs(runs: dict[str, dict[str, Any] | None], mix: Mix, folder: Path) -> dict[str, Outcome]:
+def on_pbs(runs: dict[str, Filling], mix: Mix, folder: Path) -> dict[str, Outcome]:
     with groups(tuple(runs), NODES) as machines:
         return side_by_side(runs, mix, NODES, folder, machines=machines)
 

@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+Filling = dict[str, Any] | Sequence[dict[str, Any]] | None
+
+
 @dataclass(frozen=True)
 class Ran:
     """A job that ran; times in seconds since the first submission, ``names`` those of its nodes."""
@@ -68,6 +72,10 @@ class Outcome:
         How often each of the scheduler's commands was run.
     reserved
         Nodes that were set aside.
+    jobs
+        The ids of the mix's jobs, in its order.
+    needs
+        When the journal says that jobs, by their ids, lacked nodes of blocks, in the same seconds.
     """
 
     nodes: int
@@ -77,6 +85,8 @@ class Outcome:
     trained: tuple[tuple[str, float, float], ...] = ()
     commands: dict[str, int] = field(default_factory=dict)
     reserved: tuple[Ran, ...] = ()
+    jobs: tuple[str, ...] = ()
+    needs: tuple[tuple[tuple[str, ...], float], ...] = ()
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -175,6 +185,14 @@ class SlurmMachine:
             # A task finds its own job's number only where it runs; sleep adds what it is given.
             tenths = round(10 * job.apart_s)
             seconds = f'{job.run_s} $((SLURM_JOB_ID * 7919 % {tenths + 1}))e-1'
+        if job.node:
+            options.append(f'--nodelist={first_names(job.node)[-1]}')
+        if job.cpus:
+            options[0] = f'--ntasks={job.cpus}'
+            return self._cluster.run(
+                *('sbatch', '--parsable', '--output=/dev/null', *options),
+                f'--wrap=exec sleep {seconds}',
+            ).strip()
         return self._cluster.submit(*options, seconds=seconds)
 
     def tasks(self, job_id: str, job: Ordinary) -> list[str]:
@@ -256,30 +274,32 @@ class Filler:
 
 
 def run(
-    mix: Mix,
-    machine: Machine,
-    folder: Path,
-    filling: dict[str, Any] | None,
-    ready: Barrier,
-    blocks_first: bool,
+    mix: Mix, machine: Machine, folder: Path, filling: Filling, ready: Barrier, blocks_first: bool
 ) -> Outcome:
-    """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it. The
-    mix begins when all runs are ready, and every node trains; or, without ``blocks_first``,
-    FreeTrain begins when all jobs have been submitted.
+    """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it; or of
+    several runs of FreeTrain, of which all but the last have two nodes each. The mix begins when
+    all runs are ready, and every node trains; or, without ``blocks_first``, FreeTrain begins when
+    all jobs have been submitted.
     """
     folder.mkdir(parents=True)
-    filler = Filler(machine, folder, filling) if filling is not None else None
+    each = [] if filling is None else [filling] if isinstance(filling, dict) else [*filling]
+    fillers: list[Filler] = []
     try:
-        if filler is not None and blocks_first:
-            filler.begin(machine.nodes)
+        for number, settings in enumerate(each):
+            (folder / str(number)).mkdir()
+            fillers.append(Filler(machine, folder / str(number), settings))
+            if blocks_first and number < len(each) - 1:
+                fillers[-1].begin(2, 2)
+            elif blocks_first:
+                fillers[-1].begin(machine.nodes - 2 * number)
         ready.wait(LIMIT_S)
-        return _watched(machine, mix, filler, blocks_first)
+        return _watched(machine, mix, fillers, blocks_first)
     finally:
-        if filler is not None:
+        for filler in fillers:
             filler.kill()
 
 
-def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bool) -> Outcome:
+def _watched(machine: Machine, mix: Mix, fillers: list[Filler], blocks_first: bool) -> Outcome:
     zero = time.time()
     reserved: tuple[Ran, ...] = ()
     if mix.reserved is not None:
@@ -291,7 +311,7 @@ def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bo
     for job in mix.jobs:
         time.sleep(max(0.0, zero + job.at_s - time.time()))
         ids.append(machine.submit(job, None if job.after is None else ids[job.after]))
-    if filler is not None and not blocks_first:
+    for filler in () if blocks_first else fillers:
         filler.begin()
     each = [
         task
@@ -304,7 +324,7 @@ def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bo
         return {row.job for row in machine.rows() if row.completed}.issuperset(each)
 
     machine.wait(over, LIMIT_S)
-    answer = filler.end() if filler is not None else {}
+    answers = [filler.end() for filler in fillers]
     ran = {
         row.job: Ran(row.start - zero, row.end - zero, row.names)
         for row in machine.rows()
@@ -312,16 +332,24 @@ def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bo
     }
     trained = tuple(
         (machine.known_as(node), begun - zero, ended - zero)
-        for node, begun, ended in answer.get('fragments', ())
+        for answer in answers
+        for node, begun, ended in answer['fragments']
     )
+    node_s: Counter[str] = Counter()
+    commands: Counter[str] = Counter()
+    for answer in answers:
+        node_s.update(answer['node_s'])
+        commands.update(answer['commands'])
     return Outcome(
         machine.nodes,
         tuple(ran[job] for job in each),
         tuple(ran[job] for job in ran.keys() - set(each)),
-        answer.get('node_s'),
+        dict(node_s) if answers else None,
         trained,
-        answer.get('commands', {}),
+        dict(commands),
         reserved,
+        tuple(each),
+        tuple((tuple(jobs), at - zero) for answer in answers for jobs, at in answer['needs']),
     )
 
 
@@ -333,7 +361,7 @@ def own_cluster(name: str, nodes: int) -> Iterator[Machine]:
 
 
 def side_by_side(
-    runs: Mapping[str, dict[str, Any] | None],
+    runs: Mapping[str, Filling],
     mix: Mix | Mapping[str, Mix],
     nodes: int,
     folder: Path,

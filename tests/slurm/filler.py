@@ -15,6 +15,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 from parsl_freetrain import Checkpoints, Scaling, freetrain_app
+from parsl_freetrain.core.model.events import NodesNeeded
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.batch.site import BatchSite
@@ -53,6 +54,11 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
             future.cancel()
         wait(futures, timeout=LIMIT_S)
     history = Journal(executor.ledger_path).history()
+    needs = [
+        [sorted({demand.job for demand in event.demands}), event.at]
+        for _, event in Journal(executor.ledger_path).events()
+        if isinstance(event, NodesNeeded)
+    ]
     names = {node.node: node.name for node in history.nodes}
     fragments = [
         [names[f.nodes[0]], f.started_at, f.ended_at] for f in history.fragments if f.started_at
@@ -63,6 +69,7 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
                 'node_s': summary(history)['node_s'],
                 'commands': site.client.commands,
                 'fragments': fragments,
+                'needs': needs,
             }
         ),
         flush=True,

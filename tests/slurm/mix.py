@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Ordinary:
         Position in the mix of a job that has to be over before; None: of none.
     apart_s
         Tasks of an array take up to so many seconds longer, each another time.
+    cpus
+        Number of its tasks, of one CPU each, on nodes that it shares; 0: it gets whole nodes.
+    node
+        Number of a node that it asks for by name; 0: none.
     """
 
     at_s: float
@@ -33,6 +37,8 @@ class Ordinary:
     tasks: int = 1
     after: int | None = None
     apart_s: float = 0.0
+    cpus: int = 0
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,19 @@ def untidy(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) ->
             made.append(Ordinary(at_s, _width(draw, nodes), minutes, run_s, after=after))
     # In the long form not whole minutes after the first jobs: none of them fits to the second.
     return Mix(tuple(made), Reserved(round(0.58 * over_s), max(1, nodes // 2), 1))
+
+
+def sharing(seed: int, mix: Mix, cpus: int) -> Mix:
+    """The mix on nodes of so many CPUs, with two thirds of the jobs sharing them, and some of one
+    node asking for it by name.
+    """
+    draw = random.Random(seed)
+    jobs = []
+    for job in mix.jobs:
+        tasks = job.nodes * cpus - draw.randrange(cpus) if draw.random() < 0.67 else 0
+        node = 1 + draw.randrange(3) if job.nodes == 1 and draw.random() < 0.15 else 0
+        jobs.append(replace(job, cpus=tasks, node=node))
+    return Mix(tuple(jobs), mix.reserved)
 
 
 def _times(draw: random.Random, jobs: int, over_s: float) -> Iterable[float]:

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
-from tests.slurm.experiment import KILL_WAIT_S, MODES, TICK_S, Outcome, side_by_side
+from tests.slurm.experiment import KILL_WAIT_S, MODES, TICK_S, Filling, Outcome, side_by_side
 from tests.slurm.mix import Mix, untidy
 
 NODES = 5
@@ -38,10 +38,10 @@ def mix_of(seed: int) -> Mix:
     return untidy(seed, NODES, 14, 240.0, 60.0)
 
 
-Runs = Callable[[dict[str, dict[str, Any] | None], Mix, Path], dict[str, Outcome]]
+Runs = Callable[[dict[str, Filling], Mix, Path], dict[str, Outcome]]
 
 
-def on_slurm(runs: dict[str, dict[str, Any] | None], mix: Mix, folder: Path) -> dict[str, Outcome]:
+def on_slurm(runs: dict[str, Filling], mix: Mix, folder: Path) -> dict[str, Outcome]:
     return side_by_side(runs, mix, NODES, folder)
 
 
