@@ -11,7 +11,12 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot
 
-RUNS = {'without': '#808080', 'backfill': '#2166ac', 'two runs': '#b2182b', 'preemptible': '#4d9221'}
+RUNS = {
+    'without': '#808080',
+    'backfill': '#2166ac',
+    'two runs': '#b2182b',
+    'preemptible': '#4d9221',
+}
 
 
 def draw(lines: Path, picture: Path) -> None:

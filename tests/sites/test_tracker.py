@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -183,3 +184,19 @@ def test_a_clock_that_was_set_back_makes_no_pause(
     tries = len(scheduler.cancelled)
     assert asked() == before >= 10
     assert len(scheduler.cancelled) > tries
+
+
+def test_how_long_a_start_takes_is_measured(scheduler: Scripted, tracker: BlockTracker) -> None:
+    """After three blocks, and never longer than was assumed."""
+    took = [4.0, 6.0, 5.0, 1000.0]
+    for number, seconds in enumerate(took):
+        assert tracker.start_s == (30.0 if number < 3 else 8.0)
+        job = str(number + 10)
+        tracker.add([replace(BLOCK, job_id=job, submitted_s=scheduler.now)])
+        start_s = scheduler.now + seconds
+        running = BatchJob(job, JobState.RUNNING, 'batch', 1, start_s, names=(job,))
+        scheduler.queue = (*scheduler.queue, running)
+        scheduler.now = start_s + 20.0
+        tracker.statuses([job])
+        tracker.statuses([job])
+    assert tracker.start_s == 30.0

@@ -1,7 +1,8 @@
 """Which nodes are given back because jobs of others wait that would start on them.
 
 The nodes are the fewest that serve all of these jobs. Among such choices, those are preferred that
-fewer other jobs could use; among these, the fragments that have to stop are the cheapest to stop. A
+fewer other jobs could use, then those that the scheduler would give first, so that it leaves the
+same nodes to later jobs; among these, the fragments that have to stop are the cheapest to stop. A
 node that cannot be given back alone goes with its whole block.
 
 The fragments there are stopped first. Then all nodes of one decision are released together, so that
@@ -29,6 +30,7 @@ class _Group(NamedTuple):
     serves: tuple[bool, ...]
     given: bool
     spare: bool
+    first: bool
 
 
 def nodes_to_give(
@@ -120,13 +122,17 @@ def _groups(
     holder: Mapping[str, str],
     given: Collection[str],
 ) -> dict[_Group, list[str]]:
-    spare = frozenset[str]().union(*(demand.spare for demand in demands))
+    spare, first = (
+        frozenset[str]().union(*(getattr(demand, what) for demand in demands))
+        for what in ('spare', 'first')
+    )
     groups: dict[_Group, list[str]] = {}
     for b, block in enumerate(blocks):
         for name in sorted(block.nodes):
             serves = tuple(name in demand.among for demand in demands)
             held_by, alone = holder.get(name, ''), name in block.releasable
-            key = _Group(b, alone, held_by, serves, name in given, name in spare)
+            kind = name in given, name in spare, name in first
+            key = _Group(b, alone, held_by, serves, *kind)
             groups.setdefault(key, []).append(name)
     return groups
 
@@ -135,13 +141,16 @@ def _costs(
     groups: Mapping[_Group, Sequence[str]], cost: Mapping[str, float]
 ) -> tuple[dict[_Group, float], dict[str, float]]:
     """What a node of each group counts, and the end of each trainer's fragment. A node weighs more
-    than all that are not spare, each of these more than all fragments together.
+    than all that are not spare, each of these more than all that are not first, each of these more
+    than all fragments together.
     """
     nodes = sum(map(len, groups.values()))
     holders = {key.holder for key in groups if key.holder}
     going = {key.holder for key in groups if key.given}
-    scale = 0.25 / max(sum(cost.get(name, 0.0) for name in holders), 1e-9)
-    of_node = {key: 0.0 if key.given else nodes + (0.0 if key.spare else 0.5) for key in groups}
+    later = 0.2 / max(nodes, 1)
+    scale = 0.5 * later / max(sum(cost.get(name, 0.0) for name in holders), 1e-9)
+    of_node = {key: nodes + 0.5 * (not key.spare) + later * (not key.first) for key in groups}
+    of_node |= {key: 0.0 for key in groups if key.given}
     ends = {name: 0.0 if name in going else scale * cost.get(name, 0.0) for name in holders}
     return of_node, ends
 

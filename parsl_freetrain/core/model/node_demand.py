@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class NodeDemand:
     spare: frozenset[str] = frozenset()
     # giving back is enough: another job is planned around them, they may serve others
     shared: bool = False
+    # of these, what the scheduler would give first if blocks had none: later jobs find the others
+    first: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def in_need(jobs: Iterable[str]) -> str:

@@ -91,7 +91,10 @@ def nodes_needed(
     def managers(hosts: frozenset[str]) -> frozenset[str]:
         return frozenset(manager[host] for host in hosts & manager.keys())
 
-    asked = tuple(replace(d, among=managers(d.among), spare=managers(d.spare)) for d in demands)
+    asked = tuple(
+        replace(d, among=managers(d.among), spare=managers(d.spare), first=managers(d.first))
+        for d in demands
+    )
     here = [(k, b, n, tuple(manager[host] for host in n.nodes)) for k, b, n in known]
     ours = (BlockNodes(k, m, managers(n.releasable), b.noticed) for k, b, n, m in here)
     return NodesNeeded(at, asked, tuple(ours))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,9 @@ from parsl_freetrain.sites.batch.records import BatchJob, JobState
 from parsl_freetrain.sites.protocols import FoundBlock
 
 logger = logging.getLogger(__name__)
+
+LEAST_STARTS = 3
+ROUNDED_S = 2.0  # times in answers are whole seconds
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,14 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._blocks: dict[str, BatchBlock] = {}
+        self._started_s: deque[float] = deque(maxlen=8)
+
+    def start_s(self, assumed_s: float) -> float:
+        """How long the scheduler takes to start a job, once some have started, if that is less than
+        was assumed; in seconds.
+        """
+        enough = len(self._started_s) >= LEAST_STARTS
+        return min(assumed_s, max(self._started_s) + ROUNDED_S) if enough else assumed_s
 
     def add(self, block: BatchBlock) -> None:
         """A block was submitted."""
@@ -164,6 +176,8 @@ class BlockTable:
             job = known.get(job_id)
             if job is not None:
                 running = job.state is JobState.RUNNING
+                if running and not block.seen.ran and (job.start_s or 0.0) >= block.submitted_s - 1:
+                    self._started_s.append((job.start_s or 0.0) - block.submitted_s)
                 shortened = running and (
                     block.seen.shortened
                     or (

@@ -71,7 +71,8 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
         How long before its time limit a block ends itself; the scheduler would end it too late.
         This is part of ``margin_s``.
     start_s
-        How long the scheduler usually takes to start a job that fits.
+        How long the scheduler may take to start a job that fits; what was measured at the last
+        blocks is used instead if it is less.
     withdraw_s
         How long a block may wait in the queue, and no longer than its hole lasts; then it is
         withdrawn.

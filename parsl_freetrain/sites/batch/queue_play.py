@@ -193,7 +193,8 @@ class QueuePlay:
             if lacking:
                 names = frozenset(self._names(among & of))
                 spare = frozenset(self._names(among & of & self._spare))
-                yield NodeDemand(job.job_id, lacking.bit_count(), names, spare)
+                first = frozenset(self._names(lacking))
+                yield NodeDemand(job.job_id, lacking.bit_count(), names, spare, first=first)
         if hides:
             names = frozenset(self._names(hides))
             yield NodeDemand(job.job_id, len(names), names, shared=True)
@@ -201,13 +202,13 @@ class QueuePlay:
     def _of_few_blocks(self, among: int, missing: Missing) -> int:
         """What is missing, of these nodes of as few blocks as possible: first of blocks that jobs
         before this one got, then of the smallest that has enough, or else of that with the most.
-        Where blocks are equal the first in the queue is taken.
+        Where blocks are equal it is that with the first node, as a scheduler takes nodes.
         """
         chosen = 0
         while missing and among & ~chosen:
             useful = [
-                (members & self._begun == 0, missing.beyond(use), size, place, use)
-                for place, (_, members) in enumerate(self._blocks.values())
+                (members & self._begun == 0, missing.beyond(use), size, use & -use, use)
+                for _, members in self._blocks.values()
                 if (use := members & among & ~chosen) and (size := members.bit_count())
             ]
             chosen |= missing.first_of(min(useful)[-1])

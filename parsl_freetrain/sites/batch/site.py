@@ -183,7 +183,7 @@ class BatchSite(ABC):
             partition,
             now,
             self.options.limit_margin_s,
-            partition.shortest_s + self.options.start_s,
+            partition.shortest_s + self._tracker.start_s,
             {name: group.node_class for group in snapshot.nodes for name in group.names},
         )
         limit_s = math.inf if partition.longest_s is None else partition.longest_s
@@ -222,6 +222,7 @@ class BatchSite(ABC):
                 'the site through a BackfillProvider in a FreeTrainExecutor.'
             )
         folder = Path(self.script_dir).absolute()
+        self._submitter.start_s = self._tracker.start_s
         block = self._submitter.submit(request, self._partition, folder, name, command, worker_init)
         self._tracker.add([block])
         return block.job_id

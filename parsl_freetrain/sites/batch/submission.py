@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.host import files
@@ -35,6 +37,8 @@ class Submitter:
     ----------
     run
         Names this run's jobs.
+    start_s
+        How long the scheduler takes to start a job; may be changed at any time.
     unanswered
         Names of submissions that the scheduler did not answer; it may have accepted them.
     """
@@ -46,6 +50,7 @@ class Submitter:
         self._options = options
         self._clock = clock
         self.run = run
+        self.start_s = options.start_s
         self._next_s = NEVER
         self.unanswered: set[str] = set()
 
@@ -89,7 +94,7 @@ class Submitter:
             request.nodes,
             request.walltime_s,
             request.names,
-            self._options,
+            structs.replace(self._options, start_s=self.start_s),
             min(request.lasts_s, math.inf if partition.longest_s is None else partition.longest_s),
             self._clock(),
             self._scheduler.step_s,

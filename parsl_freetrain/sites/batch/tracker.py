@@ -123,6 +123,13 @@ class BlockTracker:
             return self._offers.between(since, until)
 
     @property
+    def start_s(self) -> float:
+        """How long the scheduler takes to start a job, in seconds: as measured, or as the options
+        say if that is less.
+        """
+        return self._blocks.start_s(self._options.start_s)
+
+    @property
     def poll_s(self) -> float:
         """Time until the next question, in seconds: less while jobs of others wait and blocks hold
         nodes.
@@ -256,7 +263,7 @@ class BlockTracker:
         self._watch.poll_s = fast if self._waiting else slow
         # A reservation decides which of our nodes would serve a waiting job, and may be why a block
         # does not start.
-        late = any(b.submitted_s < at - self._options.start_s for b in self._blocks.waiting())
+        late = any(b.submitted_s < at - self.start_s for b in self._blocks.waiting())
         soon = self._waiting or late
         self._watch.nodes_s, self._watch.reservations_s = (
             (min(NODES_WAITING_S, 4 * fast), min(RESERVATIONS_WAITING_S, 15 * fast))
@@ -342,13 +349,13 @@ class BlockTracker:
 
     def _delete(self, snapshot: QueueSnapshot) -> None:
         """Cancel blocks that have not started in time, and those whose nodes were taken."""
-        before = min(snapshot.jobs_at, snapshot.nodes_at) - self._options.start_s
+        before = min(snapshot.jobs_at, snapshot.nodes_at) - self.start_s
         with self._lock:
             late = self._blocks.late(self._clock())
             if any(b.submitted_s < before for b in self._blocks.waiting()):
                 lengths_s = [end - snapshot.jobs_at for end in self._usable(snapshot).values()]
                 shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
-                shortest_s += self._options.start_s + self._options.limit_margin_s
+                shortest_s += self.start_s + self._options.limit_margin_s
                 stranded = self._blocks.stranded(lengths_s, shortest_s, before)
                 late += stranded
             if self._needs[1].lacking and self._needs[0].jobs_at >= before:

@@ -60,8 +60,8 @@ class PbsOptions(BatchOptions, frozen=True, kw_only=True):
         Empty: PBS's own task manager does, which needs no MPI.
     shrink_blocks
         Whether a block is made smaller (``pbs_release_nodes``) when some of its nodes are enough
-        for a waiting job, instead of being given back as a whole. PBS kills what runs there; not
-        for a launcher that ends all when one process is killed.
+        for a waiting job, instead of being given back as a whole. PBS kills what runs there. None:
+        without a ``launch``, which may end all when one process is killed.
     pbs_options
         More options of qsub, each complete, such as ``'-l singularity_fakeroot=true'``.
     """
@@ -76,7 +76,7 @@ class PbsOptions(BatchOptions, frozen=True, kw_only=True):
     withdraw_s: Seconds = 30.0
     grace_s: Seconds = 10.0
     launch: tuple[Line, ...] = ()
-    shrink_blocks: bool = False
+    shrink_blocks: bool | None = None
     pbs_options: tuple[Option, ...] = ()
 
     def __post_init__(self) -> None:

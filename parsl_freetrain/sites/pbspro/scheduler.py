@@ -174,7 +174,8 @@ class Pbs:
 
     def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
         """All but the first, which runs the batch script; none unless the options allow it."""
-        return tuple(names[1:]) if self._options.shrink_blocks else ()
+        asked = self._options.shrink_blocks
+        return tuple(names[1:]) if (not self._options.launch if asked is None else asked) else ()
 
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
         """``pbs_release_nodes``. It kills what runs on the nodes that leave."""

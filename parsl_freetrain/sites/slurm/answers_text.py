@@ -41,6 +41,7 @@ NODES = ('sinfo', '--noheader', '--all', f'--format={_NODE_FIELDS}')
 _EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
 PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')
+CONFIG = ('scontrol', 'show', 'config')
 VERSION = ('squeue', '--version')
 
 
@@ -247,6 +248,15 @@ def parse_version(answer: str) -> tuple[int, int]:
     if found is None:
         raise NotUnderstood(f'squeue --version answered {answer[:80]!r}, which holds no version')
     return int(found[1]), int(found[2])
+
+
+def can_shrink(config: str) -> bool:
+    """Whether a job that gave some of its nodes away leaves no processes there, and can do so
+    again, by the answer to :data:`CONFIG`.
+    """
+    fields = dict(re.findall(r'^(\w+)\s*=\s*(\S+)', config, re.MULTILINE))
+    kept = fields.get('AccountingStorageType', 'none').rpartition('/')[2]
+    return fields.get('ProctrackType') == 'proctrack/cgroup' and kept not in ('none', '(null)')
 
 
 def is_blocked(reason: str, reservation: str = '') -> bool:

@@ -53,8 +53,8 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
         that it fits; nodes of none are not used.
     shrink_blocks
         Whether a block is made smaller when some of its nodes are enough for a waiting job, instead
-        of being given back as a whole. Slurm kills what runs there: only for clusters that track
-        processes by control groups (``ProctrackType=proctrack/cgroup``).
+        of being given back as a whole. Slurm kills what runs there. None: where it tracks processes
+        by control groups, and has an accounting database.
     form
         The form of Slurm's answers: 'text', 'json', or 'auto': JSON if the documents of this
         version have all that is needed, and text otherwise.
@@ -70,7 +70,7 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
     node_classes: dict[ClassName, Features] = field(default_factory=dict)
-    shrink_blocks: bool = False
+    shrink_blocks: bool | None = None
     form: Form = 'auto'
 
     def __post_init__(self) -> None:

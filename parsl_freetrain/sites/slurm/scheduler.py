@@ -63,11 +63,14 @@ class Slurm:
         self._user = own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
         self._tiers: dict[str, int] = {}  # of partitions
+        self._shrinks = options.shrink_blocks
 
     def queue(self) -> Partition:
         """The partition."""
         partitions = answers_text.parse_partitions(self.client.ask(answers_text.PARTITIONS))
         self._tiers = {name: partition.tier for name, partition in partitions.items()}
+        if self._shrinks is None:
+            self._shrinks = answers_text.can_shrink(self.client.run(answers_text.CONFIG).stdout)
         return partition_for(self._options, partitions)
 
     def wanted(self) -> Wanted:
@@ -175,8 +178,8 @@ class Slurm:
         self.client.cancel(('scancel', '--quiet', *job_ids))
 
     def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
-        """All but the first, which runs the batch script; none unless the options allow it."""
-        return tuple(names[1:]) if self._options.shrink_blocks else ()
+        """All but the first, which runs the batch script; none unless that is allowed."""
+        return tuple(names[1:]) if self._shrinks else ()
 
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
         """``scontrol update``. It kills what runs on the nodes that leave."""

@@ -494,3 +494,18 @@ def test_node_lists_name_every_node_once(numbers: list[int]) -> None:
 def test_slurms_words_for_states(words: str, state: JobState) -> None:
     assert state_of(words) is state
     assert not JobState.UNKNOWN.is_over
+
+
+@pytest.mark.parametrize(
+    ('tracks', 'kept', 'can'),
+    [
+        ('proctrack/cgroup', 'accounting_storage/slurmdbd', True),
+        ('proctrack/linuxproc', 'accounting_storage/slurmdbd', False),
+        ('proctrack/cgroup', 'accounting_storage/none', False),
+        ('proctrack/cgroup', '(null)', False),
+    ],
+)
+def test_blocks_shrink_where_slurm_can_do_it_well(tracks: str, kept: str, can: bool) -> None:
+    said = f'AccountingStorageType   = {kept}\nProctrackType           = {tracks}\n'
+    assert answers_text.can_shrink(said) == can
+    assert not answers_text.can_shrink('')
