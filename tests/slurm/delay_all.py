@@ -87,7 +87,7 @@ def causes(alone: Sequence[Outcome], filled: Outcome, delays: Iterable[float]) -
         asked = sorted(at for jobs, at in filled.needs if job.partition('_')[0] in _base(jobs))
         could_s = min(start_s, max(each.ordinary[place].start_s for each in alone))
         if not asked:
-            why = 'lacked no node of ours: jobs were taken in another order'
+            why = 'lacked no node of ours: those before it were late, or taken in another order'
         elif asked[0] - could_s > delay_s / 2:
             why = f'nodes were given back {asked[0] - could_s:.0f} s after it could have begun'
         else:

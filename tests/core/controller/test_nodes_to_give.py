@@ -93,16 +93,6 @@ def situations(
 
 
 @holds_for(situations(), tries=150)
-def test_the_nodes_that_the_scheduler_gives_first_go_first() -> None:
-    """It leaves the same to later jobs then. What is spare goes before, fewer nodes go before all."""
-    blocks = [BlockNodes(name, (name,)) for name in 'abc']
-    cost = {'one': 0.0, 'two': 100.0}
-    for first, spare in (('b', ''), ('a', 'b'), ('a', 'ab')):
-        demand = NodeDemand('7', 1, frozenset('abc'), frozenset(spare), first=frozenset(first))
-        given = nodes_to_give([demand], blocks, {'a': 'two', 'b': 'two', 'c': 'one'}, cost)
-        assert given == {'a' if spare == 'ab' else 'b'}
-
-
 def test_the_choice_is_the_best_of_all(
     situation: tuple[
         list[NodeDemand], list[BlockNodes], dict[str, str], dict[str, float], frozenset[str]
@@ -206,3 +196,13 @@ def test_nodes_that_the_scheduler_takes_serve_first_and_are_left_to_it() -> None
     [release] = history.tell(need)
     assert isinstance(release, ev.ReleaseNodes)
     assert (release.block, len(release.nodes)) == ('a', 1)
+
+
+def test_the_nodes_that_the_scheduler_gives_first_go_first() -> None:
+    """It leaves the same to later jobs then; what is spare goes before."""
+    blocks = [BlockNodes(name, (name,)) for name in 'abc']
+    cost = {'one': 0.0, 'two': 100.0}
+    for first, spare in (('b', ''), ('a', 'b'), ('a', 'ab')):
+        demand = NodeDemand('7', 1, frozenset('abc'), frozenset(spare), first=frozenset(first))
+        given = nodes_to_give([demand], blocks, {'a': 'two', 'b': 'two', 'c': 'one'}, cost)
+        assert given == {'a' if spare == 'ab' else 'b'}

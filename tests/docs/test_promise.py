@@ -1,0 +1,16 @@
+"""What is promised to other people's jobs is the same wherever it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PAGES = 'README.md', 'docs/slurm.md', 'docs/pbs.md', 'docs/guides/administrators.md'
+
+
+def test_the_promise_is_the_same_on_all_pages() -> None:
+    said = set()
+    for page in PAGES:
+        text = Path(page).read_text()
+        begin = text.index("With the scheduler's preemption (`mode='preemptible'`)")
+        said.add(text[begin : text.index('[Measured](', begin)])
+    assert len(said) == 1
