@@ -116,6 +116,14 @@ def test_each_of_several_runs_gives_its_own_part(wide: int, parts: tuple[int, ..
         assert each.asked == others, part
 
 
+def test_nothing_is_taken_back_that_was_given_for_a_job_that_waits_for_another_run() -> None:
+    """Nor for one that starts in a moment."""
+    nodes, wait = [Nodes('batch', ('b', 'c'), 'allocated'), Nodes('batch', ('a',), 'idle')], [2, 1]
+    for wide, jobs in zip(wait, ([block('two', 'b', 'c')], []), strict=True):
+        found = needs(nodes, [*jobs, waiting('7', wide)], (), frozenset(), NOW)
+        assert (found.served, found.demands) == ({'7'}, ())
+
+
 def test_a_run_that_gives_nothing_counts_as_a_job() -> None:
     jobs = block('one', 'a'), block('two', 'b', 'c'), waiting('7', 3), waiting('8', 1)
     stalled = StalledJobs(120.0)

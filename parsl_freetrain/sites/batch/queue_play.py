@@ -60,10 +60,11 @@ class QueuePlay:
             for group in (_without(over, each) for each in nodes)
             if not group.broken
         ]
-        up = 0
+        up = self._idle = 0
         for group, members in self._up:
             up |= members
             if group.state in USABLE:
+                self._idle |= members
                 until |= dict.fromkeys(group.names, now)
         uses: list[tuple[BatchJob, int, float]] = []
         for job in jobs:
@@ -111,9 +112,11 @@ class QueuePlay:
         return NodeShares(now, total, uses, unknown)
 
     def competing(self, waiting: Iterable[BatchJob]) -> list[BatchJob]:
-        """The jobs that could get nodes of ours, or nodes that such a job could get."""
+        """The jobs that could get nodes of blocks (without any, idle ones: what was given back), or
+        nodes that such a job could get.
+        """
         may = [(job, self.eligible(job)) for job in waiting]
-        reach, before = self._ours, 0
+        reach, before = self._given or self._idle, 0
         while reach != before:
             before = reach
             for members in {members for _, members in may}:

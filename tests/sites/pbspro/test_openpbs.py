@@ -117,6 +117,31 @@ def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(
         mine.provider.release(job, [min(held.nodes)])
 
 
+def test_each_of_two_runs_gives_its_part(openpbs: PbsCluster, blocks: Make) -> None:
+    # Not so short that a job which waits for the other run counts as held back by something else.
+    runs = [blocks(shrink_blocks=False, start_s=30.0) for _ in range(2)]
+    jobs = [at_work(openpbs, mine, 2) for mine in runs]
+
+    def parts(job: str) -> list[int]:
+        """What each run finds that it has to give for a job."""
+        return [
+            sum(demand.nodes for demand in mine.site.needed()[0] if demand.job == job)
+            for mine, own in zip(runs, jobs, strict=True)
+            if mine.status(own)
+        ]
+
+    narrow = openpbs.submit(1)
+    openpbs.wait(lambda: sorted(parts(narrow)) == [0, 1])
+    openpbs.run('qdel', narrow)
+    wide = openpbs.submit(4)
+    openpbs.wait(lambda: parts(wide) == [2, 2])
+    runs[0].provider.cancel(jobs[:1])
+    openpbs.wait(lambda: openpbs.free() == 2 and parts(wide) == [0, 2])
+    assert [mine.site.holes() for mine in runs] == [(), ()], 'neither takes back what was given'
+    runs[1].provider.cancel(jobs[1:])
+    openpbs.wait(lambda: openpbs.state(wide) == 'R')
+
+
 @pytest.mark.parametrize('end', ['itself', 'qdel', 'qdel -W force'])
 def test_nothing_of_a_block_outlives_its_job(openpbs: PbsCluster, blocks: Make, end: str) -> None:
     mine = blocks('preemptable', mode='preemptible', ending_s=1.0, shrink=1.0)
