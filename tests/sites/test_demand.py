@@ -121,7 +121,7 @@ def test_nothing_is_taken_back_that_was_given_for_a_job_that_waits_for_another_r
     nodes, wait = [Nodes('batch', ('b', 'c'), 'allocated'), Nodes('batch', ('a',), 'idle')], [2, 1]
     for wide, jobs in zip(wait, ([block('two', 'b', 'c')], []), strict=True):
         found = needs(nodes, [*jobs, waiting('7', wide)], (), frozenset(), NOW)
-        assert (found.served, found.demands) == ({'7'}, ())
+        assert found.served == {'7'} and not found.demands
 
 
 def test_a_run_that_gives_nothing_counts_as_a_job() -> None:
