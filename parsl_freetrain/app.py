@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from msgspec import structs
 from parsl.app.app import python_app
@@ -29,6 +30,7 @@ from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer.arguments import compare, value_of, when_done
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import check_name
+from parsl_freetrain.host.rehearsals import was_rehearsed
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
@@ -44,7 +46,13 @@ from parsl_freetrain.training.spec.training import (
     TrainingSpec,
 )
 
+if TYPE_CHECKING:
+    from parsl_freetrain.rehearsal import Rehearsal
+
 logger = logging.getLogger(__name__)
+instead_of_calls: Callable[[FreeTrainApp, Any, Any], TrainingFuture] | None = None
+"""What a call does instead of starting a trainer, in ``freetrain rehearse``."""
+_said: set[Callable[..., Any]] = set()
 
 
 class FreeTrainApp:
@@ -96,6 +104,8 @@ class FreeTrainApp:
         if app is not self:
             return app(*args, trainer_name=trainer_name, **kwargs)
         self._check_arguments(args, kwargs)
+        if instead_of_calls is not None:
+            return instead_of_calls(self, args, kwargs)
         try:
             dfk = DataFlowKernelLoader.dfk()
         except NoDataFlowKernelError as error:
@@ -156,6 +166,50 @@ class FreeTrainApp:
             return self, left
         app = self.with_options(mode=structs.replace(self.spec.mode, seed=seed))
         return app, left
+
+    def rehearse(
+        self,
+        *args: Any,
+        steps: int | None = None,
+        plain: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Rehearsal:
+        """Rehearse the training in processes of this computer: some steps undisturbed on one rank,
+        then stopped and continued, killed, on several ranks, with and without DataLoader workers.
+        What a step comes to must be the same each time. Takes the arguments of a call. Epochs and
+        evaluations are cut short, and nothing is kept.
+
+        Parameters
+        ----------
+        steps
+            Number of global batches; default 12.
+        plain
+            The same training as plain PyTorch: a function of an iterator over the global batches
+            and of the arguments of the call. It returns the trained model, or its ``state_dict``.
+
+        Returns
+        -------
+        Rehearsal
+            What differs, from which step on and why; printed, it is a table.
+
+        Raises
+        ------
+        BadInput
+            If the training cannot be rehearsed, or the undisturbed one fails.
+        """
+        from parsl_freetrain import rehearsal  # torch is slow to import
+
+        app, kwargs = self._seeded(kwargs)
+        self._check_arguments(args, kwargs)
+        args, kwargs = tuple(map(value_of, args)), {k: value_of(v) for k, v in kwargs.items()}
+        return rehearsal.rehearse(
+            self.name,
+            app.spec,
+            self.function,
+            pack(self.function, args, kwargs, self.name),
+            steps=rehearsal.STEPS if steps is None else steps,
+            plain=None if plain is None else lambda batches: plain(batches, *args, **kwargs),
+        )
 
     def _executor(self, dfk: DataFlowKernel) -> FreeTrainExecutor:
         ours = {label: e for label, e in dfk.executors.items() if isinstance(e, FreeTrainExecutor)}
@@ -254,7 +308,9 @@ class FreeTrainApp:
                 fragments_before=PosixCheckpointStore(folder, future.name).last_fragment(),
             )
         )
-        if checkpoint is not None:
+        if checkpoint is None:
+            _say_if_never_rehearsed(self)
+        else:
             future.add_done_callback(functools.partial(_say_if_finished_before, checkpoint))
 
 
@@ -262,6 +318,15 @@ class FreeTrainApp:
 def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
     """What Parsl's memoization takes for the same checkpoint: a path is never used twice."""
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
+
+
+def _say_if_never_rehearsed(app: FreeTrainApp) -> None:
+    if app.function not in _said and not was_rehearsed(app.function):
+        said = 'Trainer %r was never rehearsed: %s.rehearse(...) finds what a cut would change.'
+        logger.info(said, app.name, app.name)
+        if sys.stderr.isatty():
+            print(said % (app.name, app.name), file=sys.stderr)
+    _said.add(app.function)
 
 
 def _say_if_finished_before(found: Checkpoint, future: Future[Checkpoint]) -> None:

@@ -30,6 +30,7 @@ VERBS = {
     'new': 'Write a first script, and a site file for this machine.',
     'plan': 'Show every block that would be submitted, and its batch script; nothing is sent.',
     'preempt': 'Rehearse a preemption: take the nodes of a running trainer from it.',
+    'rehearse': 'Rehearse a script here: would a cut or other nodes change its result?',
     'replay': 'Replay a recorded machine or run: what would have been trained in its holes?',
     'report': 'Write a report of a run as one HTML file.',
     'run': 'Run a workflow on a site.',

@@ -42,6 +42,7 @@ ELSEWHERE = {
     'ssh ': 'leads to another computer',
     'freetrain replay --ledger': 'needs the ledger of a live run: '
     'tests/replay/test_recorded_run.py',
+    'freetrain rehearse train.py': 'run by tests/test_rehearsal.py',
     'freetrain preempt': 'needs a run that lives: tests/docs/test_guides.py',
     'python -m tests.chaos.sharded': 'takes ten minutes: tests/chaos/test_chaos.py',
 }

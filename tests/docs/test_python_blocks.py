@@ -32,6 +32,7 @@ NOT_CALLED = {
     'command-line.md': 'a workflow without a training in it; tests/cli/test_run.py runs whole ones',
     'tuning.md': 'a search of many trainers: tests/tuning/test_tune.py',
     'sharding.md': 'shapes of several ranks: tests/training/parallel/test_sharded.py',
+    'your-script.md': 'it has a fault; tests/test_rehearsal.py rehearses it',
     'get-started.md': 'the file site_configs/laptop.py: tests/sites/test_named.py',
     'globus.md': 'main() needs an endpoint in the cloud of Globus Compute',
 }

@@ -7,6 +7,7 @@ before it is a checkpoint. One that is missing or torn says nothing about the ch
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from parsl_freetrain.training.checkpoint.directories import names
 
 log = logging.getLogger(__name__)
 
-_FOLDER, _KEPT = 'next-steps', 20
+FOLDER, _KEPT = 'next-steps', 20
 Digests = dict[str, int]
 
 
@@ -33,15 +34,18 @@ class NextStep(msgspec.Struct, frozen=True):
     reports: dict[str, float] = {}  #: the metrics that the step reported
 
 
-def write(store: Path, samples: int, fragment: int, what: NextStep) -> None:
-    """Write it for the state of a fragment at a number of samples, and remove old ones. Without
-    room for it, the next fragment cannot verify how it goes on, which is logged.
+def write(
+    store: Path, samples: int, fragment: int, what: NextStep, *, all_kept: bool = False
+) -> None:
+    """Write it for the state of a fragment at a number of samples, and remove old ones unless
+    ``all_kept``. Without room for it, the next fragment cannot verify how it goes on, which is
+    logged.
     """
-    folder = store / _FOLDER
+    folder = store / FOLDER
     try:
         make_dir(folder)
         replace(folder / _name(samples, fragment), msgspec.msgpack.encode(what), durable=False)
-        for name in sorted(names(folder))[:-_KEPT]:
+        for name in () if all_kept else sorted(names(folder))[:-_KEPT]:
             (folder / name).unlink(missing_ok=True)
     except OSError:
         log.warning('The digests of the next step are not kept in %s', folder, exc_info=True)
@@ -50,10 +54,36 @@ def write(store: Path, samples: int, fragment: int, what: NextStep) -> None:
 def read(store: Path, samples: int, fragment: int) -> NextStep | None:
     """What :func:`write` wrote; None: there is none."""
     try:
-        content = (store / _FOLDER / _name(samples, fragment)).read_bytes()
+        content = (store / FOLDER / _name(samples, fragment)).read_bytes()
         return msgspec.msgpack.decode(content, type=NextStep)
     except (OSError, msgspec.DecodeError, ValueError):
         return None
+
+
+def difference(then: NextStep, now: NextStep) -> str:
+    """What differs between two computations of a step, as part of a sentence; empty: nothing."""
+    # A pipeline has parts of the model here and there.
+    if then.state and now.state and (found := _differing(then.state, now.state)):
+        return f'{found} had another value before the step'
+    if then.batch != now.batch:
+        return 'the next global batch has other samples'
+    if then.after is None or now.after is None:
+        return ''
+    if then.gradients is None or now.gradients is None:
+        if then.gradients != now.gradients:
+            return 'the gradient was finite in only one of both'
+    elif found := _differing(then.gradients, now.gradients):
+        return f'the gradient of {found} differs'
+    if found := _differing(then.after, now.after):
+        return f'the gradients are the same, and the step gives {found} another value'
+    return ''
+
+
+def _differing(then: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """The first name whose values differ, and how many others; empty: none."""
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    more = f' (and {len(names) - 1} of {len({**then, **now}) - 1} others)' if names[1:] else ''
+    return f'{names[0]}{more}' if names else ''
 
 
 def _name(samples: int, fragment: int) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.data.loader import seed_alike
-from parsl_freetrain.training.data.loader_settings import LoaderData
+from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
+from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model
@@ -170,3 +174,18 @@ class PreparedLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+def data_of(
+    dataset: Any, batch_size: int | None, own: LoaderSettings, accumulate: int
+) -> LoaderData:
+    """The arguments of ``ctx.loop``, which may be several DataLoaders."""
+    several = isinstance(dataset, tuple) and all(
+        isinstance(one, (DataLoader, PreparedLoader)) for one in dataset
+    )
+    loaders = [
+        LoaderData.of_loop(getattr(one, 'loader', one), batch_size, own)
+        for one in (dataset if several else (dataset,))
+    ]
+    data = Together.of(loaders) if several else loaders[0]
+    return replace(data, batch_size=accumulate * data.batch_size)

@@ -31,7 +31,6 @@ from parsl_freetrain.training.comm.peers import on_any_rank
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.loop import unknown_state, update_guard
 from parsl_freetrain.training.loop.averages import (
     PreparedAverage,
@@ -39,7 +38,7 @@ from parsl_freetrain.training.loop.averages import (
     with_moving_average,
 )
 from parsl_freetrain.training.loop.body import Body, find_generators, has_whole_models
-from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader
+from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
@@ -48,6 +47,7 @@ from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.loop.loss import check as check_loss
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
+from parsl_freetrain.training.loop.rehearsed import RehearsedSteps
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
@@ -75,9 +75,10 @@ class FragmentRun:
         self.hooks = LoopHooks()
         self.model: Model | None = None
         self.loop: TrainingLoop | None = None
-        self._lengths = LoopLengths(parts.order.spec)
+        self.lengths = LoopLengths(parts.order.spec)
         self._averages: list[PreparedAverage] = []
         self._epochs: EpochLoop | None = None
+        self._rehearsed = RehearsedSteps(self) if parts.order.rehearsed is not None else None
         self._look: Callable[[], None] = lambda: None  # at the dataset, at the begin of an epoch
         self._at_prepare: Any = None
 
@@ -184,24 +185,26 @@ class FragmentRun:
         check_schedulers(self.model.prepared)
         whole = has_whole_models(self.order.spec, self.division, self.peers)
         check_loss(loss, plain=whole)
-        several = isinstance(dataset, tuple) and all(
-            isinstance(one, (DataLoader, PreparedLoader)) for one in dataset
-        )
-        loaders = [
-            LoaderData.of_loop(getattr(one, 'loader', one), batch_size, own)
-            for one in (dataset if several else (dataset,))
-        ]
-        data = Together.of(loaders) if several else loaders[0]
-        data = replace(data, batch_size=accumulate * data.batch_size)
+        data = data_of(dataset, batch_size, own, accumulate)
         if accumulate > 1 and not isinstance(self.order.spec.mode, Reproducible):
             each = math.ceil(data.batch_size / accumulate / self.division.parts)
             micro_batch = min(each, micro_batch or each)
+        if self._rehearsed is None:
+            return self._loop(self.model, data, micro_batch, epochs, samples, loss)
+        data = self._rehearsed.data(data)
+        batches = self._loop(self.model, data, micro_batch, epochs, samples, loss)
+        return self._rehearsed.follow(batches, data.num_workers)
+
+    def _loop(
+        self, model: Model, data: LoaderData, micro_batch: int | None, *rest: Any
+    ) -> Iterator[Any]:
+        epochs, samples, _ = rest
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, epochs, samples)
             if self.loop is not None:
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
-        batches = self._batches(self.model, data, micro_batch, epochs, samples, loss)
+        batches = self._batches(model, data, micro_batch, *rest)
         if self._epochs is None or batches is None:
             return iter(()) if batches is None else batches
         return self._epochs.micro_batches(data, micro_batch, batches)
@@ -218,12 +221,12 @@ class FragmentRun:
         """The batches of a loop; None: an earlier fragment has trained it, or training is over."""
         spec, saved = self.order.spec, self.saved
         if is_stream(data.dataset):
-            self._lengths.check_stream(epochs)
+            self.lengths.check_stream(epochs)
         there = saved.position if saved is not None else None
-        begun = there is not None and there.loop == self._lengths.loops + 1
+        begun = there is not None and there.loop == self.lengths.loops + 1
         epoch = there.epoch - there.epoch_due if begun and there is not None else 0
-        source = LoopData(data, spec.mode.seed, self.peers, max(epoch, 0))
-        span = self._lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
+        source = LoopData(data, spec.mode.seed, self.peers, max(epoch, 0), self.order.rehearsed)
+        span = self.lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
         find_generators(self.hooks, data)
         if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
             if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
@@ -328,6 +331,8 @@ class FragmentRun:
             model = model.module
         if self.division.alike and not isinstance(mode, Reproducible):
             self.peers.broadcast(plain_buffers(model))  # rank 0's are saved
+        if self._rehearsed is not None:
+            data = self._rehearsed.shortened(data)
         stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
         try:
             return evaluate(

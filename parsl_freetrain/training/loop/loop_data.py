@@ -26,6 +26,7 @@ from parsl_freetrain.training.data.sample_order import (
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.data.together import Together
+from parsl_freetrain.training.spec.fragment_order import Rehearsed
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.spec.training import TrainingSpec
 
@@ -128,9 +129,17 @@ class LoopData:
     """The samples of a loop: a dataset and how it is read, or a stream, which gets numbers.
     ``in_epoch`` samples are trained in an epoch. Raises BadInput if a dataset has no length, if a
     stream is to be read as a dataset, or if a sampler does not give the same order on all ranks.
+    In a rehearsal, an epoch of a dataset is cut short.
     """
 
-    def __init__(self, read: LoaderData, seed: int, peers: Peers, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        read: LoaderData,
+        seed: int,
+        peers: Peers,
+        epoch: int = 0,
+        rehearsed: Rehearsed | None = None,
+    ) -> None:
         self.read, self._seed, self._peers = read, seed, peers
         self.looks: Looks = {}
         self.dataset, self._size = read.dataset, ENDLESS
@@ -146,6 +155,8 @@ class LoopData:
             read.sampler, self._size, seed, peers, epoch
         )
         self._ordered = self._chosen.size if self._chosen is not None else self._size
+        if rehearsed is not None and self._chosen is None and self._stream is None:
+            self._ordered = min(self._size, rehearsed.epoch_steps * read.batch_size)
         self._shuffle = read.shuffle and self._stream is None
         self.in_epoch = epoch_size(self._ordered, read.batch_size, read.drop_last)
         self.order_at = partial(

@@ -23,7 +23,7 @@ _PACKAGE, _ROOM = 'parsl_freetrain.', 'parsl_freetrain.training.'
 _RANK = ('parsl_freetrain.training.loop.rank', 'parsl_freetrain.training.loop.debugging')
 _LIBRARIES = tuple({'<', *(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))})
 _LONGEST = 1000  # elements of a container that are looked at
-_SHOWN = 6
+_SHOWN, _MARKED = 6, 16
 T = TypeVar('T')
 
 
@@ -69,7 +69,7 @@ def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
 
 def marks(names: Mapping[str, Any]) -> dict[str, Any]:
     """By name, what shows a later change: of numbers and texts their value, of containers the
-    length, of tensors how often they were changed.
+    length and some numbers and texts in them, of tensors how often they were changed.
     """
     return {name: _mark(value) for name, value in names.items()}
 
@@ -154,7 +154,10 @@ def _mark(value: Any) -> Any:
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, (bool, int, float, str)):
         return value
-    return len(value) if isinstance(value, (list, dict, set, deque)) else None
+    if isinstance(value, (list, dict, set, deque)):
+        some = list(islice(value.values() if isinstance(value, dict) else value, _MARKED))
+        return len(value), [one for one in some if isinstance(one, (bool, int, float, str))]
+    return None
 
 
 def _used(code: CodeType, its_globals: Mapping[str, Any]) -> dict[str, Any]:

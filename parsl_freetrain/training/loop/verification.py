@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import next_step
 from parsl_freetrain.training.checkpoint.local_shard import holders, is_divided, local
-from parsl_freetrain.training.checkpoint.next_step import NextStep
+from parsl_freetrain.training.checkpoint.next_step import NextStep, difference
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.data.sample_order import GlobalBatch
@@ -60,6 +59,7 @@ class Verification:
         )
         self._numbered = not isinstance(mode, Scaled)  # there, a batch depends on the ranks
         self._trainer, self._fragment = order.trainer, order.fragment
+        self._rehearsed = order.rehearsed is not None  # then every step is kept
         self._store, self._peers, self._rank = Path(order.store), parts.peers, parts.place.rank
         self._device, self._prepared = parts.device, model.prepared
         self._wrapped = model.steps.models
@@ -99,6 +99,7 @@ class Verification:
     @torch.no_grad()
     def begin(self, batch: GlobalBatch) -> None:
         """Call before a global batch."""
+        self._records |= self._rehearsed
         if self._resumes or self._records:
             self._batch, self._sums, self._computed = batch, [], False
             self._look(self._tensors())
@@ -143,7 +144,7 @@ class Verification:
         )
         if records:
             where = self._store, batch.samples_before, self._fragment
-            self._writer.start(partial(next_step.write, *where, now))
+            self._writer.start(partial(next_step.write, *where, now, all_kept=self._rehearsed))
         if resumes and self._expected is not None:
             self._compare(self._expected, now)
 
@@ -227,37 +228,12 @@ class Verification:
             + f' {_HELP}'
         )
         if not (self._warns or other):
+            self.settle()
             error = BadInput(sentence)
             error.final = True
             raise error
         self._state.verified -= self._proves
         print(sentence, file=sys.stderr)
-
-
-def difference(then: NextStep, now: NextStep) -> str:
-    """What differs between two computations of a step, as part of a sentence; empty: nothing."""
-    # A pipeline has parts of the model here and there.
-    if then.state and now.state and (found := _differing(then.state, now.state)):
-        return f'{found} had another value before the step'
-    if then.batch != now.batch:
-        return 'the next global batch has other samples'
-    if then.after is None or now.after is None:
-        return ''
-    if then.gradients is None or now.gradients is None:
-        if then.gradients != now.gradients:
-            return 'the gradient was finite in only one of both'
-    elif found := _differing(then.gradients, now.gradients):
-        return f'the gradient of {found} differs'
-    if found := _differing(then.after, now.after):
-        return f'the gradients are the same, and the step gives {found} another value'
-    return ''
-
-
-def _differing(then: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """The first name whose values differ, and how many others; empty: none."""
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    more = f' (and {len(names) - 1} of {len({**then, **now}) - 1} others)' if names[1:] else ''
-    return f'{names[0]}{more}' if names else ''
 
 
 def _each(value: Any) -> tuple[Any, ...]:

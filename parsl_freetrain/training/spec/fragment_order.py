@@ -22,6 +22,20 @@ class Handover:
 
 
 @dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal wants of a fragment."""
+
+    epoch_steps: int  #: global batches of an epoch, where a dataset has more
+    steps: int  #: global batches after which it stops; with ``until``, that counts:
+    until: int | None  #: number of samples with which its last step begins
+    cut: int | None  #: number of samples with which the step begins after which it is stopped
+    kill: bool  #: it is saved there instead, and killed in the step after the next
+    trace: str  #: the file for its steps
+    workers: int | None = None  #: processes of a loader; None: as the function says
+    batches: str = ''  #: a folder for the batches; empty: they are not kept
+
+
+@dataclass(frozen=True)
 class FragmentOrder:
     """Instructions for all ranks of a fragment."""
 
@@ -46,6 +60,8 @@ class FragmentOrder:
     """How fast each node is, relatively, by which virtual shards are divided. Empty: alike."""
     interruptions_per_s: float | None = None
     """How often to expect that its nodes are taken without notice; None: not known."""
+    rehearsed: Rehearsed | None = None
+    """None: it is no rehearsal."""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -1,0 +1,42 @@
+"""Which functions were rehearsed, as they are written now: empty files in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parsl_freetrain.host.files import make_dir
+
+log = logging.getLogger(__name__)
+
+
+def note(function: Callable[..., Any]) -> None:
+    """Remember that a function was rehearsed."""
+    try:
+        make_dir(_mark(function).parent)
+        _mark(function).touch(mode=0o600)
+    except (OSError, RuntimeError) as error:
+        log.info('It is not remembered that a function was rehearsed: %s', error)
+
+
+def was_rehearsed(function: Callable[..., Any]) -> bool:
+    """Whether it was; True where that cannot be known."""
+    try:
+        return _mark(function).exists()
+    except (OSError, RuntimeError):  # there is no home
+        return True
+
+
+def _mark(function: Callable[..., Any]) -> Path:
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        source = ''
+    called = f'{function.__qualname__}\n{source}'
+    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
+    return cache / 'freetrain' / 'rehearsed' / hashlib.sha256(called.encode()).hexdigest()[:32]
