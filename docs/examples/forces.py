@@ -49,10 +49,8 @@ def errors(model, batch):
 @freetrain_app(min_nodes=1, max_nodes=2, total_epochs=30)
 def train(ctx, width, lr, seed):
     torch.manual_seed(seed)
-    training, held_out = (
-        torch.utils.data.TensorDataset(*clusters(count, seed))
-        for count, seed in ((512, 1), (128, 2))
-    )
+    training = torch.utils.data.TensorDataset(*clusters(512, seed=1))
+    held_out = torch.utils.data.TensorDataset(*clusters(128, seed=2))
     model = Potential(width)
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=lr))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ NOT_CALLED = {
     'sharding.md': 'shapes of several ranks: tests/training/parallel/test_sharded.py',
     'your-script.md': 'it has a fault; tests/test_rehearsal.py rehearses it',
     'get-started.md': 'the file site_configs/laptop.py: tests/sites/test_named.py',
+    'tutorial.md': 'run as it says by the test of its script',
     'globus.md': 'main() needs an endpoint in the cloud of Globus Compute',
 }
+# Pages with a script for freetrain run.
+SCRIPTS = ('README.md', 'tutorial.md')
 # Pages whose blocks need a training that runs, in this order: a later one finds what an earlier one
 # has trained.
 TRAINING = ('app.md', 'checkpoints.md', 'parallel.md', 'chimera.md')
@@ -172,7 +176,7 @@ def folder(run_dir: Path) -> Path:
 
 @pytest.mark.parametrize(
     'page',
-    [page for page in WITH_PYTHON if name_of(page) not in (*TRAINING, 'README.md')],
+    [page for page in WITH_PYTHON if name_of(page) not in (*TRAINING, *SCRIPTS)],
     ids=name_of,
 )
 def test_blocks_of_a_page_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +191,19 @@ def test_the_script_of_the_readme_runs_as_it_says(folder: Path) -> None:
     (folder / 'train.py').write_text(script.code)
     done = freetrain_run(folder, 'train.py')
     assert done.returncode == 0 and 'samples=5000' in done.stdout, done.stderr
+
+
+@pytest.mark.long
+def test_the_tutorial_does_what_it_says(folder: Path) -> None:
+    script, weights, site, curves = blocks(ROOT / 'docs' / 'tutorial.md', 'python')
+    (folder / 'forces.py').write_text(script.code)
+    (folder / 'site.py').write_text(site.code)
+    done = freetrain_run(folder, 'forces.py', '--site', 'site.py', '--', '--seeds', '2')
+    assert done.returncode == 0 and 'they differ by' in done.stdout, done.stderr
+    assert re.search(r'\d+ \(\d+ verified\) 15,360/15,360', done.stdout)
+    for block in (weights, curves):
+        run(block, {'__name__': '__main__'})
+    assert (folder / 'forces.png').is_file() and (folder / 'forces.safetensors').is_file()
 
 
 def test_blocks_that_need_a_training_run(folder: Path) -> None:

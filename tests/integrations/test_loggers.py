@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import struct
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from parsl_freetrain.integrations.csv_file import CsvLogger
 from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger
 
 NET = LoggedTraining('net-abc', 'net', {'mode': 'reproducible', 'min_nodes': 1})
@@ -31,6 +33,20 @@ def log_twice(logger: MetricLogger) -> None:
     for samples in (30, 40):
         again.log(samples, 1e9 + samples, {'loss': 1 / samples})
     again.close('finished')
+
+
+def test_csv(tmp_path: Path) -> None:
+    log_twice(CsvLogger(tmp_path))
+    (tmp_path / 'net.csv').open('a').write('50,1')  # torn by a kill
+    CsvLogger(tmp_path).open(LoggedTraining('net-abc', 'net', samples=40)).close('finished')
+    with (tmp_path / 'net.csv').open(newline='') as file:
+        rows = [(int(row['samples']), row['metric'], row['value']) for row in csv.DictReader(file)]
+    assert [samples for samples, name, _ in rows if name == 'loss'] == [10, 20, 30, 40]
+    assert (30, 'loss', repr(1 / 30)) in rows and (20, 'error', '0.5') in rows
+    assert {path.name for path in tmp_path.iterdir()} == {'net.csv', 'other.csv'}
+    # A training that begins anew begins a new file.
+    CsvLogger(tmp_path).open(OTHER).close('finished')
+    assert (tmp_path / 'other.csv').read_text() == 'samples,at,metric,value\n'
 
 
 def test_tensorboard(tmp_path: Path) -> None:
