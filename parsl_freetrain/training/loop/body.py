@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -145,11 +145,14 @@ def _reads_loader(value: Any, depth: int = 4) -> bool:
 
 
 def _variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Variables, and the attributes of plain objects among them."""
+    """Variables, and the attributes of plain objects among them. Not of datasets: what they keep of
+    their samples is a cache.
+    """
     for name, value in variables.items():
         yield name, value
         own = getattr(type(value), '__module__', '').startswith((_OURS, 'torch'))
-        if not own and not isinstance(value, type) and hasattr(value, '__dict__'):
+        data = isinstance(value, Dataset) or hasattr(type(value), '__getitem__')
+        if not (own or data or isinstance(value, type)) and hasattr(value, '__dict__'):
             yield from ((f'{name}.{key}', one) for key, one in vars(value).items())
 
 

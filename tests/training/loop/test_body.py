@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -150,6 +150,29 @@ def test_what_would_be_lost_or_wrong_is_refused(
     fork_server: ForkClient, tmp_path: Path, function: Any, sentence: str, options: Any
 ) -> None:
     assert sentence in refused(fork_server, tmp_path, body, function, **options)
+
+
+class Cached(Dataset[Any]):
+    def __init__(self) -> None:
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.cache.setdefault(index, DATA[index][0] / 2)
+
+
+def caches(ctx: FragmentContext, at: int) -> None:
+    model, optimizer = made(ctx)
+    data = Cached()
+    for x in ctx.loop(data, 8):
+        step(model, optimizer, x)
+        cut(ctx, at)
+
+
+def test_what_a_dataset_keeps_is_a_cache(fork_server: ForkClient, tmp_path: Path) -> None:
+    assert equal(*whole_and_cut(fork_server, tmp_path, caches, at=40, total_samples=96))
 
 
 def semi_supervised(ctx: FragmentContext, at: int, workers: int) -> None:
