@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -27,10 +25,10 @@ from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
-from parsl_freetrain.executor.trainer.arguments import compare, value_of, when_done
+from parsl_freetrain.executor.trainer import arguments
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import check_name
-from parsl_freetrain.host.rehearsals import was_rehearsed
+from parsl_freetrain.host.rehearsals import say_if_never
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
@@ -49,10 +47,8 @@ from parsl_freetrain.training.spec.training import (
 if TYPE_CHECKING:
     from parsl_freetrain.rehearsal import Rehearsal
 
-logger = logging.getLogger(__name__)
+# What a call does instead of starting a trainer, in ``freetrain rehearse``.
 instead_of_calls: Callable[[FreeTrainApp, Any, Any], TrainingFuture] | None = None
-"""What a call does instead of starting a trainer, in ``freetrain rehearse``."""
-_said: set[Callable[..., Any]] = set()
 
 
 class FreeTrainApp:
@@ -129,7 +125,7 @@ class FreeTrainApp:
             raise
         future = TrainingFuture(name)
         executor.await_arguments(future)
-        when_done(
+        arguments.when_done(
             [a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
             functools.partial(
                 self._submit,
@@ -151,8 +147,8 @@ class FreeTrainApp:
         from parsl_freetrain.training.loop.debugging import train_here
 
         app, kwargs = self._seeded(kwargs)
-        values = {key: value_of(value) for key, value in kwargs.items()}
-        return train_here(app.name, app.spec, self.function, [value_of(a) for a in args], values)
+        args, kwargs = arguments.values_of(args, kwargs)
+        return train_here(app.name, app.spec, self.function, args, kwargs)
 
     def _seeded(self, kwargs: dict[str, Any]) -> tuple[FreeTrainApp, dict[str, Any]]:
         """This with the seed of a call, and what the function gets."""
@@ -167,49 +163,18 @@ class FreeTrainApp:
         app = self.with_options(mode=structs.replace(self.spec.mode, seed=seed))
         return app, left
 
-    def rehearse(
-        self,
-        *args: Any,
-        steps: int | None = None,
-        plain: Callable[..., Any] | None = None,
-        **kwargs: Any,
-    ) -> Rehearsal:
-        """Rehearse the training in processes of this computer: some steps undisturbed on one rank,
-        then stopped and continued, killed, on several ranks, with and without DataLoader workers.
-        What a step comes to must be the same each time. Takes the arguments of a call. Epochs and
-        evaluations are cut short, and nothing is kept.
-
-        Parameters
-        ----------
-        steps
-            Number of global batches; default 12.
-        plain
-            The same training as plain PyTorch: a function of an iterator over the global batches
-            and of the arguments of the call. It returns the trained model, or its ``state_dict``.
-
-        Returns
-        -------
-        Rehearsal
-            What differs, from which step on and why; printed, it is a table.
-
-        Raises
-        ------
-        BadInput
-            If the training cannot be rehearsed, or the undisturbed one fails.
+    def rehearse(self, *args: Any, steps: int = 12, plain: Any = None, **kwargs: Any) -> Rehearsal:
+        """Train some ``steps`` (global batches) on this computer, with the arguments of a call:
+        undisturbed, cut, killed, on several ranks, with and without DataLoader workers. The answer,
+        printed, is a table of what differs. ``plain``: the same as plain PyTorch, a function of an
+        iterator over the global batches and of the arguments, which returns the model.
         """
         from parsl_freetrain import rehearsal  # torch is slow to import
 
         app, kwargs = self._seeded(kwargs)
         self._check_arguments(args, kwargs)
-        args, kwargs = tuple(map(value_of, args)), {k: value_of(v) for k, v in kwargs.items()}
-        return rehearsal.rehearse(
-            self.name,
-            app.spec,
-            self.function,
-            pack(self.function, args, kwargs, self.name),
-            steps=rehearsal.STEPS if steps is None else steps,
-            plain=None if plain is None else lambda batches: plain(batches, *args, **kwargs),
-        )
+        args, kwargs = arguments.values_of(args, kwargs)
+        return rehearsal.rehearse(app, args, kwargs, steps, plain)
 
     def _executor(self, dfk: DataFlowKernel) -> FreeTrainExecutor:
         ours = {label: e for label, e in dfk.executors.items() if isinstance(e, FreeTrainExecutor)}
@@ -273,8 +238,7 @@ class FreeTrainApp:
         kwargs: dict[str, Any],
     ) -> None:
         try:
-            args = tuple(value_of(a) for a in args)
-            kwargs = {k: value_of(v) for k, v in kwargs.items()}
+            args, kwargs = arguments.values_of(args, kwargs)
         except BaseException as error:
             raise TrainerFailed(
                 f'Trainer {future.name!r} cannot start because one of its arguments failed: '
@@ -287,7 +251,7 @@ class FreeTrainApp:
         fragment = python_app(fragment_task, dfk, executors=[executor.label], cache=False)
         payload = pack(self.function, args, kwargs, future.name)
         bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments
-        compare(folder, checkpoint, dict(list(bound.items())[1:]))
+        arguments.compare(folder, checkpoint, dict(list(bound.items())[1:]))
 
         def launch(
             specification: Mapping[str, Any], previous: Future[Checkpoint] | Checkpoint
@@ -309,37 +273,17 @@ class FreeTrainApp:
             )
         )
         if checkpoint is None:
-            _say_if_never_rehearsed(self)
+            say_if_never(self.function)
         else:
-            future.add_done_callback(functools.partial(_say_if_finished_before, checkpoint))
+            future.add_done_callback(
+                functools.partial(arguments.say_if_finished_before, checkpoint)
+            )
 
 
 @id_for_memo.register(Checkpoint)
 def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
     """What Parsl's memoization takes for the same checkpoint: a path is never used twice."""
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
-
-
-def _say_if_never_rehearsed(app: FreeTrainApp) -> None:
-    if app.function not in _said and not was_rehearsed(app.function):
-        said = 'Trainer %r was never rehearsed: %s.rehearse(...) finds what a cut would change.'
-        logger.info(said, app.name, app.name)
-        if sys.stderr.isatty():
-            print(said % (app.name, app.name), file=sys.stderr)
-    _said.add(app.function)
-
-
-def _say_if_finished_before(found: Checkpoint, future: Future[Checkpoint]) -> None:
-    if future.cancelled() or future.exception() is not None:
-        return
-    if future.result().samples == found.samples:
-        logger.warning(
-            'Trainer %r was trained to its end by an earlier run, and its result is the checkpoint '
-            "of that run, %s, whatever has changed since. To train anew, say resume='never', or "
-            'give another trainer_name or checkpoint_dir.',
-            found.trainer,
-            found.path,
-        )
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -9,19 +9,20 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.host.rehearsals import note
 from parsl_freetrain.training.checkpoint import next_step
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -34,8 +35,8 @@ from parsl_freetrain.training.spec.messages import Exit, Outcome, Rendezvous
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 
-STEPS, EPOCH_STEPS, SHARDS = 12, 4, 6
-"""Global batches that are trained, those of an epoch, which is cut short, and virtual shards."""
+EPOCH_STEPS, SHARDS = 4, 6
+"""Global batches of an epoch, which is cut short, and virtual shards."""
 LIMIT_S = 300.0
 _CLOSE = 1e-3  # of what training has changed, another order of additions changes less
 _PAGE = 'docs/your-script.md'
@@ -113,21 +114,26 @@ class _Run:
     checkpoint: Checkpoint | None = None
 
 
+class App(Protocol):
+    """A decorated function."""
+
+    name: str
+    spec: TrainingSpec
+    function: Callable[..., Any]
+
+
 def rehearse(
-    name: str,
-    spec: TrainingSpec,
-    function: Callable[..., Any],
-    payload: bytes,
-    *,
-    steps: int = STEPS,
-    plain: Callable[[Iterator[Any]], Any] | None = None,
+    app: App,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    steps: int,
+    plain: Callable[..., Any] | None,
 ) -> Rehearsal:
-    """Rehearse a trainer. ``payload``: the function with the arguments of the call; ``plain``: as
-    plain PyTorch, given the global batches. Raises BadInput if the undisturbed form does not train.
-    """
+    """As :meth:`parsl_freetrain.app.FreeTrainApp.rehearse`."""
+    name, spec = app.name, app.spec
     if steps < 4:
         refuse('The steps of a rehearsal', steps, 'at least 4')
-    began = time.monotonic()
+    began, payload = time.monotonic(), pack(app.function, tuple(args), kwargs, name)
     with tempfile.TemporaryDirectory(prefix='freetrain-rehearsal-') as folder, _server() as server:
         forms = _Forms(name, _spec_of(spec), server, Path(folder), payload, steps)
         first = forms.run('undisturbed', [_Part()])
@@ -139,8 +145,8 @@ def rehearse(
             )
         rows = list(forms.compared(first))
         if plain is not None:
-            rows.append(forms.beside(plain))
-        note(function)
+            rows.append(forms.beside(lambda batches: plain(batches, *args, **kwargs)))
+        note(app.function)
         last = replace(first.checkpoint, path='')
         return Rehearsal(name, len(first.order), time.monotonic() - began, tuple(rows), last)
 

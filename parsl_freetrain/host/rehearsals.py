@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from parsl_freetrain.host.files import make_dir
 
 log = logging.getLogger(__name__)
+_said: set[Callable[..., Any]] = set()
 
 
 def note(function: Callable[..., Any]) -> None:
@@ -22,6 +24,17 @@ def note(function: Callable[..., Any]) -> None:
         _mark(function).touch(mode=0o600)
     except (OSError, RuntimeError) as error:
         log.info('It is not remembered that a function was rehearsed: %s', error)
+
+
+def say_if_never(function: Callable[..., Any]) -> None:
+    """Say once, in one line, that a function was never rehearsed."""
+    if not (function in _said or was_rehearsed(function)):
+        name = function.__name__
+        said = f'{name} was never rehearsed: {name}.rehearse(...) finds what a cut would change.'
+        log.info(said)
+        if sys.stderr.isatty():
+            print(said, file=sys.stderr)
+    _said.add(function)
 
 
 def was_rehearsed(function: Callable[..., Any]) -> bool:

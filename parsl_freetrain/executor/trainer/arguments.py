@@ -24,6 +24,13 @@ def value_of(argument: Any) -> Any:
     return argument.result() if isinstance(argument, Future) else argument
 
 
+def values_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with what futures among them have."""
+    return tuple(map(value_of, args)), {key: value_of(value) for key, value in kwargs.items()}
+
+
 def when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
     """Call ``then`` once, when all futures are done; at once if there are none."""
     left = len(futures)
@@ -81,3 +88,17 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) <= _LONGEST and all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def say_if_finished_before(found: Checkpoint, future: Future[Checkpoint]) -> None:
+    """Warn where a trainer has found itself trained already."""
+    if future.cancelled() or future.exception() is not None:
+        return
+    if future.result().samples == found.samples:
+        logger.warning(
+            'Trainer %r was trained to its end by an earlier run, and its result is the checkpoint '
+            "of that run, %s, whatever has changed since. To train anew, say resume='never', or "
+            'give another trainer_name or checkpoint_dir.',
+            found.trainer,
+            found.path,
+        )

@@ -198,9 +198,8 @@ class FragmentRun:
     def _loop(
         self, model: Model, data: LoaderData, micro_batch: int | None, *rest: Any
     ) -> Iterator[Any]:
-        epochs, samples, _ = rest
         if self._epochs is not None and not self.state.loop_over:
-            self._epochs.begin_loop(data.dataset, epochs, samples)
+            self._epochs.begin_loop(data.dataset, *rest[:2])
             if self.loop is not None:
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
@@ -331,8 +330,7 @@ class FragmentRun:
             model = model.module
         if self.division.alike and not isinstance(mode, Reproducible):
             self.peers.broadcast(plain_buffers(model))  # rank 0's are saved
-        if self._rehearsed is not None:
-            data = self._rehearsed.shortened(data)
+        data = data if self._rehearsed is None else self._rehearsed.shortened(data)
         stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
         try:
             return evaluate(
