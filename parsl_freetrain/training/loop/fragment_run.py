@@ -201,6 +201,7 @@ class FragmentRun:
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, *rest[:2])
             if self.loop is not None:
+                update_guard.check_left_out(self.model.prepared, update_guard.names_around())
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
         batches = self._batches(model, data, micro_batch, *rest)
@@ -268,8 +269,7 @@ class FragmentRun:
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
         names = unknown_state.names_around()
         reproducible = isinstance(self.order.spec.mode, Reproducible)
-        if not reproducible:  # it refuses these in other ways
-            update_guard.check_left_out(model.prepared, names)
+        update_guard.check_left_out(model.prepared, names, scalers=not reproducible)
         return update_guard.UpdateGuard(
             model.prepared,
             unknown_state.among(names, torch.nn.Module),

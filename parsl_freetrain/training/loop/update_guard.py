@@ -12,6 +12,7 @@ from parsl_freetrain.training.checkpoint.local_shard import local, real
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.averages import PreparedAverage
 from parsl_freetrain.training.loop.unknown_state import among
+from parsl_freetrain.training.steps.buffers import is_plain
 
 _OFFER = (
     "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare, "
@@ -30,7 +31,8 @@ class UpdateGuard:
 
     In reproducible mode the body runs once per virtual shard and before the optimizer's step, so
     any change of a parameter there makes the result depend on the nodes. In every mode, a module
-    that changes but was not prepared would be lost at the end of the fragment.
+    that changes but was not prepared would be lost at the end of the fragment: its parameters and
+    buffers are also compared between global batches, where functions change them.
 
     Every in-place operation is noticed, except those on ``parameter.data``, of which PyTorch keeps
     no count. Norms show these in the first, second, fourth, eighth, ... global batch
@@ -49,7 +51,7 @@ class UpdateGuard:
         self._averages = averages
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
-        known = {id(p) for model in prepared.models for p in model.parameters()}
+        known = set(map(id, prepared.tensors()))
         if reproducible:
             for number, model in enumerate(prepared.models, 1):
                 which = f' of model {number}' if len(prepared.models) > 1 else ''
@@ -58,10 +60,12 @@ class UpdateGuard:
                 self._add(own_ones.tensors.items(), lambda name: f'{name} of no model')
         self._prepared = len(self._watched)
         for called, module in others.items():
-            own = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            own = [(name, t) for name, t in tensors if id(t) not in known and is_plain(t)]
             self._add(own, lambda name, called=called: f'{called}.{name}')
         self._batches = 0
         self._norms: list[torch.Tensor] | None = None
+        self._others: torch.Tensor | None = None
         places: dict[torch.device, list[int]] = {}
         for i, parameter in enumerate(self._watched):
             places.setdefault(parameter.device, []).append(i)
@@ -76,13 +80,30 @@ class UpdateGuard:
 
     def begin_batch(self) -> None:
         """Call before the micro-batches of a global batch."""
+        others = self._watched[self._prepared :]
+        if self._batches and (changed := self._changed(self._prepared)) is not None:
+            self._refuse(changed, 'Between two global batches, the function')
+        if self._others is not None and not torch.equal(self._others, _norms(others)):
+            changed = int((self._others != _norms(others)).nonzero()[0])
+            self._refuse(self._prepared + changed, 'Between two global batches, the function')
         self._batches += 1
+        self._others = _norms(others) if others and self._thorough else None
         self._versions = [parameter._version for parameter in self._watched]
+
+    @property
+    def _thorough(self) -> bool:
+        return self._batches & (self._batches - 1) == 0
+
+    def _changed(self, first: int) -> int | None:
+        now = [parameter._version for parameter in self._watched[first:]]
+        if now == self._versions[first:]:
+            return None
+        pairs = enumerate(zip(now, self._versions[first:], strict=True), first)
+        return next(i for i, (after, before) in pairs if after != before)
 
     def begin_micro_batch(self) -> None:
         """Call before a micro-batch."""
-        thorough = self._batches & (self._batches - 1) == 0
-        self._norms = self._norms_now() if thorough else None
+        self._norms = self._norms_now() if self._thorough else None
 
     def end_micro_batch(self) -> None:
         """Call after a micro-batch. Raises BadInput if a parameter has changed in it, or an average
@@ -90,10 +111,8 @@ class UpdateGuard:
         """
         for average in self._averages:
             average.end_micro_batch()
-        now = [parameter._version for parameter in self._watched]
-        if now != self._versions:
-            pairs = zip(now, self._versions, strict=True)
-            self._refuse(next(i for i, (after, before) in enumerate(pairs) if after != before))
+        if (changed := self._changed(0)) is not None:
+            self._refuse(changed)
         if self._norms is not None:
             for i, before, after in zip(self._where, self._norms, self._norms_now(), strict=True):
                 if not torch.equal(before, after):
@@ -102,7 +121,7 @@ class UpdateGuard:
     def _norms_now(self) -> list[torch.Tensor]:
         return [_norms([self._watched[i] for i in places]) for places in self._where]
 
-    def _refuse(self, i: int) -> None:
+    def _refuse(self, i: int, who: str = 'The body of ctx.loop') -> None:
         if i < self._prepared:
             raise BadInput(
                 f'The body of ctx.loop changed the parameter {self._names[i]}. In reproducible '
@@ -110,21 +129,21 @@ class UpdateGuard:
                 f'the result would depend on the number of nodes: {_OFFER}.'
             )
         raise BadInput(
-            f'The body of ctx.loop changed {self._names[i]}, a parameter that was not given to '
-            f'ctx.prepare, so the change would be lost at the end of the fragment: {_OFFER}, or '
-            'give the module and its optimizer to ctx.prepare.'
+            f'{who} changed {self._names[i]}, a parameter or buffer that was not given to '
+            'ctx.prepare, so the change would be lost at the end of the fragment: give the module '
+            f'(and its optimizer, if it has one) to ctx.prepare; {_OFFER}.'
         )
 
 
-def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
+def check_left_out(prepared: Prepared, names: Mapping[str, Any], *, scalers: bool = True) -> None:
     """Check that nothing around the loop has a state that would be lost at the end of a fragment.
     Raises BadInput if a gradient scaler was not prepared, at once; if an optimizer of prepared
     parameters was not, when it steps.
     """
     for name, scaler in among(names, torch.amp.GradScaler).items():
-        if scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
+        if scalers and scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
             raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')
-    known = {id(p) for model in prepared.models for p in model.parameters()}
+    known = {id(parameter) for _, parameter in prepared.named_parameters()}
     kind = torch.optim.Optimizer
     # One of a prepared optimizer's attributes is a part of it (Lookahead).
     ours = {id(o) for one in prepared.optimizers for o in among({'': one}, kind).values()}

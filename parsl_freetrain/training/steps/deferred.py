@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
+from itertools import count
 from typing import Any
 
 import torch
@@ -73,3 +75,29 @@ class DeferredScheduler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
+
+
+def several_times(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer is refused."""
+    return (
+        f'ctx.prepare was given {type(optimizer).__name__}, which computes the loss '
+        'several times in a step, and reproducible mode has one gradient for it: use '
+        'mode=Throughput(), or another optimizer.'
+    )
+
+
+def step_once(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer, whose gradients are set. One that is not torch's may ask for more than one
+    pass: raises BadInput.
+    """
+    own = type(optimizer).__module__.startswith('torch.')
+    if own or 'closure' not in signature(optimizer.step).parameters:
+        optimizer.step()
+        return
+    calls = count(1)
+
+    def closure() -> None:
+        if next(calls) > 1:
+            raise BadInput(several_times(optimizer))
+
+    optimizer.step(closure)  # type: ignore[arg-type]

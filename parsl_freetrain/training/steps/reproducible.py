@@ -19,7 +19,13 @@ from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.accumulation import UNUSED
 from parsl_freetrain.training.steps.buffers import Buffers
-from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
+from parsl_freetrain.training.steps.deferred import (
+    NO_SCALER,
+    DeferredOptimizer,
+    DeferredScheduler,
+    several_times,
+    step_once,
+)
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
@@ -51,11 +57,7 @@ class ReproducibleSteps:
         for optimizer in prepared.optimizers:
             closure = signature(optimizer.step).parameters.get('closure')
             if closure is not None and closure.default is Parameter.empty:
-                raise BadInput(
-                    f'ctx.prepare was given {type(optimizer).__name__}, which computes the loss '
-                    'several times in a step, and reproducible mode has one gradient for it: use '
-                    'mode=Throughput(), or another optimizer.'
-                )
+                raise BadInput(several_times(optimizer))
         self._prepared = prepared
         self._peers = self._all = peers
         self._shards, self._in_hook, self._clip = shards, in_hook, clip_grad_norm
@@ -210,7 +212,7 @@ class ReproducibleSteps:
                 if stepped[number]:
                     if self.shares:
                         self._give_own(total, self._of_optimizer[number])
-                    optimizer.step()
+                    step_once(optimizer)
         scheduled = told.scheduled_in(notes, len(self._prepared.schedulers), self._sum.sizes)
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
             for value in calls:
@@ -301,8 +303,9 @@ class ReproducibleSteps:
             micro_batch, layout = self._current_micro_batch, self._layout
             if self._stepped[number]:
                 raise BadInput(
-                    'optimizer.step() was called twice in one iteration of ctx.loop: call it '
-                    'once in every iteration.'
+                    'optimizer.step() was called twice in one iteration of ctx.loop: call it once '
+                    'in every iteration, each with a batch of its own (of two networks, one may '
+                    'step in some iterations only, by ctx.samples), or use mode=Throughput().'
                 )
             self._stepped[number] = True
             self._settings.wants_step(number)

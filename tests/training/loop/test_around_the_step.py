@@ -191,7 +191,7 @@ def averages_too_late(ctx: FragmentContext) -> None:
 @pytest.mark.parametrize(
     ('function', 'sentence'),
     [
-        (averages_around, 'changed average.module.weight, a parameter that was not given'),
+        (averages_around, 'changed average.module.weight, a parameter or buffer that was'),
         (averages_some_steps, 'called update_parameters of an AveragedModel in some iterations'),
         (averages_another_model, 'was given an AveragedModel and 0 models with its parameters'),
         (averages_its_data, 'changed keeper.copy.weight'),
