@@ -106,7 +106,8 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint's content, read. ``classes``: names by 'optimizer', 'scheduler_2' and so on;
-    ``groups``: the names of the parameters in each of its groups; ``modules``: as of ModuleState.
+    ``groups``: the names of the parameters in each of its groups; ``modules``, ``variables``: as of
+    ModuleState and Carried.
     """
 
     path: str
@@ -120,6 +121,7 @@ class Saved:
     classes: dict[str, str] = field(default_factory=dict)
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)
 
     def load(self, prepared: Prepared | None = None) -> Saved:
         return self
@@ -163,7 +165,9 @@ def assemble(path: str, state: State) -> Saved:
         several: [content[name] for name in takewhile(content.__contains__, names_of(kind))]
         for kind, several in _KINDS.items()
     }
-    states.update((name, content.get(name, {})) for name in ('classes', 'groups', 'modules'))
+    states.update(
+        (name, content.get(name, {})) for name in ('classes', 'groups', 'modules', 'variables')
+    )
     return Saved(path, Position(**content['position']), **states)
 
 

@@ -56,11 +56,14 @@ class EpochLoop:
         self._before: Any = None
 
     def __iter__(self) -> Iterator[int]:
+        self._model.carried.put_back('epoch')
+        self._model.carried.begin_epoch()
         while not self._state.loop_over:
             self._place, self._before = _Place.BEFORE_LOOP, self._now()
             if isinstance(self._mode, Reproducible):
                 seed_alike(self._state.epoch, self._mode.seed, 'before an epoch')
             yield self._state.epoch
+            self._model.carried.begin_epoch()
             self._end()
 
     def begin_loop(self, dataset: Any, epochs: float | None, samples: int | None) -> None:

@@ -81,6 +81,7 @@ class FragmentRun:
         self._rehearsed = RehearsedSteps(self) if parts.order.rehearsed is not None else None
         self._look: Callable[[], None] = lambda: None  # at the dataset, at the begin of an epoch
         self._at_prepare: Any = None
+        self._handed: tuple[Any, ...] = ()  # what is saved, and what stands for it
 
     def in_body(self) -> bool:
         """Whether the body of the loop is running."""
@@ -136,6 +137,7 @@ class FragmentRun:
         }
         stand_ins.update((id(loader), PreparedLoader(loader, self._epoch_of)) for loader in loaders)
         answers = tuple(stand_ins.get(id(thing), thing) for thing in things)
+        self._handed = *things, *answers
         return answers[0] if len(answers) == 1 else answers
 
     def _before_step(self) -> None:
@@ -182,6 +184,7 @@ class FragmentRun:
         if accumulate < 1:
             refuse('The accumulate given to ctx.loop', accumulate, '1 or more')
         refuse_accumulation_of_accelerate()
+        self.model.carried.look((*self._handed, dataset))
         check_schedulers(self.model.prepared)
         whole = has_whole_models(self.order.spec, self.division, self.peers)
         check_loss(loss, plain=whole)
@@ -285,6 +288,7 @@ class FragmentRun:
             check_averages(saved, model.prepared.averages)
         check_position(position, saved)
         self._put_back(model, saved)
+        model.carried.put_back('loop')
         self.state.epoch_due = saved.position.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)
@@ -310,6 +314,7 @@ class FragmentRun:
                 'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '
                 '"for epoch in ctx.epochs():".'
             )
+        self.model.carried.look(self._handed)
         self._epochs = EpochLoop(self.order.spec, self.state, self.model)
         self.hooks.by_epochs = True
         return self._epochs

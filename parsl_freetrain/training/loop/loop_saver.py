@@ -117,7 +117,11 @@ class LoopSaver:
             resumes=state.resumes,
             verified=state.verified,
         )
-        return collect({**content, 'modules': self._changed()}, position)
+        whole = self._model.division.whole  # else ranks hold different parts
+        finished = state.phase is Phase.FINISHED
+        variables = self._model.carried.state(finished=finished) if whole else {}
+        changed = {'modules': self._changed(), 'variables': variables}
+        return collect({**content, **changed}, position)
 
     def _changed(self) -> dict[str, Any]:
         changed = self._model.modules.changed()

@@ -10,6 +10,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.module_state import ModuleState, Structure
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.loop.carried import Carried
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.spec.mode import Scaled
@@ -32,7 +33,7 @@ def prepare_model(
     """The models on the device, in the state of the last checkpoint, and how they take a step.
     Raises BadInput if something cannot be trained, or the checkpoint belongs to another model.
     """
-    prepared, modules = _restored(things, parts, division, clip_grad_norm)
+    prepared, modules, variables = _restored(things, parts, division, clip_grad_norm)
     watch = Watch(prepared)
     if isinstance(mode := parts.order.spec.mode, Scaled):
         lr.scale_steps(
@@ -48,12 +49,13 @@ def prepare_model(
         parts.device,
         lambda: hooks.running,
     )
-    return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared))
+    carried = Carried(variables, parts.device)
+    return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared), carried)
 
 
 def _restored(
     things: tuple[Any, ...], parts: RankParts, division: Division, clip_grad_norm: float | None
-) -> tuple[Prepared, ModuleState]:
+) -> tuple[Prepared, ModuleState, dict[str, Any]]:
     prepared = sort_out(things, named=division.stated)
     for model in (*prepared.models, *prepared.averages):
         make_plain(model)
@@ -71,7 +73,7 @@ def _restored(
         modules.put_back()
     else:
         division.make_equal((tensor.data for tensor in prepared.tensors()), parts.peers)
-    return prepared, modules
+    return prepared, modules, saved.variables if saved is not None else {}
 
 
 _SHARDS_SINCE = '2.10'  # with 2.9 the bits of sharded models depend on the number of ranks

@@ -16,6 +16,7 @@ from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.loop.carried import Carried
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
@@ -105,3 +106,4 @@ class Model:
     hooks: LoopHooks
     modules: ModuleState
     structure: Structure
+    carried: Carried

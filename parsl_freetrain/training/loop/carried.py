@@ -1,0 +1,331 @@
+"""State in the variables of the user's function (the best score so far, patience, an average): what
+changes while training goes on and is read later. A checkpoint holds it, by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import re
+import sys
+import sysconfig
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.data.inside import fingerprint
+
+_SCALARS = (bool, int, float, str, bytes, type(None))
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))
+_MOST, _MOST_BYTES = 100_000, 2**30  # elements and bytes of what is saved of a variable
+_OURS = 'parsl_freetrain.'
+_ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
+_JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
+
+
+class Carried:
+    """The variables of the functions around a loop, in one fragment; ``saved``: what the checkpoint
+    holds of them; None: training begins.
+
+    A fragment repeats what is before ``ctx.epochs()`` and before ``ctx.loop``, and what is between
+    the two, so there are two moments: at the beginning of the epoch, and in the loop.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None, device: torch.device) -> None:
+        self._saved, self._device = dict(saved or {}), device
+        self._frames: list[FrameType] = []
+        self._known: set[int] = set()
+        self._marks: dict[str, Any] | None = None
+        self._at_epoch: dict[str, Any] | None = None
+        self._kept: dict[str, Any] = {}
+        self._once: list[Any] = []
+
+    def look(self, known: Iterable[Any]) -> None:
+        """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already."""
+        self._frames, self._known = _frames(), set(map(id, known))
+        if self._marks is None:
+            self._marks = {path: _mark(one) for path, one in self._variables(all_of=True)}
+
+    def begin_epoch(self) -> None:
+        """Call at the beginning of each epoch of ``ctx.epochs``."""
+        self._at_epoch = self._changed()
+
+    def put_back(self, moment: str) -> None:
+        """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""
+        saved = self._saved.get(moment, {})
+        for frame in self._frames:
+            here = f'{frame.f_code.co_qualname}.'
+            found = {path.removeprefix(here): path for path in saved if path.startswith(here)}
+            found = {name: path for name, path in found.items() if name.isidentifier()}
+            now = frame.f_locals
+            values = {n: _unpacked(saved[p], now.get(n), self._device) for n, p in found.items()}
+            if values:
+                frame.f_locals.update(values)
+                if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
+                    ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+    def state(self, *, finished: bool) -> dict[str, Any]:
+        """What a checkpoint holds; ``finished``: the function has returned."""
+        return {
+            'epoch': self._at_epoch or {},
+            'loop': {} if finished else self._changed(),
+            'kept': {name: _packed(one.state_dict()) for name, one in self._kept.items()},
+            'once': self._once,
+        }
+
+    def keep(self, thing: Any, name: str | None) -> None:
+        """As ``ctx.keep``."""
+        kind = type(thing).__name__
+        if not _has_state(thing):
+            raise BadInput(
+                f'ctx.keep was given a {kind}; it takes objects with state_dict and '
+                'load_state_dict.'
+            )
+        name = name or f'{kind}_{len(self._kept) + 1}'
+        if name in self._kept:
+            raise BadInput(f'ctx.keep was called twice with the name {name!r}: give other names.')
+        if (then := self._saved.get('kept', {}).get(name)) is not None:
+            thing.load_state_dict(_unpacked(then, None, self._device))
+        try:
+            _packed(thing.state_dict())
+        except _NotPlain as error:
+            raise BadInput(
+                f'ctx.keep was given a {kind} whose state has a {error} in it: a checkpoint holds '
+                'tensors, numbers, texts and containers of them.'
+            ) from None
+        self._kept[name] = thing
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What was given to :meth:`keep`, by name."""
+        return self._kept
+
+    def once(self, function: Callable[[], Any]) -> Any:
+        """As ``ctx.once``."""
+        then = self._saved.get('once', [])[len(self._once) : len(self._once) + 1]
+        if then and not _is_state(then[0]):
+            self._once.append(then[0])
+            return _unpacked(then[0], None, self._device)
+        value = function()
+        if then:
+            _unpacked(then[0], value, self._device)
+        try:
+            self._once.append(_packed(value))
+        except _NotPlain as error:
+            raise BadInput(
+                f'The function given to ctx.once returned what has a {error} in it: return tensors, '
+                'numbers, texts and containers of them, or a module.'
+            ) from None
+        return value
+
+    def _variables(self, *, all_of: bool = False) -> Iterator[tuple[str, Any]]:
+        for frame in self._frames:
+            code, own = frame.f_code, frame.f_locals
+            for name in own if all_of else live(code, frame.f_lasti) & own.keys():
+                one = own[name]
+                ours = type(one).__module__.startswith(_OURS)
+                ours |= isinstance(one, (Dataset, DataLoader)) or id(one) in self._known
+                if not (ours or (callable(one) and not _has_state(one))):
+                    yield f'{code.co_qualname}.{name}', one
+
+    def _changed(self) -> dict[str, Any]:
+        marks, saved = self._marks or {}, (self._saved.get(one, {}) for one in ('epoch', 'loop'))
+        before = {path: packed for moment in saved for path, packed in moment.items()}
+        found = {}
+        for path, one in self._variables():
+            then = marks.get(path)
+            if path not in before and path in marks:
+                # Modules that are not prepared must not change.
+                if isinstance(one, torch.nn.Module) or then == (now := _mark(one)):
+                    continue
+                unchanged = (
+                    [key for key in now if then.get(key) == now[key]]
+                    if (isinstance(then, dict) and isinstance(now, dict))
+                    else []
+                )
+            else:
+                unchanged = []
+            with suppress(_NotPlain):
+                found[path] = _packed(one, unchanged)
+        return found
+
+
+class _NotPlain(Exception):
+    """Names the class of what cannot be saved."""
+
+
+def live(code: CodeType, at: int) -> set[str]:
+    """The variables of a function whose values may be read from an instruction on, before they are
+    set; those that inner functions share count always.
+    """
+    steps = list(dis.get_instructions(code))
+    place = {step.offset: i for i, step in enumerate(steps)}
+    after: list[list[int]] = []
+    for i, step in enumerate(steps):
+        jumps = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
+        then = [place[step.argval]] if jumps else []
+        if step.opname not in (*_ENDS, *_JUMPS) and i + 1 < len(steps):
+            then.append(i + 1)
+        after.append(then)
+    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
+        for offset in range(entry.start, entry.end, 2):
+            if offset in place:
+                after[place[offset]].append(place[entry.target])
+    found: list[set[str]] = [set() for _ in steps]
+    changes = True
+    while changes:
+        changes = False
+        for i in reversed(range(len(steps))):
+            now = set().union(*(found[j] for j in after[i]))
+            kinds = re.findall(r'(LOAD|STORE|DELETE)_FAST', steps[i].opname)
+            names = steps[i].argval if isinstance(steps[i].argval, tuple) else (steps[i].argval,)
+            for kind, name in reversed([*zip(kinds, names, strict=False)]):
+                now = now | {name} if kind == 'LOAD' else now - {name}
+            if now != found[i]:
+                found[i], changes = now, True
+    return found[place[at]] | {*code.co_cellvars, *code.co_freevars} if at in place else set()
+
+
+def _frames() -> list[FrameType]:
+    """The user's functions that have called us, the nearest first."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get('__name__', ''))
+        if module in (f'{_OURS}training.loop.rank', f'{_OURS}training.loop.debugging'):
+            return found
+        if not (module.startswith(_OURS) or frame.f_code.co_filename.startswith(_LIBRARIES)):
+            found.append(frame)
+        frame = frame.f_back
+    return []
+
+
+def _has_state(one: Any) -> bool:
+    if isinstance(one, (type, DataLoader, torch.optim.Optimizer, torch.amp.GradScaler)):
+        return False
+    return callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
+
+
+def _attributes(one: Any) -> dict[str, Any] | None:
+    """The attributes of an object of a user's own class; None: it is another one."""
+    file = getattr(sys.modules.get(type(one).__module__), '__file__', None) or ''
+    library = file.startswith(_LIBRARIES) or type(one).__module__ in sys.stdlib_module_names
+    return None if library or not hasattr(one, '__dict__') else vars(one)
+
+
+def _mark(one: Any) -> Any:
+    """It differs where an object has changed."""
+    if isinstance(one, _SCALARS):
+        return one if one == one else 'nan'
+    if isinstance(one, torch.Tensor):
+        return id(one), 0 if one.is_inference() else one._version
+    if not _has_state(one) and (own := _attributes(one)) is not None:
+        return {key: _mark(value) for key, value in own.items() if _attributes(value) is None}
+    return id(one), fingerprint(one=one.state_dict() if _has_state(one) else one)
+
+
+def _packed(one: Any, unchanged: Iterable[str] = ()) -> Any:
+    """A value in a form that checkpoints hold, without the ``unchanged`` attributes of an object;
+    raises _NotPlain.
+    """
+    left, room = [_MOST], [_MOST_BYTES]
+
+    def pack(one: Any, top: bool = False) -> Any:
+        left[0] -= 1
+        kind = type(one)
+        if left[0] < 0:
+            raise _NotPlain('long list')
+        if kind in _SCALARS:
+            return one
+        room[0] -= getattr(one, 'nbytes', 0) if isinstance(one, (torch.Tensor, np.ndarray)) else 0
+        if room[0] < 0:
+            raise _NotPlain('large tensor')
+        if isinstance(one, torch.Tensor):
+            plain = one.detach().clone()
+            return plain if plain.device.type == 'cpu' else ('device', plain)
+        if isinstance(one, np.ndarray) and one.dtype.kind in 'biufc':
+            return 'numpy', torch.from_numpy(one.copy())
+        if isinstance(one, np.generic):
+            return pack(one.item())
+        if isinstance(one, deque):
+            return 'deque', [pack(value) for value in one], one.maxlen
+        if kind in (OrderedDict, Counter) or isinstance(one, dict):
+            plain_kind = kind if kind in (OrderedDict, Counter) else dict
+            return 'dict', plain_kind({key: pack(value) for key, value in one.items()})
+        if kind in (list, set):
+            return kind.__name__, [pack(value) for value in one]
+        if kind is tuple:
+            return 'tuple', [pack(value) for value in one]
+        if top and _has_state(one):
+            return 'state', pack(one.state_dict())
+        if top and (own := _attributes(one)) is not None:
+            found = {}
+            for key, value in own.items():
+                with suppress(_NotPlain):
+                    if key not in unchanged:
+                        found[key] = pack(value)
+            return 'object', found
+        raise _NotPlain(kind.__name__)
+
+    return pack(one, top=True)
+
+
+def _is_state(packed: Any) -> bool:
+    return isinstance(packed, tuple) and packed[0] == 'state'
+
+
+def _unpacked(packed: Any, now: Any, device: torch.device) -> Any:
+    """The value, in the place of ``now`` where that is of its kind: others may refer to it."""
+    if isinstance(packed, torch.Tensor):
+        alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (
+            packed.shape,
+            packed.dtype,
+        )
+        if alike and not (now.requires_grad or now.is_inference()):
+            return now.copy_(packed)
+        return packed.clone()
+    if not isinstance(packed, tuple):
+        return packed
+    kind, inner = packed[:2]
+    if kind == 'device':
+        return _unpacked(inner, now, device).to(device)
+    if kind == 'numpy':
+        array = inner.numpy()
+        if isinstance(now, np.ndarray) and (now.shape, now.dtype) == (array.shape, array.dtype):
+            now[...] = array
+            return now
+        return array.copy()
+    if kind == 'state':
+        if _has_state(now):
+            now.load_state_dict(_unpacked(inner, None, device))
+        return now
+    if kind == 'object':
+        own = getattr(now, '__dict__', {})
+        for key, value in inner.items():
+            if key in own:
+                setattr(now, key, _unpacked(value, own[key], device))
+        return now
+    if kind == 'dict':
+        new = type(inner)({key: _unpacked(one, None, device) for key, one in inner.items()})
+        if isinstance(now, dict):
+            now.clear()
+            now.update(new)
+            return now
+        return new
+    values = [_unpacked(one, None, device) for one in inner]
+    if kind == 'tuple':
+        return tuple(values)
+    if isinstance(now, (list, deque)) and kind in ('list', 'deque'):
+        now.clear()
+        now.extend(values)
+        return now
+    if kind == 'set':
+        return set(values)
+    return deque(values, packed[2]) if kind == 'deque' else values
