@@ -120,8 +120,8 @@ class Carried:
             self._once.append(_packed(value))
         except _NotPlain as error:
             raise BadInput(
-                f'The function given to ctx.once returned what has a {error} in it: return tensors, '
-                'numbers, texts and containers of them, or a module.'
+                f'The function given to ctx.once returned what has a {error} in it: return '
+                'tensors, numbers, texts and containers of them, or a module.'
             ) from None
         return value
 

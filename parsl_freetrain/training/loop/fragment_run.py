@@ -204,7 +204,7 @@ class FragmentRun:
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, *rest[:2])
             if self.loop is not None:
-                update_guard.check_left_out(self.model.prepared, update_guard.names_around())
+                update_guard.check_left_out(self.model.prepared, unknown_state.names_around())
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
         batches = self._batches(model, data, micro_batch, *rest)
