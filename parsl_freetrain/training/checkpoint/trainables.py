@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -81,6 +82,12 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
             f'ctx.prepare was given {len(models)} models and {len(optimizers)} '
             'optimizers; it needs at least one of each.'
         )
+    for model in models:
+        if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+            raise BadInput(
+                f'ctx.prepare was given a {type(model).__name__} that has parameters that are made '
+                'in its first forward pass: run it once with a sample before its optimizer is made.'
+            )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     strange = {
         id(p): (f'optimizer_{number}.{place}.{i}', p)

@@ -20,7 +20,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.data.inside import fingerprint
+from parsl_freetrain.training.steps.buffers import is_plain
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))
@@ -42,14 +44,16 @@ class Carried:
         self._saved, self._device = dict(saved or {}), device
         self._frames: list[FrameType] = []
         self._known: set[int] = set()
+        self._live: list[torch.Tensor] = []
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
 
-    def look(self, known: Iterable[Any]) -> None:
+    def look(self, known: Iterable[Any], prepared: Prepared) -> None:
         """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already."""
         self._frames, self._known = _frames(), set(map(id, known))
+        self._live = prepared.tensors()
         if self._marks is None:
             self._marks = {path: _mark(one) for path, one in self._variables(all_of=True)}
 
@@ -65,7 +69,10 @@ class Carried:
             found = {path.removeprefix(here): path for path in saved if path.startswith(here)}
             found = {name: path for name, path in found.items() if name.isidentifier()}
             now = frame.f_locals
-            values = {n: _unpacked(saved[p], now.get(n), self._device) for n, p in found.items()}
+            values = {
+                n: _unpacked(saved[p], now.get(n), self._live, self._device)
+                for n, p in found.items()
+            }
             if values:
                 frame.f_locals.update(values)
                 if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
@@ -76,7 +83,9 @@ class Carried:
         return {
             'epoch': self._at_epoch or {},
             'loop': {} if finished else self._changed(),
-            'kept': {name: _packed(one.state_dict()) for name, one in self._kept.items()},
+            'kept': {
+                name: _packed(one.state_dict(), self._live) for name, one in self._kept.items()
+            },
             'once': self._once,
         }
 
@@ -92,9 +101,9 @@ class Carried:
         if name in self._kept:
             raise BadInput(f'ctx.keep was called twice with the name {name!r}: give other names.')
         if (then := self._saved.get('kept', {}).get(name)) is not None:
-            thing.load_state_dict(_unpacked(then, None, self._device))
+            thing.load_state_dict(_unpacked(then, None, self._live, self._device))
         try:
-            _packed(thing.state_dict())
+            _packed(thing.state_dict(), self._live)
         except _NotPlain as error:
             raise BadInput(
                 f'ctx.keep was given a {kind} whose state has a {error} in it: a checkpoint holds '
@@ -102,22 +111,39 @@ class Carried:
             ) from None
         self._kept[name] = thing
 
-    @property
-    def kept(self) -> dict[str, Any]:
-        """What was given to :meth:`keep`, by name."""
-        return self._kept
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of objects that have a state: given to :meth:`keep`, or found in variables."""
+        things = {
+            path.rpartition('.')[2]: one for path, one in self._variables() if _has_state(one)
+        }
+        found: dict[str, torch.Tensor] = {}
+
+        def walk(path: str, value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                found[path] = value
+            elif isinstance(value, (list, tuple)):
+                for i, one in enumerate(value):
+                    walk(f'{path}[{i}]', one)
+            elif isinstance(value, dict):
+                for key, one in value.items():
+                    walk(f'{path}.{key}', one)
+
+        for name, one in {**things, **self._kept}.items():
+            if not isinstance(one, torch.nn.Module):
+                walk(name, one.state_dict())
+        return found
 
     def once(self, function: Callable[[], Any]) -> Any:
         """As ``ctx.once``."""
         then = self._saved.get('once', [])[len(self._once) : len(self._once) + 1]
         if then and not _is_state(then[0]):
             self._once.append(then[0])
-            return _unpacked(then[0], None, self._device)
+            return _unpacked(then[0], None, self._live, self._device)
         value = function()
         if then:
-            _unpacked(then[0], value, self._device)
+            _unpacked(then[0], value, self._live, self._device)
         try:
-            self._once.append(_packed(value))
+            self._once.append(_packed(value, self._live))
         except _NotPlain as error:
             raise BadInput(
                 f'The function given to ctx.once returned what has a {error} in it: return '
@@ -128,7 +154,7 @@ class Carried:
     def _variables(self, *, all_of: bool = False) -> Iterator[tuple[str, Any]]:
         for frame in self._frames:
             code, own = frame.f_code, frame.f_locals
-            for name in own if all_of else live(code, frame.f_lasti) & own.keys():
+            for name in own if all_of else live_names(code, frame.f_lasti) & own.keys():
                 one = own[name]
                 ours = type(one).__module__.startswith(_OURS)
                 ours |= isinstance(one, (Dataset, DataLoader)) or id(one) in self._known
@@ -153,7 +179,7 @@ class Carried:
             else:
                 unchanged = []
             with suppress(_NotPlain):
-                found[path] = _packed(one, unchanged)
+                found[path] = _packed(one, self._live, unchanged)
         return found
 
 
@@ -161,7 +187,7 @@ class _NotPlain(Exception):
     """Names the class of what cannot be saved."""
 
 
-def live(code: CodeType, at: int) -> set[str]:
+def live_names(code: CodeType, at: int) -> set[str]:
     """The variables of a function whose values may be read from an instruction on, before they are
     set; those that inner functions share count always.
     """
@@ -190,7 +216,9 @@ def live(code: CodeType, at: int) -> set[str]:
                 now = now | {name} if kind == 'LOAD' else now - {name}
             if now != found[i]:
                 found[i], changes = now, True
-    return found[place[at]] | {*code.co_cellvars, *code.co_freevars} if at in place else set()
+    # In a call, a frame is at the memory of the instruction, which is behind it.
+    here = max((offset for offset in place if offset <= at), default=0)
+    return found[place[here]] | {*code.co_cellvars, *code.co_freevars}
 
 
 def _frames() -> list[FrameType]:
@@ -231,10 +259,11 @@ def _mark(one: Any) -> Any:
     return id(one), fingerprint(one=one.state_dict() if _has_state(one) else one)
 
 
-def _packed(one: Any, unchanged: Iterable[str] = ()) -> Any:
-    """A value in a form that checkpoints hold, without the ``unchanged`` attributes of an object;
-    raises _NotPlain.
+def _packed(one: Any, live: list[torch.Tensor], unchanged: Iterable[str] = ()) -> Any:
+    """A value in a form that checkpoints hold, without the ``unchanged`` attributes of an object.
+    Of ``live`` tensors, which are saved already, it is their number. Raises _NotPlain.
     """
+    numbers = {t.data_ptr(): i for i, t in enumerate(live) if is_plain(t) and t.numel()}
     left, room = [_MOST], [_MOST_BYTES]
 
     def pack(one: Any, top: bool = False) -> Any:
@@ -244,6 +273,13 @@ def _packed(one: Any, unchanged: Iterable[str] = ()) -> Any:
             raise _NotPlain('long list')
         if kind in _SCALARS:
             return one
+        if isinstance(one, torch.Tensor) and is_plain(one) and one.data_ptr() in numbers:
+            i = numbers[one.data_ptr()]
+            if one.shape != live[i].shape:
+                raise _NotPlain('part of a model')
+            return 'live', i, one is live[i]
+        if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad:
+            raise _NotPlain('tensor that is trained')
         room[0] -= getattr(one, 'nbytes', 0) if isinstance(one, (torch.Tensor, np.ndarray)) else 0
         if room[0] < 0:
             raise _NotPlain('large tensor')
@@ -281,7 +317,7 @@ def _is_state(packed: Any) -> bool:
     return isinstance(packed, tuple) and packed[0] == 'state'
 
 
-def _unpacked(packed: Any, now: Any, device: torch.device) -> Any:
+def _unpacked(packed: Any, now: Any, live: list[torch.Tensor], device: torch.device) -> Any:
     """The value, in the place of ``now`` where that is of its kind: others may refer to it."""
     if isinstance(packed, torch.Tensor):
         alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (
@@ -294,8 +330,10 @@ def _unpacked(packed: Any, now: Any, device: torch.device) -> Any:
     if not isinstance(packed, tuple):
         return packed
     kind, inner = packed[:2]
+    if kind == 'live':
+        return live[inner] if packed[2] else live[inner].detach()
     if kind == 'device':
-        return _unpacked(inner, now, device).to(device)
+        return _unpacked(inner, now, live, device).to(device)
     if kind == 'numpy':
         array = inner.numpy()
         if isinstance(now, np.ndarray) and (now.shape, now.dtype) == (array.shape, array.dtype):
@@ -304,22 +342,22 @@ def _unpacked(packed: Any, now: Any, device: torch.device) -> Any:
         return array.copy()
     if kind == 'state':
         if _has_state(now):
-            now.load_state_dict(_unpacked(inner, None, device))
+            now.load_state_dict(_unpacked(inner, None, live, device))
         return now
     if kind == 'object':
         own = getattr(now, '__dict__', {})
         for key, value in inner.items():
             if key in own:
-                setattr(now, key, _unpacked(value, own[key], device))
+                setattr(now, key, _unpacked(value, own[key], live, device))
         return now
     if kind == 'dict':
-        new = type(inner)({key: _unpacked(one, None, device) for key, one in inner.items()})
+        new = type(inner)({key: _unpacked(one, None, live, device) for key, one in inner.items()})
         if isinstance(now, dict):
             now.clear()
             now.update(new)
             return now
         return new
-    values = [_unpacked(one, None, device) for one in inner]
+    values = [_unpacked(one, None, live, device) for one in inner]
     if kind == 'tuple':
         return tuple(values)
     if isinstance(now, (list, deque)) and kind in ('list', 'deque'):

@@ -14,6 +14,7 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.sampler import Sampler
+from parsl_freetrain.training.loop.context_kept import ContextOfKept
 from parsl_freetrain.training.loop.evaluation import Measure
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.loop_state import Phase
@@ -23,7 +24,7 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import lr
 
 
-class FragmentContext:
+class FragmentContext(ContextOfKept):
     """One fragment as one of its ranks sees it: the first argument of the user's function.
 
     Attributes
@@ -373,28 +374,3 @@ class FragmentContext:
             dataset=dataset, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers
         )
         return self._run.evaluate(model, data, measure, gradients)
-
-    def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
-        """The exponential moving average of a model's parameters over the steps, which is saved
-        with every checkpoint.
-
-        Parameters
-        ----------
-        model
-            A model that :meth:`prepare` has returned.
-        decay
-            Weight of the old average in each step, such as 0.999.
-
-        Returns
-        -------
-        torch.nn.Module
-            A copy of the model with the averaged parameters and the model's own buffers, in
-            evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
-
-        Raises
-        ------
-        BadInput
-            If it is called before :meth:`prepare` or after :meth:`loop`, for a model that was not
-            prepared, or with a pipeline.
-        """
-        return self._run.add_average(model, decay)

@@ -185,6 +185,7 @@ class FragmentRun:
             refuse('The accumulate given to ctx.loop', accumulate, '1 or more')
         refuse_accumulation_of_accelerate()
         self.model.carried.look((*self._handed, dataset))
+        self._look_around(dataset)
         check_schedulers(self.model.prepared)
         whole = has_whole_models(self.order.spec, self.division, self.peers)
         check_loss(loss, plain=whole)
@@ -270,7 +271,8 @@ class FragmentRun:
         return self.loop.run(batches)
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
-        names = unknown_state.names_around()
+        hooks = self.hooks
+        names = unknown_state.variables([*hooks.before_step, *hooks.after_step, *hooks.each_epoch])
         reproducible = isinstance(self.order.spec.mode, Reproducible)
         update_guard.check_left_out(model.prepared, names, scalers=not reproducible)
         return update_guard.UpdateGuard(
@@ -278,6 +280,7 @@ class FragmentRun:
             unknown_state.among(names, torch.nn.Module),
             reproducible=reproducible,
             averages=self._averages,
+            kept=model.carried.tensors() if reproducible else None,
         )
 
     def _go_on(self, model: Model, saved: Source, position: Position) -> None:
@@ -307,6 +310,10 @@ class FragmentRun:
             print(f'Since ctx.prepare {changed or "something"} was changed; put back.')
             model.division.restore(model.prepared, saved.load(model.prepared))
 
+    def _look_around(self, *data: Any) -> None:
+        if self.model is not None and self.division.whole:  # else ranks hold different parts
+            self.model.carried.look((*self._handed, *data), self.model.prepared)
+
     def begin_epochs(self) -> EpochLoop:
         """As :meth:`FragmentContext.epochs`."""
         if self.model is None or self.loop is not None or self._epochs is not None:
@@ -314,7 +321,7 @@ class FragmentRun:
                 'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '
                 '"for epoch in ctx.epochs():".'
             )
-        self.model.carried.look(self._handed)
+        self._look_around()
         self._epochs = EpochLoop(self.order.spec, self.state, self.model)
         self.hooks.by_epochs = True
         return self._epochs

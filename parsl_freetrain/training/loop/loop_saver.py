@@ -117,9 +117,7 @@ class LoopSaver:
             resumes=state.resumes,
             verified=state.verified,
         )
-        whole = self._model.division.whole  # else ranks hold different parts
-        finished = state.phase is Phase.FINISHED
-        variables = self._model.carried.state(finished=finished) if whole else {}
+        variables = self._model.carried.state(finished=state.phase is Phase.FINISHED)
         changed = {'modules': self._changed(), 'variables': variables}
         return collect({**content, **changed}, position)
 

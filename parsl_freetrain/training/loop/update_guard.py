@@ -47,17 +47,23 @@ class UpdateGuard:
         *,
         reproducible: bool,
         averages: Sequence[PreparedAverage] = (),
+        kept: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._averages = averages
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
         known = set(map(id, prepared.tensors()))
+        known |= {id(t) for one in prepared.averages for t in (*one.parameters(), *one.buffers())}
         if reproducible:
             for number, model in enumerate(prepared.models, 1):
                 which = f' of model {number}' if len(prepared.models) > 1 else ''
                 self._add(model.named_parameters(), lambda name, which=which: f'{name!r}{which}')
             for own_ones in prepared.own:
                 self._add(own_ones.tensors.items(), lambda name: f'{name} of no model')
+            for number, average in enumerate(prepared.averages, 1):
+                of = f' of average {number}'
+                self._add(average.named_parameters(), lambda name, of=of: f'{name!r}{of}')
+            self._add((kept or {}).items(), str)
         self._prepared = len(self._watched)
         for called, module in others.items():
             tensors = (*module.named_parameters(), *module.named_buffers())

@@ -63,6 +63,14 @@ class Buffers:
         self._integers_from_before = Copies(self.integers, integers_before)
         self._to_firsts = Copies(firsts, self.integers)
         self._versions: list[int] = []
+        self._settled = 0
+        # A buffer of rows may be a queue, if an integer beside it says where it is filled.
+        rows = {id(b): i for i, b in enumerate(self._floating) if b.dim() > 1}
+        self._rows = {
+            rows[id(b)]: (name, type(module).__name__)
+            for module, own, name, b in self._places
+            if id(b) in rows and any(id(i) in set(map(id, own.values())) for i in self.integers)
+        }
         self.changed_firsts: list[int] = []
 
     @torch.no_grad()
@@ -153,8 +161,24 @@ class Buffers:
     def settle(self, total: torch.Tensor) -> None:
         """Set each value that changed in a row to the weighted sum of rows, others as before."""
         changed = total[self._size :] > 0
+        self._settled += 1
+        if self._rows and self._settled & (self._settled - 1) == 0:
+            self._check_rows(self._pieces(changed))
         torch.where(changed, total[: self._size], self._before, out=self._now)
         self._from_now()
+
+    def _check_rows(self, changed: Sequence[torch.Tensor]) -> None:
+        """Rows that a shard has put in the places of others would become means of both."""
+        for i, (name, module) in self._rows.items():
+            for rows in (changed[i].flatten(1), changed[i].flatten(0, -2).T):
+                replaced = rows.all(1)
+                if 0 < int(replaced.sum()) < len(rows) and torch.equal(replaced, rows.any(1)):
+                    raise BadInput(
+                        f'The buffer {name!r} of a {module} changed in some of its rows only, as a '
+                        'queue does. In reproducible mode each virtual shard would fill the same '
+                        'rows, and their mean would count: fill it in ctx.after_step(fn), or use '
+                        'mode=Throughput().'
+                    )
 
     def changed(self) -> list[torch.Tensor]:
         """Numbers that are not zero if a buffer is not what it was."""

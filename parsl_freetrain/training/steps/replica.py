@@ -55,6 +55,12 @@ class Replica(DistributedDataParallel):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_buffers(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -4,21 +4,29 @@ PyTorch, for any number of ranks and wherever it is cut, or refused.
 
 from __future__ import annotations
 
+import copy
+import dis
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.loop.carried import live_names
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.examples import in_this_process
 from tests.support.ranks import order, ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
@@ -195,6 +203,238 @@ def with_a_closure(ctx: FragmentContext) -> None:
         cut(ctx)
 
 
+class Patience:
+    """As in tutorials."""
+
+    def __init__(self) -> None:
+        self.best, self.bad, self.weights = float('inf'), 0, None
+
+    def better(self, score: float, model: Any) -> bool:
+        if score < self.best:
+            self.best, self.bad, self.weights = score, 0, copy.deepcopy(model.state_dict())
+        else:
+            self.bad += 1
+        return self.bad == 0
+
+
+def variables(ctx: FragmentContext) -> list[Any]:
+    """The best weights and scores, in variables of all kinds."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.02))
+    best, best_weights, history, stopper = float('inf'), None, [], Patience()
+    scores, steps, seen = np.zeros(10), 0, 0
+    recent: deque[float] = deque(maxlen=3)
+
+    def note(score: float) -> None:
+        nonlocal seen
+        seen += 1
+        scores[seen % 10] = score
+
+    for _ in ctx.epochs():
+        running = 0
+        for x, y in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            running += 1
+            steps += 1
+            cut(ctx)
+        assert running == 4 or ctx.spec.shards
+        with torch.no_grad():
+            score = F.mse_loss(model(X), X[:, :1] * 3 + 1).item() * (-1) ** ctx.epoch
+        note(score)
+        history.append(round(score, 4))
+        recent.append(round(score, 4))
+        if score < best:
+            best, best_weights = score, copy.deepcopy(model.state_dict())
+        stopper.better(score, model)
+    assert best_weights is not None and stopper.weights is not None
+    model.load_state_dict(best_weights)
+    assert all(torch.equal(best_weights[name], one) for name, one in stopper.weights.items())
+    steps = steps if not ctx.spec.shards else 0
+    return [
+        round(best, 4),
+        history,
+        list(recent),
+        stopper.bad,
+        steps,
+        seen,
+        scores.round(3).tolist(),
+    ]
+
+
+def between_loops(ctx: FragmentContext) -> list[float]:
+    """Distillation from a copy, a penalty around old weights, and a threshold that took long."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    calls = []
+    for x, y in ctx.loop(DATA, 4, samples=16):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    old = {name: one.detach().clone() for name, one in teacher.named_parameters()}
+    with torch.no_grad():
+        threshold = float(teacher(X).mean())
+
+    def choose() -> list[Any]:
+        calls.append(1)
+        return [float(teacher(X).max()), old['bias'] * 2]
+
+    chosen = ctx.once(choose)
+    for x, y in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        penalty = sum((one - old[name]).square().sum() for name, one in model.named_parameters())
+        wanted = teacher(x) + threshold + chosen[0] + chosen[1]
+        (F.mse_loss(model(x), -y) + F.mse_loss(model(x), wanted) + penalty).backward()
+        optimizer.step()
+        cut(ctx)
+    assert len(calls) == 1
+    return [round(threshold, 4), round(chosen[0], 4)]
+
+
+class Shadow:
+    """An average that is no module, as of torch_ema and diffusers."""
+
+    def __init__(self, model: Any) -> None:
+        self.tensors, self.steps = [p.detach().clone() for p in model.parameters()], 0
+
+    def update(self, model: Any) -> None:
+        self.steps += 1
+        for mine, its in zip(self.tensors, model.parameters(), strict=True):
+            mine.lerp_(its.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'tensors': self.tensors, 'steps': self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors, self.steps = [one.clone() for one in state['tensors']], state['steps']
+
+
+def kept(ctx: FragmentContext) -> list[Any]:
+    """One is given to ctx.keep, the other is found in a variable."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    own = ctx.keep(Shadow(model))
+    found = Shadow(model)
+    ctx.after_step(lambda: own.update(model))
+    ctx.after_step(lambda: found.update(model))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+    assert all(map(torch.equal, own.tensors, found.tensors))
+    return [own.steps, found.steps, [round(t.sum().item(), 3) for t in own.tensors]]
+
+
+def loss_with_a_buffer(ctx: FragmentContext) -> None:
+    model, loss = nn.Linear(4, 1), nn.BatchNorm1d(1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    fit(ctx, lambda x, y: loss(model(x) - y).square().mean(), optimizer)
+
+
+def target_that_follows(ctx: FragmentContext) -> None:
+    model, target = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+    weight = target.weight
+    model, optimizer = ctx.prepare(model, sgd(model))
+    ctx.after_step(lambda: weight.data.lerp_(next(model.parameters()).data, 0.1))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y + target(x)), optimizer)
+
+
+def optimizer_replaced(ctx: FragmentContext) -> None:
+    raw = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(raw, torch.optim.Adam(raw.parameters()))
+    for epoch in ctx.epochs():
+        if epoch == 1:
+            optimizer = sgd(raw)
+        for x, y in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+def pruned_late(ctx: FragmentContext) -> None:
+    raw = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(raw, sgd(raw))
+    ctx.each_epoch(lambda: prune.l1_unstructured(raw, 'weight', 1))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def kept_in_the_body(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    average = ctx.keep(Shadow(model))
+    for x, y in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        average.update(model)
+
+
+def lazy(ctx: FragmentContext) -> None:
+    model = nn.LazyLinear(1)
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Queue(nn.Module):
+    """As MoCo's: each batch takes the place of the oldest rows."""
+
+    queue: torch.Tensor
+    at: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.register_buffer('queue', torch.randn(64, 4))
+        self.register_buffer('at', torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys, at = self.net(x), int(self.at)
+        scores: torch.Tensor = keys @ self.queue.clone().T
+        self.queue[at : at + len(x)] = keys.detach()
+        self.at.copy_(torch.tensor((at + len(x)) % 64))
+        return scores
+
+
+def queue_of_rows(ctx: FragmentContext) -> None:
+    model = Queue()
+    model, optimizer = ctx.prepare(model, sgd(model))
+    fit(ctx, lambda x, y: model(x).square().mean(), optimizer)
+
+
+REFUSED = {
+    loss_with_a_buffer: 'ctx.loop changed loss.running_mean, a parameter or buffer that was not gi',
+    target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
+    optimizer_replaced: 'optimizer is an optimizer of a prepared model and was not given to ctx.pr',
+    pruned_late: 'The models have other parameters or buffers than in ctx.prepare',
+    kept_in_the_body: 'ctx.loop changed the parameter',
+    lazy: 'has parameters that are made in its first forward pass',
+    queue_of_rows: "The buffer 'queue' of a Queue changed in some of its rows only",
+}
+
+
+@pytest.mark.parametrize('function', REFUSED)
+def test_what_would_be_lost_or_wrong_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(BadInput) as refused:
+        in_this_process(function, total_epochs=3, shards=2)
+    assert REFUSED[function] in str(refused.value)
+
+
+def test_variables_that_are_read_later_are_live() -> None:
+    def function(rounds: Any) -> Any:
+        best, kept, unused = 0, [], 1
+        for number in rounds:
+            loss = number * 2
+            try:
+                best = max(best, loss)
+            except ValueError:
+                kept.append(unused)
+        return best, kept
+
+    steps = [s for s in dis.get_instructions(function) if s.opname == 'FOR_ITER']
+    assert live_names(function.__code__, steps[0].offset) == {'best', 'kept', 'unused'}
+
+
 def trained(
     fork_server: ForkClient, folder: Path, function: Any, sizes: Any, **options: Any
 ) -> Any:
@@ -217,6 +457,9 @@ BOTH = [
     set_before_the_loop,
     by_methods,
     models_that_share,
+    variables,
+    between_loops,
+    kept,
 ]
 
 

@@ -1,0 +1,95 @@
+"""The part of the context for what is saved besides models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+
+if TYPE_CHECKING:
+    from parsl_freetrain.training.loop.fragment_run import FragmentRun
+
+T = TypeVar('T')
+
+
+class ContextOfKept:
+    """What every checkpoint holds besides what :meth:`FragmentContext.prepare` was given."""
+
+    _run: FragmentRun
+
+    def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
+        """The exponential moving average of a model's parameters over the steps, which is saved
+        with every checkpoint.
+
+        Parameters
+        ----------
+        model
+            A model that :meth:`prepare` has returned.
+        decay
+            Weight of the old average in each step, 0 to 1, for instance 0.999.
+
+        Returns
+        -------
+        torch.nn.Module
+            A copy of the model with the averaged parameters and the model's own buffers, in
+            evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
+
+        Raises
+        ------
+        BadInput
+            If it is called before :meth:`prepare` or after :meth:`loop`, for a model that was not
+            prepared, or with a pipeline.
+        """
+        return self._run.add_average(model, decay)
+
+    def keep(self, thing: T, name: str | None = None) -> T:
+        """Save an object with every checkpoint, and load the last one into it.
+
+        Parameters
+        ----------
+        thing
+            Has ``state_dict()`` and ``load_state_dict()``: an average that is no module, a metric,
+            a replay buffer.
+        name
+            Its name in checkpoints; else it is named by its class and the order of the calls.
+
+        Returns
+        -------
+        The object itself.
+
+        Raises
+        ------
+        BadInput
+            If it has no such methods, its state has something other than tensors, numbers, texts
+            and containers of them, or :meth:`prepare` was not called.
+        """
+        self._carried('keep').keep(thing, name)
+        return thing
+
+    def once(self, function: Callable[[], T]) -> T:
+        """Call a function once in the whole training, and keep what it returns: for what stands
+        between two loops and takes long, or is made of the model as it is then.
+
+        Parameters
+        ----------
+        function
+            Returns tensors, numbers, texts, containers of them, or a module. For a module it is
+            called again in later fragments, and the state of the first one is loaded.
+
+        Raises
+        ------
+        BadInput
+            If it returns something else, in the body of the loop, or before :meth:`prepare`.
+        """
+        return self._carried('once').once(function)  # type: ignore[no-any-return]
+
+    def _carried(self, method: str) -> Any:
+        if self._run.model is None or self._run.in_body():
+            raise BadInput(
+                f'ctx.{method} was called before ctx.prepare or in the body of ctx.loop: call it '
+                'after ctx.prepare and outside of the loop.'
+            )
+        return self._run.model.carried
