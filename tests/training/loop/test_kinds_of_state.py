@@ -403,7 +403,7 @@ def queue_of_rows(ctx: FragmentContext) -> None:
 
 
 REFUSED = {
-    loss_with_a_buffer: 'ctx.loop changed loss.running_mean, a parameter or buffer that was not gi',
+    loss_with_a_buffer: 'ctx.loop changed loss.num_batches_tracked, a parameter or buffer that was',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
     optimizer_replaced: 'optimizer is an optimizer of a prepared model and was not given to ctx.pr',
     pruned_late: 'The models have other parameters or buffers than in ctx.prepare',
