@@ -36,21 +36,6 @@ def nothing(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
     return lambda x: model(x).pow(2).mean()
 
 
-def a_module(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
-    """A target network that follows the model."""
-    target = nn.Linear(4, 1)
-    target.requires_grad_(False)
-
-    def follow() -> None:
-        for mine, its in zip(
-            target.parameters(), getattr(model, 'module', model)[0].parameters(), strict=True
-        ):
-            mine.copy_(0.9 * mine + 0.1 * its[: len(mine)].mean())
-
-    ctx.after_step(torch.no_grad()(follow))
-    return lambda x: (model(x) - target(x)).pow(2).mean()
-
-
 def a_list(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
     strength: list[float] = [1.0]
     ctx.after_step(lambda: strength.append(0.9 * strength[-1]))
@@ -123,7 +108,6 @@ def cut(
 @pytest.mark.parametrize(
     ('plant', 'named'),
     [
-        (a_module, 'target (a module, Linear)'),
         (a_list, 'strength (a list that changes)'),
         (an_optimizer_of_its_own, 'own (an optimizer, SGD)'),
         (a_number, 'turns (a list that changes)'),
@@ -166,9 +150,9 @@ def test_a_step_that_takes_longer_than_the_checkpoint_is_not_computed_ahead(
 
 
 def test_a_difference_may_be_a_warning(fork_server: ForkClient, tmp_path: Path) -> None:
-    outcome, log, saved = cut(fork_server, tmp_path, a_module, on_difference='warn')
+    outcome, log, saved = cut(fork_server, tmp_path, a_list, on_difference='warn')
     assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 0)
-    assert 'target (a module, Linear)' in log
+    assert 'strength (a list that changes)' in log
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
@@ -184,7 +168,7 @@ def test_state_samples_and_device_are_compared_in_each_mode(
     fork_server: ForkClient, tmp_path: Path, mode: str, spoil: dict[str, Any], says: str
 ) -> None:
     """Of another device, a difference is no more than a warning."""
-    plant = nothing if says or mode == 'throughput' else a_module
+    plant = nothing if says or mode == 'throughput' else a_list
     first = order(tmp_path, total_samples=TOTAL, mode=mode)
     for fragment in (1, 2):
         ordered = replace(first, fragment=fragment)
@@ -201,7 +185,7 @@ def test_state_samples_and_device_are_compared_in_each_mode(
         assert says in outcome.error.message
     else:
         assert outcome.how == 'finished'
-        assert (', and before on another. ' in log) == (plant is a_module)
+        assert (', and before on another. ' in log) == (plant is a_list)
 
 
 def test_equal_tensors_have_equal_sums_however_they_lie() -> None:
