@@ -27,7 +27,6 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
 from parsl_freetrain.training.comm import world
-from parsl_freetrain.training.comm.peers import on_any_rank
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
@@ -40,7 +39,7 @@ from parsl_freetrain.training.loop.averages import (
 from parsl_freetrain.training.loop.body import Body, find_generators, has_whole_models
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
-from parsl_freetrain.training.loop.last_step import around_models, changes_of
+from parsl_freetrain.training.loop.last_step import around_models, put_back_changes
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
 from parsl_freetrain.training.loop.loss import Loss
@@ -184,7 +183,6 @@ class FragmentRun:
         if accumulate < 1:
             refuse('The accumulate given to ctx.loop', accumulate, '1 or more')
         refuse_accumulation_of_accelerate()
-        self.model.carried.look((*self._handed, dataset))
         self._look_around(dataset)
         check_schedulers(self.model.prepared)
         whole = has_whole_models(self.order.spec, self.division, self.peers)
@@ -290,7 +288,7 @@ class FragmentRun:
         if isinstance(saved, Saved):
             check_averages(saved, model.prepared.averages)
         check_position(position, saved)
-        self._put_back(model, saved)
+        put_back_changes(self._at_prepare, self.state, model, saved, self.peers)
         model.carried.put_back('loop')
         self.state.epoch_due = saved.position.epoch_due
         # The models hold its tensors now.
@@ -299,16 +297,6 @@ class FragmentRun:
             self.state.phase, self.state.result = Phase.FINISHED, saved.position.result
             raise FragmentEnd
         self.verification.goes_on(saved)
-
-    def _put_back(self, model: Model, saved: Source) -> None:
-        """What the function has done since ``ctx.prepare`` (loaded weights, set learning rates) it
-        had done in the first fragment: what has become of it since then counts.
-        """
-        before, now = self._at_prepare, around_models(self.state, model.prepared)
-        changed = changes_of(before, replace(now, user=before.user))
-        if on_any_rank(self.peers, bool(changed)):
-            print(f'Since ctx.prepare {changed or "something"} was changed; put back.')
-            model.division.restore(model.prepared, saved.load(model.prepared))
 
     def _look_around(self, *data: Any) -> None:
         if self.model is not None and self.division.whole:  # else ranks hold different parts
