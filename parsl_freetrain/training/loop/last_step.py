@@ -7,14 +7,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.flatten import same
-from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.state import Source, State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.loop_state import LoopState
@@ -190,6 +190,20 @@ def changes_of(before: _End, now: _End) -> str:
     if not same(vars(before.around), vars(now.around)):
         return 'a learning rate scheduler, or a setting of an optimizer,'
     return ''
+
+
+def put_back_changes(
+    before: Any, state: LoopState, model: Model, saved: Source, peers: Peers
+) -> None:
+    """Undo what the function has done since ``ctx.prepare``, where it was as ``before`` (loaded
+    weights, set learning rates): in the first fragment it had done that, too, and what has become
+    of it since then counts. All ranks call this.
+    """
+    now = around_models(state, model.prepared)
+    changed = changes_of(before, replace(now, user=before.user))
+    if on_any_rank(peers, bool(changed)):
+        print(f'Since ctx.prepare {changed or "something"} was changed; put back.')
+        model.division.restore(model.prepared, saved.load(model.prepared))
 
 
 def _buffers(prepared: Prepared) -> list[torch.Tensor]:
