@@ -16,6 +16,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.state import Source, State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm.peers import Peers, on_any_rank
 from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
