@@ -140,12 +140,8 @@ class FragmentRun:
         return answers[0] if len(answers) == 1 else answers
 
     def _before_step(self) -> None:
-        mode, steps = self.order.spec.mode, self.model.steps if self.model is not None else None
-        if self.hooks.before_step and getattr(steps, 'shares', False):
-            raise BadInput(
-                'ctx.before_step cannot show the gradients of parameters that several optimizers '
-                'step, each with its own: leave it out, or give each parameter to one optimizer.'
-            )
+        mode = self.order.spec.mode
+        self.hooks.check_shared(self.model)
         if self.hooks.before_step and isinstance(mode, Reproducible):
             seed_alike(self.state.samples, mode.seed, 'before step')
         self.hooks.run(self.hooks.before_step)
@@ -203,7 +199,7 @@ class FragmentRun:
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, *rest[:2])
             if self.loop is not None:
-                update_guard.check_left_out(self.model.prepared, unknown_state.names_around())
+                update_guard.check_left_out(model.prepared, unknown_state.names_around())
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
         batches = self._batches(model, data, micro_batch, *rest)

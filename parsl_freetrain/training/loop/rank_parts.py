@@ -69,6 +69,14 @@ class LoopHooks:
             )
         getattr(self, name).append(function)
 
+    def check_shared(self, model: Model | None) -> None:
+        """Raises BadInput if ``before_step`` could not show the gradients of all optimizers."""
+        if self.before_step and model is not None and getattr(model.steps, 'shares', False):
+            raise BadInput(
+                'ctx.before_step cannot show the gradients of parameters that several optimizers '
+                'step, each with its own: leave it out, or give each parameter to one optimizer.'
+            )
+
     def run(self, hooks: list[Hook]) -> None:
         """Call functions in order."""
         self.running = True
