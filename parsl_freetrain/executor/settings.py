@@ -225,9 +225,8 @@ def check_classes(trainer: Trainer, site: HoleSource) -> None:
         if name not in classes:
             has = f'has {", ".join(sorted(classes))}' if classes else 'does not tell nodes apart'
             raise BadInput(
-                f'Trainer {trainer.name!r}: its speed is stated for the node class '
-                f'{name!r}; '
-                f'the site {has}.'
+                f'Trainer {trainer.name!r}: its speed is stated for the node class {name!r}; the '
+                f'site {has}.'
             )
 
 

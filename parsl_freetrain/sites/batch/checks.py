@@ -22,9 +22,8 @@ def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
     if most is not None and least > most:
         raise BadInput(
             f'The queue {queue.name!r} takes {queue.least_nodes} to '
-            f'{queue.most_nodes or "any number of"} nodes, and the site '
-            f'config asks for {options.least_nodes} to '
-            f'{options.most_nodes or "any number of"}; name another queue.'
+            f'{queue.most_nodes or "any number of"} nodes, and the site config asks for '
+            f'{options.least_nodes} to {options.most_nodes or "any number of"}; name another queue.'
         )
     shortest_s = max(float(step_s), queue.shortest_s, options.shortest_s)
     if shortest_s > (queue.longest_s or shortest_s) or shortest_s > options.unplanned_s:
@@ -70,7 +69,6 @@ def check_request(request: BlockRequest, queue: Partition) -> None:
         )
     if request.walltime_s is not None and request.walltime_s < queue.shortest_s:
         raise BadInput(
-            f'A block of {request.walltime_s:g} s was asked for; the shortest in the '
-            f'queue {queue.name!r} needs '
-            f'{queue.shortest_s:g} s or more.'
+            f'A block of {request.walltime_s:g} s was asked for; the shortest in the queue '
+            f'{queue.name!r} needs {queue.shortest_s:g} s or more.'
         )

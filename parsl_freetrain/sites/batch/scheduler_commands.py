@@ -96,9 +96,8 @@ class Commands:
             )
         except FileNotFoundError:
             raise BadInput(
-                f'There is no {self._scheduler} here: the command {command[0]} is not on '
-                'the PATH; run this on a login node of '
-                f'the machine, perhaps after loading a module.'
+                f'There is no {self._scheduler} here: the command {command[0]} is not on the PATH; '
+                'run this on a login node of the machine, perhaps after loading a module.'
             ) from None
         except subprocess.TimeoutExpired:
             raise SchedulerSilent(
