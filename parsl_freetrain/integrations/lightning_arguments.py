@@ -64,8 +64,18 @@ class Unsupported(BadInput, AttributeError):
     """Something is not supported; also as an attribute that is not there."""
 
 
-def is_own(name: str, thing: Any, base: type[Any]) -> bool:
-    """Whether a thing's class has its own method in place of that of ``base``."""
+def base_of(thing: Any, kind: type[Any]) -> type[Any]:
+    """The class of Lightning that a thing is of, from ``lightning`` or ``pytorch_lightning``."""
+    for base in type(thing).__mro__:
+        package = base.__module__.split('.')[0]
+        if base.__name__ == kind.__name__ and package in ('lightning', 'pytorch_lightning'):
+            return base
+    raise BadInput(f'Trainer was given a {type(thing).__name__}, not a {kind.__name__}.')
+
+
+def is_own(name: str, thing: Any, kind: type[Any]) -> bool:
+    """Whether a thing's class has its own method in place of that of Lightning's ``kind``."""
+    base = base_of(thing, kind)
     return getattr(type(thing), name, None) is not getattr(base, name, None)
 
 
@@ -96,8 +106,7 @@ def check_module(module: Any, datamodule: Any) -> None:
     for thing, kind in ((module, LightningModule), (datamodule, LightningDataModule)):
         if thing is None and kind is LightningDataModule:
             continue
-        if not isinstance(thing, kind):
-            raise BadInput(f'Trainer was given a {type(thing).__name__}, not a {kind.__name__}.')
+        base_of(thing, kind)
         hooks = {name for base in (CheckpointHooks, DataHooks, ModelHooks) for name in vars(base)}
         for name in sorted((hooks | _NOT_CALLED) - _CALLED):
             called = name.startswith('_') or 'predict' in name or not hasattr(kind, name)
@@ -120,13 +129,12 @@ def check_module(module: Any, datamodule: Any) -> None:
 def check_callback(callback: Any) -> None:
     """Raises BadInput if a callback waits for an event that does not come."""
     kind = type(callback).__name__
-    if not isinstance(callback, Callback):
-        raise BadInput(f'Trainer was given {kind} as a callback; it is none of Lightning.')
+    base_of(callback, Callback)
     if kind in _HOW:
         raise unsupported(f'the callback {kind}', _HOW[kind])
     for name in vars(Callback):
         called = name in _CALLED or name.startswith('_') or 'predict' in name
-        own = name in ('state_dict', 'load_state_dict') and isinstance(callback, EarlyStopping)
+        own = name in ('state_dict', 'load_state_dict') and kind == EarlyStopping.__name__
         if not (called or own or name == 'state_key') and is_own(name, callback, Callback):
             events = ', '.join(sorted(event for event in _CALLED if event.startswith('on_')))
             raise unsupported(

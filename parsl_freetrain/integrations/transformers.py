@@ -97,6 +97,12 @@ class InFragments(_Any):
             self.lr_scheduler, 'get_last_lr'
         ):
             raise unsupported(f'the scheduler {type(self.lr_scheduler).__name__}')
+        if args.activation_checkpointing:
+            how = dict(args.activation_checkpointing_kwargs or {})
+            chosen = {name: how.pop(name) for name in ('every_n_layers', 'offload') if name in how}
+            self.model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=how or None, **chosen
+            )
         memory = Memory(ctx, 'transformers', self.callback_handler.callbacks, self.model)
         self.model_wrapped, self.optimizer, self.lr_scheduler = ctx.prepare(
             self.model,

@@ -21,6 +21,8 @@ _SHOWING = {
     'logging_first_step', 'logging_steps', 'logging_strategy', 'run_name',
 }  # fmt: skip
 _TRAINING = {
+    'activation_checkpointing', 'activation_checkpointing_kwargs', 'gradient_checkpointing',
+    'gradient_checkpointing_kwargs',
     'adam_beta1', 'adam_beta2', 'adam_epsilon', 'bf16', 'dataloader_num_workers',
     'dataloader_pin_memory', 'ddp_find_unused_parameters', 'do_eval', 'do_predict', 'do_train',
     'eval_accumulation_steps', 'eval_do_concat_batches', 'eval_steps', 'eval_strategy',
@@ -59,8 +61,9 @@ _EVENTS = {
 def check_arguments(args: Any, ctx: FragmentContext) -> None:
     """Raises BadInput if they ask for what is not supported or the app does not say."""
     for field in dataclasses.fields(args):
-        value, default = getattr(args, field.name), _DEFAULTS.get(field.name, field.default)
-        if field.name not in _SAVING | _SHOWING | _TRAINING and value != default:
+        value, ours = getattr(args, field.name), _SAVING | _SHOWING | _TRAINING
+        # What a subclass adds is for its own trainer (TRL's SFTConfig and SFTTrainer).
+        if field.name in _DEFAULTS and field.name not in ours and value != _DEFAULTS[field.name]:
             raise unsupported(f'TrainingArguments({field.name}={value!r})', field.name)
     for name, known in (
         ('eval_strategy', ('no', 'epoch')),
@@ -89,7 +92,10 @@ def check_overrides(trainer: type[Any], ours: type[Any]) -> None:
     """Raises BadInput if a subclass replaces a method that is not called here."""
     for name in _REPLACED:
         base = getattr(ours, name, None) or getattr(transformers.Trainer, name, None)
-        if getattr(trainer, name, None) is not base:
+        own = getattr(trainer, name, None)
+        # TRL's writes a model card first.
+        harmless = name == '_save_checkpoint' and own.__module__.startswith('trl.')
+        if own is not base and not harmless:
             raise unsupported(f'the method {trainer.__name__}.{name}')
 
 
