@@ -12,6 +12,8 @@ _BEATS = 10
 """On a busy computer it takes a process some seconds to end, and its parent to notice."""
 _FIRST = 500
 """Of 1000: as if it used half of all memory more than it does (proc_pid_oom_score_adj(5))."""
+SECOND = 250
+"""Of a fork server: before whoever started it, and after its ranks."""
 
 
 def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, int]:
@@ -50,10 +52,10 @@ class OomWatch:
         return struck
 
 
-def end_me_first() -> None:
+def end_me_first(score: int = _FIRST) -> None:
     """If memory is full, let the kernel choose this process before its parent, which tells why."""
     with suppress(OSError):  # no /proc, or the site forbids it: the choice is the kernel's
-        Path('/proc/self/oom_score_adj').write_text(str(_FIRST))
+        Path('/proc/self/oom_score_adj').write_text(str(score))
 
 
 def _counters(groups: Path, root: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""The page on the command line has the options that ``--help`` has."""
+"""Pages that are made from the code are as it is."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def test_the_options_are_those_of_help() -> None:
     written = runpy.run_path(str(DOCS / 'command_line.py'))
     text = (DOCS / 'command-line.md').read_text()
     assert written['page'](text) == text
+
+
+def test_the_waits_are_those_of_the_code() -> None:
+    """If not: ``python docs/waits.py``."""
+    text = (DOCS / 'faults.md').read_text()
+    assert runpy.run_path(str(DOCS / 'waits.py'))['page'](text) == text

@@ -56,6 +56,7 @@ class TrainerState:
     submitted_at: float = 0.0
     waiting_since: float = 0.0  # since when it has had no nodes
     reached: int = 0  # samples trained so far, saved or not
+    trouble_since: float = math.inf  # of a file system, without progress
     fruitless: int = 0  # consecutive fragments that used up their holes without progress
     dismissed: EndTrainer | None = None  # how it ends as soon as its fragment has stopped
     rescaled_at: float = -math.inf  # when its node count was last changed

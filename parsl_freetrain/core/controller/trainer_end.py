@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from parsl_freetrain.core.controller import controller_state as cs
@@ -11,6 +12,8 @@ from parsl_freetrain.core.model.types import Trainer
 
 # A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
 FRUITLESS = 4
+STORAGE_S = 600.0
+"""Seconds without progress after which trouble of a file system ends a trainer."""
 
 
 def why_it_fails(
@@ -21,6 +24,12 @@ def why_it_fails(
 ) -> str:
     """Why the trainer cannot go on; empty if it can. Its counts of failures are updated."""
     progressed = event.samples > ended.from_samples
+    if progressed or not event.storage:
+        trainer.trouble_since = math.inf
+    if event.storage:
+        trainer.trouble_since = min(trainer.trouble_since, event.at)
+        lasts_s = event.at - trainer.trouble_since
+        return '' if lasts_s < STORAGE_S else f'{event.error}; this has lasted for {lasts_s:.0f} s'
     if event.out_of_memory:
         return _short_of_memory(trainer, ended, event.error)
     if event.ending is ev.Ending.FAILED:

@@ -230,6 +230,7 @@ class FragmentEnded(Event, frozen=True):
     checkpoint_s: float | None = None
     memory: int = 0  # the most that a rank needed, in bytes; 0: unknown
     final: bool = False  # it failed, and would fail again
+    storage: bool = False  # a file system was in trouble, which may pass
 
 
 class TrainerCancelled(Event, frozen=True):

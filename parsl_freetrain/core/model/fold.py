@@ -140,7 +140,8 @@ def _fragment_ended(run: st.RunState, event: ev.FragmentEnded) -> None:
     fragment = run.fragments.get((event.trainer, event.fragment))
     if fragment is not None:
         fragment.ended = event
-    _change(run, event.trainer, 'queued', event.at)
+    why = f'waits for a file system: {event.error}' if event.storage else ''
+    _change(run, event.trainer, 'queued', event.at, why)
     if training := run.trainers.get(event.trainer):
         training.samples = event.samples if event.committed is None else event.committed
 

@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.events import Ending, FragmentProgressed, StartF
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.fragment_parts import Contact, GivenUp, Stopping
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.training.comm.device_faults import out_of_memory
+from parsl_freetrain.training.comm.device_faults import out_of_memory, storage_trouble
 from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous
 
@@ -45,6 +45,7 @@ class FragmentResult:
     exception: BaseException | None = None  #: the user's exception, where there is one
     out_of_memory: bool = False  #: whether it failed because a rank had too little memory
     final: bool = False  #: whether it would fail again
+    storage: bool = False  #: whether a file system was in trouble
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,8 @@ class RunningFragment:
             if result.out_of_memory:
                 what = 'was ended by the kernel, since memory was full'
                 return self._short_of_memory(f'{result} {what}; its output is in {result.log}')
+        if why := self._storage_trouble(results):
+            return FragmentResult(Ending.PREEMPTED, self.checkpoint, why, storage=True)
         for result in () if self.lost else results:
             if result.outcome is not None and result.outcome.error and result.how == 'error':
                 error = result.outcome.error
@@ -285,6 +288,14 @@ class RunningFragment:
                     Ending.FAILED, self.checkpoint, sentence, exception, final=error.final
                 )
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
+
+    def _storage_trouble(self, results: list[RankResult]) -> str:
+        """What a file system in trouble did to a rank or a node; empty: nothing is known."""
+        for result in results:
+            if result.how == 'storage':
+                return f'{result} said {result.fault}; its output is in {result.log}'
+        raised = [came for came in self.settled.values() if isinstance(came, BaseException)]
+        return next((f'a node said {said}' for one in raised if (said := storage_trouble(one))), '')
 
     def _short_of_memory(self, sentence: str) -> FragmentResult:
         return FragmentResult(Ending.FAILED, self.checkpoint, sentence, out_of_memory=True)

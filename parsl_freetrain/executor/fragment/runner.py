@@ -258,6 +258,7 @@ class FragmentRunner:
                 checkpoint_s,
                 fragment.memory(),
                 result.final,
+                result.storage,
             )
         )
         if fragment.outer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.identity import (
     JSON,
@@ -43,7 +43,13 @@ def claim(
             store.fence(last + 1)
         move_aside(folder)
     record_or_compare(folder, trainer, identity)
-    found = store.latest()
+    try:
+        found = store.latest()
+    except OSError as error:
+        raise FreeTrainError(
+            f'The checkpoints in {folder} cannot be read now ({error.strerror or error}); none was '
+            'set aside: try again when the file system answers.'
+        ) from error
     if found is None and resume == 'require':
         raise BadInput(
             f"Trainer {trainer!r}: resume is 'require', but {folder} holds no usable checkpoint "

@@ -12,10 +12,10 @@ from typing import TypeAlias, cast
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import make_dir, read_regular, sync_dir, write_new
 from parsl_freetrain.host.ownership import refuse_foreign
+from parsl_freetrain.training.checkpoint.manifest import TRAINER_FILE
 
 JSON: TypeAlias = 'bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None'
 
-TRAINER_FILE = 'trainer.json'
 FENCES = 'fences'
 _MOST = 2**24  # bytes of a trainer file
 _ANEW = (

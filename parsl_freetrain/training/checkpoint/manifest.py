@@ -5,9 +5,12 @@ a complete ``COMMITTED`` it is not a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import stat
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -27,7 +30,9 @@ from parsl_freetrain.training.checkpoint.block_digests import DIGEST_BYTES, bloc
 FORMAT = 3
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
+TRAINER_FILE = 'trainer.json'
 _MARKER_MOST, _MANIFEST_MOST = 1024, 2**30  # bytes
+_MOMENT_S = 0.2
 
 
 class Damaged(FreeTrainError):
@@ -104,10 +109,12 @@ def read_manifest(folder: Path) -> Manifest:
     Damaged if it is not the committed one; BadInput if this version does not read its format.
     """
     try:
-        content = read_regular(folder / MANIFEST, _MANIFEST_MOST)
-        marker = read_regular(folder / MARKER, _MARKER_MOST)
+        path = folder / MANIFEST
+        content = read_regular(path, _MANIFEST_MOST)
+        path = folder / MARKER
+        marker = read_regular(path, _MARKER_MOST)
     except OSError as error:
-        raise damage(error) from error
+        raise damage(error, path) from error
     if marker.decode('ascii', 'replace').strip() != digest(content):
         raise Damaged(f'{MANIFEST} does not have the digest that {MARKER} holds')
     try:
@@ -139,7 +146,7 @@ def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) 
                 if not unread and blocks_of(file) != listed.blocks:
                     raise Damaged(f'{listed.name} does not have the digest that was committed')
         except OSError as error:
-            raise damage(error) from error
+            raise damage(error, folder / listed.name) from error
     return manifest
 
 
@@ -177,11 +184,25 @@ def _seal(path: Path) -> tuple[str, ...]:
         return found
 
 
-def damage(error: OSError) -> Exception:
-    """What an error in reading a checkpoint means: :class:`Damaged`, or the error itself."""
+def damage(error: OSError, path: Path) -> Exception:
+    """What an error in reading a checkpoint's file means: :class:`Damaged`, or the error itself."""
     # To set a checkpoint aside for an error of the moment would lose work.
-    if error.errno in OF_THE_MOMENT:
+    if error.errno in OF_THE_MOMENT or (error.errno == errno.EIO and not _is_lost(path)):
         return error
-    return Damaged(
-        f'{Path(error.filename or "").name or "a file"} cannot be read: {error.strerror or error}'
-    )
+    return Damaged(f'{path.name} cannot be read: {error.strerror or error}')
+
+
+def _is_lost(path: Path) -> bool:
+    """Whether a file still cannot be read a moment later, while its directory can be: otherwise the
+    file system is in trouble, and every checkpoint would be set aside.
+    """
+    time.sleep(_MOMENT_S)
+    os.listdir(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        read_regular(path.parent.parent / TRAINER_FILE, _MANIFEST_MOST)
+    try:
+        with open_regular(path) as file:
+            blocks_of(file)
+    except OSError:
+        return True
+    return False

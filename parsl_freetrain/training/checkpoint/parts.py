@@ -71,7 +71,7 @@ class Contents(msgspec.Struct, frozen=True):
         try:
             content = read_regular(folder / CONTENTS, _MOST)
         except OSError as error:
-            raise damage(error) from error
+            raise damage(error, folder / CONTENTS) from error
         if block_digests.blocks_of(io.BytesIO(content)) != committed.get(CONTENTS):
             raise Damaged(f'{CONTENTS} does not have the digest that was committed')
         return cls.unpacked(content)

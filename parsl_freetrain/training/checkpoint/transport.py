@@ -79,7 +79,7 @@ class Disk:
                     self.bytes_read += got
                     target, at = target[got:], at + got
         except OSError as error:
-            raise damage(error) from error
+            raise damage(error, self._folder / name) from error
 
 
 def size_of(block: Block, files: Files) -> int:

@@ -1,7 +1,11 @@
-"""Errors that say that a device is broken, and not that the user's function is wrong."""
+"""Errors that say that a device or a file system is in trouble, and not that the user's function is
+wrong.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 
 # cudaGetErrorString's, hipGetErrorString's and Level Zero's. Those of a user's kernel come again.
@@ -28,6 +32,13 @@ _NO_MEMORY = (
     'OUT_OF_DEVICE_MEMORY',
 )
 _DEVICE_LOST = 'ERROR_DEVICE_LOST'
+_STORAGE = {
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ENOTCONN),
+    *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.ETIMEDOUT),
+}
+_STORAGE_SAID = tuple(
+    os.strerror(number) for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
+)
 
 
 def device_fault(error: BaseException) -> str:
@@ -43,6 +54,19 @@ def device_fault(error: BaseException) -> str:
 def out_of_memory(kind: str, message: str) -> bool:
     """Whether an error's class and message tell of too little memory: torch's, Python's, any."""
     return kind.endswith('MemoryError') or any(text in message for text in _NO_MEMORY)
+
+
+def storage_trouble(error: BaseException) -> str:
+    """What a file system in trouble has said; or empty. Some libraries pass on only its words."""
+    for cause in causes(error):
+        text = str(cause)
+        if isinstance(cause, OSError) and cause.errno in _STORAGE:
+            return text
+        if isinstance(cause, OSError | RuntimeError) and any(
+            said in text for said in _STORAGE_SAID
+        ):
+            return text.strip().splitlines()[-1]
+    return ''
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
-from parsl_freetrain.training.comm.device_faults import device_fault
+from parsl_freetrain.training.comm.device_faults import device_fault, storage_trouble
 from parsl_freetrain.training.comm.devices import (
     name_of,
     peak_memory,
@@ -181,7 +181,9 @@ class _Rank:
             return 'peer-lost'  # as if the rank itself had died
         if device_fault(raised):
             return 'device-fault'
-        return 'peer-lost' if self._place.world_size > 1 and is_peer_loss(raised) else 'error'
+        if self._place.world_size > 1 and is_peer_loss(raised):
+            return 'peer-lost'
+        return 'storage' if storage_trouble(raised) else 'error'
 
     def _end_in(self, exchange: str) -> None:
         print(f'This rank waits in {exchange} for one that is gone, so it ends.', file=sys.stderr)

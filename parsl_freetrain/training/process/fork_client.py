@@ -27,7 +27,7 @@ T = TypeVar('T')
 
 _LOG_LINES = 12
 _RETRY_S = 0.02
-_LAUNCH_S = 120.0
+LAUNCH_S = 120.0
 _LOOK_S = 0.5
 _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
@@ -193,9 +193,9 @@ class ForkClient:
             raise self._failure('does not listen')
         try:
             channel.send(request)
-            answer = self._answer(channel, RankPid, _LAUNCH_S)
+            answer = self._answer(channel, RankPid, LAUNCH_S)
             if answer is None:
-                raise self._failure(f'did not start a rank within {_LAUNCH_S:g} s')
+                raise self._failure(f'did not start a rank within {LAUNCH_S:g} s')
             if not answer.has_payload:
                 channel.send_bytes(payload)
             return channel, answer.pid

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from parsl_freetrain.host.files import open_log
-from parsl_freetrain.host.memory import end_me_first
+from parsl_freetrain.host.memory import SECOND, end_me_first
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process import standby_slots as standby
@@ -30,7 +30,7 @@ from parsl_freetrain.training.process.linux import die_with_parent, end_session
 from parsl_freetrain.training.process.rank_children import RankChildren
 from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import RankPid, ToRank
+from parsl_freetrain.training.spec.messages import Outcome, RankError, RankPid, ToRank
 
 # What every fragment imports sooner or later.
 _TO_IMPORT = (
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     # SIGTERM to all processes of a job is a notice, which ranks use; they end with this process.
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    end_me_first(SECOND)
     started_with = dict(os.environ)
     _import_while_owned(owner)
     ForkServer(listener, owner, started_with).serve()
@@ -314,7 +315,12 @@ def _run(
     from parsl_freetrain.training.loop.standby_context import StandbyPlace
 
     order, place = request.order, request.place
-    log = open_log(place.log)
+    try:
+        log = open_log(place.log)
+    except OSError as error:
+        said = RankError(type(error).__name__, f'its log cannot be written: {error}', '')
+        channel.send(Outcome('storage', error=said))
+        return 1
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

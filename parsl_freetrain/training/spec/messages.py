@@ -95,7 +95,7 @@ class StateLeft(msgspec.Struct, frozen=True):
 
 LEAVING_S = 10.0
 
-Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 'error']
+Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 'storage', 'error']
 
 
 class Outcome(Message, frozen=True):
