@@ -19,20 +19,25 @@ LONGEST_GATHER_S = 4 * GATHER_S
 """Maximum seconds to wait if many nodes join one after the other."""
 
 
-def gather(control: ControlServer, timeout_s: float, expected: Callable[[], int]) -> list[Any]:
+def gather(
+    control: ControlServer,
+    timeout_s: float,
+    expected: Callable[[], int],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Any]:
     """Waiting commands and members' messages, in order; waits ``timeout_s`` at most for the first.
     ``expected``: number of nodes that have not answered their first task. If some but not all of
     them answer, wait for more.
     """
     items = new = list(control.receive(timeout_s))
-    begun = time.monotonic()
+    begun = clock()
     until = begun
     while (joined := sum(map(_joins, items))) and joined < expected():
         if any(map(_urgent, new)):
             break
         if any(map(_joins, new)):
-            until = min(time.monotonic() + GATHER_S, begun + LONGEST_GATHER_S)
-        left = until - time.monotonic()
+            until = min(clock() + GATHER_S, begun + LONGEST_GATHER_S)
+        left = until - clock()
         if left <= 0:
             break
         new = list(control.receive(left))

@@ -121,7 +121,7 @@ class EventLoop:
         if self._blocks.starting() and not self._broken:
             self._guarded(self._blocks.greet_new)
             pause = min(pause, GREETING_POLL_S)
-        items = gather(self._control, max(pause, 0.0), self._blocks.answering)
+        items = gather(self._control, max(pause, 0.0), self._blocks.answering, self._clock)
         now = self._clock()
         for item in items:
             self._guarded(self._take, item, now)

@@ -31,7 +31,7 @@ from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.training.spec.messages import FromMember
+from parsl_freetrain.training.spec.messages import Abandon, Alive, FromMember, Hello
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,11 @@ class FragmentRunner:
         fragment = self.running.get((said.trainer, said.fragment))
         if fragment is not None:
             self._listener.heard(said, fragment, self.records[fragment.name], at)
+            return
+        # A task that came late, or ranks of a node that was lost: they would hold the node up.
+        if isinstance(said.message, Hello | Alive):
+            self._control.send(said.sender, Abandon('its fragment is over'))
+        self._control.forget(said.trainer, said.fragment)
 
     def stop(self, action: ev.StopFragment, at: float) -> None:
         """Ask a fragment to save and end, once the next ranks (if any) are ready."""

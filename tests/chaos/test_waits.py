@@ -1,0 +1,205 @@
+"""Every wait of the table is for somebody that a test stops; and partners that are stopped one
+after the other hold up no training for longer than the table says.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain import FragmentContext, FreeTrainError, LocalSite, freetrain_app
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor.waits import waits
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import ToRank
+from tests.support.processes import Started, command_line, victims
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAGMENT, EXECUTOR = 'tests/executor/fragment/test_fragment_state.py', 'tests/executor'
+STOPPED_BY = {
+    'the scheduler to answer a command': (
+        'tests/sites/test_tracker.py::'
+        'test_a_silent_scheduler_is_asked_again_soon_while_blocks_are_open'
+    ),
+    'the scheduler to answer at all': (
+        f'{EXECUTOR}/test_endings.py::test_a_scheduler_that_does_not_answer_ends_nothing'
+    ),
+    'a block to get its nodes': (
+        'tests/sites/test_tracker.py::test_whatever_runs_for_parsl_has_an_end'
+    ),
+    'a cancelled job to be accepted as such': (
+        f'{EXECUTOR}/block/test_blocks.py::'
+        'test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers'
+    ),
+    'the first node of a block that runs': (
+        f'{EXECUTOR}/block/test_blocks.py::test_a_block_whose_nodes_say_nothing_is_given_back'
+    ),
+    "a node's worker to answer its first task": (
+        'tests/chaos/test_waits.py::'
+        'test_a_worker_that_is_stopped_before_its_first_task_holds_no_block'
+    ),
+    'the first step of a fragment': (
+        f'{FRAGMENT}::test_a_node_that_never_says_anything_is_lost_when_its_fragment_was_given_up'
+    ),
+    'the next step of a fragment': (
+        f'{EXECUTOR}/test_hangs.py::test_an_endless_loop_ends_its_fragment_with_a_sentence'
+    ),
+    'a sign of life of a node': (
+        f'{EXECUTOR}/test_hangs.py::'
+        'test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on'
+    ),
+    'a node that others have lost touch with': (
+        f'{FRAGMENT}::test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon'
+    ),
+    'the result of a node whose ranks have ended': (
+        f'{FRAGMENT}::'
+        'test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_is_stuck'
+    ),
+    'a rank to end after SIGKILL': (
+        f'{FRAGMENT}::test_a_rank_that_does_not_end_after_sigkill_loses_its_node'
+    ),
+    'the other ranks when one has failed': (
+        f'{FRAGMENT}::test_a_survivor_gets_time_to_finish_the_checkpoint_that_it_writes'
+    ),
+    'a fragment that was asked to stop': (
+        'tests/chaos/test_waits.py::test_a_fragment_that_does_not_stop_is_killed'
+    ),
+    'ranks that are to run ahead': (
+        f'{EXECUTOR}/fragment/test_standby.py::test_why_no_rank_runs_ahead_on_a_free_node_is_logged'
+    ),
+    "Parsl's interchange": (
+        f'{EXECUTOR}/test_endings.py::'
+        'test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflow_ends'
+    ),
+    'its fork server': (
+        'tests/training/process/test_fork_client.py::test_a_parent_that_cannot_start_shows_its_log'
+    ),
+    'the executor to take a message': (
+        'tests/training/process/test_liveness.py::'
+        'test_a_rank_whose_client_is_stopped_does_not_go_on'
+    ),
+    'a rank that is stopped': (
+        f'{EXECUTOR}/test_hangs.py::'
+        'test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named'
+    ),
+    'a new run, when the submitting process is gone': (
+        'tests/training/process/test_block_lease.py::test_a_node_that_nobody_claims_ends'
+    ),
+    'the address of rank 0': (
+        'tests/chaos/test_waits.py::test_a_rank_that_is_not_told_where_to_meet_ends_with_a_sentence'
+    ),
+    'the acknowledgement of what it has sent': (
+        'tests/training/process/test_liveness.py::test_a_cut_network_ends_all_ranks_in_time'
+    ),
+    'another rank in an exchange': (
+        'tests/training/comm/test_peer_loss.py::'
+        'test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once'
+    ),
+    'all others, which wait as well': (
+        f'{EXECUTOR}/test_hangs.py::'
+        'test_ranks_that_wait_for_each_other_for_ever_are_ended_and_named'
+    ),
+    'a file system in trouble': (
+        'tests/training/test_storage_trouble.py::'
+        'test_trouble_that_lasts_ends_a_trainer_with_its_sentence'
+    ),
+    'another run that begins in the same folder': (
+        f'{EXECUTOR}/test_run_lock.py::test_a_run_that_was_killed_as_it_began_costs_one_try'
+    ),
+    'a sign of life of a run on another computer': (
+        f'{EXECUTOR}/test_run_lock.py::'
+        'test_a_run_on_another_computer_lives_as_long_as_it_touches_its_file'
+    ),
+}
+
+
+def test_each_wait_has_a_limit_and_a_test_that_stops_the_partner() -> None:
+    assert {wait.waits_for for wait in waits()} == STOPPED_BY.keys()
+    assert all(0 < wait.limit_s <= 3600 and wait.then for wait in waits())
+    missing = []
+    for path, name in (where.split('::') for where in STOPPED_BY.values()):
+        found = {
+            node.name
+            for node in ast.walk(ast.parse((ROOT / path).read_text()))
+            if isinstance(node, ast.FunctionDef)
+        }
+        if name not in found:
+            missing.append(f'{path}::{name}')
+    assert not missing
+
+
+def _stop_at_greeting(started: Started, stopped: set[psutil.Process], most: int) -> bool:
+    """Stop workers as soon as they are there; the first child serves multiprocessing's locks."""
+    for server in victims('worker', started.processes()):
+        with contextlib.suppress(psutil.Error):
+            if 'block.manager' not in command_line(server.parent() or server):
+                continue
+            for worker in sorted(server.children(), key=lambda child: child.pid)[1:]:
+                if len(stopped) < most and worker not in stopped:
+                    worker.suspend()
+                    stopped.add(worker)
+    return len(stopped) >= most
+
+
+def test_a_worker_that_is_stopped_before_its_first_task_holds_no_block(tmp_path: Path) -> None:
+    started, stopped = Started(), set[psutil.Process]()
+    trainer = freetrain_app(max_nodes=1, total_epochs=2)(fit)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), join_s=10.0) as executor:
+        future = trainer()
+        wait_until(lambda: _stop_at_greeting(started, stopped, 1))
+        future.result(LIMIT_S)
+        unusable = [e for _, e in Journal(executor.ledger_path).events(ev.NodeUnusable)]
+    assert [e.error for e in unusable if isinstance(e, ev.NodeUnusable)][:1] == [
+        'its worker has not answered its first task within 10 s'
+    ]
+
+
+def sleeps(ctx: FragmentContext) -> None:
+    import time
+
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(TensorDataset(torch.ones(8, 1)), 4):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        time.sleep(1000)
+
+
+def test_a_fragment_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=1), stop_s=2.0) as executor:
+        future = freetrain_app(max_nodes=1, total_epochs=100)(sleeps)()
+        wait_until(lambda: future.progress().nodes == 1 and _began(executor.ledger_path))
+        future.cancel()
+        wait_until(future.done)
+        wait_until(lambda: _errors(executor.ledger_path))
+        assert _errors(executor.ledger_path) == ['it did not stop within 2 s']
+
+
+def _began(ledger: str | Path) -> bool:
+    return any(f.started_at is not None for f in Journal(ledger).history().fragments)
+
+
+def _errors(ledger: str | Path) -> list[str]:
+    return [f.ended.error for f in Journal(ledger).history().fragments if f.ended is not None]
+
+
+def test_a_rank_that_is_not_told_where_to_meet_ends_with_a_sentence() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.closing(theirs):
+        inbox = Inbox(Channel(ours, Decoder(ToRank, 'the node agent')))
+        with pytest.raises(FreeTrainError, match='has not heard within 0.1 s where to meet rank 0'):
+            inbox.wait_for_rendezvous(0.1)
+        ours.close()

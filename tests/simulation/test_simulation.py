@@ -1,0 +1,64 @@
+"""Seeded runs of the whole controller side on a virtual clock. ``python -m
+tests.simulation.test_simulation FIRST LAST`` runs these seeds; one that fails prints its journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+
+import pytest
+
+from tests.simulation.world import World
+
+
+def run(seed: int) -> World:
+    """Raises AssertionError, with the journal of the run as a note, if a promise is broken."""
+    world = World(seed)
+    try:
+        world.run()
+    except BaseException as error:
+        journal = '\n'.join(f'{one.at - world.begun_at:9.3f} {one}'[:400] for one in world.said)
+        error.add_note(f'seed {seed} at {world.now - world.begun_at:.3f} s\n{journal[-8000:]}')
+        raise
+    return world
+
+
+@pytest.mark.parametrize('first', range(0, 40, 10))
+def test_short_runs_keep_every_promise(first: int) -> None:
+    for seed in range(first, first + 10):
+        run(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('first', range(1000, 3000, 250))
+def test_many_short_runs_keep_every_promise(first: int) -> None:
+    for seed in range(first, first + 250):
+        run(seed)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def told(world: World) -> list[object]:
+        return [(type(event), event.at) for event in world.said]
+
+    assert told(run(7)) == told(run(7))
+
+
+def main(first: int, last: int) -> int:
+    logging.disable(logging.CRITICAL)
+    failed = 0
+    for seed in range(first, last):
+        try:
+            run(seed)
+        except BaseException as error:
+            failed += 1
+            print(f'seed {seed}: {type(error).__name__}: {str(error)[:600]}', flush=True)
+            if failed == 1 and last - first == 1:
+                traceback.print_exc()
+    print(f'{last - first} runs, {failed} failed')
+    return failed
+
+
+if __name__ == '__main__':
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])) > 0)
