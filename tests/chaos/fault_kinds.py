@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from parsl_freetrain.training.checkpoint.manifest import MANIFEST, MARKER, is_co
 from tests.chaos import points
 from tests.chaos.disks import full_inodes
 from tests.chaos.training import PAUSE_S, SILENCES
+from tests.support import file_system_shim as fs
 from tests.support.damage import corrupt_checkpoint, full_disk, half_write_checkpoint
 from tests.support.waiting import LIMIT_S, looks
 
@@ -96,6 +98,14 @@ def _ordered(run: Run, draw: random.Random, kind: str) -> None:
     order.unlink()  # raises FileNotFoundError if it was taken at the last moment
 
 
+def _trouble(run: Run, draw: random.Random, calls: int, error: int) -> None:
+    """The file system of the trainer's folder is in trouble for some seconds."""
+    if run.shim is None or not run.store.exists():
+        raise FileNotFoundError
+    with run.shim.trouble(calls, error, f'/{run.store.name}/', draw.choice([0.05, 0.5, 1.0])):
+        time.sleep(PAUSE_S)
+
+
 _KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
 KINDS: dict[str, tuple[int, Fault]] = {
     'rank': (8, partial(_one, kind='rank', number=_KILL)),
@@ -131,6 +141,10 @@ KINDS: dict[str, tuple[int, Fault]] = {
         lambda run, draw: os.truncate(_ledger(run), _ledger(run).stat().st_size // 2),
     ),
     'ledger overwritten': (1, lambda run, draw: _ledger(run).write_bytes(b'x' * 5000)),
+    'file system fails': (2, partial(_trouble, calls=fs.ALL, error=errno.EIO)),
+    'file system full': (1, partial(_trouble, calls=fs.WRITE | fs.SYNC, error=errno.ENOSPC)),
+    'stale handles': (1, partial(_trouble, calls=fs.OPEN | fs.READ, error=errno.ESTALE)),
+    'short reads and writes': (1, partial(_trouble, calls=fs.READ | fs.WRITE, error=0)),
     **{kind: (1, partial(_ordered, kind=kind)) for kind in (*SILENCES, *points.FAULTS)},
 }
 """How often each kind is caused relative to the others, and how."""

@@ -36,6 +36,7 @@ from tests.chaos.disks import small_disk
 from tests.chaos.fault_kinds import KINDS, ON_SMALL_DISK, strike
 from tests.chaos.training import BATCH, MODE, NAME, SAMPLES, counted, orders_in
 from tests.support import template
+from tests.support.file_system_shim import Shim, compiler
 from tests.support.processes import victims
 from tests.support.ranks import order, ranks, running_fork_server
 from tests.support.training import weights
@@ -61,6 +62,7 @@ class Run:
     starts: int = 0
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: subprocess.Popen[bytes] | None = None
+    shim: Shim | None = None
 
     @property
     def store(self) -> Path:
@@ -86,7 +88,12 @@ class Run:
                     str(self.seed),
                 ],
                 cwd=ROOT,
-                env={**os.environ, MARK: self.mark, 'PYTHONPATH': str(ROOT)},
+                env={
+                    **os.environ,
+                    **(self.shim.environment if self.shim else {}),
+                    MARK: self.mark,
+                    'PYTHONPATH': str(ROOT),
+                },
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -134,13 +141,18 @@ class Monkey:
     """Strikes."""
 
     def __init__(
-        self, run: Run, seed: int, kinds: Collection[str], say: Callable[[str], None]
+        self,
+        run: Run,
+        seed: int,
+        kinds: Collection[str],
+        say: Callable[[str], None],
+        pairs: bool = False,
     ) -> None:
         self.run = run
         self.draw = random.Random(seed)
         self.kinds = {kind: weight for kind, (weight, _) in KINDS.items() if kind in kinds}
         self.counts: Counter[str] = Counter()
-        self.say = say
+        self.say, self.pairs = say, pairs
 
     def strike_until(self, fragments: int, faults: int, epochs: int) -> None:
         """Strike until this number of fragments has run and this number of faults was caused; the
@@ -164,6 +176,8 @@ class Monkey:
                     break
                 self.keep_going(epochs, since, kind)
             self.counts[kind] += 1
+            if self.pairs:
+                self._strike_again()
             while self.run.saved() <= before:
                 self.keep_going(epochs, since, kind)
                 time.sleep(0.05)
@@ -174,6 +188,12 @@ class Monkey:
                     f'{self.run.fragments()} fragments, {self.run.saved()} samples, '
                     f'faults: {dict(self.counts)}'
                 )
+
+    def _strike_again(self) -> None:
+        """A second fault of any kind, within 200 ms."""
+        time.sleep(self.draw.uniform(0.0, 0.2))
+        other = self.draw.choice(list(self.kinds))
+        self.counts['and ' + other] += strike(self.run, self.draw, other)
 
     def keep_going(self, epochs: int, since: float, kind: str) -> None:
         if not self.run.running():
@@ -252,6 +272,7 @@ def chaos(
     say: Callable[[str], None] = print,
     kinds: Collection[str] = tuple(KINDS),
     faults: int = 0,
+    pairs: bool = False,
 ) -> Counter[str]:
     """One run of chaos with faults of these kinds; what was done, by kind.
 
@@ -262,9 +283,10 @@ def chaos(
     """
     began = time.monotonic()
     with small_disk(folder / 'struck' / 'checkpoints') as disk:
-        run = Run(folder / 'struck', nodes, faults_every, seed)
+        shim = Shim(folder) if compiler() else None
+        run = Run(folder / 'struck', nodes, faults_every, seed, shim=shim)
         possible = {kind for kind in kinds if disk or kind not in ON_SMALL_DISK}
-        monkey = Monkey(run, seed, possible, say)
+        monkey = Monkey(run, seed, possible, say, pairs)
         try:
             monkey.strike_until(fragments, faults, 10**6)
             run.kill()
@@ -287,6 +309,8 @@ def chaos(
             )
         finally:
             run.kill()
+            if shim:
+                shim.close()
     return monkey.counts
 
 
@@ -298,6 +322,8 @@ def main() -> int:
     )
     parser.add_argument('--fragments', type=int, default=200)
     parser.add_argument('--faults', type=int, default=0, help='and at least this number of faults')
+    parser.add_argument('--pairs', action='store_true', help='two faults at once, each time')
+    parser.add_argument('--kinds', help='only these, with commas between them')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--nodes', type=int, default=3)
     parser.add_argument(
@@ -322,6 +348,8 @@ def main() -> int:
                     folder,
                     lambda line: print(line, flush=True),
                     faults=given.faults,
+                    kinds=given.kinds.split(',') if given.kinds else tuple(KINDS),
+                    pairs=given.pairs,
                 )
         except Broken as broken:
             print(f'BROKEN: {broken}')

@@ -40,7 +40,8 @@ from tests.support.damage import scheduler_silent_for
 from tests.support.faults import kill_between, stop_at
 
 SAMPLES, BATCH = 64, 8
-SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses'), 3.0
+CLOCK_STEPS_S = {'clock set back': -3600.0, 'clock set ahead': 3600.0}
+SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses', *CLOCK_STEPS_S), 3.0
 """Faults that the submitting process causes in itself, and for how long."""
 
 NAME = 'chaos'
@@ -126,8 +127,9 @@ def app(epochs: int, nodes: int, broken: tuple[Any, ...], orders: Path) -> Any:
 def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
     """Let the site answer no questions, or open no blocks, for a while when that is wanted."""
     site: Any = provider.site
-    open_block = site.open_block
-    refuses_until = 0.0
+    open_block, now = site.open_block, time.time
+    refuses_until = ahead_s = 0.0
+    time.time = lambda: now() + ahead_s
 
     def refuse(*given: Any, **options: Any) -> Any:
         if time.monotonic() < refuses_until:
@@ -140,7 +142,9 @@ def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
         for order in orders.iterdir():
             if order.name in SILENCES:
                 order.unlink()
-                if order.name == 'scheduler silent':
+                if order.name in CLOCK_STEPS_S:
+                    ahead_s += CLOCK_STEPS_S[order.name]
+                elif order.name == 'scheduler silent':
                     scheduler_silent_for(provider, PAUSE_S)
                 else:
                     refuses_until = time.monotonic() + PAUSE_S

@@ -507,9 +507,8 @@ class Parsl:
         if hook == 'greet':
             answer = Greeting(node.name, 0)
             if world.calm or world.draw.random() > 0.05:  # else the worker never answers
-                work = partial(
-                    node.after_the_others, world, partial(self._answers, node, done, answer)
-                )
+                greet = partial(self._answers, node, done, answer)
+                work = partial(node.after_the_others, greet)
                 world.arrives(('task', node.name), work, once=True)
             return done
         order = context['task_executor']['a'][0]
