@@ -71,7 +71,7 @@ def logs(
     elif not follow:
         for file in chosen:
             if len(chosen) > 1:
-                print(f'==> fragment {file.fragment}, rank {file.rank}: {file.path}')
+                print(f'==> fragment {file.fragment}, rank {file.rank}: {readable(str(file.path))}')
             for line in lines_of(file.path, tail):
                 print(line)
     else:
@@ -138,7 +138,7 @@ def _follow(look: Callable[[], list[LogFile]], over: Callable[[], bool], tail: i
             reader = tails.setdefault(file, Tail(file.path))
             lines = reader.new(all_of_it=last)
             if new:
-                print(f'==> fragment {file.fragment}, rank {file.rank}: {file.path}')
+                print(f'==> fragment {file.fragment}, rank {file.rank}: {readable(str(file.path))}')
                 if first and tail is not None:
                     lines = lines[len(lines) - min(tail, len(lines)) :]
             for line in lines:

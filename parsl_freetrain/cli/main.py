@@ -154,7 +154,8 @@ def _to_nowhere() -> None:
 
 
 def _say(sentence: str, status: int) -> int:
-    print(f'freetrain: {sentence}', file=sys.stderr)
+    seen = ''.join(c if c.isprintable() or c == '\n' else '?' for c in sentence)
+    print(f'freetrain: {seen}', file=sys.stderr)
     return status
 
 

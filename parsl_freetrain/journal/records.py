@@ -4,6 +4,7 @@ behind damage, the length and CRC-32 of the content, and that: a list of events,
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -79,8 +80,9 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
     file.seek(begin)
     data, base, at = b'', begin, 0  # the data begin at ``base`` in the file
     damaged_from: int | None = None
+    size = os.fstat(file.fileno()).st_size
     while True:
-        end = _end_of_record(data, at)
+        end = _end_of_record(data, at, size - base)
         if end is None:  # more data are needed to know
             if more := file.read(_CHUNK):
                 data, base, at = data[at:] + more, base + at, 0
@@ -102,14 +104,16 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
         at = end
 
 
-def _end_of_record(data: bytes, at: int) -> int | None:
-    """Where the record at a place ends; 0: there is none; None: it is not complete."""
+def _end_of_record(data: bytes, at: int, size: int) -> int | None:
+    """Where the record at a place ends; 0: there is none, or it is cut; None: more is to be read.
+    ``size``: what there is to read in all. A length that is no length costs no reading.
+    """
     if len(data) - at < _RECORD.size:
         return None
     mark, length, crc = _RECORD.unpack_from(data, at)
-    if mark != _MARK or length > _MOST:
-        return 0
     end = at + _RECORD.size + length
+    if mark != _MARK or length > _MOST or end > size:
+        return 0
     if end > len(data):
         return None
     return end if zlib.crc32(memoryview(data)[at + _RECORD.size : end]) == crc else 0

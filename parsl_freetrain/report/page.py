@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -255,6 +256,7 @@ def template(name: str) -> Template:
     environment = Environment(
         loader=PackageLoader('parsl_freetrain', 'report'),
         autoescape=True,
+        finalize=_seen,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -263,6 +265,18 @@ def template(name: str) -> Template:
         clipped=clipped, date=date, duration=duration, number=number, percent=percent
     )
     return environment.get_template(name)
+
+
+_UNSEEN = {
+    code: None
+    for code in range(0x2070)
+    if unicodedata.category(chr(code)) in ('Cc', 'Cf') and chr(code) not in '\n\t'
+}
+
+
+def _seen(value: Any) -> Any:
+    """What is inserted, without characters that control a terminal or the direction of text."""
+    return value.translate(_UNSEEN) if isinstance(value, str) else value
 
 
 def clipped(text: str, most: int = 400) -> str:

@@ -379,3 +379,17 @@ def test_a_made_journal_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert [run.how for run in history.runs] == ['done', None]
     assert history.alive(history.runs[1]) and not history.alive(history.runs[0])
     assert sum(len(f.checkpoints) for f in history.fragments) > 5
+
+
+def test_lengths_that_are_none_cost_no_reading(tmp_path: Path) -> None:
+    """Somebody else's file: a thousand records that claim a gigabyte each."""
+    path = tmp_path / 'l'
+    write(path, ev.Tick(9.0))
+    whole = of(path)
+    false = b'\xfcFTj' + (2**30).to_bytes(4, 'little') + bytes(4)
+    with path.open('ab') as file:
+        file.write(false * 1000)
+        file.truncate(path.stat().st_size + 2**28)
+    began = perf_counter()
+    assert of(path) == whole
+    assert perf_counter() - began < LIMIT_S

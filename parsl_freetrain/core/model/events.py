@@ -385,7 +385,12 @@ class Decided(Event, frozen=True):
     @property
     def document(self) -> dict[str, Any] | None:
         """The problem, as ``allocation.problem.problem_in`` reads it; None: it was not kept."""
-        return msgpack.decode(zlib.decompress(self.problem)) if self.problem else None
+        content = zlib.decompressobj().decompress(self.problem, _LARGEST)
+        return msgpack.decode(content) if content else None
+
+
+_LARGEST = 2**28
+"""Bytes of a problem: what is read may be somebody else's."""
 
 
 def packed(document: Mapping[str, Any] | None) -> bytes:
