@@ -45,6 +45,7 @@ ELSEWHERE = {
     'freetrain rehearse train.py': 'run by tests/test_rehearsal.py',
     'freetrain preempt': 'needs a run that lives: tests/docs/test_guides.py',
     'python -m tests.chaos.sharded': 'takes ten minutes: tests/chaos/test_chaos.py',
+    'python -m tests.simulation.test_simulation': 'takes an hour: tests/simulation',
 }
 # Pages whose commands are run by another test, all of them in order.
 WHOLE_PAGES = {
