@@ -245,9 +245,8 @@ class FreeTrainApp:
                 f'{type(error).__name__}: {error}.'
             ) from error
         if dfk.monitoring is not None:
-            executor.monitoring_export.start(
-                dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id
-            )
+            endpoint = dfk.monitoring.logging_endpoint
+            executor.monitoring_export.start(endpoint, executor.ledger_path, dfk.run_id)
         fragment = python_app(fragment_task, dfk, executors=[executor.label], cache=False)
         payload = pack(self.function, args, kwargs, future.name)
         bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments

@@ -176,10 +176,8 @@ def lines_of(path: Path, last: int | None = None) -> list[str]:
     lines = path.read_text(errors='replace').split('\n')
     if lines and not lines[-1]:
         lines.pop()
-    return [
-        readable(line)
-        for line in (lines if last is None else lines[len(lines) - min(last, len(lines)) :])
-    ]
+    first = 0 if last is None else len(lines) - min(last, len(lines))
+    return [readable(line) for line in lines[first:]]
 
 
 class Tail:

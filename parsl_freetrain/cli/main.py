@@ -41,9 +41,8 @@ VERBS = {
 """By verb, its line in the list of verbs."""
 
 # The base class of all usage errors: newer versions of Typer contain their own click.
-USAGE_ERROR: type[Exception] = next(
-    c for c in typer.BadParameter.__mro__ if c.__name__ == 'ClickException'
-)
+_BASES = {base.__name__: base for base in typer.BadParameter.__mro__}
+USAGE_ERROR: type[Exception] = _BASES['ClickException']
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

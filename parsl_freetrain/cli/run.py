@@ -79,10 +79,8 @@ def _called(main: Any, config: Any, workflow: str) -> int:
         result = main(config)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print(
-            'freetrain: Stopped. Nothing is lost: the same command goes on from the checkpoints.',
-            file=sys.stderr,
-        )
+        said = 'Stopped. Nothing is lost: the same command goes on from the checkpoints.'
+        print(f'freetrain: {said}', file=sys.stderr)
         # One more Ctrl-C ends the process at once, and not with a traceback of what it clears up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return 130

@@ -64,9 +64,8 @@ def explanation(
     running = newest if going and newest and newest.ended is None else None
     decided = [d for d in enumerate(one.decisions, 1) if trainer in d[1].allocation]
     mine = dict(reversed(decided[len(decided) - min(last, len(decided)) :]))
-    became = {
-        o.decision: o for o in outcomes(history.of(one.name), now, only=trainer, numbers=mine)
-    }
+    found = outcomes(history.of(one.name), now, only=trainer, numbers=mine)
+    became = {outcome.decision: outcome for outcome in found}
     ended = [f.ended for f in training.fragments if f.ended is not None]
     seen = running.seen.samples if running and running.seen else 0
     return {
@@ -220,9 +219,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines += _speed_in_words(found['speed'], found['nodes'])
     lines += _shapes_in_words([ShapeTried(**one) for one in found['shapes']])
     if found['memory']:
-        most = ', '.join(
-            f'{size / 1e9:.3g} GB on {nodes(int(n))}' for n, size in found['memory'].items()
-        )
+        sizes = found['memory'].items()
+        most = ', '.join(f'{size / 1e9:.3g} GB on {nodes(int(n))}' for n, size in sizes)
         lines.append(f'The most memory that a rank needed: {most}.')
     if found['short_of_memory_on']:
         counts = ', '.join(map(str, found['short_of_memory_on']))

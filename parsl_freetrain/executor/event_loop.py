@@ -188,10 +188,8 @@ class EventLoop:
                 if node:
                     self._blocks.result_arrived(node)
             case MemberDisconnected():
-                if (
-                    self._fragments.disconnected(item, now)
-                    and now - self._polled_early_at >= self._site.poll_s
-                ):
+                early = now - self._polled_early_at >= self._site.poll_s
+                if self._fragments.disconnected(item, now) and early:
                     self._polled_early_at = self._next_poll = now
             case GreetingReturned(block, manager, done):
                 if hopeless := self._blocks.greeted(block, manager, done, now):
@@ -318,9 +316,8 @@ class EventLoop:
         match item:
             case co.SubmitTrainer(record):
                 name = record.trainer.name
-                record.future._settle_failed(
-                    TrainerFailed(f'Trainer {name!r} cannot start because {self._ended}.')
-                )
+                why = f'Trainer {name!r} cannot start because {self._ended}.'
+                record.future._settle_failed(TrainerFailed(why))
             case co.TaskArrived(outer=outer):
                 outer.set_exception(TrainerFailed(f'The fragment ended because {self._ended}.'))
             case co.Quiesce(quiet):

@@ -193,9 +193,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         lock = self._lock = RunLock(folder, f'{self.run_id} {self.label}')
         lock.take_folder()
         undo.callback(lock.free_folder)
-        adoption = self._adoption = Adoption(
-            provider, folder, self.label, str(self.run_id), self.timeouts.adopt_s
-        )
+        adopt_s, run = self.timeouts.adopt_s, str(self.run_id)
+        adoption = self._adoption = Adoption(provider, folder, self.label, run, adopt_s)
         adoption.begin()
         workers = int(self.max_workers_per_node)
         settings = controller_settings(self.policy, provider, self.ledger_path, workers)

@@ -42,11 +42,8 @@ class PinningInterchange(Interchange):
             self.pending_task_queue.remove(entry)
         waiting = [entry for entry in pinned if not self._send_pinned(entry[-1])]
         self._end_held()
-        reserving = [
-            m
-            for i, m in self._ready_managers.items()
-            if not self._pinned.get(i, set()) & set(m['tasks'])
-        ]
+        ready = self._ready_managers.items()
+        reserving = [m for i, m in ready if not self._pinned.get(i, set()) & set(m['tasks'])]
         for manager in reserving:
             manager['max_capacity'] -= 1
         super().process_tasks_to_send(interesting_managers, monitoring_radio)

@@ -269,9 +269,8 @@ class FreeTrainClient(Executor):
 
     def compare_versions(self, timeout_s: float = 60.0) -> tuple[orders.Comparison, ...]:
         """Versions here and at the endpoint; raises as :meth:`trainers` does."""
-        return orders.compare(
-            orders.versions_here(), self._answer_to(orders.Order('versions'), timeout_s).versions
-        )
+        there = self._answer_to(orders.Order('versions'), timeout_s)
+        return orders.compare(orders.versions_here(), there.versions)
 
     def close(self) -> None:
         """Stop following. Trainers keep running; their futures raise an error that says where."""

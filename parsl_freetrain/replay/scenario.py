@@ -136,9 +136,8 @@ def replay(scenario: Scenario) -> ReplayResult:
     if compared == 'samples' and constant.samples > 0 and not any(t.class_curves for t in costed):
         at_a_time = scenario.settings.trainers_at_a_time or len(costed)
         bound = most_samples(trace, scenario.known_ends, costed, at_a_time) / constant.samples
-    return ReplayResult(
-        outcome, constant, mean, efficiency, compared, work, perf_counter() - began, oracle, bound
-    )
+    took_s, more = perf_counter() - began, (oracle, bound)
+    return ReplayResult(outcome, constant, mean, efficiency, compared, work, took_s, *more)
 
 
 def compare(outcome: PoolResult, constant: PoolResult) -> tuple[float | None, str]:

@@ -84,9 +84,8 @@ def sweep(
     parallel = Parallel(n_jobs=jobs, return_as='generator')
     rows = []
     try:
-        for request, scenario, answer in zip(
-            asked, ready, parallel(delayed(_answer)(s) for s in ready), strict=True
-        ):
+        answers = parallel(delayed(_answer)(s) for s in ready)
+        for request, scenario, answer in zip(asked, ready, answers, strict=True):
             rows.append(values(request, scenario, swept) | answer)
             if done is not None:
                 done()

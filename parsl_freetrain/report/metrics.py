@@ -81,10 +81,8 @@ def metric_curves(
                 if drawable(value):
                     curve = found.setdefault(metric, {}).setdefault(name, [])
                     curve.append(CurvePoint(point.samples, done, at, value))
-    return {
-        metric: {name: thinned(curve) for name, curve in found[metric].items()}
-        for metric in sorted(found)
-    }
+    sorted_ = {metric: found[metric].items() for metric in sorted(found)}
+    return {metric: {k: thinned(curve) for k, curve in of} for metric, of in sorted_.items()}
 
 
 def thinned(curve: Sequence[CurvePoint], most: int = MOST_POINTS) -> tuple[CurvePoint, ...]:

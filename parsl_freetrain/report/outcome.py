@@ -192,6 +192,5 @@ class _Trained:
         if i == 0 or i == len(self._times):
             return self._samples[max(0, i - 1)] if self._samples else 0.0
         before, after = self._times[i - 1], self._times[i]
-        return self._samples[i - 1] + (self._samples[i] - self._samples[i - 1]) * (at - before) / (
-            after - before
-        )
+        share = (at - before) / (after - before)
+        return self._samples[i - 1] + (self._samples[i] - self._samples[i - 1]) * share

@@ -67,10 +67,8 @@ class Speed:
 
 def speeds(history: History) -> dict[str, Speed]:
     """By trainer; all runs of a resumed workflow count."""
-    found = {
-        name: Speed(trainer)
-        for name, trainer in {one.name: one.trainer for one in history.trainings}.items()
-    }
+    trainers = {one.name: one.trainer for one in history.trainings}
+    found = {name: Speed(trainer) for name, trainer in trainers.items()}
     for run in history.runs:
         for fragment in run.fragments.values():
             place = place_of(run, fragment)

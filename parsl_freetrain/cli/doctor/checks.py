@@ -42,12 +42,8 @@ def judged(what: str, says: str, *, bad: str | bool = '', note: str | bool = '')
 
 def findings(facts: Facts) -> list[Finding]:
     """One finding for each thing that was measured, in the order of :data:`CHECKS`."""
-    return [
-        found
-        for part, check in CHECKS
-        if facts.get(part) is not None
-        for found in check(facts[part], facts)
-    ]
+    known = ((facts.get(part), check) for part, check in CHECKS)
+    return [found for said, check in known if said is not None for found in check(said, facts)]
 
 
 def _here(here: Facts, _: Facts) -> Iterator[Finding]:
@@ -151,9 +147,8 @@ def _node(there: Facts, facts: Facts) -> Iterator[Finding]:
     here = facts['here']
     says = f'{there["cores"]} cores, {there["executable"]}'
     same = f'{there["host"]}, which is this computer; {says}'
-    yield judged(
-        'node', f'{there["host"]}; {says}', note=same if there['host'] == here.get('host') else ''
-    )
+    same = same if there['host'] == here.get('host') else ''
+    yield judged('node', f'{there["host"]}; {says}', note=same)
     ours = here.get('versions', {})
     differ = '; '.join(
         f'{name} {ours.get(name) or "missing"} here, {version or "missing"} there'

@@ -109,10 +109,7 @@ def of_queue(
             continue
         refused = (said < claimed) == most
         if refused or whole:
-            says = (
-                f'{where} is out of date: {what} is {claimed:g} there, and {said:g} to the '
-                'scheduler'
-            )
+            says = f'{where} is out of date: {what} is {claimed:g} there, {said:g} to the scheduler'
             found.append(Finding(f'queue {name}', 'bad' if refused else 'note', says))
     return found or [Finding(f'queue {name}', 'ok', 'exists, with limits as stated')]
 
@@ -151,9 +148,8 @@ def _on_nodes(
         command = shlex.join(node)
         try:
             site.start()
-            job = provider.open_block(
-                BlockRequest(nodes, JOB_S), command, f'doctor-{secrets.token_hex(3)}'
-            )
+            name = f'doctor-{secrets.token_hex(3)}'
+            job = provider.open_block(BlockRequest(nodes, JOB_S), command, name)
         except FreeTrainError as error:
             return [Finding('nodes', 'bad', f'a job of {nodes} nodes was refused: {error}')]
         try:

@@ -47,12 +47,8 @@ from parsl_freetrain.report.summary import CachedAllocator
 MOST_BLOCKS = 12
 """Maximum number of open blocks to list; the others are counted."""
 
-STATE_STYLES = {
-    'running': 'green',
-    'finished': 'bold green',
-    'failed': 'bold red',
-    'cancelled': 'yellow',
-}
+STATE_STYLES = {'running': 'green', 'finished': 'bold green', 'failed': 'bold red'}
+STATE_STYLES['cancelled'] = 'yellow'
 
 
 class LiveView:

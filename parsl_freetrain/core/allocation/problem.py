@@ -86,10 +86,8 @@ class Bid:
         """The largest allowed count that ``nodes`` suffice for; 0 if they are too few."""
         if not self.sizes:
             return min(nodes, self.max_nodes) if nodes >= max(self.min_nodes, 1) else 0
-        return max(
-            (n for n in self.sizes if max(self.min_nodes, 1) <= n <= min(nodes, self.max_nodes)),
-            default=0,
-        )
+        fewest, most = max(self.min_nodes, 1), min(nodes, self.max_nodes)
+        return max((n for n in self.sizes if fewest <= n <= most), default=0)
 
     @property
     def current_rate(self) -> float:

@@ -138,9 +138,8 @@ def problem_of(stated: ProblemDocument, objective: objectives.Metric | None = No
     """The allocation problem that a document states, with ``objective`` in place of the one that it
     names. Raises BadInput if fields contradict each other, with the trainer and the fields.
     """
-    metric = objective or objectives.objective_named(
-        'throughput' if stated.objective is None else stated.objective
-    )
+    stated_name = 'throughput' if stated.objective is None else stated.objective
+    metric = objective or objectives.objective_named(stated_name)
     blocks = _blocks(stated)
     pool = sum(block.nodes for block in blocks) if stated.blocks is not None else stated.nodes or 0
     _refuse_twice('trainers', 'name', (trainer.name for trainer in stated.trainers))

@@ -133,11 +133,9 @@ class Bids:
             return
         running, spec = trainer.running, trainer.trainer
         nodes = () if running is None or running.ending(at, self._shortest_s) else running.nodes
-        held = (
-            places.held([key_of(state.pool.nodes[node]) for node in nodes])
-            if nodes and places.blocks
-            else ()
-        )
+        known = state.pool.nodes
+        keys = [key_of(known[node]) for node in nodes] if places.blocks else []
+        held = places.held(keys) if keys else ()
         classes = Counter(state.pool.nodes[node].node_class for node in nodes)
         self._current[name] = len(nodes)
         costs = trainer.measured.costs(spec)
@@ -181,9 +179,8 @@ class Bids:
             return known[1]
         optimism = CAUTION if self._unmeasured else None
         curve = profiles.best().curve(spec.max_nodes, self._typical, optimism)
-        on_class = profiles.curves(
-            state.classes, spec.max_nodes, self._typical, partial(_ratio, state), optimism
-        )
+        ratio = partial(_ratio, state)
+        on_class = profiles.curves(state.classes, spec.max_nodes, self._typical, ratio, optimism)
         waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
         try:
             candidate = candidate_of(spec, curve, at, trainer.reached, waited_s)

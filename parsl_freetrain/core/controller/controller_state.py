@@ -158,9 +158,8 @@ class ControllerState:
         if not trainer.function:
             return ClassProfiles(trainer)
         function = trainer.function
-        return ClassProfiles(
-            trainer, lambda node_class: self._functions.setdefault((function, node_class), [])
-        )
+        known = self._functions.setdefault
+        return ClassProfiles(trainer, lambda node_class: known((function, node_class), []))
 
     def see_class(self, node_class: str) -> None:
         """Note that nodes of a class have joined: all trainers bid for it from now on."""

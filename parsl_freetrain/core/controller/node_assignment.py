@@ -85,9 +85,8 @@ def _longest(
     chosen: dict[str, tuple[str, ...]] = {}
     for want in sorted(wants, key=lambda want: -sum(want.counts.values())):
         if all(count <= len(free[place]) for place, count in want.counts.items()):
-            chosen[want.trainer] = tuple(
-                name for place, count in want.counts.items() for name in free[place][:count]
-            )
+            there = (name for place, count in want.counts.items() for name in free[place][:count])
+            chosen[want.trainer] = tuple(there)
             for place, count in want.counts.items():
                 del free[place][:count]
     return chosen

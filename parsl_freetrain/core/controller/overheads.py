@@ -54,9 +54,8 @@ class Measured:
         def cost(way: str, measured_s: float | None, said_s: float) -> float:
             if way in trainer.stated_costs:
                 return said_s
-            return next(
-                (seconds for seconds in (measured_s, whole_s) if seconds is not None), said_s
-            )
+            known = [seconds for seconds in (measured_s, whole_s) if seconds is not None]
+            return known[0] if known else said_s
 
         return cost('up', self.up_s, trainer.rescale_up_s), cost(
             'down', self.down_s, trainer.rescale_down_s

@@ -121,11 +121,8 @@ class Planner:
                 state.stop(name, running)
                 trainer.rescaled_at = at
                 now, count = current[name], sum(then.values())
-                why = (
-                    f'rescale from {now} to {count} nodes'
-                    if now != count
-                    else f'go on with {count} other nodes'
-                )
+                same = f'go on with {count} other nodes'
+                why = same if now == count else f'rescale from {now} to {count} nodes'
                 actions.append(ev.StopFragment(name, running.number, why, expected.get(name, ())))
             if then:
                 plan.waiting[name] = then

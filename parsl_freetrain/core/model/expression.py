@@ -104,11 +104,8 @@ class _Reader:
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return self.formula(operand, inner)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-                a, b, apply = (
-                    self.formula(left, inner),
-                    self.formula(right, inner),
-                    OPERATORS[type(op)],
-                )
+                a, b = self.formula(left, inner), self.formula(right, inner)
+                apply = OPERATORS[type(op)]
                 return lambda f: apply(a(f), b(f))
             case ast.Compare(left=left, ops=ops, comparators=others) if all(
                 type(op) in COMPARISONS for op in ops

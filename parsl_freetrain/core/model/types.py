@@ -102,9 +102,7 @@ class ScalingCurve:
                 f'A scaling curve needs one rate for each node count and at least one point: '
                 f'got {len(self.nodes)} node counts and {len(self.rate)} rates.'
             )
-        if any(n < 0 for n in self.nodes) or any(
-            b <= a for a, b in zip(self.nodes, self.nodes[1:], strict=False)
-        ):
+        if any(n < 0 for n in self.nodes) or any(b <= a for a, b in pairwise(self.nodes)):
             raise BadInput(
                 'The node counts of a scaling curve must increase and not be negative: '
                 f'got {list(self.nodes)}.'

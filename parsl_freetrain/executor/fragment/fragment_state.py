@@ -280,9 +280,8 @@ class RunningFragment:
                 error = result.outcome.error
                 sentence = f'{error.type}: {error.message}'
                 if out_of_memory(error.type, error.message):
-                    return self._short_of_memory(
-                        f'{result} said {sentence}; its output is in {result.log}'
-                    )
+                    where = f'its output is in {result.log}'
+                    return self._short_of_memory(f'{result} said {sentence}; {where}')
                 exception = self._exception(result, error)
                 return FragmentResult(
                     Ending.FAILED, self.checkpoint, sentence, exception, final=error.final

@@ -32,6 +32,5 @@ class MemberOrder:
         now = time.monotonic()
         deadline = None if self.left_s is None else now + self.left_s
         exempt_until = None if self.exempt_s is None else now + self.exempt_s
-        return replace(
-            self, fragment=replace(self.fragment, deadline=deadline, exempt_until=exempt_until)
-        )
+        fragment = replace(self.fragment, deadline=deadline, exempt_until=exempt_until)
+        return replace(self, fragment=fragment)

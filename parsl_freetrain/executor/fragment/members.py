@@ -40,9 +40,8 @@ class Members:
             fragment.given_up.why = why
             if spare and fragment.keeps:
                 fragment.given_up.spare_s = self._peer_s + msg.LEAVING_S
-            fragment.given_up.ended_before = frozenset(
-                rank for ranks in fragment.ended.values() for rank in ranks
-            )
+            ended = fragment.ended.values()
+            fragment.given_up.ended_before = frozenset(rank for ranks in ended for rank in ranks)
             self.tell_all(fragment, self._abandon(fragment))
 
     def in_trouble(self, fragment: RunningFragment, at: float) -> None:

@@ -94,9 +94,8 @@ def _home(top: ModuleType | None) -> Path | None:
 @functools.cache
 def _installed_in() -> frozenset[Path]:
     paths = sysconfig.get_paths()
-    return frozenset(
-        Path(paths[key]).resolve() for key in ('stdlib', 'platstdlib', 'purelib', 'platlib')
-    )
+    names = 'stdlib', 'platstdlib', 'purelib', 'platlib'
+    return frozenset(Path(paths[name]).resolve() for name in names)
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

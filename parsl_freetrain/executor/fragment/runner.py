@@ -89,9 +89,8 @@ class FragmentRunner:
         self.running[name, number] = fragment
         task: Future[Checkpoint] | None = None
         try:
-            task = record.task = record.launch(
-                {FRAGMENT: f'{name}/{number}'}, record.last_good or record.checkpoint
-            )
+            newest = record.last_good or record.checkpoint
+            task = record.task = record.launch({FRAGMENT: f'{name}/{number}'}, newest)
         except Exception as error:
             logger.exception('Fragment %s of %s could not be submitted', number, name)
             fragment.lost = set(fragment.members)
@@ -159,9 +158,8 @@ class FragmentRunner:
         fragment = self.running.get((action.trainer, action.fragment))
         if fragment is None or fragment.stopping.why:
             return  # a rehearsed preemption does not wait for the next fragment
-        fragment.stopping = Stopping(
-            action.why, at, goes_on=bool(action.then), leaving=frozenset(action.leaving)
-        )
+        goes_on, leaving = bool(action.then), frozenset(action.leaving)
+        fragment.stopping = Stopping(action.why, at, goes_on=goes_on, leaving=leaving)
         if not self._standby.send(
             fragment,
             action.then,

@@ -44,9 +44,8 @@ class Box:
 
     def inside(self, tensor: torch.Tensor, part: Box) -> torch.Tensor:
         """The view of ``part`` in a tensor that holds this box."""
-        for dimension, (mine, begin, size) in enumerate(
-            zip(self.offsets, part.offsets, part.sizes, strict=True)
-        ):
+        every = zip(self.offsets, part.offsets, part.sizes, strict=True)
+        for dimension, (mine, begin, size) in enumerate(every):
             tensor = tensor.narrow(dimension, begin - mine, size)
         return tensor
 

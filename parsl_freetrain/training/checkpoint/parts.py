@@ -182,10 +182,8 @@ def _merged(tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
                 f'{name!r}, so the checkpoint is incomplete: each part of a tensor must have one '
                 'rank that writes it.'
             )
-    return {
-        name: Entry(entry.dtype, entry.shape, tuple(chunks[name].values()))
-        for name, entry in entries.items()
-    }
+    parts = {name: tuple(one.values()) for name, one in chunks.items()}
+    return {name: Entry(one.dtype, one.shape, parts[name]) for name, one in entries.items()}
 
 
 def _box(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> Box:

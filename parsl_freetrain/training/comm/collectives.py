@@ -137,9 +137,8 @@ class RankGroup(Subgroup):
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
         with as_peer_loss():
             work = dist.all_reduce(shared, dist.ReduceOp.MAX, self._group, async_op=True)
-        self._open = [
-            other for other in (*self._open, work) if other is not None and not other.is_completed()
-        ]
+        works = [other for other in (*self._open, work) if other is not None]
+        self._open = [other for other in works if not other.is_completed()]
 
         def wait() -> tuple[int, ...]:
             with as_peer_loss():

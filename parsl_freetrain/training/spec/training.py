@@ -138,10 +138,8 @@ class Scaling(Settings, frozen=True, kw_only=True):
         return ScalingCurve.from_points(self.rate) if self.rate else None
 
     def class_curves(self) -> tuple[tuple[str, ScalingCurve], ...]:
-        return tuple(
-            (name, ScalingCurve.from_points(points))
-            for name, points in (self.class_rates or {}).items()
-        )
+        rates = (self.class_rates or {}).items()
+        return tuple((name, ScalingCurve.from_points(points)) for name, points in rates)
 
     def efficiency_curve(self) -> Efficiency | None:
         if not self.efficiency:

@@ -73,9 +73,8 @@ def make_steps(
         # Only here, as it imports FSDP2.
         from parsl_freetrain.training.steps.sharded_reproducible import ShardedReproducibleSteps
 
-        return ShardedReproducibleSteps(
-            prepared, peers, division, order.spec.shards, clip_grad_norm, device, in_hook
-        )
+        what = order.spec.shards, clip_grad_norm, device, in_hook
+        return ShardedReproducibleSteps(prepared, peers, division, *what)
     if isinstance(mode, Reproducible):
         speeds = [speed for speed in order.speeds for _ in range(order.per_node)]
         how = clip_grad_norm, device, in_hook, speeds

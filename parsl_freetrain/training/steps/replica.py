@@ -96,11 +96,8 @@ def with_shared_parts(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module
     of them in every pass.
     """
     own = [set(map(id, model.parameters())) for model in models]
-    return [
-        model
-        for i, model in enumerate(models)
-        if any(own[i] & other for j, other in enumerate(own) if i != j)
-    ]
+    others = [[o for j, o in enumerate(own) if j != i] for i in range(len(own))]
+    return [model for i, model in enumerate(models) if any(own[i] & o for o in others[i])]
 
 
 class MeanAtSteps:

@@ -69,9 +69,8 @@ class DpAllocator:
         every = np.arange(len(problem.bids))
         staying = self._table.current
         if not self._all_can_stay(problem, values):
-            staying = np.fromiter(
-                (sum(asked.staying[bid.name]) for bid in problem.bids), np.int64, len(problem.bids)
-            )
+            sums = (sum(asked.staying[bid.name]) for bid in problem.bids)
+            staying = np.fromiter(sums, np.int64, len(problem.bids))
         before = float(values[every, staying].sum())
         kept = pinned(problem) if self._table.fixed.any() else {}
         counts = best_counts(*_limited(problem, values, kept))
@@ -79,9 +78,8 @@ class DpAllocator:
             return asked.stay('infeasible')
         named = zip(problem.bids, counts.tolist(), strict=True)
         found = {bid.name: (count,) for bid, count in named}
-        return asked.best_of(
-            'optimal', spread(problem, groups, found), float(values[every, counts].sum()), before
-        )
+        worth = float(values[every, counts].sum())
+        return asked.best_of('optimal', spread(problem, groups, found), worth, before)
 
     def _values(self, problem: Problem) -> Floats:
         """Worth of each count from 0, shape (bids, counts); minus infinity where not allowed."""
@@ -93,10 +91,8 @@ class DpAllocator:
             # From one decision to the next, few bids change.
             pairs = enumerate(zip(old.bids, bids, strict=True))
             changed = [j for j, (last, bid) in pairs if bid is not last]
-            if (
-                nodes < old.width
-                or max((bids[j].max_nodes for j in changed), default=0) < old.width > old.most
-            ):
+            largest = max((bids[j].max_nodes for j in changed), default=0)
+            if nodes < old.width or largest < old.width > old.most:
                 for j in changed:
                     row = self._row(bids[j], old.width - 1, problem.horizon_s, stay_s, node_class)
                     old.values[j] = -np.inf

@@ -60,9 +60,8 @@ class IntegerProgram:
         self._zero = self._integer('zero', 0)  # solvers want a variable in every constraint
         self._worth: list[tuple[float, pulp.LpVariable]] = [(0.0, self._zero)]
         self._nodes: dict[str, list[pulp.LpAffineExpression]] = {}
-        one_block = not problem.spans_blocks or all(
-            len(places) == 1 for places in problem.places_by_class.values()
-        )
+        alone = all(len(places) == 1 for places in problem.places_by_class.values())
+        one_block = alone or not problem.spans_blocks
         for j, bid in enumerate(problem.bids):
             count = self._in_one_block if one_block else self._in_several
             self._nodes[bid.name] = count(j, bid)
@@ -161,11 +160,8 @@ class IntegerProgram:
             within = end < problem.horizon_s
             going = [b for b in left if within and places[b].remaining_s == end]
             stays = {k: self._binary(f'trainer_{j}_interval_{i}_has_{k}') for k in counts}
-            loses = {
-                k: self._binary(f'trainer_{j}_interval_{i}_loses_some_of_{k}')
-                for k in counts
-                if k and going
-            }
+            title = f'trainer_{j}_interval_{i}_loses_some_of_'
+            loses = {k: self._binary(f'{title}{k}') for k in counts if k and going}
             self.lp += self._sum([*stays.values(), *loses.values()]) == 1
             self.lp += self._weighted(
                 (k, v) for some in (stays, loses) for k, v in some.items()

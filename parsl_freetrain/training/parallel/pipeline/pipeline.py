@@ -92,9 +92,8 @@ class Pipeline(nn.Module):
         parts = split_layers(len(makers), stages)
         held = self.schedule.held(rank)
         made = make_layers(makers, [number for _, stage in held for number in parts[stage]], seed)
-        self.layers = nn.ModuleDict(
-            {str(number): layer.to(self._device) for number, layer in sorted(made.items())}
-        )
+        placed = {str(number): layer.to(self._device) for number, layer in sorted(made.items())}
+        self.layers = nn.ModuleDict(placed)
         self._stages = {
             (direction, stage): Stage(
                 [made[number] for number in parts[stage]],
@@ -105,11 +104,8 @@ class Pipeline(nn.Module):
         }
         # In a schedule of two directions: the worker with the same stage in the other direction.
         both = len({direction for direction, _ in held}) > 1
-        self._partners = (
-            {held: self.schedule.worker(held[1], 1 - held[0]) for held in self._stages}
-            if both
-            else {}
-        )
+        worker, mine = self.schedule.worker, self._stages if both else ()
+        self._partners = {held: worker(held[1], 1 - held[0]) for held in mine}
         self._between: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -112,12 +112,8 @@ def _joined(
 
 def _is_nothing(move: geometry.Move, extent: int) -> bool:
     """Whether neither this rank nor its neighbours need anything that they do not have."""
-    return (
-        move.keep == (0, extent)
-        and not any(move.pad)
-        and not any(move.receive)
-        and not any(map(any, move.send))
-    )
+    wanted = any(move.pad) or any(move.receive) or any(map(any, move.send))
+    return move.keep == (0, extent) and not wanted
 
 
 def _from(place: tuple[int, int]) -> tuple[int, int]:

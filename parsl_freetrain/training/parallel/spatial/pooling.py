@@ -35,10 +35,8 @@ class MaxPool3d(nn.MaxPool3d):
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
         windows = _windows(self.kernel_size, self.stride, self.padding, self.dilation)
         layout, needed = plan(windows, x.layout, x.grid)
-        padding = [
-            0 if move is not None else window.padding
-            for move, window in zip(needed, windows, strict=True)
-        ]
+        pairs = zip(needed, windows, strict=True)
+        padding = [0 if move is not None else window.padding for move, window in pairs]
         whole = fetch(x.local, needed, x.grid, fill=-math.inf)
         local = F.max_pool3d(whole, self.kernel_size, self.stride, padding, self.dilation)
         return replace(x, local=local, layout=layout)
@@ -65,10 +63,8 @@ class AvgPool3d(nn.AvgPool3d):
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
         windows = _windows(self.kernel_size, self.stride, self.padding, 1)
         layout, needed = plan(windows, x.layout, x.grid)
-        padding = [
-            0 if move is not None else window.padding
-            for move, window in zip(needed, windows, strict=True)
-        ]
+        pairs = zip(needed, windows, strict=True)
+        padding = [0 if move is not None else window.padding for move, window in pairs]
         local = F.avg_pool3d(fetch(x.local, needed, x.grid), self.kernel_size, self.stride, padding)
         return replace(x, local=local, layout=layout)
 
