@@ -97,10 +97,8 @@ def with_faults(function: Callable[..., Any], *faults: Fault) -> Callable[..., A
     def faulty(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         here = [fault for fault in faults if fault.fragment in (None, ctx.fragment)]
         mine = [fault for fault in here if fault.rank in (None, ctx.rank)]
-        with (
-            _at_steps(ctx, [fault for fault in mine if fault.stage is None]),
-            _at_stages([f for f in mine if f.stage is not None]),
-        ):
+        at_steps = [fault for fault in mine if fault.stage is None]
+        with _at_steps(ctx, at_steps), _at_stages([f for f in mine if f.stage is not None]):
             return function(ctx, *args, **kwargs)
 
     return faulty

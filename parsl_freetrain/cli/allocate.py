@@ -129,10 +129,8 @@ def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
 
 def _explained(problem: Problem, answer: Answer, allocator: Allocator) -> dict[str, Any]:
     explanation = explain(problem, answer, allocator)
-    trainers = {
-        reason.trainer: {k: v for k, v in asdict(reason).items() if k != 'trainer'}
-        for reason in explanation.reasons
-    }
+    each = {reason.trainer: asdict(reason) for reason in explanation.reasons}
+    trainers = {name: {k: v for k, v in of.items() if k != 'trainer'} for name, of in each.items()}
     return {'trainers': trainers, 'limits': [asdict(use) for use in explanation.limits]}
 
 

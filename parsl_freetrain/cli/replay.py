@@ -220,13 +220,8 @@ def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> pd.DataFrame
     from parsl_freetrain.replay.sweep import sweep
 
     # A progress bar is shown only on a terminal.
-    bar = Progress(
-        TextColumn('replays'),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(TextColumn('replays'), *columns, console=Console(stderr=True))
     with bar if sys.stderr.isatty() else nullcontext():
         task = bar.add_task('replays', total=len(asked))
         return sweep(asked, swept, jobs=jobs, done=lambda: bar.advance(task))

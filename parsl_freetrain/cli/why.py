@@ -123,10 +123,9 @@ def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[
     classes = {}
     for name, measured in speed.measured.items():
         curve = speed.curve(node_class=name)
-        classes[name] = {
-            'measured': {str(n): rate for n, rate in sorted(measured.items())},
-            'fastest': None if curve is None else max(curve.nodes, key=curve.rate_at),
-        }
+        fastest = None if curve is None else max(curve.nodes, key=curve.rate_at)
+        rates = {str(n): rate for n, rate in sorted(measured.items())}
+        classes[name] = {'measured': rates, 'fastest': fastest}
     there = {block.opened.request.node_class for block in run.blocks.values()}
     return {
         'stated': trainer.curve is not None or bool(trainer.class_curves),
@@ -225,10 +224,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found['short_of_memory_on']:
         counts = ', '.join(map(str, found['short_of_memory_on']))
         lines.append(f'Memory did not suffice on {counts} nodes.')
-    lines += [
-        f'Its last rescale to {way} nodes paused it for {seconds:.2f} s.'
-        for way, seconds in found['pauses'].items()
-    ]
+    took = found['pauses'].items()
+    lines += [f'Its last rescale to {way} nodes paused it for {s:.2f} s.' for way, s in took]
     if found['last_failure']:
         lines.append(f'Its last fragment in trouble said: {found["last_failure"]}')
         lines.append(f'What it printed: freetrain logs {name}')

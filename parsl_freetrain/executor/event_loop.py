@@ -282,10 +282,8 @@ class EventLoop:
 
     def _note_offers(self, now: float, last: bool = False) -> None:
         since, ahead_s = max(self._begun_at, now - OFFERS_BACK_S), self._clock.ahead_s
-        offers = [
-            replace(one, start=one.start - ahead_s, end=one.end - ahead_s)
-            for one in self._site.offers(since + ahead_s, now + ahead_s)
-        ]
+        seen = self._site.offers(since + ahead_s, now + ahead_s)
+        offers = [replace(one, start=one.start - ahead_s, end=one.end - ahead_s) for one in seen]
         self._stream.emit(ev.OffersSeen(now, self._offers.new(offers, now, last=last)))
 
     def _finish(self, why: str, how: str) -> None:

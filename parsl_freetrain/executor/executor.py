@@ -305,10 +305,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         assert isinstance(self.provider, BackfillProvider)
         check_classes(record.trainer, self.provider.site)
         loop, name = self._loop, record.trainer.name
-        if not record.future._submitted(
-            lambda: loop.post(commands.SubmitTrainer(record)),
-            lambda: self._post(commands.CancelTrainer(name)),
-        ):
+        start, end = commands.SubmitTrainer(record), commands.CancelTrainer(name)
+        if not record.future._submitted(lambda: loop.post(start), lambda: self._post(end)):
             self.names.free(name)
         self._waiting.discard(record.future)
 

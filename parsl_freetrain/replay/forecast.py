@@ -151,10 +151,8 @@ def _trained(
         return {t.trainer.name: (0.0, None) for t in trainers}
     counts = np.array([block.nodes for block, _, _ in there])
     names = tuple(f'block-{i}/{k}' for i, count in enumerate(counts) for k in range(count))
-    starts, ends = (
-        np.repeat(np.array([block[column] for block in there], dtype=np.float64), counts)
-        for column in (1, 2)
-    )
+    columns = ([block[i] for block in there] for i in (1, 2))
+    starts, ends = (np.repeat(np.array(one, dtype=np.float64), counts) for one in columns)
     classes = np.repeat([block.node_class for block, _, _ in there], counts).tolist()
     index, classes_of = np.arange(len(names)), tuple(classes) if any(classes) else ()
     trace = Trace(names, 0.0, float(ends.max()), starts, ends, index, ends, classes_of)

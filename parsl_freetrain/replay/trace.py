@@ -183,10 +183,8 @@ class Trace:
             raise BadInput(
                 f'The first {nodes} nodes of a trace were asked for; at least 1 must be.'
             )
-        start_s, end_s = (
-            self.start_s if since is None else float(since),
-            self.end_s if until is None else float(until),
-        )
+        start_s = self.start_s if since is None else float(since)
+        end_s = self.end_s if until is None else float(until)
         whole = f'the trace goes from {self.start_s:g} s to {self.end_s:g} s'
         if not max(start_s, self.start_s) < min(end_s, self.end_s):
             raise BadInput(f'There is nothing between {start_s:g} s and {end_s:g} s; {whole}.')

@@ -188,23 +188,15 @@ def why_unused(controller: Controller, runs: Mapping[str, RecordedJob], at: floa
     if not free.total():
         return idle
     used = len(pool.holder)
-    allowed = min(
-        math.inf if settings.max_nodes is None else settings.max_nodes,
-        free.total() + used - settings.keep_free,
-    )
+    most = math.inf if settings.max_nodes is None else settings.max_nodes
+    allowed = min(most, free.total() + used - settings.keep_free)
     idle.kept_free = kept = int(max(free.total() - max(allowed - used, 0), 0))
     together = sum if settings.spans_blocks else max
     for node_class, count in free.items():
         there = min(kept, count)
         kept -= there
-        _sort(
-            controller,
-            runs,
-            node_class,
-            count - there,
-            min(count - there, together(lasting.get(node_class, {'': 0}).values())),
-            idle,
-        )
+        lasts, left = together(lasting.get(node_class, {'': 0}).values()), count - there
+        _sort(controller, runs, node_class, left, min(left, lasts), idle)
     return idle
 
 

@@ -105,11 +105,9 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
                     shown = colour, kind, fragment.trainer
                     add(shown, run.id, place.name, clip(times, *here), 0.16)
     for (colour, kind, name), drawn in boxes.items():
-        chart.boxes(
-            _joined(drawn, clock.length / MOST_MOMENTS),
-            f'{colour} {kind}'.strip(),
-            f'{name}, {kind}' if kind else name,
-        )
+        title = f'{name}, {kind}' if kind else name
+        shown_boxes = _joined(drawn, clock.length / MOST_MOMENTS)
+        chart.boxes(shown_boxes, f'{colour} {kind}'.strip(), title)
     for run in history.runs:
         for node in struck_nodes(run):
             at = clock.of(run.id, left_at(run, node, clock.until[run.id]))

@@ -35,10 +35,8 @@ def lives_here(began: RunBegan) -> bool | None:
         return None
     try:
         process = psutil.Process(began.pid)
-        return bool(
-            abs(process.create_time() - began.started) <= SAME_START_S
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
+        late = abs(process.create_time() - began.started) > SAME_START_S
+        return bool(not late and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

@@ -152,10 +152,8 @@ def efficiency(history: History, now: float, allocator: Allocator) -> Efficiency
     short = {t.name for t in history.trainings if (t.submitted.total_epochs or math.inf) <= 1}
     counted = {name for name in above if below[name] > 0 and name not in short}
     worth, against = (sum(part[name] for name in counted) for part in (above, below))
-    return Efficiency(
-        {name: above[name] / below[name] if name in counted else None for name in above},
-        worth / against if counted else None,
-    )
+    gains = {name: above[name] / below[name] if name in counted else None for name in above}
+    return Efficiency(gains, worth / against if counted else None)
 
 
 def _add_efficiency(

@@ -51,10 +51,9 @@ class Chart:
     ) -> None:
         """Draw an area between two functions that are constant between grid points."""
         above, below = _staircase(grid, ceiling), _staircase(grid, floor)
-        path = ' '.join(
-            f'{SIDE * self._x.part(x):.1f},{SIDE * (1 - self._up(y)):.1f}'
-            for x, y in [*above, *reversed(below)]
-        )
+        around = [*above, *reversed(below)]
+        places = ((SIDE * self._x.part(x), SIDE * (1 - self._up(y))) for x, y in around)
+        path = ' '.join(f'{x:.1f},{y:.1f}' for x, y in places)
         self._stretched.append(
             f'<polygon class="area {kind}" points="{path}">{_title(name)}</polygon>'
         )

@@ -113,10 +113,8 @@ def _local_race(folder: Path) -> dict[str, bool]:
 
 def once_each(racers: Sequence[dict[str, list[int]]]) -> dict[str, bool]:
     """For folders and files: whether each name was created by exactly one racer."""
-    return {
-        kind: sorted(number for racer in racers for number in racer[kind]) == list(range(RACES))
-        for kind in ('mkdir', 'create')
-    }
+    made = {kind: sorted(n for one in racers for n in one[kind]) for kind in ('mkdir', 'create')}
+    return {kind: numbers == list(range(RACES)) for kind, numbers in made.items()}
 
 
 def free_ports(first: int, last: int) -> int:

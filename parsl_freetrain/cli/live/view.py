@@ -154,10 +154,8 @@ class _Screen:
             yield table
         else:
             for block in shown:
-                yield _cut(
-                    f'{block.name}: {nodes_text(block.nodes)}, {left_text(block)}, '
-                    f'{", ".join(block.trainers) or "idle"}'
-                )
+                who = ', '.join(block.trainers) or 'idle'
+                yield _cut(f'{block.name}: {nodes_text(block.nodes)}, {left_text(block)}, {who}')
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
         lines = (*map(limit_in_words, seen.limits), *resumes_in_words(seen.trainers))

@@ -70,10 +70,8 @@ def spread(
         for group, count in zip(groups, allocation[bid.name], strict=True):
             count -= sum(nodes[b] for b in group) if count else 0
             while count:
-                b = min(
-                    (b for b in group if free[b]),
-                    key=lambda b: (not nodes[b], -places[b].remaining_s, -free[b], b),
-                )
+                there = [b for b in group if free[b]]
+                b = min(there, key=lambda b: (not nodes[b], -places[b].remaining_s, -free[b], b))
                 more = min(free[b], count)
                 nodes[b] += more
                 free[b] -= more

@@ -11,10 +11,8 @@ from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:
     if not problem.blocks:
         return {name: (count,) for name, count in answer.allocation.items()}
-    return {
-        name: tuple(blocks.get(block.name, 0) for block in problem.blocks)
-        for name, blocks in answer.by_block.items()
-    }
+    names, every = [block.name for block in problem.blocks], answer.by_block.items()
+    return {name: tuple(blocks.get(one, 0) for one in names) for name, blocks in every}
 
 
 def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> list[str]:

@@ -182,10 +182,8 @@ class Problem:
         held = [bid.held for bid in self.bids if bid.held]
         in_first = sum(bid.current_nodes for bid in self.bids if not bid.held)
         totals = [sum(counts) for counts in zip(*held, strict=True)] or [0] * len(self.places)
-        return all(
-            total <= block.nodes
-            for total, block in zip([totals[0] + in_first, *totals[1:]], self.places, strict=True)
-        )
+        used = zip([totals[0] + in_first, *totals[1:]], self.places, strict=True)
+        return all(total <= block.nodes for total, block in used)
 
     def held(self, bid: Bid) -> tuple[int, ...]:
         """What a bid holds now in each of :attr:`places`."""

@@ -158,12 +158,9 @@ def _blocks(stated: ProblemDocument) -> tuple[Block, ...]:
     if stated.nodes is not None:
         raise BadInput('both nodes and blocks are given; give one of them.')
     _refuse_twice('blocks', 'id', (block.id for block in stated.blocks))
-    return tuple(
-        Block(
-            b.id, b.nodes, math.inf if b.remaining_s is None else b.remaining_s, b.node_class or ''
-        )
-        for b in stated.blocks
-    )
+    ends = (math.inf if b.remaining_s is None else b.remaining_s for b in stated.blocks)
+    each = zip(stated.blocks, ends, strict=True)
+    return tuple(Block(b.id, b.nodes, end, b.node_class or '') for b, end in each)
 
 
 def _bid(
@@ -346,11 +343,9 @@ def _limits(stated: ProblemDocument, pool: int) -> tuple[Limit, ...]:
     if stated.budget_node_s is not None:
         limits.append(Limit(node_s=stated.budget_node_s, why='budget'))
     members = constraints.members_by_key(stated.trainers)
-    limits += constraints.owner_limits(
-        members,
-        _by_key(stated.user_nodes, stated.group_nodes),
-        _by_key(stated.user_budget_node_s, stated.group_budget_node_s),
-    )
+    most = _by_key(stated.user_nodes, stated.group_nodes)
+    node_s = _by_key(stated.user_budget_node_s, stated.group_budget_node_s)
+    limits += constraints.owner_limits(members, most, node_s)
     shares = _by_key(stated.user_shares, stated.group_shares)
     shares |= {f'trainer {t.name}': t.share for t in stated.trainers if t.share}
     return *limits, *(

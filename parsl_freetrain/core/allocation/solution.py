@@ -108,10 +108,8 @@ class Asked:
         by_block: dict[str, dict[str, int]] = {}
         if self._problem.blocks:
             blocks = [block.name for block in self._problem.blocks]
-            by_block = {
-                name: {block: n for block, n in zip(blocks, counts, strict=True) if n}
-                for name, counts in nodes.items()
-            }
+            named = {name: zip(blocks, counts, strict=True) for name, counts in nodes.items()}
+            by_block = {name: {block: n for block, n in each if n} for name, each in named.items()}
         given, limit = (allocation, by_block), self._bound(status, worth, bound)
         return Answer(status, worth, self._solver, self.seconds, *given, before, limit)
 

@@ -95,11 +95,9 @@ def learn(starts: Floats, ends: Floats, nodes: Ints, begin_s: float, end_s: floa
         seen_s = np.clip(lasted_s - begins, 0.0, end - begins).sum()
         departed = (gone & (begins <= lasted_s) & (lasted_s < end)).sum()
         hazard.append(float((departed + LEAST) / (seen_s + LEAST * mean_s)))
-    return NodeHabits(
-        hazard=tuple(hazard),
-        position=_position(starts, ends, nodes, left),
-        together=float(left.sum() / len(np.unique(ends[left]))),
-    )
+    together = float(left.sum() / len(np.unique(ends[left])))
+    position = _position(starts, ends, nodes, left)
+    return NodeHabits(hazard=tuple(hazard), position=position, together=together)
 
 
 def _position(starts: Floats, ends: Floats, nodes: Ints, left: npt.NDArray[np.bool_]) -> float:

@@ -75,10 +75,8 @@ def _serving_all(
     groups = _groups(demands, blocks, holder, given)
     lp = pulp.LpProblem('nodes_to_give', pulp.LpMinimize)
     whole = [lp.add_variable(f'block_{b}', cat=pulp.LpBinary) for b in range(len(blocks))]
-    stopped = {
-        name: lp.add_variable(f'trainer_{i}', cat=pulp.LpBinary)
-        for i, name in enumerate(sorted({key.holder for key in groups if key.holder}))
-    }
+    holders = enumerate(sorted({key.holder for key in groups if key.holder}))
+    stopped = {name: lp.add_variable(f'trainer_{i}', cat=pulp.LpBinary) for i, name in holders}
     counts = []
     for i, (key, names) in enumerate(groups.items()):
         count = lp.add_variable(f'group_{i}', 0, len(names), cat=pulp.LpInteger)
@@ -104,10 +102,9 @@ def _serving_all(
     for i, count in enumerate(counts):
         lp += pulp.lpSum(v for (group, _), v in serving.items() if group == i) <= count
     node_cost, stop_cost = _costs(groups, cost)
-    lp.setObjective(
-        pulp.lpSum(node_cost[key] * count for key, count in zip(groups, counts, strict=True))
-        + pulp.lpSum(stop_cost[name] * variable for name, variable in stopped.items())
-    )
+    of_nodes = (node_cost[key] * count for key, count in zip(groups, counts, strict=True))
+    of_stops = (stop_cost[name] * variable for name, variable in stopped.items())
+    lp.setObjective(pulp.lpSum(of_nodes) + pulp.lpSum(of_stops))
     lp.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
     if lp.sol_status != pulp.LpSolutionOptimal:
         return None

@@ -49,11 +49,9 @@ def places_of(
             nodes = sum(group.total for group in groups) - held
             return Places(nodes, (), {EVERYWHERE: groups}, (), {})
         names = {end: f'until {end:.3f}' for end in ends}
-        blocks = [
-            Block(_name(name, node_class), 0, end - at, node_class)
-            for node_class in classes
-            for end, name in [*names.items(), (math.inf, LASTING)]
-        ]
+        named = [*names.items(), (math.inf, LASTING)]
+        at_end = [(node_class, end, name) for node_class in classes for end, name in named]
+        blocks = [Block(_name(name, k), 0, end - at, k) for k, end, name in at_end]
         of = {g.key: _name(names.get(g.until_s, LASTING), g.node_class) for g in groups}
         layout: tuple[object, ...] = (*ends, *classes)
     else:
@@ -61,10 +59,8 @@ def places_of(
         for group in groups:
             key = group.block, group.node_class
             ends_of[key] = min(group.until_s, ends_of.get(key, math.inf))
-        blocks = [
-            Block(_name(*key), 0, end - at if end - at < horizon_s else math.inf, key[1])
-            for key, end in sorted(ends_of.items())
-        ]
+        left = [(key, end - at) for key, end in sorted(ends_of.items())]
+        blocks = [Block(_name(*k), 0, s if s < horizon_s else math.inf, k[1]) for k, s in left]
         of = {g.key: _name(g.block, g.node_class) for g in groups}
         layout = tuple(sorted(ends_of))
     return _counted(groups, blocks, of, leaving, layout)

@@ -110,10 +110,8 @@ class _Reader:
             case ast.Compare(left=left, ops=ops, comparators=others) if all(
                 type(op) in COMPARISONS for op in ops
             ):
-                return self._comparison(
-                    [self.formula(part, inner) for part in (left, *others)],
-                    [COMPARISONS[type(op)] for op in ops],
-                )
+                parts = [self.formula(part, inner) for part in (left, *others)]
+                return self._comparison(parts, [COMPARISONS[type(op)] for op in ops])
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 condition, then, otherwise = (
                     self.formula(part, inner) for part in (test, body, orelse)

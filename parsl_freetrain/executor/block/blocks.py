@@ -149,14 +149,8 @@ class BlockManager:
         for hole in self._provider.holes():
             names = tuple(name for name in hole.names if name not in avoided)
             if names or not hole.names:
-                holes.append(
-                    replace(
-                        hole,
-                        nodes=len(names) or hole.nodes,
-                        names=names,
-                        until_s=self._clock.of_wall(hole.until_s),
-                    )
-                )
+                until_s, count = self._clock.of_wall(hole.until_s), len(names) or hole.nodes
+                holes.append(replace(hole, nodes=count, names=names, until_s=until_s))
         self._stream.emit(ev.HolesSeen(at, tuple(holes)))
 
     def starting(self) -> bool:

@@ -216,10 +216,8 @@ class RunningFragment:
         if self.given_up.seen_at is not None:
             self.given_up.seen_at += seconds
         self.contact.heard = {member: at + seconds for member, at in self.contact.heard.items()}
-        self.ended = {
-            member: {rank: at + seconds for rank, at in ranks.items()}
-            for member, ranks in self.ended.items()
-        }
+        ends = self.ended.items()
+        self.ended = {m: {rank: at + seconds for rank, at in ranks.items()} for m, ranks in ends}
 
     def note(self, checkpoint: Checkpoint) -> Checkpoint:
         """Take a checkpoint as the last one."""

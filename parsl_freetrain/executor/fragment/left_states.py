@@ -56,10 +56,8 @@ def _of_survivors(fragment: RunningFragment) -> Iterator[LeftState]:
         found.setdefault(left.samples, []).append((node, left))
         metrics = {**outcome.metrics, **metrics}
     for samples, those in found.items():
-        parts = [
-            [(node, left.digest) for node, left in those if left.part == part]
-            for part in range(those[0][1].parts)
-        ]
+        numbers = range(those[0][1].parts)
+        parts = [[(node, left.digest) for node, left in those if left.part == i] for i in numbers]
         if all(parts):
             digests = tuple(tuple(digest for _, digest in part) for part in parts)
             nodes = tuple(frozenset(node for node, _ in part) for part in parts)

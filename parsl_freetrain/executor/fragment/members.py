@@ -27,11 +27,8 @@ class Members:
 
     def _ask_to_stop(self, fragment: RunningFragment, member: int) -> None:
         # State that is left in the memory of a node that is given back would be lost.
-        stop = msg.StopTraining(
-            fragment.stopping.why,
-            node_leaves=fragment.leaves(member),
-            followed=fragment.stopping.followed,
-        )
+        stop_of, leaves = fragment.stopping, fragment.leaves(member)
+        stop = msg.StopTraining(stop_of.why, node_leaves=leaves, followed=stop_of.followed)
         self._control.send((fragment.name, fragment.number, member), stop)
 
     def give_up(self, fragment: RunningFragment, why: str, *, spare: bool = False) -> None:

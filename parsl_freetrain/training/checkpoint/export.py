@@ -119,10 +119,8 @@ def export_weights(
             weight_map.update((piece.name, name) for piece in group)
         size = {'total_size': sum(piece.nbytes for piece in pieces)}
         index = {'metadata': size, 'weight_map': weight_map}
-        return _replace(
-            target.with_name(f'{target.name}.index.json'),
-            lambda draft: write_new(draft, json.dumps(index, indent=2).encode()),
-        )
+        content, beside = json.dumps(index, indent=2).encode(), f'{target.name}.index.json'
+        return _replace(target.with_name(beside), lambda draft: write_new(draft, content))
     except OSError as error:
         raise BadInput(
             f'Weights cannot be written to {target} ({error.strerror}): name a file '

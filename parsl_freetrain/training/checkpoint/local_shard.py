@@ -34,10 +34,8 @@ class Box:
     def overlap(self, other: Box) -> Box | None:
         """What is in both parts of one tensor; None: nothing."""
         begins = tuple(map(max, self.offsets, other.offsets))
-        ends = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
+        each = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ends = tuple(min(a + n, b + m) for a, n, b, m in each)
         if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
             return None
         return Box(self.shape, begins, tuple(e - b for b, e in zip(begins, ends, strict=True)))
@@ -107,8 +105,6 @@ def holders(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     assert mesh.mesh_dim_names is not None
-    index: tuple[Any, ...] = tuple(
-        at if name in divided else slice(None)
-        for name, at in zip(mesh.mesh_dim_names, coordinate, strict=True)
-    )
+    named = zip(mesh.mesh_dim_names, coordinate, strict=True)
+    index: tuple[Any, ...] = tuple(at if name in divided else slice(None) for name, at in named)
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))

@@ -69,10 +69,8 @@ class Opened:
     ) -> dict[str, torch.Tensor]:
         """By names in the state: models' divided tensors, and parameters for optimizers' ones."""
         paths = self._structure['paths']
-        models = {
-            name: model.state_dict()
-            for name, model in zip(st.names_of('model'), prepared.models, strict=False)
-        }
+        named = zip(st.names_of('model'), prepared.models, strict=False)
+        models = {name: model.state_dict() for name, model in named}
         parameters = {
             f'{number}.{name}': parameter
             for number, model in enumerate(prepared.models, 1)

@@ -202,10 +202,8 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
     for i, (model, state) in enumerate(zip(prepared.models, states['models'], strict=True)):
         _check_model(model, state, i, saved.path)
     names = parameter_names(prepared)
-    keep_types = all(
-        _types(model.state_dict()) == _types(state)
-        for model, state in zip(prepared.models, states['models'], strict=True)
-    )
+    both = zip(prepared.models, states['models'], strict=True)
+    keep_types = all(_types(model.state_dict()) == _types(state) for model, state in both)
     for kind, several in _KINDS.items():
         here = zip(names_of(kind), getattr(prepared, several), states[several], strict=False)
         for name, thing, state in here:

@@ -220,9 +220,8 @@ def _narrow_maximum(values: Floats, low: Integers, high: Integers) -> Floats:
     last = np.arange(size) - low[:, None]
     first = last - (width - (1 << level))[:, None]
     level = level[:, None]
-    best = np.maximum(
-        np.where(last >= 0, top[level, row, np.maximum(last, 0)], -np.inf),
-        np.where(first >= 0, top[level, row, np.maximum(first, 0)], -np.inf),
-    )
+    at_last = np.where(last >= 0, top[level, row, np.maximum(last, 0)], -np.inf)
+    at_first = np.where(first >= 0, top[level, row, np.maximum(first, 0)], -np.inf)
+    best = np.maximum(at_last, at_first)
     best[width <= 0] = -np.inf
     return best

@@ -59,10 +59,8 @@ class _Dealing:
         now = sum(given)
         # First its own nodes, then places where it has nodes, then the place with most free nodes.
         short = self._problem.barred(bid)
-        order = sorted(
-            (b for b in range(len(given)) if b not in short),
-            key=lambda b: (-given[b], -held[b], -self._free[b], b),
-        )
+        usable = [b for b in range(len(given)) if b not in short]
+        order = sorted(usable, key=lambda b: (-given[b], -held[b], -self._free[b], b))
         if order:  # one class at a time, and one block where blocks are apart
             node_class = self._problem.places[order[0]].node_class
             mine = self._problem.places_by_class[node_class]

@@ -75,10 +75,8 @@ class IntegerProgram:
             self._limit(limit)
 
     def allocation(self) -> dict[str, tuple[int, ...]]:
-        return {
-            name: tuple(round(expression.value() or 0.0) for expression in nodes)
-            for name, nodes in self._nodes.items()
-        }
+        every = self._nodes.items()
+        return {name: tuple(round(one.value() or 0.0) for one in nodes) for name, nodes in every}
 
     def bound(self) -> float | None:
         # PuLP has HiGHS minimise the negative of the objective.
@@ -105,16 +103,10 @@ class IntegerProgram:
             options = [self._keep[bid.name]]
         chosen = [self._binary(f'trainer_{j}_option_{i}') for i in range(len(options))]
         self.lp += self._sum(chosen) == 1
-        self._worth += [
-            (self._problem.value(bid, nodes), variable)
-            for nodes, variable in zip(options, chosen, strict=True)
-        ]
-        return [
-            self._weighted(
-                (nodes[b], variable) for nodes, variable in zip(options, chosen, strict=True)
-            )
-            for b in range(len(places))
-        ]
+        ways = list(zip(options, chosen, strict=True))
+        self._worth += [(self._problem.value(bid, nodes), one) for nodes, one in ways]
+        of_place = [[(nodes[b], one) for nodes, one in ways] for b in range(len(places))]
+        return [self._weighted(each) for each in of_place]
 
     def _in_several(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
         """Integers for the nodes in each block, of one class only; see :meth:`_in_class`."""
@@ -126,10 +118,8 @@ class IntegerProgram:
         for b in short:
             cap[b] = held[b] if goes_on else 0
         nodes = [self._integer(f'trainer_{j}_block_{b}', most) for b, most in enumerate(cap)]
-        none = [
-            self._in_class(f'{j}_class_{c}', bid, node_class, nodes, cap)
-            for c, node_class in enumerate(problem.places_by_class)
-        ]
+        classes = enumerate(problem.places_by_class)
+        none = [self._in_class(f'{j}_class_{c}', bid, name, nodes, cap) for c, name in classes]
         if len(none) > 1:
             self.lp += self._sum(none) >= len(none) - 1
         if goes_on:
@@ -203,11 +193,8 @@ class IntegerProgram:
             others = self._binary(f'trainer_{j}_changes_nodes')
             for b, held in enumerate(self._problem.held(bid)):
                 if held:
-                    self.lp += (
-                        nodes[b]
-                        >= self._weighted((held, variable) for variable in chosen[now])
-                        - held * others
-                    )
+                    same = self._weighted((held, variable) for variable in chosen[now])
+                    self.lp += nodes[b] >= same - held * others
             self._worth.append((-bid.rescale_up_s * rate, others))
 
     def _limit(self, limit: Limit) -> None:

@@ -97,10 +97,8 @@ def _options(
 ) -> list[list[Sequence[int]]]:
     """The counts of each place that go together: of all places, or those of each class or block."""
     barred, held = problem.barred(bid), problem.held(bid)
-    allowed = [
-        (0,) if b in barred else counts(min(bid.max_nodes, place.nodes), held[b])
-        for b, place in enumerate(problem.places)
-    ]
+    most = [counts(min(bid.max_nodes, p.nodes), held[b]) for b, p in enumerate(problem.places)]
+    allowed = [(0,) if b in barred else ways for b, ways in enumerate(most)]
     if not problem.spans_blocks:
         together: Sequence[Way] = [(b,) for b in range(len(allowed))]
     elif bid.mixed_parts and mixed:
