@@ -105,9 +105,9 @@ def lines(path: Path) -> int:
 def test_the_house_stays_small() -> None:
     """A number here may sink, and rises only where something that is kept is worth it."""
     package, tests = modules('parsl_freetrain'), modules('tests')
-    assert sum(map(lines, package)) <= 57_700
-    assert sum(map(lines, tests)) <= 56_500
-    assert len(package) <= 415
+    assert sum(map(lines, package)) <= 59_300
+    assert sum(map(lines, tests)) <= 58_400
+    assert len(package) <= 425
     large = [str(path.relative_to(ROOT)) for path in package if lines(path) > 400]
     assert len(large) <= 4, large
     long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
