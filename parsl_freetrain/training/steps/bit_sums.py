@@ -9,12 +9,13 @@ import torch
 
 _SMALL = 1 << 16  # elements; smaller tensors are put together
 _SIGNED_ZERO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_MODULUS = (1 << 32) - 1
 
 
 @torch.no_grad()
 def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """By tensor, the sum of the bits of its elements as integers, modulo 2^64; of None it is 0.
+    """By tensor, the sum of the bits of its elements as integers, modulo 2^32; of None it is 0.
 
     Integers have the same sum in any order, so it does not depend on strides or on how a tensor is
     divided. -0.0 counts as 0.0. Small tensors take a few operations together, others a few each;
@@ -25,17 +26,21 @@ def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> to
     plain = [None if tensor is None else _plain(tensor) for tensor in tensors]
     for i, tensor in enumerate(plain):
         if tensor is not None and tensor.numel() > _SMALL:
-            found[i] = _bits(tensor).sum(dtype=torch.int64).to(device)
+            found[i] = _sum(_bits(tensor)).to(device)
         elif tensor is not None and tensor.numel():
             small.setdefault((tensor.dtype, tensor.device), []).append(i)
     for (_, where), places in small.items():
         rows = [plain[i].reshape(-1) for i in places]  # type: ignore[union-attr]
-        ends = torch.tensor(list(accumulate(map(len, rows))), device=where)
-        upto = _bits(torch.cat(rows)).cumsum(0, dtype=torch.int64)[ends - 1]
+        bits = _bits(torch.cat(rows))
+        each = bits.numel() // sum(map(len, rows))  # an element may have two numbers
+        ends = torch.tensor([each * end for end in accumulate(map(len, rows))], device=where)
+        upto = bits.cumsum(0, dtype=torch.int64)[ends - 1]
         sums = torch.cat([upto[:1], upto.diff()])
         for i, one in zip(places, sums.to(device).unbind(), strict=True):
             found[i] = one
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+    return (
+        torch.stack(found) & _MODULUS if found else torch.zeros(0, dtype=torch.int64, device=device)
+    )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,4 +55,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _SIGNED_ZERO:
         tensor = tensor + 0.0
+    if tensor.element_size() == 8:
+        tensor = tensor.contiguous()
     return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _sum(bits: torch.Tensor) -> torch.Tensor:
+    """Modulo 2^32. On a CPU, a sum of another type than that of its numbers is slow."""
+    if bits.dtype is torch.int32 and bits.device.type == 'cpu' and bits.is_contiguous():
+        words = bits.view(-1)
+        if words.numel() % 2 == 0:
+            words = words.view(torch.int64)
+            return words.sum() + (words >> 32).sum()
+    return bits.sum(dtype=torch.int64)
