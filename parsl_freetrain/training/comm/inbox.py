@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 
 from parsl_freetrain.core.model.errors import FreeTrainError
@@ -30,18 +31,25 @@ class Inbox:
 
     def __init__(self, channel: Channel[ToRank]) -> None:
         self._channel = channel
-        self._stop = False
+        self._stop = self._listening = False
         self._goes = self._stays = self._followed = False
         self._rendezvous: Rendezvous | None = None
         self.deadline = math.inf
 
     def listen_to_signals(self) -> None:
         """Treat :data:`STOP_SIGNALS` as requests to stop, also if they were blocked until now."""
+        self._listening = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def stop_requested(self) -> bool:
+        here = threading.current_thread() is threading.main_thread()
+        if self._listening and here and not self._stop:
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) != self._on_signal:  # the user's own, or a library's
+                    print(f'A handler of {number.name} was replaced: ctx hears notices itself.')
+                    signal.signal(number, self._on_signal)
         while not self._stop and self._look():
             pass
         return self._stop

@@ -17,7 +17,17 @@ from parsl_freetrain.training.data.loader import MicroBatch
 Loss = Literal['mean', 'sum'] | Callable[[Any], float]
 _REDUCTIONS = ('none', 'mean', 'sum')
 _ELEMENTWISE = {'Add', 'Sub', 'Mul', 'Neg', 'Pow', 'Abs', 'Exp', 'Log', 'Sqrt', 'Clamp', 'Where'}
-_ELEMENTWISE |= {'Squeeze', 'Unsqueeze', 'View', 'Alias', 'ToCopy', 'Sum', 'MaskedFill'}
+_ELEMENTWISE |= {
+    'Squeeze',
+    'Unsqueeze',
+    'View',
+    'Alias',
+    'ToCopy',
+    'Sum',
+    'MaskedFill',
+    'Stack',
+    'Cat',
+}
 
 
 def check(loss: Loss | None, *, plain: bool) -> None:
@@ -87,7 +97,8 @@ def _kinds(node: Any, depth: int = 0) -> set[str]:
 def _has_mean(node: Any, depth: int = 0) -> bool:
     """Whether a mean is among what a sum adds up, apart from layers."""
     name = node.name()
-    if name.startswith(('MeanBackward', 'DivBackward')) or depth > 50:
+    mean = name.startswith(('MeanBackward', 'DivBackward'))
+    if mean or getattr(node, '_saved_reduction', 0) == 1 or depth > 50:
         return True
     if name.rstrip('01').removesuffix('Backward') not in _ELEMENTWISE:
         return False

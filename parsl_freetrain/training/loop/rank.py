@@ -15,6 +15,7 @@ import tblib
 import torch
 from msgspec.structs import replace
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
@@ -229,6 +230,13 @@ def _described(raised: BaseException) -> RankError:
     while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     message = str(raised)
+    if 'Expected more than 1 value per channel' in message:
+        message = (
+            f'A part of a global batch had one sample, too few for batch statistics ({message}): '
+            'say ctx.loop(..., drop_last=True) if it was the last batch of an epoch, or use larger '
+            'batches or fewer parts (shards, nodes).'
+        )
+        raised = BadInput(message)
     if isinstance(raised, SystemExit):
         message = f'the function called sys.exit({raised.code!r}); let it return instead'
     return RankError(

@@ -327,6 +327,19 @@ def kept(ctx: FragmentContext) -> list[Any]:
     return [own.steps, found.steps, [round(t.sum().item(), 3) for t in own.tensors]]
 
 
+def handler_of_its_own(ctx: FragmentContext) -> None:
+    model = Net()
+    model, optimizer = ctx.prepare(model, sgd(model))
+    signal.signal(signal.SIGTERM, lambda *_: print('heard'))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def batch_of_one(ctx: FragmentContext) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model, optimizer = ctx.prepare(model, sgd(model))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
 def loss_with_a_buffer(ctx: FragmentContext) -> None:
     model, loss = nn.Linear(4, 1), nn.BatchNorm1d(1)
     model, optimizer = ctx.prepare(model, sgd(model))
@@ -420,6 +433,12 @@ def test_what_would_be_lost_or_wrong_is_refused(function: Callable[..., Any]) ->
     assert REFUSED[function] in str(refused.value)
 
 
+def test_a_batch_too_small_for_batch_statistics(fork_server: ForkClient, tmp_path: Path) -> None:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, batch_of_one) as gang:
+        (outcome,) = gang.run()
+    assert outcome.error.type == 'BadInput' and 'drop_last=True' in outcome.error.message
+
+
 def test_variables_that_are_read_later_are_live() -> None:
     def function(rounds: Any) -> Any:
         best, kept, unused = 0, [], 1
@@ -468,6 +487,7 @@ BOTH = [
     [
         *((function, mode) for function in BOTH for mode in ('reproducible', 'throughput')),
         (optimizers_that_share, 'reproducible'),
+        (handler_of_its_own, 'reproducible'),
         (with_a_closure, 'throughput'),
     ],
 )
