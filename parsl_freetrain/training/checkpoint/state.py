@@ -66,6 +66,8 @@ class Position:
     #: Digests of some samples of a stream, by number.
     marks: dict[str, str] = field(default_factory=dict)
     order: str = ''  #: the name of the order of the samples; empty: unknown
+    #: Sums over the epoch of what was reported: as fractions, and numbers of samples.
+    means: dict[str, list[Any]] = field(default_factory=dict)
     #: Some of what the dataset had at the beginning of the fragment or of the epoch.
     looks: dict[str, list[Any]] = field(default_factory=dict)
     fragment: int = 0  #: the fragment that came so far

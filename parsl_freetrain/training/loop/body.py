@@ -6,7 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from types import GeneratorType
+from types import CodeType, GeneratorType
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from parsl_freetrain.training.loop.loss import refuse_sum
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
 from parsl_freetrain.training.loop.unknown_state import frame_around, variables
 from parsl_freetrain.training.spec.mode import ADASUM, Reproducible
+from parsl_freetrain.training.spec.on_nan import ROLLBACK
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps.mesh import Division
 
@@ -51,6 +52,22 @@ def has_whole_models(spec: TrainingSpec, division: Division, peers: Peers) -> bo
     """Whether each rank trains whole models with its own samples, whose mean is taken."""
     adasum = getattr(spec.mode, 'combine', None) == ADASUM
     return not (spec.sharded or adasum) and division.shape.data == peers.world_size
+
+
+def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
+    """Whether the function around us, or one in its variables or hooks, has ctx.epoch_means."""
+    frame = frame_around()
+    functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch, *variables().values()]
+    codes: list[Any] = [getattr(one, '__code__', None) for one in functions]
+    codes.append(frame.f_code if frame is not None else None)
+    for code in codes:
+        if isinstance(code, CodeType):
+            codes += code.co_consts
+            if 'epoch_means' in code.co_names:
+                if spec.mode.on_nan == ROLLBACK:
+                    raise BadInput("ctx.epoch_means cannot go back, as on_nan='rollback' may.")
+                return True
+    return False
 
 
 def find_generators(hooks: LoopHooks, data: LoaderData) -> None:

@@ -17,6 +17,7 @@ from parsl_freetrain.training.data.sampler import Sampler
 from parsl_freetrain.training.loop.context_kept import ContextOfKept
 from parsl_freetrain.training.loop.evaluation import Measure
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
+from parsl_freetrain.training.loop.gathering import all_gather
 from parsl_freetrain.training.loop.loop_state import Phase
 from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.loop.preparing import shard_model_of
@@ -44,8 +45,7 @@ class FragmentContext(ContextOfKept):
     stopped
         Whether the fragment ended before the total.
     state
-        The user's own dict, saved in every checkpoint. It must be valid JSON; rank 0's dict is
-        saved.
+        The user's own dict, valid JSON; that of rank 0 is saved in every checkpoint.
     """
 
     def __init__(self, run: FragmentRun) -> None:
@@ -76,6 +76,13 @@ class FragmentContext(ContextOfKept):
     def metrics(self) -> dict[str, float]:
         """The last reported metrics; at the end of an epoch, means over its last global batch."""
         return dict(self._run.state.metrics)
+
+    @property
+    def epoch_means(self) -> dict[str, float]:
+        """At the end of an epoch: the means over its samples of what was reported in the body."""
+        if not self._run.state.reports.means.used:
+            raise BadInput('ctx.epoch_means must be named in the trained function itself.')
+        return dict(self._run.state.reports.means.values)
 
     @property
     def stopped(self) -> bool:
@@ -143,11 +150,19 @@ class FragmentContext(ContextOfKept):
     def report(self, **metrics: float) -> None:
         """Report numbers by name; they are shown, recorded and saved with checkpoints.
 
-        In the body of the loop, the mean over the last global batch counts, weighted by samples;
-        elsewhere, as in functions given to :meth:`each_epoch`, the value of rank 0. Raises
-        TypeError if a value is not a number.
+        In the body of the loop, the mean over the samples of the last global batch counts;
+        elsewhere, the value of rank 0. Raises TypeError if a value is not a number.
         """
         self._run.state.reports.put_all(metrics)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor of all ranks, with gradients, for a loss over all samples of a
+        global batch (a contrastive one), which every rank then computes. Not for virtual shards.
+        """
+        run = self._run
+        if run.model is None:
+            raise BadInput('ctx.all_gather was called before ctx.prepare.')
+        return all_gather(tensor, self.spec, run.division, run.model.steps, run.peers)
 
     def shard(
         self,
@@ -339,9 +354,8 @@ class FragmentContext(ContextOfKept):
         """Evaluate a model on a dataset. All ranks must call this, and share the work; the result
         is the same for any number of them, and on all ranks.
 
-        The model is in evaluation mode, and no gradients are computed unless ``gradients`` is True.
-        If the fragment has to stop during an evaluation at the end of an epoch, the next fragment
-        repeats all that is done at the end of that epoch.
+        The model is in evaluation mode. If the fragment has to stop meanwhile, the next one repeats
+        all that is done at the end of that epoch.
 
         Parameters
         ----------
@@ -350,8 +364,8 @@ class FragmentContext(ContextOfKept):
         dataset
             A map-style dataset.
         measure
-            A function of the model and a batch. It returns a dict: by metric one value per sample,
-            as a tensor of shape (batch size,), or a pair (sum, number).
+            A function of the model and a batch, which returns by metric one value per sample, as a
+            tensor of shape (batch size,), or a pair (sum, number).
         batch_size
             Number of samples in a batch of one rank.
         collate_fn, num_workers

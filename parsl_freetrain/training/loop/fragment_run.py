@@ -30,20 +30,18 @@ from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.loop import unknown_state, update_guard
+from parsl_freetrain.training.loop import body, unknown_state, update_guard
 from parsl_freetrain.training.loop.averages import (
     PreparedAverage,
     take_averages,
     with_moving_average,
 )
-from parsl_freetrain.training.loop.body import Body, find_generators, has_whole_models
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, put_back_changes
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
-from parsl_freetrain.training.loop.loss import Loss
-from parsl_freetrain.training.loop.loss import check as check_loss
+from parsl_freetrain.training.loop.loss import Loss, check
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.rehearsed import RehearsedSteps
@@ -181,8 +179,7 @@ class FragmentRun:
         refuse_accumulation_of_accelerate()
         self._look_around(dataset)
         check_schedulers(self.model.prepared)
-        whole = has_whole_models(self.order.spec, self.division, self.peers)
-        check_loss(loss, plain=whole)
+        check(loss, plain=body.has_whole_models(self.order.spec, self.division, self.peers))
         data = data_of(dataset, batch_size, own, accumulate)
         if accumulate > 1 and not isinstance(self.order.spec.mode, Reproducible):
             each = math.ceil(data.batch_size / accumulate / self.division.parts)
@@ -225,7 +222,8 @@ class FragmentRun:
         epoch = there.epoch - there.epoch_due if begun and there is not None else 0
         source = LoopData(data, spec.mode.seed, self.peers, max(epoch, 0), self.order.rehearsed)
         span = self.lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
-        find_generators(self.hooks, data)
+        body.find_generators(self.hooks, data)
+        self.state.reports.means.used |= body.asks_for_means(self.hooks, spec)
         if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
             if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
                 seed_alike(span.base + span.length, spec.mode.seed, 'after a loop')
@@ -259,7 +257,9 @@ class FragmentRun:
             lambda samples: order_at(samples - base),
             guard,
             self.verification,
-            Body(self.order.spec, self.division, self.peers, self.state.samples == span.base, mean),
+            body.Body(
+                self.order.spec, self.division, self.peers, self.state.samples == span.base, mean
+            ),
             loss,
         )
         return self.loop.run(batches)
@@ -361,9 +361,7 @@ class FragmentRun:
         )
 
     def finish(self, returned: object) -> None:
-        """Write the last checkpoint, after the function has returned. Raises BadInput if it did not
-        train to the total, or did not return a plain value.
-        """
+        """Write the last checkpoint, after the function has returned at the total a plain value."""
         if self.state.phase is Phase.FINISHED:
             return
         if self._epochs is not None:
@@ -373,10 +371,9 @@ class FragmentRun:
                 'The function returned without ctx.loop: train in "for batch in '
                 'ctx.loop(dataset, batch_size):".'
             )
-        phase, early = self.state.phase, Phase.ENDED_EARLY
-        if phase is not early and (
-            phase is not Phase.LOOP_ENDED or self.state.samples != self.state.total_samples
-        ):
+        at_end = self.state.samples == self.state.total_samples
+        phase = self.state.phase
+        if phase is not Phase.ENDED_EARLY and not (phase is Phase.LOOP_ENDED and at_end):
             raise BadInput(self._left_early())
         self.state.result = plain_text(returned)
         self.loop.save_last()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,8 @@ class LoopSaver:
         self._model, self._state, self._position = model, state, position
         self._epochs_before, self._last, self._rollback = epochs_before, last, rollback
         self._order_at, self._verification = order_at, verification
+        self._peers = parts.peers
+        self._user_text = json.dumps(state.user.values, default=repr)
         self._replicas, self._fragment = Replicas(parts, model), parts.order.fragment
 
     def save(self, how: Callable[[Any, int, Mapping[str, float]], None]) -> None:
@@ -55,9 +58,35 @@ class LoopSaver:
             self._last.needs = state.samples
         self._model.structure.check()
         self._replicas.check()
+        self._check_user_state()
+        if state.reports.means.used:
+            state.reports.means.gather(self._peers)
         how(self._collect, state.samples, {**state.metrics, **(state.wanted or {})})
         state.wanted = None
         self._verification.saved()
+
+    def _check_user_state(self) -> None:
+        """Raises BadInput if ranks have changed ``ctx.state`` in the loop, each in its own way."""
+        values, peers = self._state.user.values, self._peers
+        text = json.dumps(values, default=repr)
+        own = text.encode() if text != self._user_text else b''
+        digest = hashlib.blake2b(own, digest_size=8).digest() if own else b''
+        if len(set(gather_bytes(peers, digest, 8)) - {b''}) < 2:
+            return
+        said = [json.loads(one) if one else None for one in gather_bytes(peers, own)]
+        (first, one), *others = [(r, one) for r, one in enumerate(said) if one is not None]
+        rank, other, key = next(
+            (rank, other, key)
+            for rank, other in others
+            for key in {**one, **other}
+            if one.get(key) != other.get(key)
+        )
+        raise BadInput(
+            f'ctx.state[{key!r}] is {one.get(key)!r} on rank {first} and {other.get(key)!r} on '
+            f'rank {rank}: in the body of ctx.loop each rank sees its own samples only. Give '
+            'numbers to ctx.report, whose means over an epoch are ctx.epoch_means, or set it at '
+            'the end of an epoch from what is the same on all ranks.'
+        )
 
     def save_wanted(self) -> None:
         """Save the state while training goes on, if the user has asked for it."""
@@ -78,6 +107,8 @@ class LoopSaver:
         memory for the next fragment; None if this rank does not.
         """
         division, prepared = self._model.division, self._model.prepared
+        if self._state.reports.means.used:  # other ranks had a part of the sums
+            return None
 
         def state() -> State:
             put_parts_back(prepared.models)
@@ -109,6 +140,7 @@ class LoopSaver:
             user=state.user.values if self._is_main else {},
             epoch=self._epochs_before(state.samples),
             order=self._order_at(state.samples),
+            means=state.reports.means.sums,
             epoch_due=state.epoch_due,
             finishing=state.finishing,
             finished=state.phase is Phase.FINISHED,

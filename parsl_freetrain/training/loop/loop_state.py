@@ -5,9 +5,11 @@ what all ranks report in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -32,8 +34,9 @@ class Reports:
     kept up to date.
     """
 
-    def __init__(self, values: dict[str, float]) -> None:
+    def __init__(self, values: dict[str, float], means: EpochMeans | None = None) -> None:
         self.values = values
+        self.means = means or EpochMeans({})
         self._reached = 0
         self._parts: _Parts = {}
         self._micro_batch: dict[str, float] | None = None
@@ -68,9 +71,10 @@ class Reports:
         """Call before a micro-batch; ``reached``: samples at the end of its global batch."""
         self._reached, self._micro_batch = reached, {}
 
-    def end_micro_batch(self, weight: float) -> None:
+    def end_micro_batch(self, weight: float, samples: int = 0) -> None:
         """Call after a micro-batch; ``weight``: its share of the samples of the global batch."""
         micro_batch, self._micro_batch = self._micro_batch or {}, None
+        self.means.add(micro_batch, samples if weight else 0)
         for name, value in micro_batch.items():
             if weight:
                 at, parts = self._parts.get(name, (0, []))
@@ -94,9 +98,50 @@ class Reports:
             self.values[name] = mean(parts)
         self._parts = {}
 
+    def share(self, peers: Peers) -> None:
+        """Take the values of rank 0, which alone knows those of the checkpoint. All call this."""
+        said = gather_bytes(peers, msgspec.msgpack.encode(self.values))
+        self.values.update(msgspec.msgpack.decode(said[0]))
+
     def forget(self) -> None:
         """Forget what was reported and not gathered, since training goes back."""
         self._parts, self._micro_batch = {}, None
+
+
+class EpochMeans:
+    """Means over an epoch of what is reported in the body of the loop; exact, so they depend on
+    neither nodes nor cuts. ``used``: whether the function asks for them; ``values``: those of the
+    last epoch; ``sums``: sum and samples by metric, which are saved.
+    """
+
+    def __init__(self, saved: Mapping[str, Sequence[Any]]) -> None:
+        self.used, self.values = False, dict[str, float]()
+        self._sums = {name: (Fraction(total), int(n)) for name, (total, n) in saved.items()}
+
+    @property
+    def sums(self) -> dict[str, list[Any]]:
+        return {name: [str(total), samples] for name, (total, samples) in self._sums.items()}
+
+    def add(self, metrics: Mapping[str, float], samples: int) -> None:
+        """Add what was reported in a micro-batch."""
+        for name, value in metrics.items() if self.used and samples else ():
+            total, before = self._sums.get(name, (Fraction(0), 0))
+            if math.isfinite(value):
+                self._sums[name] = total + Fraction(value) * samples, before + samples
+
+    def gather(self, peers: Peers) -> None:
+        """Have all sums on rank 0, which saves them. All ranks call this."""
+        totals: dict[str, tuple[Fraction, int]] = {}
+        for said in gather_bytes(peers, msgspec.msgpack.encode(self.sums)):
+            for name, (total, samples) in msgspec.msgpack.decode(said).items():
+                before, count = totals.get(name, (Fraction(0), 0))
+                totals[name] = before + Fraction(total), count + samples
+        self.values = {name: float(total / count) for name, (total, count) in totals.items()}
+        self._sums = totals if peers.rank == 0 else {}
+
+    def end_epoch(self) -> None:
+        """The next epoch begins."""
+        self._sums = {}
 
 
 class Phase(Enum):
@@ -171,6 +216,7 @@ class LoopState:
         if saved is None:
             return cls(0, total_samples, 0, reports, UserState())
         there = saved.position
+        reports.means = EpochMeans(there.means)
         return cls(
             there.samples,
             there.total_samples if total_samples is None else total_samples,

@@ -106,6 +106,7 @@ class TrainingLoop:
         began_with = state.samples
         self._saver.save_wanted()  # since the end of the loop before
         if state.epoch_due:
+            state.reports.share(self._peers)
             state.epoch = data.epochs_before(state.samples) - 1
             self._at_end = state.samples == data.end
             yield from self._end_epoch()
@@ -229,7 +230,7 @@ class TrainingLoop:
             yield data
             self._body.end(data, self._steps.stepped)
             self._guard.end_micro_batch()
-            state.reports.end_micro_batch(micro_batch.weight)
+            state.reports.end_micro_batch(micro_batch.weight, len(micro_batch.indices))
             self._steps.end_micro_batch()
             wait_as_slow(time.monotonic() - began_at)
             began_at = time.monotonic()
@@ -287,6 +288,8 @@ class TrainingLoop:
         # Also where the ranks draw different numbers in the loop: what is decided or changed here
         # must be the same on all of them.
         seed_alike(state.samples, self._mode.seed, 'epoch')
+        if state.reports.means.used:
+            state.reports.means.gather(self._peers)
         state.phase = Phase.EPOCH_END
         try:
             hooks.run(hooks.each_epoch)
@@ -308,6 +311,7 @@ class TrainingLoop:
             hooks.running = False
         self._draw_for_itself()
         state.epoch_due = False
+        state.reports.means.end_epoch()
         self._wishes.report(wait=False)
         finishing, checkpoint = self._peers.all_reduce_max(
             (bool(state.finishing), state.wanted is not None)

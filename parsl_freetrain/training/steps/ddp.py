@@ -117,6 +117,12 @@ class ThroughputSteps:
         return self._agreement.delay
 
     @property
+    def whole_weight(self) -> float | None:
+        """This rank's share of the global batch; None: it has several passes or other sums."""
+        several = self._accumulation is not None and self._accumulation.on
+        return None if several or self._adasum or self._at_step else self._weight
+
+    @property
     def optimizers(self) -> tuple[Any, ...]:
         return self._prepared.optimizers
 

@@ -204,3 +204,27 @@ def test_the_samples_of_other_datasets_come_in_turn() -> None:
     )
     with pytest.raises(BadInput, match='put the one with the smallest batches first'):
         Together.of([LoaderData.of_loop(one, None, LoaderSettings()) for one in loaders[::-1]])
+
+
+def contrastive(ctx: FragmentContext) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 3)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(DATA, 16, shuffle=False):
+        optimizer.zero_grad()
+        one, two = ctx.all_gather(model(x)), ctx.all_gather(model(x.flip(1)))
+        F.cross_entropy(one @ two.T, torch.arange(len(one))).backward()
+        optimizer.step()
+
+
+def test_a_loss_over_the_samples_of_all_ranks(fork_server: ForkClient, tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2, 3):  # 16 samples on 3 ranks: 6, 5, 5
+        folder = tmp_path / str(world_size)
+        ordered = order(folder, mode='throughput', total_samples=64)
+        outcome = all_finish(fork_server, ordered, world_size, folder, contrastive)[0]
+        found.append(load_weights(outcome.path))
+    for weights in found[1:]:
+        torch.testing.assert_close(weights, found[0])
+    said = refused(fork_server, tmp_path / 'shards', contrastive)
+    assert 'with 4 virtual shards, which are trained one after the other' in said
