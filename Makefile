@@ -18,8 +18,9 @@ INSTALLED := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 LOWEST := .venv-lowest
+PACKAGES := .venv-packages
 
-.PHONY: help venv system-packages demo test test-long test-lowest lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest test-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 3 to 15 minutes)'
@@ -27,6 +28,7 @@ help:
 	@echo 'make test-long  the long forms: workloads, whole clusters, other environments (options: TEST_ARGS)'
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
+	@echo 'make test-packages  trainings with the packages of scientists, in an environment of their own (options: TEST_ARGS)'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make docs    build the documentation into docs/_build/html'
 	@echo 'make bench   measure (options: BENCH_ARGS)'
@@ -75,6 +77,12 @@ test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints-lowest.txt -e '.[test,replay]'
 	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH $(LOWEST)/bin/python -m pytest -m 'not slurm and not pbs and not gpu' $(or $(strip $(TEST_ARGS)),$(LOWEST_TESTS))
+
+# The packages of docs/packages.md, in the versions with which its rows were run.
+test-packages:
+	$(PYTHON) -m venv $(PACKAGES)
+	$(PACKAGES)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt -e '.[test]' $$(grep -v '^#' .ci/constraints-packages.txt)
+	PATH=$(CURDIR)/$(PACKAGES)/bin:$$PATH $(PACKAGES)/bin/python -m pytest $(or $(strip $(TEST_ARGS)),tests/packages)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

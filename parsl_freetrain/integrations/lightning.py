@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -26,7 +25,6 @@ with needs('parsl_freetrain.integrations.lightning'):
         _configure_schedulers_automatic_opt as schedulers_in,
     )
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class _AsOne:
@@ -164,8 +162,11 @@ class Trainer:
         if data is None:
             raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
         held_out = None
-        with suppress(MisconfigurationException):  # of a module without val_dataloader
+        try:
             held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
+        except Exception as error:  # of a module without val_dataloader, from either package
+            if type(error).__name__ != 'MisconfigurationException':
+                raise
         self._steps = StepCount(len(data.dataset), data.batch_size * self._accumulate)
         self._count_steps()
         configured, configs = _optimizer_of(model)

@@ -1,0 +1,382 @@
+"""Training with the packages of scientists: one rank undisturbed, and two ranks that are stopped
+and go on as one, give the same bits. Each test is a row of docs/packages.md.
+"""
+# mypy: ignore-errors
+# The packages are not installed where types are checked.
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain import FragmentContext, load_weights
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.examples import equal
+from tests.support.ranks import order, ranks
+
+ROWS: dict[str, tuple[str, Callable[..., None]]] = {}
+
+
+def row(*needs: str) -> Callable[[Any], Any]:
+    def take(function: Any) -> Any:
+        ROWS[function.__name__] = (needs[0], function)
+        return function
+
+    return take
+
+
+def numbers(size: int = 48, columns: int = 8) -> TensorDataset:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(size, columns, generator=made)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def texts(size: int = 48) -> list[Any]:
+    made = torch.randint(5, 64, (size, 12), generator=torch.Generator().manual_seed(0))
+    return [{'input_ids': text, 'labels': text} for text in made]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def gpt() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    )
+
+
+def train(
+    ctx: FragmentContext,
+    model: nn.Module,
+    data: Any,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    optimizer: Any = None,
+    batch_size: int | None = 8,
+) -> None:
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-2)
+    model, optimizer = ctx.prepare(model, optimizer)
+    for batch in ctx.loop(data, batch_size):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        ctx.report(loss=0.0)
+
+
+def squared(model: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@row('peft')
+def peft_lora(ctx: FragmentContext) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    how = LoraConfig(r=4, target_modules=['c_attn'], fan_in_fan_out=True, lora_dropout=0.1)
+    model = get_peft_model(gpt(), how)
+    train(ctx, model, texts(), lambda m, b: m(**b).loss)
+
+
+@row('transformers')
+def transformers_trainer(ctx: FragmentContext) -> None:
+    from transformers import TrainingArguments
+
+    from parsl_freetrain.integrations.transformers import Trainer
+
+    args = TrainingArguments(
+        'o', num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
+    Trainer(ctx, model=gpt(), args=args, train_dataset=texts()).train()
+
+
+def _with_adam(model: nn.Module) -> tuple[nn.Module, Any]:
+    return model, torch.optim.Adam(model.parameters(), 1e-2)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f'w{i}': i for i in range(64)}, unk_token='w0')
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token='w1', eos_token='w2'
+    )
+
+
+@row('trl')
+def trl_sft(ctx: FragmentContext) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from parsl_freetrain.integrations.transformers import InFragments
+
+    class Trainer(InFragments, SFTTrainer):
+        pass
+
+    how = {'bf16': False, 'report_to': 'none', 'max_length': 64, 'use_cpu': True}
+    args = SFTConfig('o', num_train_epochs=2, per_device_train_batch_size=8, **how)
+    rows = Dataset.from_list([{'input_ids': text['input_ids'].tolist()} for text in texts()])
+    Trainer(ctx, model=gpt(), args=args, train_dataset=rows, processing_class=_tokenizer()).train()
+
+
+@row('trl')
+def trl_dpo(ctx: FragmentContext) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from parsl_freetrain.integrations.transformers import InFragments
+
+    class Trainer(InFragments, DPOTrainer):
+        pass
+
+    how = {'bf16': False, 'report_to': 'none', 'use_cpu': True}
+    args = DPOConfig('o', num_train_epochs=2, per_device_train_batch_size=8, **how)
+    said = [{'prompt': f'w{i % 9 + 5}', 'chosen': 'w7 w8', 'rejected': 'w9'} for i in range(48)]
+    Trainer(
+        ctx,
+        model=gpt(),
+        ref_model=gpt(),
+        args=args,
+        train_dataset=Dataset.from_list(said),
+        processing_class=_tokenizer(),
+    ).train()
+
+
+@row('accelerate')
+def accelerate_script(ctx: FragmentContext) -> None:
+    from accelerate import Accelerator
+
+    from parsl_freetrain.integrations.accelerate import torchrun_environment
+
+    torchrun_environment(ctx)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = ctx.prepare(*_with_adam(small()))
+    for batch in ctx.loop(numbers(), 8):
+        optimizer.zero_grad()
+        accelerator.backward(squared(model, batch))
+        optimizer.step()
+
+
+@row('monai')
+def monai_unet(ctx: FragmentContext) -> None:
+    import monai
+    from monai.transforms import Compose, EnsureTyped, RandFlipd, RandGaussianNoised
+
+    made = torch.Generator().manual_seed(0)
+    items = [{'image': torch.randn(1, 8, 8, 8, generator=made)} for _ in range(48)]
+    keys = ['image', 'label']
+    for one in items:
+        one['label'] = (one['image'] > 0.3).float()
+    noise = RandGaussianNoised(['image'], prob=0.5)
+    flips = RandFlipd(keys, prob=0.5, spatial_axis=0)
+    augment = Compose([EnsureTyped(keys), flips, noise])
+    dataset = monai.data.CacheDataset(items, augment, progress=False)
+    model = monai.networks.nets.UNet(3, 1, 1, channels=(4, 8), strides=(2,), num_res_units=1)
+    loss_of = monai.losses.DiceCELoss(sigmoid=True)
+    loader = monai.data.DataLoader(dataset, batch_size=8, shuffle=True)
+    train(ctx, model, loader, lambda m, b: loss_of(m(b['image']), b['label']), batch_size=None)
+
+
+@row('neuralop')
+def neuraloperator_fno(ctx: FragmentContext) -> None:
+    from neuralop.models import FNO
+
+    x = torch.randn(48, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    model = FNO(n_modes=(8, 8), hidden_channels=8, in_channels=1, out_channels=1, n_layers=2)
+    train(ctx, model, TensorDataset(x, x.roll(1, -1) * 0.5), squared)
+
+
+@row('gpytorch')
+def gpytorch_svgp(ctx: FragmentContext) -> None:
+    import gpytorch
+
+    class Model(gpytorch.models.ApproximateGP):
+        def __init__(self, inducing: torch.Tensor) -> None:
+            how = gpytorch.variational.CholeskyVariationalDistribution(len(inducing))
+            super().__init__(gpytorch.variational.VariationalStrategy(self, inducing, how))
+            self.mean = gpytorch.means.ConstantMean()
+            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+    data = numbers()
+    both = nn.ModuleList([Model(data.tensors[0][:8]), gpytorch.likelihoods.GaussianLikelihood()])
+    both[0](data.tensors[0][:8])  # it initialises itself in its first pass
+    objective = gpytorch.mlls.VariationalELBO(both[1], both[0], num_data=48)
+
+    def loss(models: Any, batch: Any) -> torch.Tensor:
+        return -objective(models[0](batch[0]), batch[1][:, 0])
+
+    train(ctx, both, data, loss)
+
+
+@row('e3nn')
+def e3nn_network(ctx: FragmentContext) -> None:
+    from e3nn import o3
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = o3.FullyConnectedTensorProduct('1x1o', '1x0e+1x1o', '4x0e')
+            self.out = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            harmonics = o3.spherical_harmonics([0, 1], x, normalize=True)
+            return self.out(self.product(x, harmonics))
+
+    train(ctx, Net(), numbers(columns=3), squared)
+
+
+@row('torch_geometric')
+def torch_geometric_gcn(ctx: FragmentContext) -> None:
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader
+    from torch_geometric.nn import GCNConv, global_mean_pool
+
+    made = torch.Generator().manual_seed(0)
+    graphs = []
+    for _ in range(48):
+        n = int(torch.randint(3, 7, (1,), generator=made))
+        edges = torch.randint(0, n, (2, 3 * n), generator=made)
+        x = torch.randn(n, 4, generator=made)
+        graphs.append(Data(x=x, edge_index=edges, y=x.sum()[None]))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = GCNConv(4, 8), nn.Linear(8, 1)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            x = self.conv(batch.x, batch.edge_index).relu()
+            return self.out(global_mean_pool(x, batch.batch, size=batch.num_graphs))[:, 0]
+
+    loader = DataLoader(graphs, batch_size=8, shuffle=True)
+    train(ctx, Net(), loader, lambda m, b: F.mse_loss(m(b), b.y), batch_size=None)
+
+
+@row('torchdiffeq')
+def torchdiffeq_ode(ctx: FragmentContext) -> None:
+    from torchdiffeq import odeint
+
+    field = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    times = torch.tensor([0.0, 1.0])
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        end = odeint(lambda t, y: model(y), batch[0], times, method='rk4')[-1]
+        return F.mse_loss(end.sum(1, keepdim=True), batch[1])
+
+    train(ctx, field, numbers(), loss)
+
+
+@row('pytorch_optimizer')
+def pytorch_optimizer_soap(ctx: FragmentContext) -> None:
+    from pytorch_optimizer import SOAP
+
+    model = small()
+    train(ctx, model, numbers(), squared, SOAP(model.parameters(), lr=1e-2))
+
+
+@row('pytorch_optimizer')
+def pytorch_optimizer_lookahead(ctx: FragmentContext) -> None:
+    from pytorch_optimizer import Lookahead
+
+    model = small()
+    train(ctx, model, numbers(), squared, Lookahead(torch.optim.AdamW(model.parameters())))
+
+
+@row('schedulefree')
+def schedulefree_adamw(ctx: FragmentContext) -> None:
+    from schedulefree import AdamWScheduleFree
+
+    model = small()
+    optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2)
+    optimizer.train()
+    train(ctx, model, numbers(), squared, optimizer)
+
+
+@row('torchao')
+def torchao_adam_8bit(ctx: FragmentContext) -> None:
+    from torchao.optim import AdamW8bit
+
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 1))
+    train(ctx, model, numbers(), squared, AdamW8bit(model.parameters(), lr=1e-2))
+
+
+def _module(package: Any) -> Any:
+    class Module(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = squared(self.net, batch)
+            self.log('train_loss', loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 1e-2)
+
+    return Module()
+
+
+def _fit(ctx: FragmentContext, package: Any) -> None:
+    from parsl_freetrain.integrations.lightning import Trainer
+
+    loader = torch.utils.data.DataLoader(numbers(), batch_size=8, shuffle=True)
+    Trainer(ctx, max_epochs=2).fit(_module(package), loader)
+
+
+@row('lightning')
+def lightning_module(ctx: FragmentContext) -> None:
+    import lightning.pytorch
+
+    _fit(ctx, lightning.pytorch)
+
+
+@row('pytorch_lightning')
+def pytorch_lightning_module(ctx: FragmentContext) -> None:
+    import pytorch_lightning
+
+    _fit(ctx, pytorch_lightning)
+
+
+def run(ctx: FragmentContext, name: str, stop_at: int | None = None) -> None:
+    torch.manual_seed(0)
+    if stop_at is not None:
+        stop = lambda: os.kill(os.getpid(), signal.SIGTERM) if ctx.samples >= stop_at else 0  # noqa: E731
+        ctx.after_step(stop)
+    ROWS[name][1](ctx)
+
+
+@pytest.mark.parametrize('name', sorted(ROWS))
+def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
+    pytest.importorskip(ROWS[name][0])
+
+    def ended(folder: str, fragment: int, count: int, **options: Any) -> Any:
+        ordered = order(tmp_path / folder, fragment, total_epochs=2, total_samples=None)
+        with ranks(fork_server, ordered, count, tmp_path, run, name, **options) as gang:
+            return gang.run()[0]
+
+    whole = ended('whole', 1, 1)
+    assert whole.how == 'finished', whole.error
+    stopped = ended('cut', 1, 2, stop_at=16)
+    assert stopped.how == 'stopped', stopped.error
+    cut = ended('cut', 2, 1)
+    assert cut.how == 'finished', cut.error
+    assert equal(
+        *(
+            {key: value for key, value in load_weights(one.path).items() if torch.is_tensor(value)}
+            for one in (whole, cut)
+        )
+    )
