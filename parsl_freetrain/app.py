@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -18,10 +19,10 @@ from parsl.errors import NoDataFlowKernelError
 
 from parsl_freetrain.core.model.checked_settings import checked_arguments, refuse_unknown
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
-from parsl_freetrain.core.model.errors import BadInput, TrainerFailed, refuse
+from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
-from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.executor.fragment.payload import Packed, definition, pack
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
@@ -57,9 +58,10 @@ class FreeTrainApp:
     def __init__(
         self, function: Callable[..., Any], spec: TrainingSpec, executor: str | None
     ) -> None:
-        functools.update_wrapper(self, function)
-        self.function, self.spec = function, spec
-        self.name: str = function.__name__
+        functools.update_wrapper(self, definition(function), updated=())
+        self.__wrapped__ = self.function = function
+        self.spec = spec
+        self.name: str = definition(function).__name__
         self.executor = executor
 
     def with_options(self, *, name: str | None = None, **options: Any) -> FreeTrainApp:
@@ -83,7 +85,7 @@ class FreeTrainApp:
         ----------
         *args, **kwargs
             Arguments of the function after its fragment context. The trainer starts when all
-            futures among them are done.
+            futures in them are done, and the function finds their values in their places.
         trainer_name
             Name of the trainer and of its checkpoint folder. Default: the function's name, with a
             number from the second call on. Set it if the order of calls may change between runs.
@@ -114,10 +116,9 @@ class FreeTrainApp:
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
         try:
-            plain = {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}
-            pack(self.function, self._without_futures(args), plain, name)
+            packed = pack(self.function, args, kwargs, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
-            folder = Path(executor.checkpoint_dir).absolute() / name
+            folder = Path(executor.checkpoint_dir) / name
             resume = self.spec.checkpoints.resume or executor.resume
             checkpoint = claim(folder, name, self.identity(), resume)
         except BaseException:
@@ -125,17 +126,25 @@ class FreeTrainApp:
             raise
         future = TrainingFuture(name)
         executor.await_arguments(future)
-        arguments.when_done(
-            [a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
-            functools.partial(
-                self._submit,
-                future,
-                executor,
-                functools.partial(
-                    self._start, future, executor, dfk, folder, checkpoint, args, kwargs
-                ),
-            ),
-        )
+
+        def start(packed: Packed) -> None:
+            # Errors are set on the future: there may be no caller left to raise to.
+            if future._ended:
+                executor.names.free(name)
+                return
+            try:
+                if packed.waits_for:
+                    packed = pack(self.function, args, kwargs, name, values=True)
+                if packed.waits_for:  # futures in the values of futures
+                    arguments.when_done(packed.waits_for, functools.partial(start, packed))
+                else:
+                    arguments.compare(folder, checkpoint, self._named(args, kwargs))
+                    self._start(future, executor, dfk, folder, checkpoint, packed.payload)
+            except Exception as error:
+                executor.names.free(name)
+                future._settle_failed(error)
+
+        arguments.when_done(packed.waits_for, functools.partial(start, packed))
         return future
 
     def debug(self, *args: Any, **kwargs: Any) -> Checkpoint:
@@ -191,9 +200,8 @@ class FreeTrainApp:
 
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for a trainer to continue from a checkpoint."""
-        function = f'{self.function.__module__}.{self.function.__qualname__}'
         mode, shapes = self.spec.mode, self.spec.shapes
-        return {'function': function, **mode.identity(), **identity_of(shapes, mode)}
+        return {'function': _name_of(self.function), **mode.identity(), **identity_of(shapes, mode)}
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         signature = inspect.signature(self.function)
@@ -210,22 +218,12 @@ class FreeTrainApp:
                 f'{context.name}.'
             ) from None
 
-    @staticmethod
-    def _without_futures(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(None if isinstance(a, Future) else a for a in args)
-
-    def _submit(
-        self, future: TrainingFuture, executor: FreeTrainExecutor, start: Callable[[], None]
-    ) -> None:
-        """Start the trainer after all futures it waited for. Errors are set on the future."""
-        if future.done():
-            executor.names.free(future.name)
-            return
-        try:
-            start()
-        except Exception as error:
-            executor.names.free(future.name)
-            future._settle_failed(error)
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name, with values in place of futures."""
+        bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments
+        with suppress(TypeError):  # a tuple with names of its own
+            return {name: arguments.value_of(value) for name, value in list(bound.items())[1:]}
+        return {}
 
     def _start(
         self,
@@ -234,23 +232,12 @@ class FreeTrainApp:
         dfk: DataFlowKernel,
         folder: Path,
         checkpoint: Checkpoint | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        payload: bytes,
     ) -> None:
-        try:
-            args, kwargs = arguments.values_of(args, kwargs)
-        except BaseException as error:
-            raise TrainerFailed(
-                f'Trainer {future.name!r} cannot start because one of its arguments failed: '
-                f'{type(error).__name__}: {error}.'
-            ) from error
         if dfk.monitoring is not None:
             endpoint = dfk.monitoring.logging_endpoint
             executor.monitoring_export.start(endpoint, executor.ledger_path, dfk.run_id)
         fragment = python_app(fragment_task, dfk, executors=[executor.label], cache=False)
-        payload = pack(self.function, args, kwargs, future.name)
-        bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments
-        arguments.compare(folder, checkpoint, dict(list(bound.items())[1:]))
 
         def launch(
             specification: Mapping[str, Any], previous: Future[Checkpoint] | Checkpoint
@@ -285,9 +272,12 @@ def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
 
 
+_NOT_CALLED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 def _name_of(function: Callable[..., Any]) -> str:
-    module, name = (getattr(function, at, '') for at in ('__module__', '__qualname__'))
-    return f'{module}.{name}'
+    defined = definition(function)
+    return f'{defined.__module__}.{defined.__qualname__}'
 
 
 def _takes_a_context(function: Callable[..., Any]) -> bool:
@@ -371,11 +361,22 @@ def freetrain_app(
     """
 
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:
-        name = function.__name__
+        name = definition(function).__name__
         where = f'@freetrain_app on {name!r}'
         if not _takes_a_context(function):
             raise BadInput(
                 f'{where}: it takes no positional argument; the first must be the fragment context.'
+            )
+        if isinstance(function, functools.partial) and function.args:
+            raise BadInput(
+                f'{where}: its first argument, the fragment context, is bound already; bind '
+                'arguments by their names.'
+            )
+        called = definition(function), getattr(function, '__call__', None)  # noqa: B004
+        if any(kind(one) for kind in _NOT_CALLED for one in called):
+            raise BadInput(
+                f'{where}: it is a coroutine or a generator, whose body no call runs; it must be a '
+                'plain function.'
             )
         try:
             spec = TrainingSpec.of(

@@ -133,7 +133,8 @@ def rehearse(
     name, spec = app.name, app.spec
     if steps < 4:
         refuse('The steps of a rehearsal', steps, 'at least 4')
-    began, payload = time.monotonic(), pack(app.function, tuple(args), kwargs, name)
+    began = time.monotonic()
+    payload = pack(app.function, tuple(args), kwargs, name, values=True).payload
     with tempfile.TemporaryDirectory(prefix='freetrain-rehearsal-') as folder, _server() as server:
         forms = _Forms(name, _spec_of(spec), server, Path(folder), payload, steps)
         first = forms.run('undisturbed', [_Part()])

@@ -4,6 +4,9 @@ nodes from wherever they are.
 
 from __future__ import annotations
 
+import cProfile
+import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -39,6 +42,7 @@ from parsl_freetrain import (
     Owner,
     Policy,
     Ranks,
+    Recording,
     Reproducible,
     Samples,
     Scaling,
@@ -48,6 +52,7 @@ from parsl_freetrain import (
     TrainingFuture,
     freetrain_app,
 )
+from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, read_schedule
 from parsl_freetrain.training.checkpoint.folder_claim import claim
@@ -212,8 +217,20 @@ def test_functions_that_cannot_be_trainers() -> None:
     def only_keywords(*, ctx: Any) -> None:
         pass
 
-    with refused('the first must be the fragment context'):
-        freetrain_app(total_epochs=1)(only_keywords)
+    async def coroutine(ctx: Any) -> None:
+        pass
+
+    def generator(ctx: Any) -> Iterator[None]:
+        yield
+
+    for function, said in (
+        (only_keywords, 'the first must be the fragment context'),
+        (functools.partial(Slope(1.0), 0.1), 'the fragment context, is bound already'),
+        (coroutine, "'coroutine': it is a coroutine or a generator"),
+        (generator, 'a plain function'),
+    ):
+        with refused(said):
+            freetrain_app(total_epochs=1)(function)
 
 
 policy: Any = Policy  # to give it what type checkers refuse
@@ -394,8 +411,8 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
         "'fit': too many positional arguments; the function is fit(ctx, pause_s, fail_at)"
     ):
         app()(1, 2, 3)
-    for name in ('a/b', '../up', '.', '', 'a b'):
-        with refused('cannot name a trainer'):
+    for name in ('a/b', '../up', '.', '', 'a b', '-a'):
+        with refused('cannot name a trainer', 'begin with no dot and no dash'):
             app()(trainer_name=name)
     with refused("resume is 'require'", 'no folder'):
         app(checkpoints=Checkpoints(resume='require'))(trainer_name='never-trained')
@@ -452,6 +469,80 @@ def test_a_trainer_that_cannot_start_when_its_arguments_are_there(
     monkeypatch.setattr(executor, 'policy', Policy(metric='rate / remaining_samples'))
     with refused("'unjudged' has no remaining_samples"):
         app()(Future(), trainer_name='unjudged')
+
+
+@dataclasses.dataclass
+class Settings:
+    deep: dict[str, Any]
+
+
+class Slope:
+    """A callable object, with what functools.partial gives it."""
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+
+    def __call__(self, ctx: Any, inputs: Any = (), *, more: Any = None) -> None:
+        found = [self.slope, *inputs, more.deep['here'][0], *more.deep['set']]
+        assert found == [7.0, 1, 2, [3], 4], found
+        fit(ctx)
+
+
+def test_futures_anywhere_in_the_arguments_become_their_values(tmp_path: Path) -> None:
+    """As in Parsl's apps; also inside objects, in values of futures, and under ``debug``."""
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+        one, two, three, four, late = (Future[Any]() for _ in range(5))
+        train = freetrain_app(total_epochs=1)(
+            functools.partial(Slope(7.0), more=Settings({'here': (three,), 'set': {4}}))
+        )
+        assert train.name == 'Slope' and train.__wrapped__ is train.function
+        more = Settings({'here': (three,), 'set': [four]})
+        future = train([one, late], more=more)
+        two.set_result(2)
+        for waited, value in ((one, 1), (three, [3]), (four, 4)):
+            assert future.state == 'waiting'
+            waited.set_result(value)
+        late.set_result(two)  # a value with a future in it
+        assert future.result(LIMIT_S).samples == 96
+        here = {'here': [[3]], 'set': (4,)}
+        train.debug(inputs=[one, two], more=Settings(here))
+
+        failed: Future[Any] = Future()
+        failed.set_exception(OSError('no disk'))
+        with pytest.raises(TrainerFailed, match='one of its arguments failed: OSError: no disk'):
+            app()({'a': [failed]}).result(LIMIT_S)
+
+        def around(ctx: Any) -> None:
+            late.result()
+
+        with refused("'around'", 'its function uses a future', 'pass the future as an argument'):
+            freetrain_app(total_epochs=1)(around)()
+
+
+def test_a_call_takes_milliseconds(executor: FreeTrainExecutor, tmp_path: Path) -> None:
+    """The folders of thousands of loaded modules are looked up once."""
+    pack(fit, (), {}, 'first')
+    with cProfile.Profile() as profile:
+        pack(fit, (), {}, 'second')
+    calls = sum(entry.callcount for entry in profile.getstats())
+    assert calls < 20 * len(sys.modules)
+
+
+def test_the_folder_is_fixed_when_the_executor_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not changed by os.chdir; two executors of a program cannot share one."""
+    for name in ('one', 'two'):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / 'one')
+    provider = BackfillProvider(site=LocalSite(nodes=1))
+    ours = FreeTrainExecutor(provider=provider, recording=Recording(ledger='led'))
+    monkeypatch.chdir(tmp_path / 'two')
+    assert ours.checkpoint_dir == str(tmp_path / 'one' / 'checkpoints')
+    assert ours.ledger_path == tmp_path / 'one' / 'led'
+    others = FreeTrainExecutor(BackfillProvider(site=LocalSite(nodes=1)), 'b', ours.checkpoint_dir)
+    with refused("Executor 'freetrain' of this program has the checkpoint_dir", 'of its own'):
+        load(tmp_path, ours, others)
 
 
 def test_a_trainer_that_is_cancelled_while_its_arguments_are_serialised_does_not_start(

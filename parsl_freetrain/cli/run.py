@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import runpy
 import signal
 import sys
@@ -169,7 +170,7 @@ def _as_script(path: Path, arguments: list[str], config: Any) -> int:
     from parsl.errors import ConfigurationError
 
     sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.absolute().parent))
+    _on_the_path(path.absolute().parent)
     with parsl.load(config):
         try:
             runpy.run_path(str(path), run_name='__main__')
@@ -190,7 +191,7 @@ def _file(path: Path) -> ModuleType:
         raise BadInput(f'The workflow {path} cannot be imported as {name!r}; give it another name.')
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # serialisation finds its functions by name
-    sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
+    _on_the_path(path.absolute().parent)  # as Python does for a script
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -199,8 +200,17 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
+def _on_the_path(folder: Path) -> None:
+    """Of this process, and of the workers of Parsl's executors, which import a workflow's ordinary
+    apps from there.
+    """
+    sys.path.insert(0, str(folder))
+    paths = [str(folder), *filter(None, [os.environ.get('PYTHONPATH')])]
+    os.environ['PYTHONPATH'] = os.pathsep.join(paths)
+
+
 def _module(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
+    _on_the_path(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

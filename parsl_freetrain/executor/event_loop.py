@@ -22,6 +22,7 @@ from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import commands as co
+from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.block.blocks import BlockManager, GreetingReturned
 from parsl_freetrain.executor.event_gathering import OfferChanges, gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
@@ -105,14 +106,15 @@ class EventLoop:
 
     def _run(self) -> None:
         why, how = 'its executor was shut down', 'shutdown'
-        try:
-            while not self._stopping:
-                self._round()
-        except BaseException as error:
-            logger.exception('The event loop has ended')
-            why = f'the event loop of its executor ended with {type(error).__name__}: {error}'
-            how = 'error'
-        self._finish(why, how)
+        with off_loop.beside_this_thread():
+            try:
+                while not self._stopping:
+                    self._round()
+            except BaseException as error:
+                logger.exception('The event loop has ended')
+                why = f'the event loop of its executor ended with {type(error).__name__}: {error}'
+                how = 'error'
+            self._finish(why, how)
 
     def _round(self) -> None:
         """Wait for events and handle them."""
@@ -161,7 +163,7 @@ class EventLoop:
         """Run a step. An error is logged, and other trainers are not affected."""
         try:
             step(*args)
-        except BaseException:  # members' results and users' callbacks may raise anything
+        except BaseException:  # members' results may raise anything
             name = getattr(step, '__name__', step)
             logger.exception('The event loop goes on after an error in %s', name)
 
@@ -219,7 +221,7 @@ class EventLoop:
     def _abort_all(self, why: str, now: float) -> None:
         """Abort all trainers, since none can continue."""
         for name, record in self._fragments.records.items():
-            if not record.future.done():
+            if not record.future._ended:
                 self._stream.emit(ev.TrainerAborted(now, name, why))
 
     def _ask(self) -> bool:
@@ -290,7 +292,7 @@ class EventLoop:
         """Give back all blocks, and settle everything that other threads wait for."""
         now = self._clock()
         for name, record in self._fragments.records.items():
-            if not record.future.done():
+            if not record.future._ended:
                 sentence = (
                     f'Trainer {name!r} was interrupted at {record.checkpoint.samples} samples '
                     f'because {why}; its checkpoints are in {record.store}, and the same '

@@ -9,6 +9,7 @@ import shlex
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
@@ -33,7 +34,7 @@ from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
-from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
+from parsl_freetrain.executor.fragment.runner import FRAGMENT, SETTLED_S, FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.future_updates import FutureUpdater
 from parsl_freetrain.executor.metric_export import MetricExport
@@ -141,7 +142,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             block_error_handler=False,  # losing blocks is normal here
             **htex.arguments(provider.site.interface, timeouts.hang_s),
         )
-        self.checkpoint_dir, self.recording = checkpoint_dir, recording
+        # Once, since the program may change its folder later.
+        self.checkpoint_dir = os.path.abspath(checkpoint_dir)
+        self._ledger = Path(recording.ledger or f'{self.checkpoint_dir}/ledger.journal').absolute()
+        self.recording = recording
         self.policy, self.timeouts, self.htex = policy, timeouts, htex
         self.max_workers_per_node, self.resume = max_workers_per_node, resume
         self.site = self.account = self.queue = None
@@ -158,14 +162,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._parsl: ParslSide | None = None
         self._environment_command = ''  # what unpacks the nodes' environment
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
-        self._waiting: set[TrainingFuture] = set()  # for arguments
+        self._futures: set[TrainingFuture] = set()  # that are not settled
         self._metrics = MetricExport(recording.loggers)
 
     @property
     def ledger_path(self) -> Path:
         """The journal of the run."""
-        stated = self.recording.ledger
-        return Path(stated) if stated else Path(self.checkpoint_dir).absolute() / 'ledger.journal'
+        return self._ledger
 
     @property
     def status_polling_interval(self) -> float:
@@ -202,7 +205,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         journal = self._begin_journal(settings, undo)
         undo.callback(self.shutdown)
         self._environment_command = prepared(provider.environment, self.checkpoint_dir)
-        log_dir = str(folder.absolute() / 'logs')
+        log_dir = str(folder / 'logs')
         agent = f'{self._environment_command} {adoption.node_command()}'.strip()
         if provider.site.is_local:
             # Nodes are processes of this computer, so torch is imported once for all of them.
@@ -229,7 +232,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         journal = JournalWriter(self.ledger_path)
         undo.callback(journal.close)
         process = platform.node(), os.getpid(), psutil.Process().create_time(), os.getcwd()
-        folder, command = str(Path(self.checkpoint_dir).absolute()), shlex.join(sys.orig_argv)
+        folder, command = self.checkpoint_dir, shlex.join(sys.orig_argv)
         run = str(self.run_id), str(self.run_dir), command, *process, folder
         journal.begin_run(ev.RunBegan(time.time(), *run, decisions.plain()))
         undo.callback(lambda: journal.take(ev.RunEnded(time.time(), 'not started')))
@@ -284,8 +287,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def await_arguments(self, future: TrainingFuture) -> None:
         """A trainer that is submitted when its arguments are there, or fails at shutdown."""
-        self._waiting.add(future)
-        future.add_done_callback(lambda _: self._waiting.discard(future))
+        self._futures.add(future)
+        future.add_done_callback(lambda _: self._futures.discard(future))
 
     def submit_trainer(self, record: TrainerRecord) -> None:
         """Pass a trainer to the event loop. Its future reports everything else.
@@ -308,7 +311,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         start, end = commands.SubmitTrainer(record), commands.CancelTrainer(name)
         if not record.future._submitted(lambda: loop.post(start), lambda: self._post(end)):
             self.names.free(name)
-        self._waiting.discard(record.future)
 
     def submit_payload(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Send an ordinary task to the interchange, a fragment to the event loop and its nodes."""
@@ -358,9 +360,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop(timeout)
-        for future in list(self._waiting):
-            why = 'its arguments were not there when its executor was shut down'
-            future._settle_failed(TrainerFailed(f'Trainer {future.name!r} was not started: {why}.'))
+        for future in list(self._futures):
+            if future.state == 'waiting':
+                why = 'its arguments were not there when its executor was shut down'
+                error = TrainerFailed(f'Trainer {future.name!r} was not started: {why}.')
+                future._settle_failed(error)
+        wait(list(self._futures), SETTLED_S)
         self.monitoring_export.stop()
         self._metrics.stop()
         close_allocator(self.allocator)

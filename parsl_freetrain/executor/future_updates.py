@@ -47,7 +47,7 @@ class FutureUpdater:
 
     def _open(self, name: str) -> TrainerRecord | None:
         record = self._records.get(name)
-        return None if record is None or record.future.done() else record
+        return None if record is None or record.future._ended else record
 
     def _accepted(self, name: str, samples: int, total_samples: int | None) -> None:
         if record := self._open(name):

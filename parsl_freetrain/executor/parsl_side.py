@@ -14,6 +14,7 @@ from parsl.jobs.states import JobState, JobStatus
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.run_lock import RunLock
+from parsl_freetrain.executor.trainer.future import in_thread
 from parsl_freetrain.sites.provider import BackfillProvider
 
 INTERCHANGE_S = 30.0
@@ -107,4 +108,5 @@ class ParslSide:
     def fail_all(self, why: str) -> None:
         """Fail all tasks of Parsl, also those to come. Ordinary apps survive a lost folder."""
         if not self._lock.lost and not self._executor.bad_state_is_set:
-            self._executor.set_bad_state_and_fail_all(TrainerFailed(f'{why}.'))
+            fail = self._executor.set_bad_state_and_fail_all
+            in_thread(lambda: fail(TrainerFailed(f'{why}.')), 'FreeTrain-Failing')

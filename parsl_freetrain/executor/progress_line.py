@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.journal.kept_metrics import main_metric
@@ -25,13 +26,14 @@ class ProgressLine:
 
     def __init__(
         self,
-        out: TextIO,
+        out: TextIO | None,
         records: Mapping[str, TrainerRecord],
         ledger: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out
-        self._on = out.isatty()
+        self._on = out is not None and out.isatty()
+        self._writing = False
         self._records, self._ledger = records, ledger
         self._clock = clock
         self._futures: list[TrainingFuture] = []
@@ -42,23 +44,36 @@ class ProgressLine:
         match event:
             case ev.TrainerSubmitted(trainer=trainer) if record := self._records.get(trainer.name):
                 if self._on and not self._futures:
-                    self._out.write(f'freetrain watch --ledger {self._ledger} shows more.\n')
+                    self._write(f'freetrain watch --ledger {self._ledger} shows more.\n')
                 self._futures.append(record.future)
             case ev.RunEnded() if self._on and self._futures:
-                self._out.write(_CLEAR + self._line() + '\n')
-                self._out.flush()
+                self._write(_CLEAR + self._line() + '\n')
                 self._on = False
 
     def flush(self) -> None:
-        """Show the line, unless that was done a moment ago."""
-        if self._on and self._futures and self._clock() - self._shown_at >= EVERY_S:
+        """Show the line, unless that was done a moment ago or still goes on."""
+        late = self._on and self._futures and self._clock() - self._shown_at >= EVERY_S
+        if late and not self._writing:
             self._shown_at = self._clock()
-            self._out.write(_CLEAR + self._line())
-            self._out.flush()
+            self._write(_CLEAR + self._line())
+
+    def _write(self, text: str) -> None:
+        """Write where nobody waits: a terminal can be stopped."""
+
+        def write() -> None:
+            assert self._out is not None
+            try:
+                self._out.write(text)
+                self._out.flush()
+            except (OSError, ValueError):  # it is gone
+                self._on = False
+            self._writing = False
+
+        self._writing = off_loop.run(write)
 
     def _line(self) -> str:
-        ended = [future for future in self._futures if future.done()]
-        going = [future for future in self._futures if not future.done()]
+        ended = [future for future in self._futures if future._ended]
+        going = [future for future in self._futures if not future._ended]
         parts = [_progress_of(future) for future in going[:MOST_TRAINERS]]
         if len(going) > MOST_TRAINERS:
             parts.append(f'{len(going) - MOST_TRAINERS} more')

@@ -144,6 +144,11 @@ def _lives_s(other: block_lease.Holder, path: Path) -> float:
 def _refusal(other: block_lease.Holder, path: Path, left_s: float) -> str:
     begun = time.strftime('%H:%M:%S', time.localtime(path.stat().st_mtime))
     here = other.host == block_lease.this_process('').host
+    if here and other.pid == os.getpid():
+        return (
+            f'Executor {other.run.partition(" ")[2]!r} of this program has the checkpoint_dir '
+            f'{path.parent}; give each FreeTrainExecutor a checkpoint_dir of its own.'
+        )
     process = f'process {other.pid} on {other.host}'
     return (
         f'A run with the checkpoint_dir {path.parent} is alive: {process}; wait for its end, or '

@@ -63,5 +63,5 @@ def _publish(event: ev.Event, subscribers: Sequence[Subscriber]) -> None:
     for subscriber in subscribers:
         try:
             subscriber.take(event)
-        except BaseException:  # callbacks of users' futures run here and may raise anything
+        except Exception:
             logger.exception('%s could not take in %.300r', type(subscriber).__name__, event)

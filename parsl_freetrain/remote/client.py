@@ -53,7 +53,7 @@ class RemoteTraining(TrainingFuture):
     def ask(self) -> None:
         """Send the order until the trainer has ended: the endpoint knows what it has taken."""
         with self._lock:
-            if self.done():
+            if self._ended:
                 return
             order = self._order
             if self._cancelling:
@@ -73,7 +73,7 @@ class RemoteTraining(TrainingFuture):
             except (Exception, CancelledError) as error:
                 if (refused := self._client.refusal(error)) is not None:
                     self.fail(refused)
-                elif not self.done():
+                elif not self._ended:
                     self.state = 'unreachable'
                     logger.warning('%s could not be asked: %r', self._client.name, error)
             self._ask_in(pause_s)
@@ -81,7 +81,7 @@ class RemoteTraining(TrainingFuture):
     def _ask_in(self, pause_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if not self.done():
+        if not self._ended:
             self._timer = threading.Timer(pause_s, self.ask)
             self._timer.daemon = True
             self._timer.start()
@@ -98,7 +98,7 @@ class RemoteTraining(TrainingFuture):
             self._order = self._first
             return
         self._order = structs.replace(self._first, payload=b'', hold_s=self._client.hold_s)
-        if self.done():
+        if self._ended:
             return
         self.state, self._progress = found.state, found.progress
         self.checkpoint = found.checkpoint or self.checkpoint
@@ -225,14 +225,14 @@ class FreeTrainClient(Executor):
             name = f'{app.name}-{number}'
         check_name(name)
         why = f'Trainer {name!r} cannot be sent'
-        if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
-            raise BadInput(f'{why}: one of its arguments is a future; give its result().')
         if not (self._folder.startswith('/') and 'site' in self._settings):
             raise BadInput(
                 f'{why}: the FreeTrainClient needs a checkpoint_dir at the endpoint, an absolute '
                 "path, and a site, such as 'polaris' or 'local'."
             )
-        payload = pack(app.function, args, kwargs, name)
+        payload, futures = pack(app.function, args, kwargs, name)
+        if futures:
+            raise BadInput(f'{why}: one of its arguments is a future; give its result().')
         if len(payload) > LARGEST_PAYLOAD:
             raise BadInput(
                 f'{why}: its function and arguments have {len(payload)} bytes, and Globus Compute '

@@ -4,10 +4,15 @@ tests/test_demo.py.
 
 from __future__ import annotations
 
+import io
+import logging
+import os
 import threading
+import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import parsl
 import pytest
@@ -17,18 +22,21 @@ from parsl_freetrain import (
     BadInput,
     Checkpoint,
     Checkpoints,
+    FragmentContext,
     LocalSite,
+    Recording,
     Reproducible,
     Scaling,
     TrainerFailed,
     freetrain_app,
     same_weights,
 )
+from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger, OpenLog
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.idle_schedule import Schedule
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
 
@@ -61,21 +69,97 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
     assert seconds['offered'] == pytest.approx(sum(v for k, v in seconds.items() if k != 'offered'))
 
 
-def test_a_callback_may_take_for_ever_and_wait_for_the_next_training(tmp_path: Path) -> None:
-    """It does not run on the event loop, which other trainers and other people's jobs wait for."""
-    over, found = threading.Event(), Queue[Checkpoint]()
+class Held(Exception):
+    """Cannot be loaded in one process before a file is there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return held, self.args
+
+
+def held(gate: str, process: int) -> ValueError:
+    while os.getpid() == process and not Path(gate).exists():
+        time.sleep(0.05)
+    return ValueError('held')
+
+
+def raises(ctx: FragmentContext, gate: str, process: int) -> None:
+    raise Held(gate, process)
+
+
+_LOOPS = ('FreeTrain-EventLoop', 'FreeTrain-Output', 'FreeTrain-Loggers')
+
+
+class Stuck(io.StringIO, logging.Handler, MetricLogger):
+    """A terminal, a handler of logging, and a logger of metrics, none of which returns when the
+    event loop, or what works for it, calls.
+    """
+
+    def __init__(self, over: threading.Event) -> None:
+        logging.Handler.__init__(self)
+        super().__init__()
+        self.over, self.reached = over, set[str]()
+
+    def createLock(self) -> None:  # or it would hold up all of Parsl's threads
+        self.lock = None
+
+    def isatty(self) -> bool:
+        return True
+
+    def _stick(self, what: str) -> None:
+        if threading.current_thread().name in _LOOPS:
+            self.reached.add(what)
+            self.over.wait(LIMIT_S)
+
+    def write(self, text: str) -> int:
+        self._stick('terminal')
+        return len(text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._stick('handler')
+
+    def open(self, training: LoggedTraining) -> OpenLog:
+        self._stick('metrics')
+        raise OSError
+
+
+@pytest.mark.parametrize('what', ['terminal', 'handler'])
+def test_what_is_the_users_never_runs_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Callbacks of futures, exceptions that are loaded, loggers and the terminal: each may take for
+    ever, or wait for the next training. Other trainers, and other people's jobs, wait for the loop.
+    """
+    over, found, gate = threading.Event(), Queue[Checkpoint](), tmp_path / 'gate'
+    stuck = Stuck(over)
+    if what == 'terminal':
+        monkeypatch.setattr('sys.stderr', stuck)
+    monkeypatch.setattr('parsl_freetrain.executor.metric_export.LAST_S', 0.1)
     train = freetrain_app(max_nodes=1, total_epochs=1)(fit)
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+    try:
+        with freetrain(tmp_path, site(1), recording=Recording(loggers=[stuck]), min_rescale_s=0.0):
+            if what == 'handler':
+                logging.getLogger('parsl').addHandler(stuck)
 
-        def then(_: object) -> None:
-            found.put(train(trainer_name='next').result(LIMIT_S))
-            over.wait(LIMIT_S)
+            def then(_: object) -> None:
+                found.put(train().result(LIMIT_S))
+                over.wait(LIMIT_S)
 
-        first = train(trainer_name='first')
-        first.add_done_callback(then)
-        assert found.get(timeout=LIMIT_S).trainer == 'next'
-        train(trainer_name='last').result(LIMIT_S)
+            first = train(trainer_name='first', pause_s=0.05)
+            wait_until(lambda: bool(first.checkpoints), 'no fragment')
+            for future in (first, first.checkpoints[0]):
+                future.add_done_callback(then)
+            assert {found.get(timeout=LIMIT_S).trainer for _ in range(2)} == {'fit', 'fit-2'}
+            bad = freetrain_app(max_nodes=1, total_epochs=1)(raises)(str(gate), os.getpid())
+            wait_until(lambda: bad.state == 'failed', 'it did not fail')
+            assert not bad.done()
+            train(trainer_name='last').result(LIMIT_S)
+            gate.touch()
+            with pytest.raises(ValueError, match='held'):
+                bad.result(LIMIT_S)
+        assert stuck.reached >= {what, 'metrics'}
+    finally:
         over.set()
+        logging.getLogger('parsl').removeHandler(stuck)
 
 
 def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:

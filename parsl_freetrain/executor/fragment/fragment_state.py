@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -42,7 +43,8 @@ class FragmentResult:
     #: The newest one that is known to be committed; what the fragment's AppFuture resolves to.
     checkpoint: Checkpoint
     error: str = ''  #: a sentence; empty if nothing went wrong
-    exception: BaseException | None = None  #: the user's exception, where there is one
+    #: Loads the user's exception, where there is one: not on the event loop, as its class is theirs.
+    exception: Callable[[], BaseException] | None = None
     out_of_memory: bool = False  #: whether it failed because a rank had too little memory
     final: bool = False  #: whether it would fail again
     storage: bool = False  #: whether a file system was in trouble
@@ -280,9 +282,9 @@ class RunningFragment:
                 if out_of_memory(error.type, error.message):
                     where = f'its output is in {result.log}'
                     return self._short_of_memory(f'{result} said {sentence}; {where}')
-                exception = self._exception(result, error)
+                load = partial(self._exception, result, error)
                 return FragmentResult(
-                    Ending.FAILED, self.checkpoint, sentence, exception, final=error.final
+                    Ending.FAILED, self.checkpoint, sentence, load, final=error.final
                 )
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
 
@@ -312,9 +314,8 @@ class RunningFragment:
                     f'{error.message} (on {len(nodes)} nodes: {", ".join(sorted(nodes))}; so it is '
                     'an error of the function and not of a device)'
                 )
-                exception = self._exception(result, error)
-                exception.add_note(sentence)
-                return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
+                load = partial(self._exception, result, error, sentence)
+                return FragmentResult(Ending.FAILED, self.checkpoint, sentence, load)
         first = faults[0]
         why = f'{first} has a broken device: {first.fault}; its output is in {first.log}'
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, why)
@@ -347,7 +348,7 @@ class RunningFragment:
                 return f'{result}{lost}: {said}'
         return 'its ranks lost touch with each other'
 
-    def _exception(self, result: RankResult, error: RankError) -> BaseException:
+    def _exception(self, result: RankResult, error: RankError, *notes: str) -> BaseException:
         """The user's exception with its own traceback, and where to look."""
         exception: BaseException = FreeTrainError(f'{error.type}: {error.message}')
         if error.exception is not None:
@@ -361,6 +362,8 @@ class RunningFragment:
             f'Raised in fragment {self.number} of trainer {self.name!r}, rank {result.rank}; '
             f'its output is in {result.log}.\n{error.traceback}'
         )
+        for note in notes:
+            exception.add_note(note)
         return exception
 
 

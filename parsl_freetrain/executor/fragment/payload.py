@@ -5,45 +5,112 @@ from __future__ import annotations
 import copyreg
 import functools
 import importlib
+import io
+import operator
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 
 OURS = __name__.partition('.')[0]  # nodes have it, installed or not
 
 _registering = threading.Lock()
 
 
+class Packed(NamedTuple):
+    """A function with its arguments, serialised, and the futures that have no value in it yet."""
+
+    payload: bytes
+    waits_for: tuple[Future[Any], ...] = ()
+
+
 def pack(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], trainer: str
-) -> bytes:
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    trainer: str,
+    *,
+    values: bool = False,
+) -> Packed:
     """Serialise a function with its arguments. One of an installed package is sent by name;
     anything else (a notebook, a script, a module beside it) by value, with what it uses of the
-    modules beside it, since nodes may not be able to import them. Raises BadInput if that fails.
+    modules beside it, since nodes may not be able to import them. ``values``: futures in the
+    arguments that are done become their values. Raises BadInput if it cannot be serialised;
+    TrainerFailed if such a future has failed.
     """
-    with _registering, _by_value(function):
+    with _registering, _by_value(definition(function)):
         try:
-            return bytes(cloudpickle.dumps((function, args, dict(kwargs))))
+            packed = _packed((function, args, dict(kwargs)), trainer, values)
+            given = _packed((args, kwargs), trainer, values=False) if packed.waits_for else packed
+        except TrainerFailed:
+            raise
         except Exception as error:
             raise BadInput(
                 f'Trainer {trainer!r} cannot be sent to the nodes: '
-                f'{_culprit(function, args, kwargs)} cannot be serialised ({type(error).__name__}: '
-                f'{error}); pass plain data, and open files and locks inside the function.'
+                f'{_culprit(function, args, kwargs, values)} cannot be serialised '
+                f'({type(error).__name__}: {error}); pass plain data, and open files and locks '
+                'inside the function.'
             ) from error
+    if not values and set(packed.waits_for) - set(given.waits_for):
+        raise BadInput(
+            f'Trainer {trainer!r} cannot be sent to the nodes: its function uses a future from '
+            'around it; pass the future as an argument, in whose place the function finds its '
+            'value.'
+        )
+    return packed
+
+
+def definition(function: Callable[..., Any]) -> Any:
+    """What of a callable has a module and a name: the function of a partial, an object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, '__qualname__') else type(function)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Futures become their values."""
+
+    def __init__(self, file: io.BytesIO, trainer: str, values: bool) -> None:
+        super().__init__(file)
+        self._trainer, self._values = trainer, values
+        self.waits_for: list[Future[Any]] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Future):
+            return super().reducer_override(obj)
+        value = None
+        if not (self._values and obj.done()):
+            self.waits_for.append(obj)
+        else:
+            try:
+                value = obj.result()
+            except BaseException as error:
+                raise TrainerFailed(
+                    f'Trainer {self._trainer!r} cannot start because one of its arguments failed: '
+                    f'{type(error).__name__}: {error}.'
+                ) from error
+        return operator.getitem, ((value,), 0)
+
+
+def _packed(what: object, trainer: str, values: bool) -> Packed:
+    with io.BytesIO() as file:
+        pickler = _Pickler(file, trainer, values)
+        pickler.dump(what)
+        return Packed(file.getvalue(), tuple(pickler.waits_for))
 
 
 @contextmanager
-def _by_value(function: Callable[..., Any]) -> Iterator[None]:
-    home = _home(sys.modules.get(function.__module__.partition('.')[0]))
+def _by_value(defined: Any) -> Iterator[None]:
+    home = _home(sys.modules.get(defined.__module__.partition('.')[0]))
     known = cloudpickle.list_registry_pickle_by_value()  # whatever the user has registered stays so
     loaded = list(sys.modules.items())
     for _, module in loaded:
@@ -82,12 +149,13 @@ def _home(top: ModuleType | None) -> Path | None:
     portions = list(getattr(top, '__path__', ()))
     if top.__name__ == '__main__':
         return Path(file).resolve().parent if file else Path.cwd()
-    if portions:  # a package, maybe without an __init__.py
-        home = Path(portions[0]).resolve().parent
-    elif file:
-        home = Path(file).resolve().parent
-    else:
-        return None
+    # A package, maybe without an __init__.py, or a module.
+    return _home_of(portions[0] if portions else file) if portions or file else None
+
+
+@functools.cache
+def _home_of(place: str) -> Path | None:
+    home = Path(place).resolve().parent
     return home if _installed_in().isdisjoint((home, *home.parents)) else None
 
 
@@ -98,13 +166,16 @@ def _installed_in() -> frozenset[Path]:
     return frozenset(Path(paths[name]).resolve() for name in names)
 
 
-def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _culprit(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], values: bool
+) -> str:
     named = [(f'argument {i + 1}', a) for i, a in enumerate(args)] + [
         (f'argument {k!r}', v) for k, v in kwargs.items()
     ]
     for what, value in named:
         try:
-            cloudpickle.dumps(value)
+            _packed(value, '', values)
         except Exception:
             return what
-    return f'the function {function.__qualname__!r} or something that it uses from around it'
+    name = definition(function).__qualname__
+    return f'the function {name!r} or something that it uses from around it'

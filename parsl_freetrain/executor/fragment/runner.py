@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +31,13 @@ from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream
+from parsl_freetrain.executor.trainer.future import in_thread
 from parsl_freetrain.training.spec.messages import Abandon, Alive, FromMember, Hello
 
 logger = logging.getLogger(__name__)
 
+SETTLED_S = 0.5
+"""Maximum seconds in which Parsl takes note of a fragment's end."""
 FRAGMENT = 'freetrain_fragment'  # key of the resource specification that marks a fragment's task
 
 
@@ -266,6 +269,9 @@ class FragmentRunner:
         )
         if fragment.outer is not None:
             _resolve(fragment.outer, result, '')
+            if record.task is not None and result.ending is not Ending.FAILED:
+                # The next fragment waits for it, but not for the user's callbacks.
+                wait([record.task], SETTLED_S)
         else:
             self._early[name, number] = result
 
@@ -309,8 +315,10 @@ class FragmentRunner:
         """End the running fragments for Parsl, since no more messages will arrive."""
         for fragment in self.running.values():
             if fragment.outer is not None and not fragment.outer.done():
-                fragment.outer.set_exception(
-                    TrainerFailed(f'Fragment {fragment.number} of {fragment.name!r} ended: {why}.')
+                _resolve(
+                    fragment.outer,
+                    None,
+                    f'Fragment {fragment.number} of {fragment.name!r} ended: {why}.',
                 )
 
 
@@ -319,11 +327,18 @@ def _id_of(task: Future[Checkpoint] | None) -> int | None:
     return None if record is None else record['id']
 
 
-def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, unknown: str) -> None:
-    """Set what Parsl waits for. A preemption is no failure, and uses up none of its retries."""
-    if result is None:
-        outer.set_exception(RuntimeError(unknown))
-    elif result.ending is Ending.FAILED and result.exception is not None:
-        outer.set_exception(result.exception)
-    else:
-        outer.set_result(result.checkpoint)
+def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, why: str) -> None:
+    """Set the result of the future that Parsl waits for, in a thread of its own, since callbacks of
+    its AppFuture are the user's. A preempted fragment is not a failure, so that it does not use up
+    Parsl's retries. ``why`` there is no result.
+    """
+
+    def settle() -> None:
+        if result is None:
+            outer.set_exception(TrainerFailed(why))
+        elif result.ending is Ending.FAILED and result.exception is not None:
+            outer.set_exception(result.exception())
+        else:
+            outer.set_result(result.checkpoint)
+
+    in_thread(settle, 'FreeTrain-Fragment')

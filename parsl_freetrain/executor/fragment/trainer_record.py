@@ -40,7 +40,7 @@ class TrainerRecord:
     fragments_before: int = 0
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
-    failure: BaseException | None = None  # the last exception of the user's code
+    failure: Callable[[], BaseException] | None = None  # loads the last one of the user's code
     left: tuple[
         LeftState, ...
     ] = ()  # the states that the last fragment left in memory, the best first

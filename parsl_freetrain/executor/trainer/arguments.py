@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
+
+from parsl.dataflow.dependency_resolvers import DEEP_DEPENDENCY_RESOLVER
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import read_regular, write_new
@@ -20,8 +22,11 @@ _LONGEST = 200  # characters of an argument that is compared
 
 
 def value_of(argument: Any) -> Any:
-    """An argument, or what the future that was given for it has."""
-    return argument.result() if isinstance(argument, Future) else argument
+    """An argument with the values of futures in it, for which this waits."""
+    resolver = DEEP_DEPENDENCY_RESOLVER
+    futures = resolver.traverse_to_gather(argument)
+    wait(futures)
+    return resolver.traverse_to_unwrap(argument) if futures else argument
 
 
 def values_of(
@@ -31,7 +36,7 @@ def values_of(
     return tuple(map(value_of, args)), {key: value_of(value) for key, value in kwargs.items()}
 
 
-def when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
+def when_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
     """Call ``then`` once, when all futures are done; at once if there are none."""
     left = len(futures)
     lock = threading.Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +26,14 @@ class Progress:
     rescaled: int = 0  #: changes of the node count in this run
     #: The last values given to ``ctx.report``.
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def in_thread(work: Callable[[], object], name: str) -> None:
+    """Do some work in a thread of its own; here if no thread can be had."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:
+        work()
 
 
 class TrainingFuture(Future[Checkpoint]):
@@ -57,6 +65,7 @@ class TrainingFuture(Future[Checkpoint]):
         self._on_cancel: Callable[[], None] | None = None
         self._lock = threading.RLock()
         self._withdrawn = False  # cancelled before it was submitted
+        self._ended = False  # and settled, or about to be
 
     def progress(self) -> Progress:
         """The progress of the training, as of now."""
@@ -86,12 +95,13 @@ class TrainingFuture(Future[Checkpoint]):
             False if the training has ended already.
         """
         with self._lock:
-            if self.done():
+            if self._ended:
                 return False
             on_cancel = self._on_cancel
             self._withdrawn = on_cancel is None
         if on_cancel is None:
             self._settle_cancelled()
+            wait([self])  # for no callbacks
         else:
             on_cancel()
         return True
@@ -99,7 +109,7 @@ class TrainingFuture(Future[Checkpoint]):
     def _submitted(self, submit: Callable[[], None], on_cancel: Callable[[], None]) -> bool:
         """Submit the trainer (``on_cancel`` cancels it then); False if it was cancelled before."""
         with self._lock:
-            if self._withdrawn or self.done():
+            if self._withdrawn or self._ended:
                 return False
             submit()
             self._on_cancel = on_cancel
@@ -124,24 +134,23 @@ class TrainingFuture(Future[Checkpoint]):
         self.state = 'cancelled'
         self._settle(self._notify_cancelled)
 
-    def _settle_failed(self, error: BaseException) -> None:
-        if not self.done():  # cancelled
+    def _settle_failed(self, error: BaseException | Callable[[], BaseException]) -> None:
+        if not self._ended:  # cancelled
             self.state = 'failed'
-            self._settle(lambda: self.set_exception(error))
+            self._settle(
+                lambda: self.set_exception(error if isinstance(error, BaseException) else error())
+            )
 
     def _notify_cancelled(self) -> None:
         if super().cancel():
             self.set_running_or_notify_cancel()
 
     def _settle(self, settle: Callable[[], object]) -> None:
-        """Settle the future, in a thread of its own: callbacks are the user's, and others wait."""
-        thread = threading.Thread(target=settle, name=f'FreeTrain-{self.name}', daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be had
-            settle()
-        with suppress(CancelledError):
-            self.exception()  # until it is settled, which no callback can hold up
+        """Settle the future in a thread of its own: its callbacks are the user's, and the caller
+        may be the event loop, which others wait for.
+        """
+        self._ended = True
+        in_thread(settle, f'FreeTrain-{self.name}')
 
     def __repr__(self) -> str:
         progress = self._progress

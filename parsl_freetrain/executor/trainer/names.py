@@ -7,15 +7,15 @@ import threading
 
 from parsl_freetrain.core.model.errors import BadInput
 
-NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
+NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]*')
 
 
 def check_name(name: str) -> None:
     """Refuse a trainer's name that cannot also be a folder's name; raises BadInput."""
     if not NAME.fullmatch(name):
         raise BadInput(
-            f'{name!r} cannot name a trainer: it names a folder too, so use letters, '
-            'digits, dots, dashes and underscores.'
+            f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, '
+            'dashes and underscores, and begin with no dot and no dash.'
         )
 
 

@@ -32,7 +32,7 @@ def prove_writable(folder: Path, trainer: str) -> None:
         make_dir(folder)
         probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'
         try:
-            write_new(probe, b'can this be written?\n')
+            write_new(probe, b'can this be written?\n', durable=False)
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:

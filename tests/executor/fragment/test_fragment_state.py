@@ -162,9 +162,10 @@ def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() ->
     }
     verdict = fragment.result()
     assert verdict.ending is Ending.FAILED
-    assert isinstance(verdict.exception, KeyError)
-    assert verdict.exception.__traceback__ is not None
-    [note] = verdict.exception.__notes__
+    assert verdict.exception is not None
+    raised = verdict.exception()
+    assert isinstance(raised, KeyError) and raised.__traceback__ is not None
+    [note] = raised.__notes__
     assert 'fragment 7' in note
     assert '/logs/rank-1.log' in note
     assert 'Traceback of the node' in note
@@ -174,7 +175,8 @@ def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
     fragment = running_fragment(1)
     error = RankError('Odd', 'only here', 'Traceback of the node')
     fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
-    assert 'Odd: only here' in str(fragment.result().exception)
+    load = fragment.result().exception
+    assert load is not None and 'Odd: only here' in str(load())
 
 
 def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:

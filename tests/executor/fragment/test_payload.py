@@ -13,6 +13,6 @@ def tunes() -> bool:
 
 
 def test_a_function_may_use_modules_that_are_of_their_own_class() -> None:
-    function, _, _ = cloudpickle.loads(pack(tunes, (), {}, 'cnn'))
+    function, _, _ = cloudpickle.loads(pack(tunes, (), {}, 'cnn').payload)
     assert function is not tunes  # sent by value
     assert function() is False
