@@ -179,7 +179,8 @@ def reserved(
     for each in reservations:
         if each.start_s < by_s <= each.end_s:
             late = (j.names for j in held if j.end_s is None or j.end_s > each.start_s)
-            if names := frozenset(chain(*late)).intersection(each.nodes):
+            names = frozenset(chain(*late))
+            if names := names if each.everywhere else names.intersection(each.nodes):
                 name = f'reservation {each.name}'
                 demands.append(NodeDemand(name, len(names), names, shared=True))
     return tuple(demands)

@@ -112,7 +112,7 @@ def windows(
                 until[name] = min(until[name], job.start_s)
     for reservation in reservations:
         if reservation.end_s > now:
-            for name in reservation.nodes:
+            for name in until if reservation.everywhere else reservation.nodes:
                 if name in until:
                     until[name] = min(until[name], reservation.start_s)
     return {name: end for name, end in until.items() if end > now}

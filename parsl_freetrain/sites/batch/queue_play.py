@@ -94,7 +94,8 @@ class QueuePlay:
         self._taken: list[tuple[float, float, int]] = []
         for r in reservations:
             if r.end_s > now + SOON_S:
-                self._reserve(self._set_of(r.nodes), r.start_s, r.end_s)
+                members = up if r.everywhere else self._set_of(r.nodes)
+                self._reserve(members, r.start_s, r.end_s)
         self._set_aside = list(self._taken)
         # Nodes that a reservation or a planned job takes later: fewer jobs can use them meanwhile.
         self._spare = 0

@@ -5,10 +5,16 @@ Times are in seconds of ``time.time()``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+
+logger = logging.getLogger(__name__)
 
 
 class JobState(StrEnum):
@@ -127,7 +133,7 @@ SET_ASIDE = ('maint', 'resv', 'reserved')
 _BROKEN = (
     *SET_ASIDE,
     *('down', 'drain', 'offline', 'fail', 'stale', 'unk', 'power', 'boot', 'provision', 'error'),
-    *('inval', 'future'),
+    *('inval', 'future', 'sleep', 'unresolv', 'initial'),
 )
 # A planned node is idle; older versions mark it so instead of naming the state.
 _HARMLESS_MARKS = '-'
@@ -195,14 +201,15 @@ class Nodes:
 
 @dataclass(frozen=True)
 class NodeReservation:
-    """Nodes that are set aside from ``start_s`` to ``end_s``, for maintenance or for
-    somebody else.
+    """Nodes that are set aside from ``start_s`` to ``end_s``, for maintenance or for somebody else.
+    ``everywhere``: which they are could not be read, so it may be any.
     """
 
     name: str
     start_s: float
     end_s: float
     nodes: tuple[str, ...]
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,8 +251,13 @@ class Partition:
     tier: int = 0
 
 
-class NotUnderstood(ValueError):
+class NotUnderstood(FreeTrainError, ValueError):
     """An answer that is not as documented."""
+
+
+@cache
+def warn_once(what: str) -> None:
+    logger.warning(what)
 
 
 @contextmanager
@@ -255,7 +267,7 @@ def as_documented(command: str, answer: object = '') -> Iterator[None]:
         yield
     except NotUnderstood:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         said = f' {str(answer)[:300]}' if answer else ''
         raise NotUnderstood(
             f'the answer of {command}{said} is not as documented: {type(error).__name__} {error}'

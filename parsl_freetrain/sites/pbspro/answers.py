@@ -6,6 +6,7 @@ OpenPBS's ``job.h``.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from parsl_freetrain.sites.batch.records import (
     Partition,
     as_documented,
     seconds_of,
+    warn_once,
 )
 from parsl_freetrain.sites.pbspro.documents import document
 
@@ -244,8 +246,18 @@ def _class_of(vnodes: list[Mapping[str, Any]], classes: Mapping[str, Mapping[str
     )
 
 
+# Of the attributes of a vnode (man pbs_node_attributes), those that keep blocks from a free one: it
+# takes no job, or none of several nodes. Hooks say in a job's comment that they refused it.
+_NO_JOBS = ('max_running', 'max_user_run', 'max_group_run')
+
+
 def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
     states = {word.strip() for vnode in vnodes for word in vnode['state'].split(',')}
+    for vnode in vnodes:
+        if any(str(vnode.get(limit, '')) == '0' for limit in _NO_JOBS):
+            states.add('offline')
+        elif str(vnode.get('no_multinode_jobs', '')).lower() in ('true', '1'):
+            states.add('single')
     if states != {'free'}:
         return '+'.join(sorted(states - {'free'}))
     # A free vnode may run jobs that leave room for others.
@@ -297,7 +309,7 @@ def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
     not such a document.
     """
     queues = document(answer, 'qstat -Q').get('Queue')
-    if not isinstance(queues, dict):
+    if not isinstance(queues, dict) or not all(isinstance(q, dict) for q in queues.values()):
         raise NotUnderstood('the document of qstat -Q has no Queue')
     return queues
 
@@ -331,15 +343,18 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. Raises
-    NotUnderstood if a reservation has no times.
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. One whose
+    times cannot be read lasts for ever.
     """
     found = []
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
         name, _, rest = text.partition('\n')
         fields = dict(re.findall(r'^\s*(\w+) = (.*)$', rest.replace('\n\t', ''), re.MULTILINE))
-        with as_documented(f'pbs_rstat about {name[:80]!r}'):
+        try:
             start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
+        except (KeyError, ValueError, OverflowError):
+            warn_once(f'A reservation of PBS has no times that can be read: {text[:200]!r}')
+            start_s, end_s = 0.0, math.inf
         if nodes := _hosts(fields.get('resv_nodes', '')):
             found.append(NodeReservation(name.strip(), start_s, end_s, nodes))
     return tuple(found)

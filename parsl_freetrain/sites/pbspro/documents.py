@@ -28,8 +28,8 @@ def document(answer: str, command: str) -> dict[str, Any]:
     for text in _attempts(answer):
         try:
             found = json.loads(text, strict=False, object_pairs_hook=_unambiguous)
-        except ValueError as error:
-            problem = error
+        except (ValueError, RecursionError) as error:
+            problem: Exception = error
             continue
         if isinstance(found, dict):
             return found

@@ -109,7 +109,7 @@ def _number(value: Any) -> float | None:
 def _document(answer: str, command: str) -> dict[str, Any]:
     try:
         document = json.loads(answer)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotUnderstood(f'{command} did not answer with a JSON document: {error}') from error
     if not isinstance(document, dict):
         raise NotUnderstood(f'{command} did not answer with a JSON object')

@@ -10,8 +10,8 @@ import logging
 import math
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -20,6 +20,8 @@ from parsl_freetrain.sites.batch.records import (
     Nodes,
     NotUnderstood,
     Partition,
+    as_documented,
+    warn_once,
 )
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
@@ -62,6 +64,7 @@ def exits_of(job_ids: list[str]) -> tuple[str, ...]:
     return (*_EXITS, f'--jobs={",".join(job_ids)}')
 
 
+@as_documented('squeue')
 def parse_exits(answer: str) -> dict[str, int]:
     """Statuses as of ``wait``, by job id, in the answer to :func:`exits_of`."""
     lines = (line.split() for line in answer.splitlines())
@@ -147,6 +150,7 @@ def mib_of(text: str) -> float:
     return float(found[1]) * 1024.0 ** ('KMGT'.find(found[2] or 'M') - 1) if found else 0.0
 
 
+@as_documented('sinfo')
 def parse_nodes(answer: str) -> tuple[Nodes, ...]:
     """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line does not have the fields
     that were asked for.
@@ -177,35 +181,36 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
     return tuple(found)
 
 
+@as_documented('scontrol show reservation')
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
     """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. One whose
-    times cannot be read is taken to last for ever; one whose nodes cannot be read is left out.
+    times cannot be read lasts for ever, and one whose nodes cannot be read has all.
     """
     found = []
+    if answer and not answer.endswith('\n'):
+        raise NotUnderstood('the answer of scontrol show reservation was cut off')
     for line in answer.splitlines():
         if not line.startswith('ReservationName='):  # "No reservations in the system"
             continue
-        fields = _pairs(line)
-        start, end = _time(fields.get('StartTime', '')), _time(fields.get('EndTime', ''))
+        fields, everywhere, start, end = _pairs(line), False, None, None
+        nodes: tuple[str, ...] = ()
+        with suppress(NotUnderstood):
+            start, end = _time(fields.get('StartTime', '')), _time(fields.get('EndTime', ''))
+        if start is None or end is None:
+            warn_once(f'A reservation of Slurm has no times in seconds: {line[:200]!r}')
+            start, end = 0.0, math.inf
         try:
             nodes = expand(fields.get('Nodes', ''))
         except NotUnderstood as error:
-            _warn(f'Left out a reservation of Slurm, {line[:200]!r}: {error}')
-            continue
-        if start is None or end is None:
-            _warn(f'A reservation of Slurm has no times in seconds: {line[:200]!r}')
-            start, end = 0.0, math.inf
-        if nodes:
-            found.append(NodeReservation(fields['ReservationName'], start, end, nodes))
+            warn_once(f'A reservation of Slurm may have any nodes, {line[:200]!r}: {error}')
+            everywhere = True
+        if nodes or everywhere:
+            name = fields['ReservationName']
+            found.append(NodeReservation(name, start, end, nodes, everywhere))
     return tuple(found)
 
 
-@cache
-def _warn(what: str) -> None:
-    """Once."""
-    logger.warning(what)
-
-
+@as_documented('scontrol show partition')
 def parse_partitions(answer: str) -> dict[str, Partition]:
     """Partitions in the answer to :data:`PARTITIONS`, by name."""
     lines = (_pairs(line) for line in answer.splitlines() if line.startswith('PartitionName='))
@@ -229,6 +234,7 @@ def _partition(fields: dict[str, str]) -> Partition:
     )
 
 
+@as_documented('sacct')
 def parse_history(answer: str) -> dict[str, JobState]:
     """Final states in the answer to :func:`history_of`, by job id."""
     found = {}
@@ -363,4 +369,9 @@ def _number(text: str) -> int:
 
 
 def _time(text: str) -> float | None:
-    return float(text) if text.isdigit() and text != '0' else None
+    """Seconds since the epoch; None: not known yet, or never."""
+    if text.isdecimal():
+        return float(text) or None
+    if text not in (*_UNLIMITED, *_NOTHING, 'Unknown'):
+        raise NotUnderstood(f'{text[:40]!r} is no time in seconds')
+    return None

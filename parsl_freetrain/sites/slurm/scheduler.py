@@ -213,6 +213,8 @@ def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) ->
             why = f'does not take the {what} {given!r}; it takes {", ".join(taken)}'
     if options.account and options.account in partition.denied_accounts:
         why = f'does not take the account {options.account!r}; name another account or partition'
+    elif partition.most_nodes == 0:
+        why = 'starts no jobs (its MaxNodes is 0); name another partition'
     elif limit_s < 60:
         why = f'has a time limit of {limit_s:g} s; a block needs at least one minute'
     elif options.longest_s is not None and options.longest_s > limit_s:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from itertools import product
@@ -64,6 +65,8 @@ def state_of(words: str) -> JobState:
     return _STATES.get(word, JobState.UNKNOWN)
 
 
+MOST_NODES = 1_000_000
+"""A list that names more is no list of nodes."""
 _NOTHING = ('', '(null)', 'None', 'N/A', 'n/a')
 
 
@@ -96,6 +99,8 @@ def _names(word: str) -> list[str]:
     if len(parts) == 1:
         return [word]
     choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > MOST_NODES:
+        raise NotUnderstood(f'the node list {word[:80]!r} has more than {MOST_NODES:,} nodes')
     return [''.join(choice) for choice in product(*choices)]
 
 
@@ -103,9 +108,11 @@ def _numbers(text: str) -> list[str]:
     numbers: list[str] = []
     for part in text.split(','):
         first, dash, last = part.partition('-')
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise NotUnderstood(
                 f'{part!r} in the node list [{text[:80]}] is not a number or a range of numbers'
             )
+        if len(text) > MOST_NODES or len(last) > 9 or int(last or first) - int(first) > MOST_NODES:
+            raise NotUnderstood(f'the node list [{text[:80]}] is too long')
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
     return numbers

@@ -314,10 +314,14 @@ def test_one_reservation_that_cannot_be_read_does_not_hide_the_others() -> None:
     right = 'ReservationName=r StartTime=100 EndTime=200 Nodes=n1 Comment=EndTime=1 Nodes=n9'
     odd = 'ReservationName=odd StartTime=tomorrow EndTime=200 Nodes=n2'
     lost = 'ReservationName=lost StartTime=100 EndTime=200 Nodes=n[1'
-    assert answers_text.parse_reservations('\n'.join((lost, odd, right))) == (
+    text = '\n'.join((lost, odd, right))
+    assert answers_text.parse_reservations(f'{text}\n') == (
+        NodeReservation('lost', 100.0, 200.0, (), everywhere=True),
         NodeReservation('odd', 0.0, math.inf, ('n2',)),
         NodeReservation('r', 100.0, 200.0, ('n1',)),
     )
+    with pytest.raises(NotUnderstood, match='was cut off'):
+        answers_text.parse_reservations(text)
 
 
 def test_a_job_of_another_cluster_of_the_federation_waits_for_nothing_here() -> None:
