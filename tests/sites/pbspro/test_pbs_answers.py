@@ -5,6 +5,7 @@ was recorded there.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -194,6 +195,22 @@ def test_states_of_nodes() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ('limit', 'state'),
+    [
+        ({'max_running': 0}, 'offline'),
+        ({'max_user_run': '0'}, 'offline'),
+        ({'max_group_run': 0}, 'offline'),
+        ({'no_multinode_jobs': 'True'}, 'single'),
+        ({'max_running': 1, 'no_multinode_jobs': 'False'}, 'idle'),
+    ],
+)
+def test_a_free_vnode_may_take_no_job(limit: dict[str, object], state: str) -> None:
+    node = {'state': 'free', 'resources_available': {'ncpus': 4}, **limit}
+    [found] = answers.parse_nodes(json.dumps({'nodes': {'n1': node}}), 'batch', {})
+    assert (found.state.split('+')[0], found.usable) == (state, state == 'idle')
+
+
 def test_a_divided_host_is_idle_if_all_of_it_is() -> None:
     part = {'state': 'free', 'resources_available': {'ncpus': 32, 'ngpus': 2}}
     natural = {'state': 'free', 'resources_available': {'ncpus': 0}}
@@ -302,8 +319,8 @@ def test_reservations() -> None:
     assert answers.parse_reservations(text) == (
         NodeReservation('M12.polaris', 1699535150.0, 1699538750.0, ('x1', 'x2')),
     )
-    with pytest.raises(NotUnderstood, match='R1'):
-        answers.parse_reservations('Resv ID: R1\nReserve_Name = x\n')
+    odd = 'Resv ID: R1\nreserve_start = soon\nresv_nodes = (x3:ncpus=4)\n'
+    assert answers.parse_reservations(odd) == (NodeReservation('R1', 0.0, math.inf, ('x3',)),)
 
 
 @given(

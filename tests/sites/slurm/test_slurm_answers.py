@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -25,7 +26,7 @@ from parsl_freetrain.sites.batch.records import (
 )
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
-from parsl_freetrain.sites.slurm.scheduler import Slurm
+from parsl_freetrain.sites.slurm.scheduler import Slurm, partition_for
 from parsl_freetrain.sites.slurm.words import expand, state_of
 
 RECORDED = Path(__file__).with_name('recorded')
@@ -364,6 +365,12 @@ def test_partitions() -> None:
     assert answers_text.parse_partitions(line)['p'] == Partition(
         'p', False, None, 2, None, accounts=('a', 'b'), denied_accounts=('c',), qos=('q',)
     )
+
+
+def test_a_partition_that_starts_no_jobs_is_refused() -> None:
+    text = 'PartitionName=shut MaxNodes=0 MaxTime=UNLIMITED PreemptMode=OFF State=UP\n'
+    with pytest.raises(BadInput, match="'shut' starts no jobs .its MaxNodes is 0"):
+        partition_for(SlurmOptions(partition='shut'), answers_text.parse_partitions(text))
 
 
 def test_history_and_versions() -> None:
