@@ -53,6 +53,7 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, read_schedule
 from parsl_freetrain.training.checkpoint.folder_claim import claim
@@ -540,9 +541,11 @@ def test_the_folder_is_fixed_when_the_executor_is_made(
     monkeypatch.chdir(tmp_path / 'two')
     assert ours.checkpoint_dir == str(tmp_path / 'one' / 'checkpoints')
     assert ours.ledger_path == tmp_path / 'one' / 'led'
-    others = FreeTrainExecutor(BackfillProvider(site=LocalSite(nodes=1)), 'b', ours.checkpoint_dir)
+    lock = RunLock(tmp_path, 'run freetrain')
+    lock.take_folder()
     with refused("Executor 'freetrain' of this program has the checkpoint_dir", 'of its own'):
-        load(tmp_path, ours, others)
+        RunLock(tmp_path, 'run other').take_folder()
+    lock.free_folder()
 
 
 def test_a_trainer_that_is_cancelled_while_its_arguments_are_serialised_does_not_start(

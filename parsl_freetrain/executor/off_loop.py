@@ -21,6 +21,14 @@ _waiting: dict[int, queue.Queue[Callable[[], object] | None]] = {}  # by the thr
 _call_handlers = logging.Logger.callHandlers
 
 
+def in_thread(work: Callable[[], object], name: str) -> None:
+    """Do some work in a thread of its own; here if no thread can be had."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:
+        work()
+
+
 def run(what: Callable[[], object]) -> bool:
     """Call ``what`` in another thread if this one is an event loop's, and here otherwise. Returns
     False if too much waits already, and it is not called.

@@ -13,8 +13,8 @@ from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.executor.run_lock import RunLock
-from parsl_freetrain.executor.trainer.future import in_thread
 from parsl_freetrain.sites.provider import BackfillProvider
 
 INTERCHANGE_S = 30.0

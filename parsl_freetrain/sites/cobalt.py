@@ -95,7 +95,6 @@ class CobaltOptions(BatchOptions, frozen=True, kw_only=True):
             refuse('requeue', True, 'False: Cobalt does not put jobs back into its queue')
 
     def modes(self) -> dict[str, str]:
-        """Attributes that a node must have."""
         modes = {'mcdram': self.mcdram, 'numa': self.numa}
         return {name: value for name, value in modes.items() if value is not None}
 
@@ -117,7 +116,6 @@ class Cobalt:
         self.client = Commands('Cobalt', options.command_s, meddling=('QSTAT_', 'COBALT_'))
 
     def queue(self) -> Partition:
-        """The queue."""
         queues = parse_queues(self.client.ask(QUEUES))
         if self._options.queue not in queues:
             raise BadInput(
@@ -127,20 +125,16 @@ class Cobalt:
         return queues[self._options.queue]
 
     def wanted(self) -> Wanted:
-        """Its nodes in the memory mode of the options."""
         modes = frozenset(f'{name}={value}' for name, value in self._options.modes().items())
         return Wanted(self._options.queue, (modes,) if modes else ())
 
     def jobs(self) -> tuple[BatchJob, ...]:
-        """``qstat``."""
         return parse_jobs(self.client.ask(JOBS), self._options.queue)
 
     def nodes(self) -> tuple[Nodes, ...]:
-        """``nodelist``."""
         return parse_nodes(self.client.ask(NODES), self._options.queue, self._clock())
 
     def reservations(self) -> tuple[NodeReservation, ...]:
-        """``showres``."""
         return parse_reservations(self.client.ask(RESERVATIONS))
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:

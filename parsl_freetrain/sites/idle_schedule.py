@@ -124,7 +124,6 @@ class Schedule:
 
     @cached_property
     def intervals(self) -> tuple[IdleInterval, ...]:
-        """All intervals, sorted by start, then by node."""
         return tuple(
             IdleInterval(start, end, self.nodes[node])
             for start, end, node in zip(

@@ -121,7 +121,6 @@ def _refuse_changeable(archive: Path) -> None:
 
 
 def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:
-    """What comes before the command of a node; see :meth:`PackedEnvironment.prepare`."""
     return '' if environment is None else environment.prepare(Path(checkpoint_dir))
 
 

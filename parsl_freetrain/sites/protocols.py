@@ -14,9 +14,8 @@ from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 
 
 class HoleGone(FreeTrainError, RuntimeError):
-    """The nodes were taken after the hole was seen and before the block was submitted.
-
-    Look at the holes again.
+    """The nodes were taken after the hole was seen and before the block was submitted. Look at the
+    holes again.
     """
 
 
@@ -25,7 +24,6 @@ class HoleSource(Protocol):
 
     def holes(self) -> tuple[Hole, ...]:
         """What can be had now beyond the open blocks; ``until_s`` in seconds of ``time.time()``."""
-        ...
 
 
 class Site(HoleSource, Protocol):
@@ -56,11 +54,9 @@ class Site(HoleSource, Protocol):
 
     def start(self) -> None:
         """The executor starts; a schedule's time 0 is now. A second call changes nothing."""
-        ...
 
     def close(self) -> None:
         """The executor has ended; there are no holes any more."""
-        ...
 
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
@@ -80,43 +76,34 @@ class Site(HoleSource, Protocol):
         worker_init
             Shell lines that run once per block, before the command starts on its nodes.
         """
-        ...
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """The status of each of these jobs, all of which this site has opened or adopted.
-
-        UNKNOWN if the scheduler cannot be asked; that never means that a job is over. Raises
-        FreeTrainError where nothing at all could be learned.
+        """The status of each of these jobs, all of which this site has opened or adopted. UNKNOWN
+        if the scheduler cannot be asked; that never means that a job is over. Raises FreeTrainError
+        where nothing at all could be learned.
         """
-        ...
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """End these jobs. Raises FreeTrainError if the scheduler did not answer; the jobs may still
         run.
         """
-        ...
 
     def gone(self, job_id: str) -> None:
         """The job is over: its nodes can be offered again. Ignores jobs that it does not know."""
-        ...
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends, in seconds of ``time.time()``; None while unknown.
-
-        A notice from the scheduler makes it known.
+        """When the job ends, in seconds of ``time.time()``; None while unknown. A notice from the
+        scheduler makes it known.
         """
-        ...
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
         """Which nodes were idle for us, clipped to these times in seconds of ``time.time()``."""
-        ...
 
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """A block of an earlier run that waits or runs.
-
-    ``end_s`` is in seconds of ``time.time()``; None while unknown. ``node_class`` is as requested.
+    """A block of an earlier run that waits or runs. ``end_s`` is in seconds of ``time.time()``;
+    None while unknown. ``node_class`` is as requested.
     """
 
     job_id: str
@@ -129,28 +116,20 @@ class FoundBlock:
 @runtime_checkable
 class Adopting(Protocol):
     """A site whose blocks outlive the submitting process, and can be found again by their names.
-
-    Attributes
-    ----------
-    job_variable
-        The environment variable that holds the id of its job on each node of a block.
+    ``job_variable``: the environment variable that holds the id of its job on each node of a block.
     """
 
     job_variable: str
 
     def identify(self, run: str) -> None:
         """Name the run that all later blocks belong to, unless the site was given a name already.
-
         Called before :meth:`Site.start`.
         """
-        ...
 
     def adopt(self) -> tuple[FoundBlock, ...]:
         """Blocks of the run that are not over; from now on they count as opened by this process.
-
         Raises FreeTrainError if the scheduler does not answer.
         """
-        ...
 
 
 @runtime_checkable
@@ -162,22 +141,16 @@ class Yielding(Protocol):
         looks need not wait; ``done`` is called in another thread when it has answered. False if
         nothing is asked.
         """
-        ...
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
         """The jobs that would start now on nodes of blocks, and the nodes of all blocks, each by
         the id of its job; nothing if no job would.
         """
-        ...
 
     def leaving(self, job_ids: Sequence[str]) -> None:
         """The nodes of these jobs have been told to end them: they count as ending."""
-        ...
 
     def release(self, job_id: str, names: Sequence[str]) -> None:
         """Give some nodes of a block back; it goes on with the others. Only for nodes that
-        :meth:`needed` calls releasable.
-
-        Raises FreeTrainError if the scheduler does not do it.
+        :meth:`needed` calls releasable. Raises FreeTrainError if the scheduler does not do it.
         """
-        ...

@@ -78,17 +78,14 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
 
     @property
     def label(self) -> str:
-        """Name of this kind of provider and of its site."""
         return f'backfill-{self.site.name}'
 
     @property
     def status_polling_interval(self) -> float:  # type: ignore[override]
-        """Seconds between two questions about blocks."""
         return self.site.poll_s
 
     @property
     def script_dir(self) -> str | None:
-        """Where batch scripts go; Parsl sets it."""
         return self.site.script_dir
 
     @script_dir.setter
@@ -106,17 +103,10 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
 
     def open_block(self, request: BlockRequest, command: str, name: str) -> str:
         """Submit one block; returns the id of its job. Raises HoleGone if the nodes were taken
-        meanwhile; FreeTrainError if ``max_blocks`` blocks are open, or the scheduler did not
-        accept the job; BadInput if the site can never meet the request.
-
-        Parameters
-        ----------
-        request
-            The number of nodes (or which ones), and for how long.
-        command
-            What each node runs.
-        name
-            Name for the scheduler.
+        meanwhile; FreeTrainError if ``max_blocks`` blocks are open, or the scheduler did not accept
+        the job; BadInput if the site can never meet the request. ``request``: the number of nodes
+        (or which ones), and for how long. ``command``: what each node runs. ``name``: name for the
+        scheduler.
         """
         with self._lock:
             if self._full():
@@ -129,12 +119,9 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         return job_id
 
     def adopt(self) -> tuple[FoundBlock, ...]:
-        """Take over the blocks of an earlier run that are not over.
-
-        There are none where blocks end with the process that submitted them.
-
-        Raises FreeTrainError if the scheduler does not answer, so it is not known whether there are
-        any.
+        """Take over the blocks of an earlier run that are not over. There are none where blocks end
+        with the process that submitted them. Raises FreeTrainError if the scheduler does not
+        answer, so it is not known whether there are any.
         """
         if not isinstance(self.site, Adopting):
             return ()
@@ -147,10 +134,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         return sum(status is None for status in self._jobs.values()) >= self.max_blocks
 
     def status(self, job_ids: Sequence[Any]) -> list[JobStatus]:
-        """The status of each job.
-
-        UNKNOWN if the scheduler could not be asked, which never means that a job is over. A job
-        that was seen to be over stays so, and is not asked about again.
+        """The status of each job. UNKNOWN if the scheduler could not be asked, which never means
+        that a job is over. A job that was seen to be over stays so, and is not asked about again.
         """
         wanted = [str(job_id) for job_id in job_ids]
         answers = self._ask(self._open_ones(wanted))
@@ -187,9 +172,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             return {job_id: _unknown(f'could not ask: {error}') for job_id in job_ids}
 
     def cancel(self, job_ids: Sequence[Any]) -> list[bool]:
-        """End the jobs; False for each that could not be cancelled, which may still run.
-
-        A job that was seen to be over counts as cancelled.
+        """End the jobs; False for each that could not be cancelled, which may still run. A job that
+        was seen to be over counts as cancelled.
         """
         wanted = [str(job_id) for job_id in job_ids]
         running = self._open_ones(wanted)
@@ -208,12 +192,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
 
     def release(self, job_id: str, nodes: Sequence[str]) -> None:
         """Give some nodes of a block back; it goes on with the others. Raises FreeTrainError if the
-        scheduler does not do it.
-
-        Parameters
-        ----------
-        nodes
-            Their names, as the site calls them.
+        scheduler does not do it. ``nodes``: their names, as the site calls them.
         """
         assert isinstance(self.site, Yielding)
         self.site.release(job_id, nodes)
@@ -225,7 +204,6 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         return () if full else self.site.holes()
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends, in seconds of ``time.time()``; None while unknown."""
         return self.site.end_of(job_id)
 
 

@@ -58,9 +58,8 @@ class SiteType:
 
 
 def site_types() -> dict[str, SiteType]:
-    """Every type of site that can be loaded, by name; ours come first.
-
-    One that cannot be loaded, or that has the name of an earlier one, is left out with a warning.
+    """Every type of site that can be loaded, by name; ours come first. One that cannot be loaded,
+    or that has the name of an earlier one, is left out with a warning.
     """
     found: dict[str, SiteType] = {}
     for point in (*_OWN, *entry_points(group=GROUP)):

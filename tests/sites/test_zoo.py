@@ -38,7 +38,7 @@ SUPPORT = Path(slurm_scene.__file__).parent
 def told(job: BatchJob) -> BatchJob:
     """What text and document both tell: an array's first number, one reason, no restarts."""
     job_id, reason = job.job_id.partition('_')[0], job.reason.partition(',')[0]
-    return replace(job, job_id=job_id, reason=reason, restarts=0)
+    return replace(job, job_id=job_id, reason=reason, restarts=0, memory_per_cpu=0.0)
 
 
 def check_scene(folder: Path) -> None:
@@ -169,14 +169,7 @@ def clusters(draw: st.DrawFn) -> tuple[Said, str]:
             job = replace(job, features=(frozenset([*plain, *types]),) if plain else (), gpus=gpus)
         jobs.append(job)
     nodes = tuple(
-        Nodes(
-            'batch',
-            (name,),
-            states[name],
-            features=KINDS[kinds[name]][0],
-            gpus=KINDS[kinds[name]][1],
-        )
-        for name in names
+        Nodes('batch', (n,), states[n], '', *KINDS[kinds[n]], cpus=64, memory=1000.0) for n in names
     )
     reservations = tuple(
         NodeReservation(f'r{i}', NOW + begin, NOW + begin + 600, (draw(st.sampled_from(names)),))
@@ -195,7 +188,8 @@ def plain(features: tuple[str, ...] | frozenset[str], mark: str) -> str:
 
 def nodes_text(nodes: tuple[Nodes, ...]) -> str:
     return ''.join(
-        f'batch|{n.state}|{gres(n.features, n.gpus)}|{plain(n.features, ",")}|{n.names[0]}\n'
+        f'batch|{n.state}|{gres(n.features, n.gpus)}|{plain(n.features, ",")}|64|1000|'
+        f'{n.names[0]}\n'
         for n in nodes
     )
 
@@ -213,7 +207,7 @@ def jobs_text(jobs: tuple[BatchJob, ...]) -> str:
                     *(f'{bar}<{job.job_id}', job.state.name, job.partition, str(job.nodes), start),
                     *(end, ','.join(job.planned), ','.join(job.names), job.user, 'Resources'),
                     *(limit, str(int(job.priority)), '', '', gres(wanted, job.gpus), '(null)'),
-                    *(plain(wanted, '&'), job.name),
+                    *(plain(wanted, '&'), '64', '1', '0', 'NO', job.name),
                 )
             )
             + f'{bar}>\n'
@@ -246,6 +240,7 @@ def jobs_document(jobs: tuple[BatchJob, ...], release: tuple[int, int]) -> str:
                 'priority': number(job.priority),
                 'features': plain(wanted, '&').replace('(null)', ''),
                 'tres_per_node': f'gres/{asked}' if job.gpus else '',
+                'shared': ['none'] if release >= (23, 11) else 'none',
             }
         )
     return json.dumps({'jobs': found})
@@ -313,7 +308,11 @@ def test_pbs_gives_the_holes_and_demands_of_the_cluster(drawn: tuple[Said, str])
             'Job_Owner': 'eve@login',
             'job_state': 'R' if job.names else 'Q',
             'Priority': int(job.priority),
-            'Resource_List': {'nodect': job.nodes, 'walltime': int(job.limit_s or 0)},
+            'Resource_List': {
+                'nodect': job.nodes,
+                'walltime': int(job.limit_s or 0),
+                'place': 'excl',
+            },
         }
         if job.names:
             record['exec_vnode'] = '+'.join(f'({name}:ncpus=4)' for name in job.names)

@@ -43,7 +43,7 @@ class FragmentResult:
     #: The newest one that is known to be committed; what the fragment's AppFuture resolves to.
     checkpoint: Checkpoint
     error: str = ''  #: a sentence; empty if nothing went wrong
-    #: Loads the user's exception, where there is one: not on the event loop, as its class is theirs.
+    #: Loads the user's exception, where there is one; not on the event loop: its class is theirs.
     exception: Callable[[], BaseException] | None = None
     out_of_memory: bool = False  #: whether it failed because a rank had too little memory
     final: bool = False  #: whether it would fail again

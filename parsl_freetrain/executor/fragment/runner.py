@@ -28,10 +28,10 @@ from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.executor.trainer.future import in_thread
 from parsl_freetrain.training.spec.messages import Abandon, Alive, FromMember, Hello
 
 logger = logging.getLogger(__name__)

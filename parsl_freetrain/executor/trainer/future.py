@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.report.cells import trainer_html
 from parsl_freetrain.report.status import TrainerNow
 
@@ -26,14 +27,6 @@ class Progress:
     rescaled: int = 0  #: changes of the node count in this run
     #: The last values given to ``ctx.report``.
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def in_thread(work: Callable[[], object], name: str) -> None:
-    """Do some work in a thread of its own; here if no thread can be had."""
-    try:
-        threading.Thread(target=work, name=name, daemon=True).start()
-    except RuntimeError:
-        work()
 
 
 class TrainingFuture(Future[Checkpoint]):

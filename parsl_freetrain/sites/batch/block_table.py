@@ -52,7 +52,6 @@ class BatchBlock:
 
     @property
     def life(self) -> BlockLife:
-        """Where it stands."""
         return life_of(self.seen)
 
 
@@ -71,19 +70,15 @@ class BlockTable:
         return min(assumed_s, max(self._started_s) + ROUNDED_S) if enough else assumed_s
 
     def add(self, block: BatchBlock) -> None:
-        """A block was submitted."""
         self._blocks[block.job_id] = block
 
     def remove(self, job_id: str) -> bool:
-        """Whether there was such a block."""
         return self._blocks.pop(job_id, None) is not None
 
     def ids(self) -> frozenset[str]:
-        """The job ids of all blocks."""
         return frozenset(self._blocks)
 
     def waiting(self) -> list[BatchBlock]:
-        """Those without nodes."""
         return [
             block
             for block in self._blocks.values()
@@ -137,7 +132,6 @@ class BlockTable:
         ]
 
     def place(self, job_id: str) -> Place:
-        """Where a block's output goes."""
         return self._blocks[job_id].place
 
     def end_of(self, job_id: str) -> float | None:
@@ -250,9 +244,8 @@ class BlockTable:
 
 
 def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
-    """A job that was found, as if it had been submitted now.
-
-    If it waits, only the scheduler knows its deadline.
+    """A job that was found, as if it had been submitted now. If it waits, only the scheduler knows
+    its deadline.
     """
     start_by_s = now + options.withdraw_s
     running = job.state is JobState.RUNNING

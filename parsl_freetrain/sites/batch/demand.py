@@ -95,7 +95,6 @@ def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[
 
 def shortest_behind_s(jobs: Iterable[BatchJob], ours: frozenset[str]) -> float:
     """The shortest time limit of the waiting jobs behind the first one, in seconds; infinite: none.
-
     If a job lacks only nodes of a block, the scheduler plans it for the block's end, and starts
     jobs behind it that end before. So no block should last longer than one of these.
     """

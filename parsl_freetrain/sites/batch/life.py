@@ -12,10 +12,8 @@ from parsl_freetrain.sites.batch.records import JobState
 
 
 class BlockLife(Enum):
-    """Where a block stands: in words, and for Parsl.
-
-    TIMEOUT: nodes were taken, which is normal life. FAILED: asking for the same again at once would
-    not help.
+    """Where a block stands: in words, and for Parsl. TIMEOUT: nodes were taken, which is normal
+    life. FAILED: asking for the same again at once would not help.
     """
 
     def __init__(self, words: str, parsl: ParslState) -> None:
@@ -96,7 +94,6 @@ class Seen:
 
 
 def life_of(seen: Seen) -> BlockLife:
-    """Where a block stands."""
     meaning = _MEANING.get(seen.state) or BlockLife[seen.state.name]
     if meaning is BlockLife.PENDING and seen.ran:
         return BlockLife.REQUEUED
@@ -139,9 +136,8 @@ def ran_out_of_memory(status: JobStatus) -> bool:
 
 
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:
-    """Whether a block that the scheduler does not know any more is over.
-
-    It must have ended by now, or been deleted by this process, and several answers must agree.
+    """Whether a block that the scheduler does not know any more is over. It must have ended by now,
+    or been deleted by this process, and several answers must agree.
     """
     ended = now > latest_end_s or seen.cancelled or seen.withdrawn or seen.taken
     return seen.missing >= answers and ended

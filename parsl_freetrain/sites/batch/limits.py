@@ -55,9 +55,8 @@ class QueueLimits:
             )
 
     def settings(self, longest_s: float) -> dict[str, Any]:
-        """Settings for the site's options.
-
-        ``longest_s``, in seconds, is the maximum walltime of a block, unless the queue's is less.
+        """Settings for the site's options. ``longest_s``, in seconds, is the maximum walltime of a
+        block, unless the queue's is less.
         """
         return {
             'least_nodes': self.nodes[0],

@@ -29,10 +29,8 @@ Groups = dict[tuple[float, str], list[str]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which nodes blocks can use.
-
-    A node must have all features of one of the sets in ``features``, and ``gpus`` GPUs. Where there
-    are node ``classes``, it must be of one of them.
+    """Which nodes blocks can use. A node must have all features of one of the sets in ``features``,
+    and ``gpus`` GPUs. Where there are node ``classes``, it must be of one of them.
     """
 
     partition: str
@@ -51,10 +49,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class OnTheWay:
-    """A block that has no nodes yet.
-
-    ``end_s`` is when it ends at the latest; infinite if nothing ends it. ``node_class`` is that of
-    its nodes; empty: any. It cannot start on nodes that are needed before ``least_end_s``.
+    """A block that has no nodes yet. ``end_s`` is when it ends at the latest; infinite if nothing
+    ends it. ``node_class`` is that of its nodes; empty: any. It cannot start on nodes that are
+    needed before ``least_end_s``.
     """
 
     nodes: int
@@ -153,16 +150,10 @@ def holes(
 ) -> tuple[Hole, ...]:
     """The holes that the blocks on their way leave free, the longest first. ``until_s`` is None
     where nothing is planned; no hole has more nodes than a job of the partition may have.
-
-    Parameters
-    ----------
-    margin_s
-        How long before its nodes are needed a hole ends, in seconds; see
-        :attr:`~parsl_freetrain.sites.batch.options.BatchOptions.limit_margin_s`.
-    least_s
-        Minimum length of a hole, in seconds.
-    classes
-        The classes of the nodes by their names; None: all are alike.
+    ``margin_s``: how long before its nodes are needed a hole ends, in seconds; see
+    :attr:`~parsl_freetrain.sites.batch.options.BatchOptions.limit_margin_s`. ``least_s``: minimum
+    length of a hole, in seconds. ``classes``: the classes of the nodes by their names; None: all
+    are alike.
     """
     if not partition.up:
         return ()
@@ -189,9 +180,8 @@ def holes(
 
 
 def _take(groups: Groups, block: OnTheWay) -> None:
-    """Count as taken the shortest windows that are long enough for a block.
-
-    The scheduler may choose any of them.
+    """Count as taken the shortest windows that are long enough for a block. The scheduler may
+    choose any of them.
     """
     missing = block.nodes
     keys = [key for key in sorted(groups) if block.node_class in ('', key[1])]
@@ -204,10 +194,8 @@ def _take(groups: Groups, block: OnTheWay) -> None:
 
 
 class OfferLog:
-    """Turns answers into intervals.
-
-    A node that is in two answers was there between them, if they are at most ``gap_s`` seconds
-    apart.
+    """Turns answers into intervals. A node that is in two answers was there between them, if they
+    are at most ``gap_s`` seconds apart.
     """
 
     def __init__(self, gap_s: float) -> None:

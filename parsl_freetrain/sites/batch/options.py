@@ -142,7 +142,6 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def preemptible(self) -> bool:
-        """Whether the scheduler may preempt blocks."""
         return self.mode == 'preemptible'
 
     @property
@@ -172,7 +171,6 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def charge(self) -> Charge:
-        """What nodes cost."""
         return Charge(self.price, self.least_charge_s, self.least_charge_price)
 
 

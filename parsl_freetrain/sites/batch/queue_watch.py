@@ -38,12 +38,8 @@ NEVER = float('-inf')
 @dataclass(frozen=True)
 class QueueSnapshot:
     """Jobs, nodes and reservations, each with the time at which the question was asked.
-
-    Attributes
-    ----------
-    waiting_since
-        When the question was asked by which a job of others was first seen to wait; NEVER if none
-        does.
+    ``waiting_since``: when the question was asked by which a job of others was first seen to wait;
+    NEVER if none does.
     """
 
     jobs: tuple[BatchJob, ...] = ()
@@ -105,7 +101,6 @@ class QueueWatch:
 
     @property
     def last(self) -> QueueSnapshot:
-        """The last answers, however old."""
         return self._snapshot
 
     @property
@@ -116,16 +111,10 @@ class QueueWatch:
     def look(
         self, with_nodes: bool, newer_than: float = NEVER, wait_s: float = 2.0
     ) -> QueueSnapshot:
-        """The last answers, after asking again if they are old.
-
-        Parameters
-        ----------
-        with_nodes
-            Whether nodes and reservations are needed too, and not only jobs.
-        newer_than
-            Answers to questions asked before this time count as old; in seconds of ``time.time()``.
-        wait_s
-            Maximum time to wait for the scheduler, in seconds; then the old answers are returned.
+        """The last answers, after asking again if they are old. ``with_nodes``: whether nodes and
+        reservations are needed too, and not only jobs. ``newer_than``: answers to questions asked
+        before this time count as old; in seconds of ``time.time()``. ``wait_s``: maximum time to
+        wait for the scheduler, in seconds; then the old answers are returned.
         """
         self.ask(with_nodes, newer_than)
         with self._lock:

@@ -53,65 +53,47 @@ class Scheduler(Protocol):
     @property
     def client(self) -> Commands:
         """Runs its commands, and counts them."""
-        ...
 
     def queue(self) -> Partition:
         """What the queue allows; raises BadInput if that is not what the site config asks for."""
-        ...
 
     def wanted(self) -> Wanted:
         """Which nodes blocks can use."""
-        ...
 
     def jobs(self) -> tuple[BatchJob, ...]:
-        """Everybody's jobs that are not over, as far as they may be seen.
-
-        Some that are over may be among them.
+        """Everybody's jobs that are not over, as far as they may be seen. Some that are over may be
+        among them.
         """
-        ...
 
     def nodes(self) -> tuple[Nodes, ...]:
         """The machine's nodes."""
-        ...
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         """Nodes that are set aside, now or later."""
-        ...
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
-        """The states of those of these jobs that are over; raises NoHistory.
-
-        The queue does not know these jobs any more.
+        """The states of those of these jobs that are over; raises NoHistory. The queue does not
+        know these jobs any more.
         """
-        ...
 
     def needs_s(self, shape: BlockShape) -> int:
         """How long the nodes of a block must be free for it to start, in seconds."""
-        ...
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
         """The batch script of a block: the shell lines ``worker_init``, then ``command`` on each
         node.
         """
-        ...
 
     def test(self, script: Path) -> None:
         """Ask whether a script would be accepted, if that can be asked. Raises SchedulerRefused."""
-        ...
 
     def submit(self, script: Path) -> str:
-        """Submit a script; returns the job's id.
-
-        Raises SchedulerRefused. After SchedulerSilent the job may have been submitted all the same.
+        """Submit a script; returns the job's id. Raises SchedulerRefused. After SchedulerSilent the
+        job may have been submitted all the same.
         """
-        ...
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End jobs; those that are over are no error.
-
-        After SchedulerSilent they may still run.
-        """
-        ...
+        """End jobs; those that are over are no error. After SchedulerSilent they may still run."""
 
 
 @runtime_checkable
@@ -120,11 +102,8 @@ class Shrinking(Protocol):
 
     def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of a job's nodes that can be taken away while it goes on."""
-        ...
 
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
-        """Take the nodes ``leave`` away from a job; it goes on with ``keep``.
-
-        Raises SchedulerRefused.
+        """Take the nodes ``leave`` away from a job; it goes on with ``keep``. Raises
+        SchedulerRefused.
         """
-        ...

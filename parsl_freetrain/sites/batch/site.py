@@ -114,12 +114,10 @@ class BatchSite(ABC):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The node classes that the site config tells apart."""
         return self.options.classes
 
     @property
     def queue(self) -> str:
-        """The name of the queue, or partition."""
         return self._scheduler.wanted().partition
 
     def limits(self) -> Partition:
@@ -130,16 +128,13 @@ class BatchSite(ABC):
         return self._scheduler.queue()
 
     def close(self) -> None:
-        """No holes from now on."""
         self._closed = True
 
     # --- holes
 
     def holes(self) -> tuple[Hole, ...]:
-        """What can be had now.
-
-        Nothing while the scheduler is silent, while the maximum number of blocks wait in the queue,
-        and until the next submission is allowed.
+        """What can be had now. Nothing while the scheduler is silent, while the maximum number of
+        blocks wait in the queue, and until the next submission is allowed.
         """
         partition = self._partition
         if partition is None or self._closed:
@@ -202,7 +197,6 @@ class BatchSite(ABC):
         )
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
-        """As far as the scheduler's answers tell."""
         return self._tracker.offers(since, until)
 
     # --- blocks
@@ -251,13 +245,11 @@ class BatchSite(ABC):
         self._tracker.cancel(job_ids)
 
     def gone(self, job_id: str) -> None:
-        """The job's nodes can be offered again once the scheduler says so."""
         self._tracker.remove(job_id)
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends itself: a little before the scheduler would end it.
-
-        A preemption moves this to the end of the grace time.
+        """When the job ends itself: a little before the scheduler would end it. A preemption moves
+        this to the end of the grace time.
         """
         end_s = self._tracker.end_of(job_id)
         return None if end_s is None else end_s - self.options.ending_s
@@ -265,15 +257,13 @@ class BatchSite(ABC):
     # --- what others wait for
 
     def ask(self, done: Callable[[], None]) -> bool:
-        """Ask the scheduler beside what the last round of questions asked."""
         return self._tracker.ask(done)
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
         """Which waiting jobs of others would start on nodes of blocks, or which reservations take
-        them soon, and the nodes of all blocks, each by the id of its job.
-
-        In preemptible mode, too: Slurm may take the wrong nodes, or too few, and then pauses for
-        its grace time. Nothing while the scheduler is silent.
+        them soon, and the nodes of all blocks, each by the id of its job. In preemptible mode, too:
+        Slurm may take the wrong nodes, or too few, and then pauses for its grace time. Nothing
+        while the scheduler is silent.
         """
         if not self._tracker.must_look() or (snapshot := self._tracker.snapshot()) is None:
             return (), ()
@@ -286,7 +276,6 @@ class BatchSite(ABC):
         )
 
     def leaving(self, job_ids: Sequence[str]) -> None:
-        """The nodes of these jobs have been told to end them: they count as ending."""
         self._tracker.leaving(job_ids)
 
     def _releasable(self, job_id: str, names: Sequence[str]) -> frozenset[str]:
@@ -307,16 +296,13 @@ class BatchSite(ABC):
     # --- adoption
 
     def identify(self, run: str) -> None:
-        """Name this run's jobs, unless that was done already."""
         if not self._named:
             self._submitter.run, self._named = run, True
 
     def adopt(self) -> tuple[FoundBlock, ...]:
-        """Blocks of this run that an earlier process has submitted, and that are not over.
-
-        From now on they count as opened by this process.
-
-        Raises FreeTrainError if the scheduler does not answer.
+        """Blocks of this run that an earlier process has submitted, and that are not over. From now
+        on they count as opened by this process. Raises FreeTrainError if the scheduler does not
+        answer.
         """
         now, ours = self._clock(), self._tracker.ids()
         found = [job for job in self.find_blocks() if job.job_id not in ours]

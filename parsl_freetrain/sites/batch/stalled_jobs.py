@@ -11,13 +11,12 @@ UNWILLING_S = 30.0
 
 
 class StalledJobs:
-    """Since when jobs could have started, and which are not waited for any more.
-
-    Without it, nodes would be given back for ever for a job that waits for what no answer tells,
-    such as a licence; and a job that needs more memory than the idle nodes have would seem to be
-    served by them, and get no node of ours. ``limit_s``: seconds after which a job that could have
-    started counts as held back by something other than nodes. After half of them, the nodes that
-    were idle all the time count as unsuitable.
+    """Since when jobs could have started, and which are not waited for any more. Without it, nodes
+    would be given back for ever for a job that waits for what no answer tells, such as a licence;
+    and a job that needs more memory than the idle nodes have would seem to be served by them, and
+    get no node of ours. ``limit_s``: seconds after which a job that could have started counts as
+    held back by something other than nodes. After half of them, the nodes that were idle all the
+    time count as unsuitable.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -81,7 +80,6 @@ class StalledJobs:
                 self._unsuitable[job] = now, before | names
 
     def ignored(self, now: float) -> frozenset[str]:
-        """The jobs that get no nodes."""
         return frozenset(job for job in self._since if self._over(job, now))
 
     def unwilling(self, now: float) -> frozenset[str]:

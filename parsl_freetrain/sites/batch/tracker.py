@@ -86,7 +86,6 @@ class BlockTracker:
         self._backoff = Backoff(options.poll_s, LONGEST_CANCEL_S)
 
     def add(self, blocks: Collection[BatchBlock]) -> None:
-        """Blocks were submitted, or adopted."""
         with self._lock:
             for block in blocks:
                 self._blocks.add(block)
@@ -103,12 +102,10 @@ class BlockTracker:
         self._watch.blocks_open = bool(self._blocks.ids())
 
     def ids(self) -> frozenset[str]:
-        """The jobs of all blocks."""
         with self._lock:
             return self._blocks.ids()
 
     def waiting(self) -> list[BatchBlock]:
-        """Blocks without nodes."""
         with self._lock:
             return self._blocks.waiting()
 
@@ -118,7 +115,6 @@ class BlockTracker:
             return self._blocks.end_of(job_id)
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
-        """Which nodes were idle or ours, as far as answers tell."""
         with self._lock:
             return self._offers.between(since, until)
 
@@ -181,7 +177,6 @@ class BlockTracker:
         )
 
     def reserved(self, snapshot: QueueSnapshot) -> tuple[NodeDemand, ...]:
-        """Nodes of blocks that a reservation takes soon."""
         jobs = [job for job in snapshot.jobs if job.job_id not in self._leaving]
         by_s = self._clock() + self._options.margin_s
         return reserved(jobs, snapshot.reservations, self.ids(), by_s)
@@ -220,10 +215,8 @@ class BlockTracker:
         return tuple(job for job in self._scheduler.jobs() if job.user == self._user)
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """The status of each job.
-
-        While the scheduler is silent this is the status that was seen last, and UNKNOWN after
-        ``unreachable_s`` seconds.
+        """The status of each job. While the scheduler is silent this is the status that was seen
+        last, and UNKNOWN after ``unreachable_s`` seconds.
         """
         snapshot = self._look(with_nodes=False)
         self._ask_history()
@@ -279,7 +272,6 @@ class BlockTracker:
         self._offers.note(snapshot.jobs_at, names)
 
     def _usable(self, snapshot: QueueSnapshot) -> dict[str, float]:
-        """Until when each node could be had."""
         return windows(
             snapshot.nodes,
             snapshot.jobs,

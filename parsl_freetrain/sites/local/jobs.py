@@ -37,11 +37,9 @@ class _SlotJob:
 
 
 class SlotJobs:
-    """Starts, watches and cancels the blocks of this process.
-
-    Unlike Parsl's LocalProvider it needs no ``ps``, accepts any character in the path of its
-    folder, and sees the exit status of the very process that it started. When a cancellation
-    returns, no process of the block is left.
+    """Starts, watches and cancels the blocks of this process. Unlike Parsl's LocalProvider it needs
+    no ``ps``, accepts any character in the path of its folder, and sees the exit status of the very
+    process that it started. When a cancellation returns, no process of the block is left.
     """
 
     def __init__(self) -> None:
@@ -101,7 +99,6 @@ class SlotJobs:
         return job_id
 
     def status(self, job_id: str) -> JobStatus:
-        """How the block is; TIMEOUT if its slots were taken away."""
         job = self._jobs[job_id]
         if job.last is not None:
             return job.last
@@ -138,7 +135,6 @@ class SlotJobs:
         )
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End blocks; when it returns, no process of theirs is left."""
         jobs = [self._jobs[job_id] for job_id in job_ids]
         for job in jobs:
             if job.process.poll() is None:
@@ -169,7 +165,6 @@ def _block_command(
     variables: Mapping[str, Mapping[str, str]],
 ) -> str:
     """The program :mod:`parsl_freetrain.sites.local.slots`; the slots' command is still to follow.
-
     The script execs it, so that signals reach it directly.
     """
     owner = os.getpid()

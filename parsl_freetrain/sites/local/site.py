@@ -168,19 +168,16 @@ class LocalSite:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The node classes of the slots."""
         return tuple(sorted(set(self.node_classes.values())))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The slots, sorted."""
         return self._followed.nodes
 
     @property
     def over_at(self) -> float | None:
-        """When the schedule ends, in seconds of ``time.time()``.
-
-        None before the start, and if it never ends.
+        """When the schedule ends, in seconds of ``time.time()``. None before the start, and if it
+        never ends.
         """
         end = math.inf if self._zero is None else self._zero + self._followed.end_s
         return end if math.isfinite(end) and not self.repeat else None
@@ -197,7 +194,6 @@ class LocalSite:
         )
 
     def start(self) -> None:
-        """The schedule's time 0 is now."""
         with self._lock:
             if self._zero is None:
                 self._zero = self._clock()
@@ -207,9 +203,8 @@ class LocalSite:
         self._closed = True
 
     def holes(self) -> tuple[Hole, ...]:
-        """Idle slots in no open block.
-
-        Those of one class that became free together and have the same known end are one hole.
+        """Idle slots in no open block. Those of one class that became free together and have the
+        same known end are one hole.
         """
         now = self._clock()
         with self._lock:
@@ -265,7 +260,6 @@ class LocalSite:
         return told
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """How the blocks are; TIMEOUT for one whose slots were taken away."""
         return [self._jobs.status(job_id) for job_id in job_ids]
 
     def cancel(self, job_ids: Sequence[str]) -> None:
@@ -297,7 +291,6 @@ class LocalSite:
         return tuple(names)
 
     def gone(self, job_id: str) -> None:
-        """The job's slots can be offered again, where they are idle."""
         with self._lock:
             block = self._open.pop(job_id, None)
             if block is not None:
@@ -306,7 +299,6 @@ class LocalSite:
                 )
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends, in seconds of ``time.time()``; None while unknown."""
         with self._lock:
             block = self._open.get(job_id)
         if block is None:
@@ -352,7 +344,6 @@ class LocalSite:
         return _shifted(interval, begun_s) if interval is not None and there else None
 
     def _free(self, now: float) -> dict[str, IdleInterval]:
-        """Idle slots in no open block, by name, with their present interval."""
         if self._zero is None or self._closed:
             return {}
         taken = {node for block in self._open.values() for node in block.nodes}

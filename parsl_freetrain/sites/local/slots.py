@@ -51,7 +51,6 @@ def nodes_file(folder: str | Path, job_name: str) -> Path:
 
 def kill_block(folder: Path, job_name: str) -> int:
     """SIGKILL all processes of a block's nodes; returns the number of processes that were killed.
-
     They are found by their session and by the mark that they inherit: a program that renames itself
     overwrites the mark, and one that opens a session of its own keeps it.
     """
@@ -274,7 +273,6 @@ def _kill_group(pid: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one block as the command line says."""
     parser = argparse.ArgumentParser(
         description='Runs a command once per node and takes the nodes away in time.'
     )

@@ -165,10 +165,8 @@ def _elsewhere(job: Mapping[str, Any], features: Collection[str], apart: Collect
 
 
 def _ended(job: Mapping[str, Any]) -> JobState:
-    """How a finished job has ended.
-
-    A preemption that deletes looks like a qdel, and a job that ends itself on SIGTERM was preempted
-    or told to.
+    """How a finished job has ended. A preemption that deletes looks like a qdel, and a job that
+    ends itself on SIGTERM was preempted or told to.
     """
     status = int(job['Exit_status']) if 'Exit_status' in job else None
     if job.get('substate') == _DELETED or status is None:
@@ -192,11 +190,9 @@ def parse_nodes(
     classes: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
-    its vnodes are.
-
-    The features of a node are the values of those resources that are words: ``system=polaris``.
-    Raises NotUnderstood if it is not such a document. ``owners``: see :func:`node_owners`.
-    ``classes``: the resources of each node class.
+    its vnodes are. The features of a node are the values of those resources that are words:
+    ``system=polaris``. Raises NotUnderstood if it is not such a document. ``owners``: see
+    :func:`node_owners`. ``classes``: the resources of each node class.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
@@ -288,10 +284,8 @@ def _amount(value: str) -> float | None:
 
 def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
     """The nodes that jobs of a queue can get: the queue to which they belong (``''``: to none), and
-    the partition of the scheduler that starts jobs there.
-
-    A queue with nodes of its own uses these and no others. A routing queue has those of its
-    destinations.
+    the partition of the scheduler that starts jobs there. A queue with nodes of its own uses these
+    and no others. A routing queue has those of its destinations.
     """
     routes = str(queues[name].get('route_destinations', '')).split(',')
     ends = [route for route in routes if route in queues] or [name]
@@ -315,7 +309,6 @@ def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
 
 
 def queue_ranks(queues: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """The priority of each queue."""
     return {name: _count(queue.get('Priority', 0)) for name, queue in queues.items()}
 
 

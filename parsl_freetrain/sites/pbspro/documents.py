@@ -20,10 +20,9 @@ _VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE 
 
 def document(answer: str, command: str) -> dict[str, Any]:
     """The document in an answer; environment variables are left out where it cannot be read with
-    them. Raises NotUnderstood if it cannot be mended.
-
-    Of two values under one name the first counts, and of objects none (None): a value of another
-    user that was not escaped may have written one of them, and nobody knows which.
+    them. Raises NotUnderstood if it cannot be mended. Of two values under one name the first
+    counts, and of objects none (None): a value of another user that was not escaped may have
+    written one of them, and nobody knows which.
     """
     for text in _attempts(answer):
         try:

@@ -96,7 +96,6 @@ class Pbs:
         return Wanted(self._options.queue, (), self._options.gpus_per_node, self._options.classes)
 
     def jobs(self) -> tuple[BatchJob, ...]:
-        """``qstat`` of everything that is not over."""
         jobs = answers.parse_jobs(
             self.client.ask(answers.JOBS),
             self._options.queue,
@@ -108,7 +107,6 @@ class Pbs:
         return jobs
 
     def nodes(self) -> tuple[Nodes, ...]:
-        """``pbsnodes`` of the nodes that have what blocks need."""
         found = answers.parse_nodes(
             self.client.ask(answers.NODES),
             self._options.queue,
@@ -120,14 +118,11 @@ class Pbs:
         return found
 
     def reservations(self) -> tuple[NodeReservation, ...]:
-        """``pbs_rstat``."""
         return answers.parse_reservations(self.client.ask(answers.RESERVATIONS))
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
-        """``qstat -x``, where PBS keeps a history.
-
-        It does not tell a preemption that deletes from a qdel. Where blocks may be preempted, one
-        that ran and was deleted counts as preempted.
+        """``qstat -x``, where PBS keeps a history. It does not tell a preemption that deletes from
+        a qdel. Where blocks may be preempted, one that ran and was deleted counts as preempted.
         """
         done = self.client.run(answers.history_of(list(places)))
         if done.returncode == NO_HISTORY:
@@ -153,14 +148,12 @@ class Pbs:
         return shape.least_s
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
-        """A script for qsub."""
         return render(self._options, shape, place, command, worker_init)
 
     def test(self, script: Path) -> None:
         """PBS cannot be asked: qsub submits, or refuses."""
 
     def submit(self, script: Path) -> str:
-        """``qsub``."""
         command = ('qsub', '-f', str(script))  # -f: no process of it stays behind
         return self.client.submit(command, r'(\d+(?:\.\S+)?)', _UNREACHED)
 

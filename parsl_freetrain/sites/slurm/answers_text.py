@@ -72,9 +72,8 @@ def parse_exits(answer: str) -> dict[str, int]:
 
 
 def job_format(mark: str) -> str:
-    """What :data:`JOBS` is to tell of each job, for the environment variable SQUEUE_FORMAT.
-
-    A name may hold anything, line ends too. So that no user can write what looks like the record of
+    """What :data:`JOBS` is to tell of each job, for the environment variable SQUEUE_FORMAT. A name
+    may hold anything, line ends too. So that no user can write what looks like the record of
     another job, each record and field begins with ``mark``: 16 random hexadecimal digits, which no
     other user can know. All users can read command lines, hence the variable.
     """
@@ -83,12 +82,10 @@ def job_format(mark: str) -> str:
 
 
 def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS`; its first word is the mark of :func:`job_format`.
-
-    A job that cannot be read is left out, since other users write parts of these. Of one that is
-    told twice, nothing is known.
-
-    Raises NotUnderstood if it is not such an answer, or it was cut off, or no job can be read.
+    """Jobs in the answer to :data:`JOBS`; its first word is the mark of :func:`job_format`. A job
+    that cannot be read is left out, since other users write parts of these. Of one that is told
+    twice, nothing is known. Raises NotUnderstood if it is not such an answer, or it was cut off, or
+    no job can be read.
     """
     if not answer.strip():
         return ()
@@ -332,7 +329,6 @@ def _gpus(gres: str) -> list[tuple[str, int]]:
 
 
 def gpus_of(gres: str) -> int:
-    """Number of GPUs."""
     return sum(count for _, count in _gpus(gres))
 
 

@@ -66,7 +66,6 @@ class Slurm:
         self._shrinks = options.shrink_blocks
 
     def queue(self) -> Partition:
-        """The partition."""
         partitions = answers_text.parse_partitions(self.client.ask(answers_text.PARTITIONS))
         self._tiers = {name: partition.tier for name, partition in partitions.items()}
         if self._shrinks is None:
@@ -74,7 +73,6 @@ class Slurm:
         return partition_for(self._options, partitions)
 
     def wanted(self) -> Wanted:
-        """Its nodes with the features and GPUs of the options."""
         return Wanted(
             self._options.partition,
             self._options.features(),
@@ -83,7 +81,6 @@ class Slurm:
         )
 
     def jobs(self) -> tuple[BatchJob, ...]:
-        """The queue, in the form that the options and the version say."""
         if self._form is None:
             auto = self._options.form == 'auto'
             self._form = self._best_form() if auto else self._options.form
@@ -130,7 +127,6 @@ class Slurm:
         )
 
     def nodes(self) -> tuple[Nodes, ...]:
-        """All nodes."""
         found = answers_text.parse_nodes(self.client.ask(answers_text.NODES))
         if not self._options.classes:
             return found
@@ -141,11 +137,9 @@ class Slurm:
         return 'json' if version >= answers_json.FIRST_COMPLETE else 'text'
 
     def reservations(self) -> tuple[NodeReservation, ...]:
-        """All of them."""
         return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
-        """What the accounting database says, where there is one."""
         try:
             return answers_text.parse_history(
                 self.client.ask(answers_text.history_of(list(places)))
@@ -160,17 +154,14 @@ class Slurm:
         return shape.least_s if shape.deadline is None else shape.walltime_s
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
-        """An sbatch script."""
         return render(self._options, shape, place, command, worker_init)
 
     def test(self, script: Path) -> None:
-        """``sbatch --test-only``."""
         done = self.client.run(('sbatch', '--test-only', str(script)))
         if done.returncode:
             raise SchedulerRefused(in_one_line(done.stderr, 'sbatch'))
 
     def submit(self, script: Path) -> str:
-        """``sbatch``."""
         return self.client.submit(('sbatch', '--parsable', str(script)), r'(\d+)(?:;\S+)?')
 
     def cancel(self, job_ids: Sequence[str]) -> None:
