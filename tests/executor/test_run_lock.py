@@ -135,8 +135,8 @@ def test_of_two_runs_that_begin_together_one_has_the_folder(
     monkeypatch.setattr(block_lease, 'write_holder', meanwhile)
     begin('first')
     second.join()
-    assert sorted(text.partition(':')[0].partition(' checkpoint_dir')[0] for text in said) == [
-        'A run with the',
+    assert sorted(text.partition(' has the checkpoint_dir')[0] for text in said) == [
+        "Executor '' of this program",
         'has it',
     ]
 
