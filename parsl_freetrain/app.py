@@ -259,7 +259,7 @@ class FreeTrainApp:
             )
         )
         if checkpoint is None:
-            say_if_never(self.function)
+            say_if_never(definition(self.function))
         else:
             future.add_done_callback(
                 functools.partial(arguments.say_if_finished_before, checkpoint)

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.executor.fragment.payload import definition, pack
 from parsl_freetrain.host.rehearsals import note
 from parsl_freetrain.training.checkpoint import next_step
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -147,7 +147,7 @@ def rehearse(
         rows = list(forms.compared(first))
         if plain is not None:
             rows.append(forms.beside(lambda batches: plain(batches, *args, **kwargs)))
-        note(app.function)
+        note(definition(app.function))
         last = replace(first.checkpoint, path='')
         return Rehearsal(name, len(first.order), time.monotonic() - began, tuple(rows), last)
 
