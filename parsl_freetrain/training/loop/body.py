@@ -168,6 +168,7 @@ def _variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in variables.items():
         yield name, value
         own = getattr(type(value), '__module__', '').startswith((_OURS, 'torch'))
+        own |= hasattr(type(value), 'state_dict')  # a model, an optimizer: it knows its state
         data = isinstance(value, Dataset) or hasattr(type(value), '__getitem__')
         if not (own or data or isinstance(value, type)) and hasattr(value, '__dict__'):
             yield from ((f'{name}.{key}', one) for key, one in vars(value).items())
