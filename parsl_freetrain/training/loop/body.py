@@ -170,7 +170,8 @@ def _variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         own = getattr(type(value), '__module__', '').startswith((_OURS, 'torch'))
         own |= hasattr(type(value), 'state_dict')  # a model, an optimizer: it knows its state
         data = isinstance(value, Dataset) or hasattr(type(value), '__getitem__')
-        if not (own or data or isinstance(value, type)) and hasattr(value, '__dict__'):
+        data |= isinstance(value, (type, torch.optim.Optimizer))  # whose state is saved
+        if not (own or data) and hasattr(value, '__dict__'):
             yield from ((f'{name}.{key}', one) for key, one in vars(value).items())
 
 
