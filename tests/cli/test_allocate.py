@@ -300,7 +300,7 @@ BAD = [
     (problem(trainer(deadline_s=5), objective='deadline'), ["'a'", 'remaining_samples']),
     (problem(trainers={'a': 1}), ["trainers is {'a': 1}", 'list']),
     (problem(trainers=[3]), ['trainers[0] is 3']),
-    (problem(trainer(), trainer('b', raet=[1])), ["trainer 'b'", 'no raet', 'rescale_up_s']),
+    (problem(trainer(), trainer('b', raet=[1])), ["trainer 'b'", 'no raet', 'say rate']),
     (problem(trainer(), trainer() | {'name': 5}), ['trainer 5', 'name is 5']),
     (problem(trainer(name='')), ['trainers[0]', "name is ''; it must be a text of 1"]),
     (problem(trainer(max_nodes=None)), ["trainer 'a'", 'max_nodes is missing']),
