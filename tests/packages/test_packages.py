@@ -103,55 +103,6 @@ def _with_adam(model: nn.Module) -> tuple[nn.Module, Any]:
     return model, torch.optim.Adam(model.parameters(), 1e-2)
 
 
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = models.WordLevel({f'w{i}': i for i in range(64)}, unk_token='w0')
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token='w1', eos_token='w2'
-    )
-
-
-@row('trl')
-def trl_sft(ctx: FragmentContext) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    from parsl_freetrain.integrations.transformers import InFragments
-
-    class Trainer(InFragments, SFTTrainer):
-        pass
-
-    how = {'bf16': False, 'report_to': 'none', 'max_length': 64, 'use_cpu': True}
-    args = SFTConfig('o', num_train_epochs=2, per_device_train_batch_size=8, **how)
-    rows = Dataset.from_list([{'input_ids': text['input_ids'].tolist()} for text in texts()])
-    Trainer(ctx, model=gpt(), args=args, train_dataset=rows, processing_class=_tokenizer()).train()
-
-
-@row('trl')
-def trl_dpo(ctx: FragmentContext) -> None:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    from parsl_freetrain.integrations.transformers import InFragments
-
-    class Trainer(InFragments, DPOTrainer):
-        pass
-
-    how = {'bf16': False, 'report_to': 'none', 'use_cpu': True}
-    args = DPOConfig('o', num_train_epochs=2, per_device_train_batch_size=8, **how)
-    said = [{'prompt': f'w{i % 9 + 5}', 'chosen': 'w7 w8', 'rejected': 'w9'} for i in range(48)]
-    Trainer(
-        ctx,
-        model=gpt(),
-        ref_model=gpt(),
-        args=args,
-        train_dataset=Dataset.from_list(said),
-        processing_class=_tokenizer(),
-    ).train()
-
-
 @row('accelerate')
 def accelerate_script(ctx: FragmentContext) -> None:
     from accelerate import Accelerator
