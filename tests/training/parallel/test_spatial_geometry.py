@@ -150,7 +150,7 @@ def test_a_network_is_checked_before_anything_runs() -> None:
     [
         (lambda: Conv3d(1, 1, 3, padding='same'), "padding='same'.*as numbers"),
         (lambda: Conv3d(1, 1, 3, padding=1, padding_mode='circular'), "padding_mode='circular'"),
-        (lambda: MaxPool3d(2, ceil_mode=True), 'neither ceil_mode'),
+        (lambda: MaxPool3d(2, ceil_mode=True), 'no ceil_mode and no return_indices'),
         (lambda: AvgPool3d(2, count_include_pad=False), 'count_include_pad at True'),
     ],
 )
