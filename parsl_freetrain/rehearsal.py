@@ -71,9 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal has shown; as a text it is a table. ``checkpoint``: of the undisturbed form,
-    without a path.
-    """
+    """A rehearsal's result, as a text a table. ``checkpoint``: of the undisturbed form, no path."""
 
     trainer: str
     steps: int
@@ -83,7 +81,6 @@ class Rehearsal:
 
     @property
     def same(self) -> bool:
-        """Whether all forms that were run are the same."""
         return not any(row.ran and row.why for row in self.rows)
 
     def __str__(self) -> str:
@@ -103,8 +100,6 @@ class _Part:
 
 @dataclass
 class _Run:
-    """What has come of a form."""
-
     steps: dict[int, NextStep] = field(default_factory=dict)  # by samples before
     # Of each step: number of the loop, samples before, epoch, data workers.
     order: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -115,8 +110,6 @@ class _Run:
 
 
 class App(Protocol):
-    """A decorated function."""
-
     name: str
     spec: TrainingSpec
     function: Callable[..., Any]
@@ -169,7 +162,6 @@ class _Forms:
         self._until: int | None = None
 
     def compared(self, first: _Run) -> Iterator[Row]:
-        """All other forms, against the undisturbed one."""
         places = first.order
         self._until = places[-1][1]
         starts = [samples for _, samples, *_ in places]
@@ -195,7 +187,6 @@ class _Forms:
         yield self._row(first, form, [_Part()], 'workers', workers=other)
 
     def run(self, form: str, parts: Sequence[_Part], **how: Any) -> _Run:
-        """One form."""
         folder, found = Path(tempfile.mkdtemp(dir=self._folder)), _Run()
         for number, part in enumerate(parts, 1):
             trace = str(folder / 'steps')

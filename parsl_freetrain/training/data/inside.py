@@ -40,7 +40,6 @@ def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
-    """What an object refers to, by how it is reached."""
     if isinstance(value, Mapping):
         return [(f'[{key!r}]', one) for key, one in _first(value.items())]
     if isinstance(value, (list, tuple, deque)):
@@ -142,9 +141,7 @@ def looks_of(dataset: Any) -> Looks:
 
 
 def different(one: Looks, other: Looks) -> str:
-    """Where they differ, with what is there, as part of a sentence; empty: nowhere. Floating point
-    numbers may be rounded differently.
-    """
+    """Where they differ, in a sentence; empty: nowhere. Floats may be rounded differently."""
     for path in one.keys() & other.keys():
         for this, that in zip(one[path], other[path], strict=False):
             near = isinstance(this, float) and isinstance(that, float)

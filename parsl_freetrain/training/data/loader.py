@@ -53,9 +53,7 @@ def seed_alike(samples: int, seed: int, what: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), ``random``, numpy where it has been imported, and the user's own
-    generators.
-    """
+    """Seed torch (all devices), ``random``, numpy if imported, and the user's own generators."""
     torch.default_generator.manual_seed(seed)
     # torch.manual_seed also records a stack for every kind of device that may be used later, which
     # takes as long as a step of a small model.
@@ -114,9 +112,7 @@ def size_of(dataset: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device. Containers keep their classes and attributes; what
-    has a method ``to`` is moved by it.
-    """
+    """A batch's tensors on the device, in containers of its classes; ``to`` moves what has it."""
     if device.type == 'cpu':
         return batch
     if isinstance(batch, torch.Tensor):
@@ -154,9 +150,7 @@ def _has_rows(dataset: Any) -> bool:
 
 
 class _Rows(Dataset[Any]):
-    """The samples of a TensorDataset, collated: to take and stack them one by one costs more than
-    all that a step needs apart from its passes.
-    """
+    """The samples of a TensorDataset, collated: to stack them one by one takes most of a step."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors

@@ -30,13 +30,10 @@ class LoaderSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderData(LoaderSettings):
-    """A dataset, and how it is read."""
-
     dataset: Any
     batch_size: int
 
     def in_loop(self, ctx: Any, **options: Any) -> Iterator[Any]:
-        """``ctx.loop`` over the data."""
         how = {name: value for name, value in vars(self).items() if name != 'dataset'}
         loop: Iterator[Any] = ctx.loop(self.dataset, **how, **options)
         return loop
@@ -106,9 +103,7 @@ class LoaderData(LoaderSettings):
 
     @staticmethod
     def of(loader: Any, what: str) -> LoaderData | None:
-        """A DataLoader, or a function that returns one; None of None. Raises BadInput if it does
-        something that ``ctx.loop`` does not.
-        """
+        """A DataLoader or what returns one; None of None. Raises BadInput as :meth:`of_loop`."""
         if callable(loader):
             loader = loader()
         if loader is None or (isinstance(loader, (list, tuple)) and not loader):

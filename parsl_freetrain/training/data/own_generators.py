@@ -14,9 +14,7 @@ from parsl_freetrain.training.data.inside import inside
 
 
 class OwnGenerators:
-    """Those of this process that are known, by where they were found. They are seeded wherever
-    torch's own generator is, so what they draw depends on nothing else either.
-    """
+    """Those of this process, by where they were found; seeded wherever torch's own generator is."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, Any, Callable[[int], object]]] = {}
@@ -32,13 +30,11 @@ class OwnGenerators:
         return new
 
     def seed(self, seed: int) -> None:
-        """Seed each of them by ``seed`` and its name."""
         for name, _, seed_it in self._known.values():
             text = f'{seed}:{name}'.encode()
             seed_it(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1)
 
     def forget(self) -> None:
-        """Know none, as at the beginning of a fragment."""
         self._known.clear()
 
 

@@ -90,7 +90,6 @@ class GlobalOrder:
                 position += len(chosen)
 
     def of_epoch(self, epoch: int) -> Sequence[int]:
-        """The samples of an epoch."""
         if self.sampler is not None:
             return self.sampler(epoch)
         if not self.shuffle:
@@ -149,9 +148,7 @@ def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[flo
 
 
 def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
-    """A rank's contiguous, possibly empty part of a global batch. Sizes differ by at most 1. Raises
-    BadInput if there is no such rank.
-    """
+    """A rank's part, maybe empty; sizes differ by at most 1. BadInput: there is no such rank."""
     _check_rank(world_size, rank)
     part = _part(len(indices), world_size, rank)
     return tuple(indices[part.start : part.stop])

@@ -89,7 +89,6 @@ class SampledOrder:
 
     @property
     def who(self) -> str:
-        """Its name in errors."""
         kind = type(self._sampler)
         named = getattr(self._sampler, '__name__', kind.__name__)
         return f'The sampler given to ctx.loop, {named},'

@@ -109,7 +109,6 @@ class NumberedStream(Dataset[Any]):
         self._samples = iter(self._stream)
 
     def _read(self) -> Any:
-        """From the next pass if this one has ended."""
         for fresh in (False, True):
             self._seed_for(self._next)
             if fresh:

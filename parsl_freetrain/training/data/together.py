@@ -40,7 +40,6 @@ class Together(Dataset[Any]):
 
     @staticmethod
     def of(loaders: Sequence[LoaderData]) -> LoaderData:
-        """The loaders as one."""
         dataset = Together(loaders)
         return replace(dataset.first, dataset=dataset, collate_fn=dataset.collate)
 
@@ -88,7 +87,6 @@ class Together(Dataset[Any]):
         ]
 
     def collate(self, samples: list[list[Any]]) -> tuple[Any, ...]:
-        """The batches of all loaders."""
         loaders = (self.first, *self.others)
         return tuple(
             (loader.collate_fn or default_collate)(own)

@@ -43,7 +43,6 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the model's present parameters."""
         for mine, its in zip(self.model.parameters(), self._source.parameters(), strict=True):
             if mine.is_floating_point() or mine.is_complex():
                 mine.lerp_(its.detach().to(mine.dtype), 1 - self._decay)
@@ -89,9 +88,7 @@ class PreparedAverage:
             self._update(model)
 
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch. Raises BadInput if it was called in this micro-batch and not in
-        the first one, or the other way round.
-        """
+        """Raises BadInput if it was called here and not in the first micro-batch, or vice versa."""
         called, self._called_now = self._called_now, False
         if self._each_step is None:
             self._each_step = called
@@ -103,7 +100,6 @@ class PreparedAverage:
             )
 
     def after_step(self) -> None:
-        """Call after each step, on all ranks."""
         if not self._agreed:  # a rank may have had no micro-batch in the first batch
             self._each_step = on_any_rank(self._peers, bool(self._each_step))
             self._agreed = True

@@ -19,7 +19,6 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
@@ -29,9 +28,7 @@ class Background:
         self._thread.start()
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until no job runs, and raise the job's exception if there was one. After ``limit_s``
-        seconds the job is left alone.
-        """
+        """Wait for the job, at most ``limit_s`` seconds, and raise its exception if it has one."""
         if self._thread is not None:
             self._thread.join(limit_s)
             self._thread = None

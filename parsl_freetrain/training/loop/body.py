@@ -32,7 +32,6 @@ _looking: Callable[[Any], None] | None = None
 
 
 def count_backward() -> None:
-    """Count the calls of ``backward`` from here on."""
     plain = torch.autograd.backward
     if hasattr(plain, '__wrapped__'):
         return
@@ -98,15 +97,12 @@ class Body:
         count_backward()
 
     def begin(self) -> None:
-        """Call before an iteration."""
         global _looking
         self._before, self._iterations = _passes, self._iterations + 1
         _looking = refuse_sum if self._mean and self._iterations == 1 else None
 
     def end(self, data: Any, stepped: bool) -> None:
-        """Call after it. Raises BadInput if its batch was not used, on this rank or at first, or
-        variables hold what would be lost.
-        """
+        """Raises BadInput if the batch was not used, or a variable would be lost."""
         global _looking
         _looking = None
         trained = _passes > self._before
@@ -162,9 +158,7 @@ def _reads_loader(value: Any, depth: int = 4) -> bool:
 
 
 def _variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Variables, and the attributes of plain objects among them. Not of datasets: what they keep of
-    their samples is a cache.
-    """
+    """Variables, and attributes of plain objects among them, not of datasets: those are caches."""
     for name, value in variables.items():
         yield name, value
         own = getattr(type(value), '__module__', '').startswith((_OURS, 'torch'))

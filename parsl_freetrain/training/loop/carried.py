@@ -58,7 +58,6 @@ class Carried:
             self._marks = {path: _mark(one) for path, one in self._variables(all_of=True)}
 
     def begin_epoch(self) -> None:
-        """Call at the beginning of each epoch of ``ctx.epochs``."""
         self._at_epoch = self._changed()
 
     def put_back(self, moment: str) -> None:

@@ -99,9 +99,7 @@ class Checkpointer:
         metrics: Mapping[str, float],
         left: StateLeft | None = None,
     ) -> Outcome:
-        """The last message of the rank. Waits for a checkpoint that is being written. ``left``:
-        what this rank has left after the loss of another one.
-        """
+        """The last message, after a checkpoint in writing. ``left``: after the loss of a rank."""
         last = self.settled(
             None if how in ('finished', 'stopped') else self._writers.peer_lost(self.patience_s())
         )
@@ -141,16 +139,12 @@ class Checkpointer:
         self._begun_with_uncommitted = True
 
     def make_room(self, state: State) -> None:
-        """Make the memory for copies of a large state in a thread, so that the first copy does not
-        hold training up for it.
-        """
+        """Make memory for copies of a large state in a thread, not when the first is taken."""
         if self.timing.size >= LARGE_BYTES:
             self._room.start(partial(self._snapshots.reserve, state))
 
     def save_beside(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
-        """Copy the state, and commit it as a checkpoint while training continues. Otherwise as
-        :meth:`save_now`.
-        """
+        """Copy the state, and commit it while training continues; otherwise as :meth:`save_now`."""
         began = time.monotonic()
         state, numbers = self._collected(collect), dict(metrics)
         if state is not None:

@@ -25,8 +25,6 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 
 class _Place(Enum):
-    """Where in an epoch the user's function is."""
-
     BEFORE_LOOP = auto()
     IN_LOOP = auto()
     BEHIND_LOOP = auto()
@@ -98,9 +96,7 @@ class EpochLoop:
     def micro_batches(
         self, data: LoaderData, micro_batch: int | None, batches: Iterator[Any] | None = None
     ) -> Iterator[Any]:
-        """The micro-batches of one epoch. ``batches``: those of the training loop, in the first
-        one.
-        """
+        """Those of one epoch. ``batches``: those of the training loop, in the first epoch."""
         given = [*vars(data).values(), micro_batch]
         if batches is not None:
             self._batches, self._data = batches, given

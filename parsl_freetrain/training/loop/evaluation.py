@@ -1,6 +1,4 @@
-"""Evaluation of a model on a dataset, divided among the ranks, with the same figures for any number
-of them.
-"""
+"""A model is evaluated on a dataset, divided among ranks, with the same figures for any number."""
 
 from __future__ import annotations
 

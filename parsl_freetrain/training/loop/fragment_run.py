@@ -81,11 +81,9 @@ class FragmentRun:
         self._handed: tuple[Any, ...] = ()  # what is saved, and what stands for it
 
     def in_body(self) -> bool:
-        """Whether the body of the loop is running."""
         return self.state.reports.in_micro_batch
 
     def user_state(self) -> UserState:
-        """The user's own dict, which is used from here on."""
         if not self.state.user.used and self.is_main:
             self.parts.channel.send(msg.StateUsed())
         self.state.user.used = True
@@ -94,7 +92,6 @@ class FragmentRun:
     def prepare(
         self, things: tuple[Any, ...], clip_grad_norm: float | None, find_unused_parameters: bool
     ) -> Any:
-        """As :meth:`FragmentContext.prepare`."""
         if self.model is not None:
             raise BadInput(
                 'ctx.prepare was called twice: call it once, with all models, optimizers '
@@ -164,7 +161,6 @@ class FragmentRun:
         loss: Loss | None = None,
         accumulate: int = 1,
     ) -> Iterator[Any]:
-        """As :meth:`FragmentContext.loop`."""
         if self.model is None:
             raise BadInput(
                 'ctx.loop was called before ctx.prepare: prepare models, optimizers and '
@@ -278,9 +274,7 @@ class FragmentRun:
         )
 
     def _go_on(self, model: Model, saved: Source, position: Position) -> None:
-        """Go on from the checkpoint. Raises BadInput if something has changed since, and
-        FragmentEnd if it is the last one.
-        """
+        """Raises BadInput if something has changed since, FragmentEnd if it is the last one."""
         if isinstance(saved, Saved):
             check_averages(saved, model.prepared.averages)
         check_position(position, saved)
@@ -299,7 +293,6 @@ class FragmentRun:
             self.model.carried.look((*self._handed, *data), self.model.prepared)
 
     def begin_epochs(self) -> EpochLoop:
-        """As :meth:`FragmentContext.epochs`."""
         if self.model is None or self.loop is not None or self._epochs is not None:
             raise BadInput(
                 'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '
@@ -313,7 +306,6 @@ class FragmentRun:
     def evaluate(
         self, model: torch.nn.Module, data: LoaderData, measure: Measure, gradients: bool
     ) -> dict[str, float]:
-        """As :meth:`FragmentContext.evaluate`."""
         if self.state.reports.in_micro_batch:
             raise BadInput(
                 'ctx.evaluate was called in the body of ctx.loop: call it in a function that is '
@@ -347,7 +339,6 @@ class FragmentRun:
             raise
 
     def add_average(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
-        """As :meth:`FragmentContext.ema`."""
         if self.model is None or self.loop is not None:
             raise BadInput('ctx.ema must be called after ctx.prepare and before ctx.loop.')
         self.model, average = with_moving_average(self.model, model, decay, self.saved)
@@ -361,7 +352,7 @@ class FragmentRun:
         )
 
     def finish(self, returned: object) -> None:
-        """Write the last checkpoint, after the function has returned at the total a plain value."""
+        """Write the last checkpoint, after the function has returned at the total."""
         if self.state.phase is Phase.FINISHED:
             return
         if self._epochs is not None:
@@ -379,7 +370,6 @@ class FragmentRun:
         self.loop.save_last()
 
     def outcome(self, how: msg.Ending, error: msg.RankError | None) -> msg.Outcome:
-        """The last message of this rank."""
         left = self._leave() if how == 'peer-lost' else None
         samples, metrics = self.state.samples, self.state.metrics
         outcome = self.checkpointer.outcome(how, error, samples, metrics, left)

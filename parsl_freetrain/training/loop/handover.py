@@ -50,9 +50,7 @@ class StateSender:
         self.left: StateLeft | None = None
 
     def agree(self) -> None:
-        """Begin to find out which nodes stay, once the fragment is to stop. All ranks call this; it
-        does not wait.
-        """
+        """Begin to find out which nodes stay. All ranks call this; it does not wait."""
         standings = [-1] * self._peers.world_size
         standings[self._peers.rank] = self._inbox.standing()
         try:
@@ -61,7 +59,6 @@ class StateSender:
             log.warning('The state is not left in memory: another rank is gone')
 
     def followed(self) -> bool:
-        """Whether the next fragment is ready to go on from a state in memory."""
         return self._inbox.followed()
 
     def leave(self, state: State | None, samples: int, *, uncommitted: bool) -> None:

@@ -1,6 +1,4 @@
-"""The state at the end of the last global batch. If another rank is lost in the next one, this is
-what training can go on from.
-"""
+"""The state at the end of the last global batch, to go on from if a rank is lost in the next."""
 
 from __future__ import annotations
 
@@ -51,7 +49,6 @@ class Surroundings:
         )
 
     def put_back(self, prepared: Prepared) -> None:
-        """Make them what they were."""
         for optimizer, groups in zip(prepared.optimizers, self.settings, strict=True):
             del optimizer.param_groups[len(groups) :]  # those that were added since
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -108,14 +105,11 @@ class LastStep:
         return self._state.user.used or (self._end is not None and self._end.user != '{}')
 
     def begin_batch(self) -> None:
-        """Call when a global batch begins."""
         self._in_batch = True
 
     @torch.no_grad()
     def end_batch(self, *, of_loop: bool = False) -> None:
-        """Call when all is done that belongs to the step of a global batch, and before the first
-        one. ``of_loop``: it is the last one of the loop.
-        """
+        """Call after a global batch and before the first. ``of_loop``: it is the loop's last."""
         self._end, self._in_batch = None, False
         if not self.possible or of_loop:
             return
@@ -216,7 +210,6 @@ def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def versions(prepared: Prepared, *, averages: bool = False) -> list[int]:
-    """How often the parameters have been changed."""
     own = [parameter for _, parameter in prepared.named_parameters()]
     if averages:
         own += [parameter for model in prepared.averages for parameter in model.parameters()]

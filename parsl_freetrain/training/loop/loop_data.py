@@ -191,7 +191,6 @@ class LoopData:
             )
 
     def position(self, samples: int, span: LoopSpan, shards: int, saved: Source | None) -> Position:
-        """The position at a number of samples, as it is saved."""
         if self._stream is not None and saved is not None:
             self._stream.marks.update(saved.position.marks)
         return Position(
@@ -231,9 +230,7 @@ class LoopData:
 
 
 class Restarted:
-    """The micro-batches of some global batches, for a loader that is iterated over once for each
-    epoch.
-    """
+    """The micro-batches of global batches, for a loader that is iterated over once per epoch."""
 
     items: Iterator[tuple[GlobalBatch, Sequence[MicroBatch]]] = iter(())
 
@@ -255,7 +252,6 @@ class BatchSource:
 
     @property
     def end(self) -> int:
-        """Number of samples at the end of the loop."""
         return self.base + self.order.total_samples
 
     def batches(self, samples: int, *, of_epoch: bool = False) -> Iterator[GlobalBatch]:
@@ -275,7 +271,6 @@ class BatchSource:
     def loader(
         self, micro_batches: Iterable[MicroBatch], seed: int | None, device: torch.device
     ) -> Iterable[Any]:
-        """The data of these micro-batches, as of :func:`make_loader`."""
         return make_loader(self.dataset, micro_batches, seed, self.read, device)
 
     def fingerprint(self) -> bytes:
@@ -288,9 +283,7 @@ class BatchSource:
             self.looks.update(looks_of(self.read.dataset))
 
     def epochs_before(self, samples: int) -> int:
-        """Number of epochs of this loop that have ended at this number of samples."""
         return (samples - self.base) // self.order.epoch_size
 
     def ends_epoch(self, samples: int) -> bool:
-        """Whether an epoch of this loop ends at this number of samples."""
         return samples > self.base and (samples - self.base) % self.order.epoch_size == 0

@@ -89,23 +89,18 @@ class LoopSaver:
         )
 
     def save_wanted(self) -> None:
-        """Save the state while training goes on, if the user has asked for it."""
         if self._state.wanted is not None:
             self.save(self._checkpointer.save_beside)
 
     def make_room(self) -> None:
-        """Have the memory for copies of a large state made beside training. Call it after the first
-        step, which has made the states of optimizers.
-        """
+        """Have the memory for copies made. Call it after the first step: optimizers have states."""
         division = self._model.division
         if division.saves and not division.pipelined:
             content = content_of(self._model.prepared, named=division.stated)
             self._checkpointer.make_room(division.part_of(self._state_of(content)))
 
     def leave(self) -> StateLeft | None:
-        """After the loss of another rank: leave the state at the end of the last global batch in
-        memory for the next fragment; None if this rank does not.
-        """
+        """Leave the last batch's state in memory when a rank is lost; None if this one does not."""
         division, prepared = self._model.division, self._model.prepared
         if self._state.reports.means.used:  # other ranks had a part of the sums
             return None
@@ -118,9 +113,7 @@ class LoopSaver:
         return self._last.leave(state)
 
     def _collect(self) -> State | None:
-        """What this rank writes of the state of all ranks; None if it writes nothing. All ranks
-        that hold a part of the state must call this.
-        """
+        """What this rank writes; None: nothing. All ranks that hold a part of the state call it."""
         division = self._model.division
         if not division.saves:
             return None
@@ -174,9 +167,7 @@ class Replicas:
         self._of_one_kind: bool | None = None
 
     def check(self) -> None:
-        """Compare them. All ranks call this together. Raises BadInput if something differs, on all
-        ranks.
-        """
+        """All ranks call this together. Raises BadInput on all of them if something differs."""
         if not self._possible:
             return
         if self._of_one_kind is None:

@@ -1,6 +1,4 @@
-"""How far the training of a fragment is, and the user's metrics: the mean over a global batch of
-what all ranks report in it.
-"""
+"""How far a fragment's training is, and its metrics: means over global batches, of all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +62,6 @@ class Reports:
 
     @property
     def in_micro_batch(self) -> bool:
-        """Whether the body of the loop is running."""
         return self._micro_batch is not None
 
     def begin_micro_batch(self, reached: int) -> None:
@@ -83,9 +80,7 @@ class Reports:
                 parts.append((weight, value))
 
     def gather(self, peers: Peers) -> None:
-        """Set the values to the means over the last global batch in which each was reported. All
-        ranks call this.
-        """
+        """Set each value to its mean over the last batch with it. All ranks call this."""
         said = gather_bytes(peers, msgspec.msgpack.encode(self._parts) if self._parts else b'')
         for packed in (one for rank, one in enumerate(said) if rank != peers.rank and one):
             for name, (at, parts) in msgspec.msgpack.decode(packed, type=_Parts).items():
@@ -123,7 +118,6 @@ class EpochMeans:
         return {name: [str(total), samples] for name, (total, samples) in self._sums.items()}
 
     def add(self, metrics: Mapping[str, float], samples: int) -> None:
-        """Add what was reported in a micro-batch."""
         for name, value in metrics.items() if self.used and samples else ():
             total, before = self._sums.get(name, (Fraction(0), 0))
             if math.isfinite(value):
@@ -140,13 +134,10 @@ class EpochMeans:
         self._sums = totals if peers.rank == 0 else {}
 
     def end_epoch(self) -> None:
-        """The next epoch begins."""
         self._sums = {}
 
 
 class Phase(Enum):
-    """Where a rank is in its fragment."""
-
     TRAINING = auto()
     EPOCH_END = auto()
     """What is done at the end of an epoch is being done."""
@@ -167,7 +158,6 @@ class UserState:
     used: bool = False
 
     def put_back(self, values: dict[str, Any]) -> None:
-        """Set the entries to earlier ones, in the same dict."""
         self.values.clear()
         self.values.update(values)
 
@@ -207,9 +197,7 @@ class LoopState:
     def at_start(
         cls, saved: Source | None, last: Checkpoint | None, total_samples: int | None
     ) -> LoopState:
-        """The progress when a fragment begins: that of the state it continues from. ``last``: the
-        newest checkpoint, whose metrics rank 0 knows.
-        """
+        """That of the state it continues from. ``last``: the newest checkpoint, on rank 0."""
         known = dict(last.metrics) if last is not None else {}
         known.pop(BEST, None)  # it belongs to the checkpoints for which ctx.checkpoint was called
         reports = Reports(known)
@@ -229,16 +217,13 @@ class LoopState:
 
     @property
     def loop_over(self) -> bool:
-        """Whether the loop has come to its end."""
         return self.phase in (Phase.LOOP_ENDED, Phase.ENDED_EARLY)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last known metrics."""
         return self.reports.values
 
     def count(self, what: str) -> None:
-        """Add 1 to a metric."""
         self.metrics[what] = self.metrics.get(what, 0.0) + 1
 
     def want_checkpoint(self, best: float | None) -> None:
@@ -252,9 +237,7 @@ class LoopState:
 
 
 def plain_text(value: object) -> str:
-    """A value as JSON; empty for None. Tensors and arrays of one number count as numbers. Raises
-    BadInput if it is none that JSON knows.
-    """
+    """A value as JSON, tensors of one number as numbers; '' for None. Raises BadInput otherwise."""
     try:
         return '' if value is None else json.dumps(value, default=_number)
     except (TypeError, ValueError) as error:

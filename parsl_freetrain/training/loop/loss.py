@@ -44,9 +44,7 @@ def check(loss: Loss | None, *, plain: bool) -> None:
 def with_shares(
     loss: Loss | None, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any], peers: Peers
 ) -> Iterator[tuple[MicroBatch, Any]]:
-    """The micro-batches of a global batch with their gradients' shares, and their data. With a
-    function, all are loaded first, and all ranks call this.
-    """
+    """Micro-batches with their shares of the gradient, and data. All ranks call this together."""
     if not callable(loss):
         for one in micro_batches:
             share = float(one.weight > 0) if loss == 'sum' else None

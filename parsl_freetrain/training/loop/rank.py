@@ -70,8 +70,6 @@ def run_rank(
 
 
 class _Rank:
-    """What :func:`run_rank` knows of its rank, and how it ends."""
-
     def __init__(
         self,
         order: FragmentOrder,
@@ -90,7 +88,6 @@ class _Rank:
         self._said_last = threading.Lock()
 
     def run(self, payload: bytes) -> int:
-        """Returns the exit status."""
         self._inbox.listen_to_signals()
         try:
             self._train(payload)
@@ -249,9 +246,7 @@ def _described(raised: BaseException) -> RankError:
 
 
 def _packed(raised: BaseException, trace: TracebackType | None) -> bytes | None:
-    """``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it is too large or cannot
-    be pickled and unpickled.
-    """
+    """``cloudpickle.dumps((exception, tblib's traceback dict))``; None: impossible, or large."""
     try:
         data = cloudpickle.dumps((raised, tblib.Traceback(trace).to_dict()))
         cloudpickle.loads(data)

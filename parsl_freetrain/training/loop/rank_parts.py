@@ -1,6 +1,4 @@
-"""What the training loop of a rank works with, and what the user wants done around a step, once per
-global batch or epoch and on all ranks.
-"""
+"""What a rank's training loop works with, and what the user wants done around steps and epochs."""
 
 from __future__ import annotations
 
@@ -45,18 +43,14 @@ class LoopHooks:
 
     @property
     def at_step_end(self) -> list[Hook]:
-        """What is done after a step."""
         return [*self.averages, *self.after_step]
 
     @property
     def at_epochs(self) -> bool:
-        """Whether anything is done at the end of an epoch."""
         return bool(self.each_epoch or self.after_epoch or self.by_epochs)
 
     def add(self, name: str, function: Any, *, in_body: bool) -> None:
-        """Register a function under the name of one of the lists. ``in_body``: whether the body of
-        the loop is running. Raises BadInput if it is, or the function is none.
-        """
+        """Raises BadInput in the body of the loop, or if the function is none."""
         if not callable(function):
             raise BadInput(
                 f'ctx.{name} was given a {type(function).__name__}; it takes a function without '
@@ -78,7 +72,6 @@ class LoopHooks:
             )
 
     def run(self, hooks: list[Hook]) -> None:
-        """Call functions in order."""
         self.running = True
         try:
             for hook in hooks:

@@ -21,26 +21,21 @@ if TYPE_CHECKING:
 
 
 class RehearsedSteps:
-    """Follows the steps of a rank, over all loops."""
-
     def __init__(self, run: FragmentRun) -> None:
         assert run.order.rehearsed is not None
         self._run, self._says, self._state = run, run.order.rehearsed, run.state
         self._steps, self._seen, self._saved_at = 0, -1, 0
 
     def data(self, data: LoaderData) -> LoaderData:
-        """The data of a loop, with the wanted number of workers."""
         workers = self._says.workers
         return data if workers is None else replace(data, num_workers=workers)
 
     def shortened(self, data: LoaderData) -> LoaderData:
-        """The data of an evaluation: a few batches."""
         most = self._says.epoch_steps * data.batch_size
         few: Any = Subset(data.dataset, range(most))
         return replace(data, dataset=few) if len(data.dataset) > most else data
 
     def follow(self, batches: Iterator[Any], workers: int) -> Iterator[Any]:
-        """The batches of a loop."""
         says, state = self._says, self._state
         for batch in batches:
             loop, samples = self._run.lengths.loops, state.samples

@@ -44,18 +44,14 @@ class Rollback:
         return spoilt
 
     def due(self) -> bool:
-        """Whether the state of any rank has numbers that are not finite. All ranks take part, so
-        that all can name the rank at fault.
-        """
+        """Whether any rank's state is not finite. All take part, so all can name the culprit."""
         looks = self._policy.policy == ROLLBACK or not self._checks_each_step
         return looks and on_any_rank(self._peers, self._watch.spoilt())
 
     def sentence(self) -> str:
-        """The message when training stops."""
         return self._policy.sentence(self.fine_at, self._state.samples)
 
     def go_back(self) -> None:
-        """Go back to the last checkpoint, on all ranks."""
         self._times += 1
         state = self._state
 

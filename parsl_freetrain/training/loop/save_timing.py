@@ -49,9 +49,7 @@ class SaveTiming:
         self.deadline = math.inf if order.deadline is None else order.deadline
 
     def expect(self, size: int, longest_s: float) -> None:
-        """Set the estimates that hold before the first checkpoint: the state's size in bytes, and
-        the longest writing time in earlier fragments in seconds (0: none).
-        """
+        """Estimates for the first checkpoint: bytes, and earlier fragments' seconds (0: none)."""
         self.size, self._expected_s = size, longest_s or size / ASSUMED_BYTES_PER_S
 
     @property
@@ -65,16 +63,12 @@ class SaveTiming:
         return max(self._steps_s, default=0.0)
 
     def begin(self) -> None:
-        """Record that a step begins. What is set up before and in the first step is repeated after
-        a kill in any case, so it does not make the last checkpoint older.
-        """
+        """A step begins. What is set up before it is repeated after a kill in any case."""
         if not (self.stepped_at or self._asked) and self._saved_at > -math.inf:
             self._saved_at = time.monotonic()
 
     def step_took(self, seconds: float) -> None:
-        """Record the duration of a global batch. The first one includes compilation and the set-up
-        of communicators, so it counts only until there is another.
-        """
+        """A global batch has taken so long. The first, with its set-up, counts until the next."""
         if self.stepped_at:
             self._steps_s.append(seconds)
         else:
@@ -84,7 +78,6 @@ class SaveTiming:
         self.stepped_at = time.monotonic()
 
     def paused(self, seconds: float) -> None:
-        """Record how long a copy of the state has held up training."""
         self._pause_s = seconds
 
     def wrote(self, seconds: float, tidying_s: float = 0.0) -> None:
@@ -102,17 +95,15 @@ class SaveTiming:
         return max(self._steps_s, default=self._first_step_s)
 
     def writing_takes(self, seconds: float) -> bool:
-        """Whether a last checkpoint, or a poll of the ranks, is likely to take as long as another
-        step and these seconds, and there is time for both.
+        """Whether a last checkpoint, or a poll of ranks, takes a step and ``seconds``; time is
+        left.
         """
         seconds += self.expected_step_s
         enough = seconds + 2 * self.longest_s + FLOOR_S < self.time_left()
         return enough and seconds <= max(self.longest_s, EVERY_S)
 
     def must_stop(self, steps_ahead: int, *, writing: bool) -> bool:
-        """Whether there may be too little time to save after ``steps_ahead`` more batches, where
-        the last checkpoint may have to wait for one that is being written.
-        """
+        """Whether time may be short after ``steps_ahead`` batches, and a save ``writing`` now."""
         margin_s = 2 * self.longest_s + steps_ahead * self.expected_step_s + FLOOR_S
         if writing:
             margin_s += self.longest_s + self._tidying_s
@@ -139,7 +130,6 @@ class SaveTiming:
         return True
 
     def count_from_here(self) -> None:
-        """Record that the state is that of the last checkpoint."""
         self._saved_at, self._asked = time.monotonic(), False
 
     def want_soon(self) -> None:

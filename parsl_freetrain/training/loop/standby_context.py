@@ -1,6 +1,4 @@
-"""A standby rank: it is started while the previous fragment still trains, and waits where it first
-needs to know its own fragment.
-"""
+"""A standby rank: started while the fragment before trains, it waits where it must know its own."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class StandbyPlace:
 
 
 class StandbyContext(FragmentContext):
-    """The context of a standby rank, which knows the trainer and the device. On first access to
-    another attribute, it waits for the fragment by calling ``arrive``.
-    """
+    """Knows the trainer and the device; on access to another attribute it waits, by ``arrive``."""
 
     def __init__(
         self, trainer: str, device: torch.device, arrive: Callable[[], FragmentRun]

@@ -1,6 +1,4 @@
-"""The beginning of a fragment: the state that it continues from, left in memory or read from the
-newest checkpoint.
-"""
+"""The beginning of a fragment: its state, left in memory or read from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def begin(
     inbox: Inbox,
     device: torch.device,
 ) -> RankParts:
-    """Fence earlier fragments, and find what the rank trains with: its checkpoints, and the state
-    that it continues from. All ranks call this together.
-    """
+    """Fence earlier fragments, and find what the rank trains with. All ranks call this together."""
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
     if place.rank == 0:
         if order.samples and not store.last_fragment():
@@ -141,7 +137,6 @@ class SharedState:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes that this rank has read from the disk."""
         return self._disk.bytes_read if self._disk is not None else 0
 
     def load(self, prepared: Prepared | None = None) -> Saved:
@@ -171,9 +166,7 @@ class SharedState:
 def newest(
     store: PosixCheckpointStore, peers: Peers, attempt: int
 ) -> tuple[Checkpoint | None, Contents | None, str]:
-    """The newest checkpoint (on rank 0), what it consists of, and its path. The ranks might choose
-    differently if each looked for itself.
-    """
+    """The newest checkpoint (on rank 0), its content and path. Rank 0 chooses for all."""
     latest: Checkpoint | None = None
     packed = b''
 

@@ -43,9 +43,7 @@ been trained, and when its end is done.
 
 
 class FragmentEnd(BaseException):
-    """Ends the user's function when the fragment stops before the total. The state is already
-    saved.
-    """
+    """Ends the user's function when the fragment stops before the total; the state is saved."""
 
 
 class TrainingLoop:
@@ -177,7 +175,6 @@ class TrainingLoop:
                 self._between_epochs_s = time.monotonic() - since
 
     def _batches(self, data: BatchSource) -> Iterator[Batch]:
-        """The global batches."""
         self._draw_for_itself()
         # Workers load ahead: not over an end of an epoch at which the data may be changed.
         of_epoch = bool(data.read.num_workers) and (
@@ -215,7 +212,6 @@ class TrainingLoop:
             )
 
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches of a global batch."""
         state, mode = self._state, self._mode
         began_at = time.monotonic()
         for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
@@ -266,9 +262,7 @@ class TrainingLoop:
         return decision
 
     def _end_batch(self, decision: Agreed, data: BatchSource) -> bool:
-        """Note what ends with the global batch. Returns whether the code behind the user's loop
-        needs its variables.
-        """
+        """Returns whether the code behind the user's loop needs its variables."""
         state, by_epochs = self._state, self._hooks.by_epochs
         self._at_end = state.samples == data.end
         state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
@@ -279,7 +273,6 @@ class TrainingLoop:
         return needed
 
     def _end_epoch(self) -> Iterator[Any]:
-        """Do what is to be done at the end of an epoch."""
         state, hooks = self._state, self._hooks
         state.user.text()  # raises BadInput if it cannot be saved
         before = copy.deepcopy(state.user.values)
@@ -380,7 +373,6 @@ class TrainingLoop:
         raise FragmentEnd
 
     def in_evaluation(self) -> Callable[[], None]:
-        """As of :class:`~parsl_freetrain.training.loop.wishes.Wishes`."""
         return self._wishes.in_evaluation()
 
     def save_last(self) -> None:
@@ -390,5 +382,4 @@ class TrainingLoop:
         self._wishes.report(wait=True)
 
     def leave(self) -> StateLeft | None:
-        """As of :class:`~parsl_freetrain.training.loop.loop_saver.LoopSaver`."""
         return self._saver.leave()

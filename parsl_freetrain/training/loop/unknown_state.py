@@ -34,7 +34,6 @@ def names_around() -> Mapping[str, Any]:
 
 
 def frame_around() -> FrameType | None:
-    """The frame of that function."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _module(frame).startswith(_ROOM):
         frame = frame.f_back
@@ -75,9 +74,7 @@ def marks(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
-    """The objects of a kind among variables, in lists and dicts, and in attributes of objects
-    there.
-    """
+    """The objects of a kind among variables, in containers there, and in attributes of objects."""
     found: dict[str, T] = {}
     for name, value in names.items():
         for inner, one in inside(value):

@@ -85,7 +85,6 @@ class UpdateGuard:
                 self._watched.append(parameter)
 
     def begin_batch(self) -> None:
-        """Call before the micro-batches of a global batch."""
         others = self._watched[self._prepared :]
         if self._batches and (changed := self._changed(self._prepared)) is not None:
             self._refuse(changed, 'Between two global batches, the function')
@@ -108,13 +107,10 @@ class UpdateGuard:
         return next(i for i, (after, before) in pairs if after != before)
 
     def begin_micro_batch(self) -> None:
-        """Call before a micro-batch."""
         self._norms = self._norms_now() if self._thorough else None
 
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch. Raises BadInput if a parameter has changed in it, or an average
-        was asked for in some micro-batches only.
-        """
+        """Raises BadInput if a parameter changed, or an average was asked for only sometimes."""
         for average in self._averages:
             average.end_micro_batch()
         if (changed := self._changed(0)) is not None:

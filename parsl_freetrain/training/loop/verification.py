@@ -98,7 +98,6 @@ class Verification:
 
     @torch.no_grad()
     def begin(self, batch: GlobalBatch) -> None:
-        """Call before a global batch."""
         self._records |= self._rehearsed
         if self._resumes or self._records:
             self._batch, self._sums, self._computed = batch, [], False
@@ -106,22 +105,18 @@ class Verification:
 
     @torch.no_grad()
     def gradients(self) -> None:
-        """Call when the gradients of the global batch are summed."""
         if self._batch is not None:
             found = self._tensors()
             self._look({n: t for n, t in found.items() if n.startswith('parameter')}, grad=True)
 
     @torch.no_grad()
     def end(self) -> None:
-        """Call after the step of the optimizers, on all ranks."""
         if self._batch is not None and self.by_steps:
             self._computed = True
             self._look(self._tensors())
 
     def conclude(self) -> None:
-        """Call when the global batch is over, in any case, on all ranks together. Raises BadInput
-        if the fragment does not go on as before.
-        """
+        """Call after a global batch, on all ranks. Raises BadInput if it is not as before."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -149,7 +144,6 @@ class Verification:
             self._compare(self._expected, now)
 
     def settle(self) -> None:
-        """Wait until all digests are written."""
         self._writer.wait()
 
     def _names(self) -> dict[str, Any]:

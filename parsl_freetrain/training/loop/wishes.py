@@ -37,7 +37,6 @@ class Wishes:
         self.near_end, self.steps_left, self.rate = False, math.inf, 0.0
 
     def after_step(self) -> Agreed:
-        """The wish after a step."""
         if self._rollback.spoilt_meanwhile():
             return Agreed.SPOILT
         if self._state.finishing:
@@ -52,9 +51,7 @@ class Wishes:
         return Agreed.REPORT if due else Agreed.GO_ON
 
     def in_evaluation(self) -> Callable[[], None]:
-        """For an evaluation: to be called after each of its batches, equally often on all ranks.
-        It raises :class:`EvaluationStopped` when the fragment has to stop.
-        """
+        """To be called after each batch, equally often on all ranks; raises EvaluationStopped."""
         agreement = Agreement(self._peers)
 
         def look() -> None:
@@ -70,9 +67,7 @@ class Wishes:
         return look
 
     def report(self, *, wait: bool) -> None:
-        """Tell the node agent how far the training is. Unless ``wait``, training does not wait for
-        the node agent, which may be busy.
-        """
+        """Tell the node agent how far training is, which does not wait for it without ``wait``."""
         self._reported_at = time.monotonic()
         if self._is_main:
             state = self._state
