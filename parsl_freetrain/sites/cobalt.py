@@ -32,7 +32,7 @@ from parsl_freetrain.sites.batch.records import (
     seconds_of,
 )
 from parsl_freetrain.sites.batch.scheduler import Scheduler
-from parsl_freetrain.sites.batch.scheduler_commands import Commands
+from parsl_freetrain.sites.batch.scheduler_commands import Commands, offered
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.registry import SiteType
@@ -100,9 +100,7 @@ class CobaltOptions(BatchOptions, frozen=True, kw_only=True):
 
 
 class Cobalt:
-    """Which command answers which question; a
-    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
-    """
+    """Which command answers which question."""
 
     label = 'Cobalt'
     step_s = 60
@@ -111,18 +109,12 @@ class Cobalt:
     history_every_s = 0.0  # it is in files of the block's own
 
     def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:
-        self._options = options
-        self._clock = clock
+        self._options, self._clock = options, clock
         self.client = Commands('Cobalt', options.command_s, meddling=('QSTAT_', 'COBALT_'))
 
     def queue(self) -> Partition:
         queues = parse_queues(self.client.ask(QUEUES))
-        if self._options.queue not in queues:
-            raise BadInput(
-                f'Cobalt has no queue {self._options.queue!r}; it has '
-                f'{", ".join(sorted(queues)) or "none that you may see"}.'
-            )
-        return queues[self._options.queue]
+        return offered('Cobalt', 'queue', self._options.queue, queues)
 
     def wanted(self) -> Wanted:
         modes = frozenset(f'{name}={value}' for name, value in self._options.modes().items())
@@ -240,11 +232,8 @@ def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
         with as_documented('nodelist', row):
             if queue not in row['Queues'].split(':'):
                 continue
-            features = tuple(
-                f'{name.lower()}={row[name]}'
-                for name in ('MCDRAM', 'NUMA')
-                if row.get(name, '-') != '-'
-            )
+            modes = (name for name in ('MCDRAM', 'NUMA') if row.get(name, '-') != '-')
+            features = tuple(f'{name.lower()}={row[name]}' for name in modes)
             backfill = row.get('Backfill', '-')
             # To the minute: two nodes that are drained for one job make one hole.
             until_s = (now + seconds_of(backfill)) // 60 * 60 if ':' in backfill else None
@@ -341,9 +330,7 @@ def _table(answer: str, first: str) -> Iterator[dict[str, str]]:
     top = next((number for number, line in enumerate(lines) if line.startswith(first)), None)
     if top is None:
         if answer.strip():
-            raise NotUnderstood(
-                f'the answer {answer[:80]!r} is not a table with the column {first}'
-            )
+            raise NotUnderstood(f'the answer {answer[:80]!r} is not a table with a column {first}')
         return
     heads = [(found.start(), found[0]) for found in re.finditer(r'\S+(?: \S+)*', lines[top])]
     ends = [start for start, _ in heads[1:]] + [10_000]

@@ -27,8 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 # Names become parts of file names and of environment variables.
 _NODE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
-# As the classes of batch sites.
-_CLASS_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_-]*')
+_CLASS_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_-]*')  # as the classes of batch sites
 _RIGHT = 'give a CSV file with the columns start_s,end_s,node.'
 _GZIP_MAGIC = b'\x1f\x8b'
 
@@ -107,10 +106,8 @@ class Schedule:
         return len(self.starts)
 
     def __repr__(self) -> str:
-        return (
-            f'<Schedule: {len(self)} idle intervals of {len(self.nodes)} nodes until '
-            f'{self.end_s:g} s>'
-        )
+        count = f'{len(self)} idle intervals of {len(self.nodes)} nodes'
+        return f'<Schedule: {count} until {self.end_s:g} s>'
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -124,12 +121,9 @@ class Schedule:
 
     @cached_property
     def intervals(self) -> tuple[IdleInterval, ...]:
-        return tuple(
-            IdleInterval(start, end, self.nodes[node])
-            for start, end, node in zip(
-                self.starts.tolist(), self.ends.tolist(), self.node_index.tolist(), strict=True
-            )
-        )
+        names = (self.nodes[node] for node in self.node_index.tolist())
+        rows = zip(self.starts.tolist(), self.ends.tolist(), names, strict=True)
+        return tuple(IdleInterval(*row) for row in rows)
 
     @property
     def end_s(self) -> float:
@@ -144,17 +138,11 @@ class Schedule:
         """The intervals of these nodes alone."""
         wanted = set(nodes)
         keep = np.isin(self.node_index, [i for i, name in enumerate(self.nodes) if name in wanted])
-        return self._from_columns(
-            self.starts[keep],
-            self.ends[keep],
-            [self.nodes[i] for i in self.node_index[keep].tolist()],
-            self.node_classes,
-        )
+        names = [self.nodes[i] for i in self.node_index[keep].tolist()]
+        return self._from_columns(self.starts[keep], self.ends[keep], names, self.node_classes)
 
     def scaled(self, time_factor: float) -> Schedule:
-        """All times multiplied by ``time_factor``; raises BadInput unless it is above 0
-        and finite.
-        """
+        """All times multiplied by ``time_factor``; BadInput unless it is above 0 and finite."""
         if not (math.isfinite(time_factor) and time_factor > 0):
             refuse('The time factor of a schedule', time_factor, 'a number above 0')
         names = [self.nodes[i] for i in self.node_index.tolist()]
@@ -222,24 +210,16 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     writer = csv.writer(text, lineterminator='\n')
     classes = schedule.node_classes
     writer.writerow((*COLUMNS, CLASS) if classes else COLUMNS)
-    writer.writerows(
-        (
-            _shortest(interval.start_s),
-            _shortest(interval.end_s),
-            interval.node,
-            *([classes[interval.node]] if classes else []),
-        )
-        for interval in schedule.intervals
-    )
+    for each in schedule.intervals:
+        row = [_shortest(each.start_s), _shortest(each.end_s), each.node]
+        writer.writerow([*row, classes[each.node]] if classes else row)
     data = text.getvalue().encode()
     # Without a time stamp, the same schedule gives the same bytes.
     path.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith('.gz') else data)
 
 
 def _shortest(seconds: float) -> str:
-    return (
-        repr(int(seconds)) if math.isfinite(seconds) and seconds == int(seconds) else repr(seconds)
-    )
+    return repr(int(seconds) if seconds.is_integer() else seconds)
 
 
 def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
@@ -254,20 +234,15 @@ def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
         raise BadInput(f'{path} is not text; {_RIGHT}') from None
     except (OSError, EOFError, ValueError) as error:
         raise BadInput(f'{path} cannot be read as a schedule ({error}); {_RIGHT}') from None
-    rows: list[list[str]] = []
-    lines: list[int] = []
     reader = csv.reader(io.StringIO(text, newline=''))
     try:
-        for row in reader:
-            if row:
-                rows.append(row)
-                lines.append(reader.line_num)
+        numbered = [(row, reader.line_num) for row in reader if row]
     except csv.Error as error:
         raise BadInput(
-            f'{path}, line {reader.line_num}: not CSV ({error}); '
-            f'each line must be start_s,end_s,node.'
+            f'{path}, line {reader.line_num}: not CSV ({error}); each line must be '
+            'start_s,end_s,node.'
         ) from None
-    return rows, lines
+    return [row for row, _ in numbered], [line for _, line in numbered]
 
 
 def _column_order(path: Path, rows: list[list[str]]) -> dict[str, int]:
@@ -322,12 +297,11 @@ def _check(starts: Floats, ends: Floats, names: Sequence[str], where: Callable[[
     node = np.fromiter((index[name] for name in names), dtype=np.int64, count=len(names))
     order = np.lexsort((starts, node))
     earlier, later = order[:-1], order[1:]
-    for pair in np.flatnonzero((node[earlier] == node[later]) & (ends[earlier] > starts[later]))[
-        :1
-    ].tolist():
+    overlap = (node[earlier] == node[later]) & (ends[earlier] > starts[later])
+    for pair in np.flatnonzero(overlap)[:1].tolist():
         first, second = int(earlier[pair]), int(later[pair])
         raise BadInput(
-            f'{where(second)}: node {names[second]} is idle from {starts[second]:g} s '
-            'on, but already since '
-            f'{starts[first]:g} s ({where(first)}); the intervals of a node must not overlap.'
+            f'{where(second)}: node {names[second]} is idle from {starts[second]:g} s on, but '
+            f'already since {starts[first]:g} s ({where(first)}); the intervals of a node must not '
+            'overlap.'
         )

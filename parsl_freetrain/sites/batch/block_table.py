@@ -79,11 +79,8 @@ class BlockTable:
         return frozenset(self._blocks)
 
     def waiting(self) -> list[BatchBlock]:
-        return [
-            block
-            for block in self._blocks.values()
-            if block.life in (BlockLife.PENDING, BlockLife.REQUEUED)
-        ]
+        waiting = (BlockLife.PENDING, BlockLife.REQUEUED)
+        return [block for block in self._blocks.values() if block.life in waiting]
 
     def late(self, now: float) -> list[str]:
         """Those to be withdrawn: they have not started in time, as far as is known."""
@@ -92,8 +89,7 @@ class BlockTable:
             for b in self._blocks.values()
             if b.life is BlockLife.PENDING
             and now > b.start_by_s
-            and not b.seen.withdrawn
-            and not b.seen.missing
+            and not (b.seen.withdrawn or b.seen.missing)
         ]
 
     def stranded(self, lengths_s: Collection[float], shortest_s: float, before: float) -> list[str]:
@@ -127,9 +123,8 @@ class BlockTable:
 
     def missing(self) -> list[str]:
         """Those that the scheduler's last answer did not know."""
-        return [
-            b.job_id for b in self._blocks.values() if b.seen.missing and not life.is_over(b.life)
-        ]
+        blocks = self._blocks.values()
+        return [b.job_id for b in blocks if b.seen.missing and not life.is_over(b.life)]
 
     def place(self, job_id: str) -> Place:
         return self._blocks[job_id].place
@@ -153,45 +148,34 @@ class BlockTable:
         """This process has ended these blocks; they are over when the scheduler says so."""
         for job_id in job_ids:
             if block := self._blocks.get(job_id):
-                self._see(
-                    block,
-                    replace(
-                        block.seen,
-                        cancelled=cancelled or block.seen.cancelled,
-                        withdrawn=withdrawn or block.seen.withdrawn,
-                        taken=taken or block.seen.taken,
-                    ),
+                seen = replace(
+                    block.seen,
+                    cancelled=cancelled or block.seen.cancelled,
+                    withdrawn=withdrawn or block.seen.withdrawn,
+                    taken=taken or block.seen.taken,
                 )
+                self._see(block, seen)
 
     def take_in(self, jobs: Sequence[BatchJob], at: float) -> None:
         """The scheduler's answer to a question asked at this time."""
         known = {job.job_id: job for job in jobs}
         for job_id, block in list(self._blocks.items()):
-            job = known.get(job_id)
+            job, seen = known.get(job_id), block.seen
             if job is not None:
-                running = job.state is JobState.RUNNING
-                if running and not block.seen.ran and (job.start_s or 0.0) >= block.submitted_s - 1:
+                running, pending = job.state is JobState.RUNNING, job.state is JobState.PENDING
+                if running and not seen.ran and (job.start_s or 0.0) >= block.submitted_s - 1:
                     self._started_s.append((job.start_s or 0.0) - block.submitted_s)
-                shortened = running and (
-                    block.seen.shortened
-                    or (
-                        block.seen.ran
-                        and (job.end_s or math.inf) < (block.seen.end_s or 0.0) - CORRECTED_S
-                    )
+                sooner = (job.end_s or math.inf) < (seen.end_s or 0.0) - CORRECTED_S
+                seen = replace(
+                    seen,
+                    state=job.state,
+                    end_s=job.end_s,
+                    ran=seen.ran or running,
+                    missing=0,
+                    shortened=(seen.shortened and not pending) or (running and seen.ran and sooner),
                 )
-                self._see(
-                    block,
-                    replace(
-                        block.seen,
-                        state=job.state,
-                        end_s=job.end_s,
-                        ran=block.seen.ran or running,
-                        missing=0,
-                        shortened=shortened
-                        or (block.seen.shortened and job.state is not JobState.PENDING),
-                    ),
-                    max(block.latest_end_s, job.end_s or 0.0) if running else block.latest_end_s,
-                )
+                latest_s = max(block.latest_end_s, (running and job.end_s) or 0.0)
+                self._see(block, seen, latest_s)
             elif at > block.submitted_s and not life.is_over(block.life):
                 self._see(block, replace(block.seen, missing=block.seen.missing + 1))
 
@@ -199,19 +183,12 @@ class BlockTable:
         """What the accounting database says about jobs that the queue does not know."""
         for job_id, state in states.items():
             if block := self._blocks.get(job_id):
-                self._see(
-                    block,
-                    replace(
-                        block.seen, state=state, missing=0 if state.is_over else block.seen.missing
-                    ),
-                )
+                missing = 0 if state.is_over else block.seen.missing
+                self._see(block, replace(block.seen, state=state, missing=missing))
 
     def _see(self, block: BatchBlock, seen: Seen, latest_end_s: float | None = None) -> None:
-        changed = replace(
-            block,
-            seen=seen,
-            latest_end_s=block.latest_end_s if latest_end_s is None else latest_end_s,
-        )
+        latest_s = block.latest_end_s if latest_end_s is None else latest_end_s
+        changed = replace(block, seen=seen, latest_end_s=latest_s)
         if changed.life is not block.life:
             logger.info('Block %s of %d nodes %s', block.job_id, block.nodes, changed.life.words)
         self._blocks[block.job_id] = changed
@@ -220,27 +197,19 @@ class BlockTable:
         """How a job is; ``silence`` says why the scheduler has not answered for long, if so."""
         block = self._blocks.get(job_id)
         if block is None:
-            return life.status_of(
-                job_id, BlockLife.UNREACHABLE, ': it is not a block of this process'
-            )
+            why = ': it is not a block of this process'
+            return life.status_of(job_id, BlockLife.UNREACHABLE, why)
         # Where an adopted block writes is not known.
         out, err = block.place.stdout or None, block.place.stderr or None
-        state = block.life
+        state, detail = block.life, ''
         if life.is_over(state):
-            return life.status_of(
-                job_id, state, f'; its output is in {out} and {err}' if out else '', out, err
-            )
-        if life.forgotten(block.seen, block.latest_end_s, now):
-            return life.status_of(job_id, BlockLife.FORGOTTEN, '', out, err)
-        if silence or block.seen.missing:
-            return life.status_of(
-                job_id,
-                BlockLife.UNREACHABLE,
-                f': {silence or "the scheduler does not know it"}',
-                out,
-                err,
-            )
-        return life.status_of(job_id, state, '', out, err)
+            detail = f'; its output is in {out} and {err}' if out else ''
+        elif life.forgotten(block.seen, block.latest_end_s, now):
+            state = BlockLife.FORGOTTEN
+        elif silence or block.seen.missing:
+            state = BlockLife.UNREACHABLE
+            detail = f': {silence or "the scheduler does not know it"}'
+        return life.status_of(job_id, state, detail, out, err)
 
 
 def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:

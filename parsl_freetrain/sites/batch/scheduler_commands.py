@@ -11,8 +11,11 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+
+T = TypeVar('T')
 
 
 class SchedulerSilent(FreeTrainError, RuntimeError):
@@ -51,8 +54,7 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         meddling: tuple[str, ...] = (),
     ) -> None:
-        self._scheduler = scheduler
-        self._timeout_s = timeout_s
+        self._scheduler, self._timeout_s = scheduler, timeout_s
         self._environment = {**(environment or {}), 'LC_ALL': 'C'}
         self._meddling = meddling
         self._lock = threading.Lock()
@@ -65,10 +67,8 @@ class Commands:
         """
         done = self.run(command)
         if done.returncode not in accepted:
-            raise SchedulerSilent(
-                f'{" ".join(command[:3])} failed with status {done.returncode}: '
-                f'{in_one_line(done.stderr)}'
-            )
+            what, said = ' '.join(command[:3]), in_one_line(done.stderr)
+            raise SchedulerSilent(f'{what} failed with status {done.returncode}: {said}')
         return done.stdout
 
     def run(
@@ -79,9 +79,7 @@ class Commands:
         """
         with self._lock:
             self.commands[command[0]] += 1
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(self._meddling)
-        }
+        kept = {n: value for n, value in os.environ.items() if not n.startswith(self._meddling)}
         try:
             return subprocess.run(
                 command,
@@ -100,9 +98,8 @@ class Commands:
                 'run this on a login node of the machine, perhaps after loading a module.'
             ) from None
         except subprocess.TimeoutExpired:
-            raise SchedulerSilent(
-                f'{command[0]} did not answer within {self._timeout_s:g} s'
-            ) from None
+            within = f'within {self._timeout_s:g} s'
+            raise SchedulerSilent(f'{command[0]} did not answer {within}') from None
 
     def submit(self, command: Sequence[str], job_id: str, unreached: Collection[str] = ()) -> str:
         """Run a command that submits the script in its last word; returns the job id. Raises
@@ -137,10 +134,29 @@ class Commands:
         lines = [line.lower() for line in done.stderr.splitlines() if line.strip()]
         harmless = lines and all(any(words in line for words in over) for line in lines)
         if done.returncode and not harmless:
+            said = in_one_line(done.stderr, command[0])
             raise SchedulerSilent(
-                f'{" ".join(command)} failed with status {done.returncode}: '
+                f'{" ".join(command)} failed with status {done.returncode}: {said}'
+            )
+
+    def shrink(
+        self, command: Sequence[str], job_id: str, leave: Sequence[str], folder: str | None = None
+    ) -> None:
+        """Run a command that takes nodes from a job. Raises SchedulerRefused if it failed."""
+        done = self.run(command, folder)
+        if done.returncode:
+            raise SchedulerRefused(
+                f'{self._scheduler} does not take {", ".join(leave)} from job {job_id}: '
                 f'{in_one_line(done.stderr, command[0])}'
             )
+
+
+def offered(label: str, kind: str, name: str, there: Mapping[str, T]) -> T:
+    """The queue or partition of this name. Raises BadInput if the scheduler has none."""
+    if name not in there:
+        has = ', '.join(sorted(there)) or 'none that you may see'
+        raise BadInput(f'{label} has no {kind} {name!r}; it has {has}.')
+    return there[name]
 
 
 def own_name() -> str:
@@ -152,8 +168,6 @@ def own_name() -> str:
 
 
 def in_one_line(stderr: str, command: str = '') -> str:
-    """The lines of standard error, joined, without the name of the command that each begins
-    with.
-    """
+    """The lines of standard error, joined, each without the command's name at its beginning."""
     lines = (line.strip().removeprefix(f'{command}: ') for line in stderr.splitlines())
     return '; '.join(line.removeprefix('error: ') for line in lines if line)[:1000]

@@ -66,16 +66,11 @@ class BatchSite(ABC):
         self.spans_blocks = self.options.spans_blocks
         self.interface: str | None = self.options.interface
         self.script_dir: str | None = None
-        self._scheduler = self.scheduler(clock)
-        self.client = self._scheduler.client
-        self._clock = clock
-        self._named = run is not None
-        self._submitter = Submitter(
-            self._scheduler, self.options, clock, run or secrets.token_hex(4)
-        )
-        self._tracker = BlockTracker(
-            self._scheduler, self.options, clock, self._submitter.unanswered
-        )
+        self._scheduler = scheduler = self.scheduler(clock)
+        self.client = scheduler.client
+        self._clock, self._named = clock, run is not None
+        self._submitter = Submitter(scheduler, self.options, clock, run or secrets.token_hex(4))
+        self._tracker = BlockTracker(scheduler, self.options, clock, self._submitter.unanswered)
         self._partition: Partition | None = None
         self._closed = False
         self._cannot_shrink: set[str] = set()  # blocks that could not be made smaller
@@ -108,9 +103,8 @@ class BatchSite(ABC):
             self._partition = partition
 
     def _look_up(self) -> Partition:
-        return self._partition or within(
-            self._scheduler.queue(), self.options, self._scheduler.step_s
-        )
+        queue = self._partition
+        return queue or within(self._scheduler.queue(), self.options, self._scheduler.step_s)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -122,8 +116,7 @@ class BatchSite(ABC):
 
     def limits(self) -> Partition:
         """What the scheduler says of the queue now. Raises BadInput if there is no such queue, or
-        it does not take what the site config asks for; FreeTrainError if the scheduler does not
-        answer.
+        it does not take what the site config asks for; FreeTrainError without an answer.
         """
         return self._scheduler.queue()
 
@@ -150,8 +143,7 @@ class BatchSite(ABC):
 
     def holes_now(self) -> tuple[Hole, ...]:
         """What can be had now, for the command line: blocks and the site config are not looked at.
-        Raises BadInput for no such scheduler, or no such queue; FreeTrainError if the scheduler
-        does not answer.
+        Raises BadInput for no such scheduler, or queue; FreeTrainError without an answer.
         """
         partition = self._look_up()
         return self._holes(self._tracker.first_snapshot(), partition, (), frozenset())
@@ -184,16 +176,12 @@ class BatchSite(ABC):
         limit_s = math.inf if partition.longest_s is None else partition.longest_s
         behind_s = max(self.options.shortest_s, shortest_behind_s(snapshot.jobs, ours))
         planned_s = limit_s if self.options.preemptible else min(limit_s, behind_s)
+        unplanned_s = min(limit_s, self.options.unplanned_s)
+        charge, exempt_s = self.options.charge, self.options.exempt_s
+        lengths_s = (unplanned_s if hole.until_s is None else planned_s for hole in found)
         return tuple(
-            replace(
-                hole,
-                charge=self.options.charge,
-                longest_s=min(limit_s, self.options.unplanned_s)
-                if hole.until_s is None
-                else planned_s,
-                exempt_s=self.options.exempt_s,
-            )
-            for hole in found
+            replace(hole, charge=charge, longest_s=longest_s, exempt_s=exempt_s)
+            for hole, longest_s in zip(found, lengths_s, strict=True)
         )
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
@@ -239,18 +227,14 @@ class BatchSite(ABC):
         return statuses
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs at once. Raises SchedulerSilent if the scheduler did not answer; they may
-        still run.
-        """
+        """End these jobs at once. Raises SchedulerSilent without an answer; they may still run."""
         self._tracker.cancel(job_ids)
 
     def gone(self, job_id: str) -> None:
         self._tracker.remove(job_id)
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends itself: a little before the scheduler would end it. A preemption moves
-        this to the end of the grace time.
-        """
+        """When the job ends itself: a little before the scheduler, or a preemption, ends it."""
         end_s = self._tracker.end_of(job_id)
         return None if end_s is None else end_s - self.options.ending_s
 
@@ -313,8 +297,5 @@ class BatchSite(ABC):
         """This user's jobs that are blocks of a run (default: this one) and not over. Raises
         FreeTrainError if the scheduler does not answer.
         """
-        return tuple(
-            job
-            for job in self._tracker.own_jobs()
-            if is_block_of(run or self.run, job.name) and not job.state.is_over
-        )
+        found, run = self._tracker.own_jobs(), run or self.run
+        return tuple(j for j in found if is_block_of(run, j.name) and not j.state.is_over)

@@ -61,9 +61,7 @@ class BlockTracker:
         clock: Callable[[], float],
         unanswered: set[str],
     ) -> None:
-        self._scheduler = scheduler
-        self._options = options
-        self._clock = clock
+        self._scheduler, self._options, self._clock = scheduler, options, clock
         self._unanswered = unanswered
         self._watch = QueueWatch(scheduler, options, clock)
         self._wanted = scheduler.wanted()
@@ -120,16 +118,12 @@ class BlockTracker:
 
     @property
     def start_s(self) -> float:
-        """How long the scheduler takes to start a job, in seconds: as measured, or as the options
-        say if that is less.
-        """
+        """Seconds that the scheduler takes to start a job: as measured, or the options if less."""
         return self._blocks.start_s(self._options.start_s)
 
     @property
     def poll_s(self) -> float:
-        """Time until the next question, in seconds: less while jobs of others wait and blocks hold
-        nodes.
-        """
+        """Seconds until the next question: less while others' jobs wait and blocks hold nodes."""
         return self._watch.poll_s
 
     # --- what others wait for
@@ -139,14 +133,15 @@ class BlockTracker:
         with self._lock:
             if snapshot is not self._needs[0]:
                 ours, now = self._blocks.ids(), snapshot.jobs_at
+                jobs = [
+                    replace(job, state=JobState.ENDING)
+                    if job.job_id in self._leaving and job.state is JobState.RUNNING
+                    else job
+                    for job in snapshot.jobs
+                ]
                 found = needs(
                     snapshot.nodes,
-                    [
-                        replace(job, state=JobState.ENDING)
-                        if job.job_id in self._leaving and job.state is JobState.RUNNING
-                        else job
-                        for job in snapshot.jobs
-                    ],
+                    jobs,
                     snapshot.reservations,
                     ours,
                     now,
@@ -166,15 +161,13 @@ class BlockTracker:
 
     def must_look(self) -> bool:
         """Whether nodes of blocks may have to be given back, by the last answers: a job of others
-        waits while blocks hold some, or a reservation of them begins soon, or reservations have not
-        been asked for.
+        waits while blocks hold some, a reservation of them begins soon, or none was asked for.
         """
         if self._waiting or not self._held:
             return self._waiting
         last = self._watch.last
-        return self._clock() - last.reservations_at >= RESERVATIONS_EVERY_S or bool(
-            self.reserved(last)
-        )
+        old = self._clock() - last.reservations_at >= RESERVATIONS_EVERY_S
+        return old or bool(self.reserved(last))
 
     def reserved(self, snapshot: QueueSnapshot) -> tuple[NodeDemand, ...]:
         jobs = [job for job in snapshot.jobs if job.job_id not in self._leaving]
@@ -204,10 +197,8 @@ class BlockTracker:
         """
         snapshot = self._watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
         if snapshot.nodes_at == NEVER:
-            raise FreeTrainError(
-                f'{self._scheduler.label} does not answer: '
-                f'{self._watch.error or "it takes too long"}.'
-            )
+            why = self._watch.error or 'it takes too long'
+            raise FreeTrainError(f'{self._scheduler.label} does not answer: {why}.')
         return snapshot
 
     def own_jobs(self) -> tuple[BatchJob, ...]:
@@ -223,11 +214,9 @@ class BlockTracker:
         self._delete(snapshot)
         now = self._clock()
         silent = self._watch.failures > 0 and now - self._taken_in > self._options.unreachable_s
+        silence = self._watch.error if silent else ''
         with self._lock:
-            return [
-                self._blocks.status(job_id, now, self._watch.error if silent else '')
-                for job_id in job_ids
-            ]
+            return [self._blocks.status(job_id, now, silence) for job_id in job_ids]
 
     def _look(self, with_nodes: bool) -> QueueSnapshot:
         self._looked.add(with_nodes)
@@ -253,16 +242,15 @@ class BlockTracker:
         }
         self._waiting = bool(self._held) and could_use(self._watch.last.nodes, jobs, ours)
         slow, fast = self._options.poll_s, self._options.fast_poll_s
-        self._watch.poll_s = fast if self._waiting else slow
+        watch = self._watch
+        watch.poll_s = fast if self._waiting else slow
         # A reservation decides which of our nodes would serve a waiting job, and may be why a block
         # does not start.
         late = any(b.submitted_s < at - self.start_s for b in self._blocks.waiting())
-        soon = self._waiting or late
-        self._watch.nodes_s, self._watch.reservations_s = (
-            (min(NODES_WAITING_S, 4 * fast), min(RESERVATIONS_WAITING_S, 15 * fast))
-            if soon
-            else (min(NODES_EVERY_S, 10 * slow), RESERVATIONS_EVERY_S)
-        )
+        watch.nodes_s, watch.reservations_s = min(NODES_EVERY_S, 10 * slow), RESERVATIONS_EVERY_S
+        if self._waiting or late:
+            watch.nodes_s = min(NODES_WAITING_S, 4 * fast)
+            watch.reservations_s = min(RESERVATIONS_WAITING_S, 15 * fast)
 
     def _note_offers(self, snapshot: QueueSnapshot) -> None:
         ours = self._blocks.ids()
@@ -282,8 +270,8 @@ class BlockTracker:
         )
 
     def _ask_history(self) -> None:
-        """Ask the scheduler's records about jobs that the queue does not know any more, in a thread
-        of its own: a database may be slow where the queue is not.
+        """Ask for the ends of jobs that the queue does not know any more, in a thread of its own: a
+        database may be slow where the queue is not.
         """
         now = self._clock()
         with self._lock:
@@ -311,9 +299,7 @@ class BlockTracker:
     # --- cancellation
 
     def shrink(self, scheduler: Shrinking, job_id: str, leave: Collection[str]) -> None:
-        """Take nodes away from a running block. Raises FreeTrainError if the scheduler refused it,
-        or did not answer.
-        """
+        """Take nodes away from a running block. Raises FreeTrainError if the scheduler does not."""
         names = self._held.get(job_id, ())
         keep = [name for name in names if name not in leave]
         scheduler.shrink(job_id, keep, [name for name in names if name in leave])
@@ -327,9 +313,7 @@ class BlockTracker:
             self._changed = self._clock()
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs at once. Raises SchedulerSilent if the scheduler did not answer; they may
-        still run.
-        """
+        """End these jobs at once. After SchedulerSilent, which is raised, they may still run."""
         self._cancel(job_ids, cancelled=True)
 
     def _cancel(self, job_ids: Sequence[str], **why: bool) -> None:
@@ -348,8 +332,7 @@ class BlockTracker:
                 lengths_s = [end - snapshot.jobs_at for end in self._usable(snapshot).values()]
                 shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
                 shortest_s += self.start_s + self._options.limit_margin_s
-                stranded = self._blocks.stranded(lengths_s, shortest_s, before)
-                late += stranded
+                late += self._blocks.stranded(lengths_s, shortest_s, before)
             if self._needs[1].lacking and self._needs[0].jobs_at >= before:
                 # What is given back must not become one of these.
                 late += [b.job_id for b in self._blocks.waiting() if not b.seen.withdrawn]

@@ -76,13 +76,11 @@ class SlotJobs:
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'
         block = _block_command(folder, name, nodes, end, variables or {})
+        logs = [_beside(script, suffix) for suffix in ('.out', '.err')]
         try:
             with files.create(script) as file:
                 file.write(f'{worker_init}\nexec {block} {shlex.quote(command)}\n'.encode())
-            with (
-                files.create(_beside(script, '.out')) as out,
-                files.create(_beside(script, '.err')) as err,
-            ):
+            with files.create(logs[0]) as out, files.create(logs[1]) as err:
                 process = subprocess.Popen(
                     ['/bin/bash', str(script)],
                     stdin=subprocess.DEVNULL,
@@ -128,11 +126,9 @@ class SlotJobs:
             return JobState.TIMEOUT, how
         if how in (slots.CANCELLED, slots.ORPHANED):
             return JobState.CANCELLED, how
-        return (
-            (JobState.COMPLETED, how)
-            if code == 0
-            else (JobState.FAILED, f'the command ended with status {code}')
-        )
+        if code == 0:
+            return JobState.COMPLETED, how
+        return JobState.FAILED, f'the command ended with status {code}'
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         jobs = [self._jobs[job_id] for job_id in job_ids]
@@ -146,11 +142,8 @@ class SlotJobs:
             try:
                 job.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.warning(
-                    'Block %s did not end on SIGTERM within %g s; killing it',
-                    job.name,
-                    _CANCEL_WAIT_S,
-                )
+                said = 'Block %s did not end on SIGTERM within %g s; killing it'
+                logger.warning(said, job.name, _CANCEL_WAIT_S)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(job.process.pid, signal.SIGKILL)
                 job.process.wait()

@@ -26,7 +26,7 @@ TAKEN = (KILL, NOTICE, KNOWN, MIXED)
 
 _OVER_S = 5.0  # after the schedule's end, until all of its blocks have ended
 
-# How nodes are taken under 'mixed': mostly without warning, as on a real machine.
+# Under 'mixed': mostly without warning, as on a real machine.
 _MIX = ((KILL, 0.6), (NOTICE, 0.25), (KNOWN, 0.15))
 
 
@@ -119,16 +119,13 @@ class LocalSite:
             refuse('LocalSite: poll_s', poll_s, 'a number of seconds above 0')
         if devices not in slot.DEVICES:
             refuse('LocalSite: devices', devices, f'one of {", ".join(map(repr, slot.DEVICES))}')
-        self.nodes = nodes
-        self.devices = devices
-        self.schedule = schedule
-        self.time_factor, self.repeat = time_factor, repeat
-        self.taken = taken
-        self.notice_s = notice_s
-        self.seed = seed
-        self.poll_s = poll_s
+        self.nodes, self.devices, self.schedule = nodes, devices, schedule
+        self.time_factor, self.repeat, self.poll_s = time_factor, repeat, poll_s
+        self.taken, self.notice_s, self.seed = taken, notice_s, seed
         self._clock = clock
         self._followed = _followed(nodes, schedule).scaled(time_factor)
+        length_s = self._followed.end_s
+        self._period_s = length_s if repeat and math.isfinite(length_s) else 0.0
         self._set_classes(node_classes or self._followed.node_classes, class_speeds or {})
         self._intervals: dict[str, list[IdleInterval]] = {name: [] for name in self._followed.nodes}
         for interval in self._followed.intervals:
@@ -176,9 +173,7 @@ class LocalSite:
 
     @property
     def over_at(self) -> float | None:
-        """When the schedule ends, in seconds of ``time.time()``. None before the start, and if it
-        never ends.
-        """
+        """When the schedule ends, in seconds of ``time.time()``; None: not started, or never."""
         end = math.inf if self._zero is None else self._zero + self._followed.end_s
         return end if math.isfinite(end) and not self.repeat else None
 
@@ -212,7 +207,8 @@ class LocalSite:
         groups: dict[tuple[float, float, str], list[str]] = {}
         for node, interval in free.items():
             since = max(interval.start_s, self._freed_at.get(node, 0.0))
-            key = since, self._known_end(interval, now), self.node_classes.get(node, '')
+            end = self._known(self._how(interval.end_s), self._epoch(interval.end_s), now)
+            key = since, end, self.node_classes.get(node, '')
             groups.setdefault(key, []).append(node)
         return tuple(
             Hole(
@@ -230,8 +226,9 @@ class LocalSite:
         """Start the command on the slots; the schedule takes them away again."""
         with self._lock:
             now = self._clock()
-            names = self._choose(request, self._free(now))
-            taken_s = min(self._at(node, now).end_s for node in names)
+            free = self._free(now)
+            names = self._choose(request, free)
+            taken_s = min(free[node].end_s for node in names)
             block = _SlotBlock(
                 names,
                 self._epoch(taken_s),
@@ -270,8 +267,8 @@ class LocalSite:
         if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
             raise BadInput(
                 f'LocalSite: a block of {request.nodes} nodes with the names '
-                f'{list(request.names)} was asked for; '
-                f'it must have at least one node, and as many names as nodes, or none.'
+                f'{list(request.names)} was asked for; it must have at least one node, and as '
+                'many names as nodes, or none.'
             )
         strange = [name for name in request.names if name not in self._intervals]
         if strange or request.nodes > len(self._intervals):
@@ -280,68 +277,57 @@ class LocalSite:
                 f'this site has the nodes {", ".join(self.names)}.'
             )
         names = request.names or tuple(list(free)[: request.nodes])
-        if len(names) < request.nodes or any(name not in free for name in names):
-            missing = [
-                name for name in names if name not in free
-            ] or f'{request.nodes - len(names)} nodes'
+        missing = [name for name in names if name not in free]
+        if missing or len(names) < request.nodes:
+            said = missing or f'{request.nodes - len(names)} nodes'
             raise HoleGone(
-                f'LocalSite: {missing} were taken before the block was submitted; look '
-                'at the holes again.'
+                f'LocalSite: {said} were taken before the block was submitted; look at the holes '
+                'again.'
             )
         return tuple(names)
 
     def gone(self, job_id: str) -> None:
         with self._lock:
-            block = self._open.pop(job_id, None)
-            if block is not None:
-                self._freed_at.update(
-                    dict.fromkeys(block.nodes, self._clock() - (self._zero or 0.0))
-                )
+            if block := self._open.pop(job_id, None):
+                freed_s = self._clock() - (self._zero or 0.0)
+                self._freed_at |= dict.fromkeys(block.nodes, freed_s)
 
     def end_of(self, job_id: str) -> float | None:
         with self._lock:
             block = self._open.get(job_id)
         if block is None:
             return None
-        known = block.how == KNOWN or (
-            block.how == NOTICE and self._clock() >= block.end - self.notice_s
-        )
-        end = min(block.walltime_end, block.end if known else math.inf)
+        end = min(block.walltime_end, self._known(block.how, block.end, self._clock()))
         return end if math.isfinite(end) else None
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
         """The schedule itself, clipped; empty before the start."""
         if self._zero is None:
             return ()
-        length = self._followed.end_s if self.repeat else math.inf
-        first, last = (int((at - self._zero) // length) for at in (since, until))
+        length = self._period_s or math.inf
+        first, last = (max(0, int((at - self._zero) // length)) for at in (since, until))
         clipped = (
             NodeOffer(
-                interval.node,
-                max(since, self._epoch(_shifted(interval, number * length).start_s)),
-                min(until, self._epoch(_shifted(interval, number * length).end_s)),
+                each.node,
+                max(since, self._epoch(each.start_s + number * self._period_s)),
+                min(until, self._epoch(each.end_s + number * self._period_s)),
             )
-            for number in range(max(first, 0), max(last, 0) + 1)
-            for interval in self._followed.intervals
+            for number in range(first, last + 1)
+            for each in self._followed.intervals
         )
         return tuple(offer for offer in clipped if offer.end > offer.start)
 
     def _epoch(self, at_s: float) -> float:
         return (self._zero or 0.0) + at_s
 
-    def _at(self, node: str, now: float) -> IdleInterval:
-        interval = self._interval(node, now)
-        assert interval is not None
-        return interval
-
     def _interval(self, node: str, now: float) -> IdleInterval | None:
-        at_s, length = now - (self._zero or 0.0), self._followed.end_s
-        begun_s = at_s - at_s % length if self.repeat and math.isfinite(length) else 0.0
+        at_s = now - (self._zero or 0.0)
+        begun_s = at_s - at_s % self._period_s if self._period_s else 0.0
         at_s -= begun_s
         place = bisect_right(self._intervals[node], at_s, key=lambda each: each.start_s) - 1
-        interval = self._intervals[node][place] if place >= 0 else None
-        there = interval is not None and at_s < interval.end_s
-        return _shifted(interval, begun_s) if interval is not None and there else None
+        if place < 0 or at_s >= (found := self._intervals[node][place]).end_s:
+            return None
+        return IdleInterval(found.start_s + begun_s, found.end_s + begun_s, node)
 
     def _free(self, now: float) -> dict[str, IdleInterval]:
         if self._zero is None or self._closed:
@@ -353,21 +339,14 @@ class LocalSite:
     def _how(self, end_s: float) -> str:
         if self.taken != MIXED:
             return self.taken
-        # Seeded by the end alone, so that all nodes that are taken together are taken in the same
-        # way.
+        # Seeded by the end alone: nodes that are taken together are taken in the same way.
         draw = random.Random(f'{self.seed}:{end_s!r}')
         return draw.choices([how for how, _ in _MIX], [weight for _, weight in _MIX])[0]
 
-    def _known_end(self, interval: IdleInterval, now: float) -> float:
-        how, end = self._how(interval.end_s), self._epoch(interval.end_s)
+    def _known(self, how: str, end: float, now: float) -> float:
+        """This end, where it is known by now; otherwise infinite."""
         known = how == KNOWN or (how == NOTICE and now >= end - self.notice_s)
         return end if known else math.inf
-
-
-def _shifted(interval: IdleInterval, by_s: float) -> IdleInterval:
-    if not by_s or math.isnan(by_s):
-        return interval
-    return IdleInterval(interval.start_s + by_s, interval.end_s + by_s, interval.node)
 
 
 def _followed(nodes: int | Sequence[str], schedule: str | Path | Schedule | None) -> Schedule:

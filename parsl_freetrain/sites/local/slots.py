@@ -59,14 +59,11 @@ def kill_block(folder: Path, job_name: str) -> int:
     # Between a look and the kill a process may have started another one.
     give_up = time.monotonic() + _KILL_WAIT_S
     while time.monotonic() < give_up:
-        found = [
-            process for process in psutil.process_iter() if _belongs(process, job_name, sessions)
-        ]
+        found = [each for each in psutil.process_iter() if _belongs(each, job_name, sessions)]
         if not found:
             break
         for process in found:
-            # psutil signals only the very process it has looked at, not a later one with its
-            # number.
+            # psutil signals only the process it has looked at, not a later one with its number.
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 killed.add(process.pid)
@@ -80,8 +77,7 @@ def _sessions(folder: Path, job_name: str) -> set[int]:
         leaders: dict[str, str] = json.loads(nodes_file(folder, job_name).read_text())
     except (OSError, ValueError):
         return set()
-    # A number is not given anew while a process of its session lives, so another leader means that
-    # the session is over.
+    # A number is not given anew while its session lives: with another leader that is over.
     return {int(pid) for pid, start in leaders.items() if start_of(int(pid)) in ('', start)}
 
 
@@ -89,9 +85,8 @@ def _belongs(process: psutil.Process, job_name: str, sessions: set[int]) -> bool
     try:
         if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
             return False
-        if os.getsid(process.pid) in sessions:
-            return True
-        return bool(process.environ().get(BLOCK_VARIABLE) == job_name)
+        here = os.getsid(process.pid) in sessions
+        return here or bool(process.environ().get(BLOCK_VARIABLE) == job_name)
     except (psutil.Error, OSError):
         return False
 
@@ -126,20 +121,15 @@ class SlotBlock:
         owner: tuple[int, str],
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        self._folder = folder
-        self._job_name = job_name
-        self._end = end
-        self._owner = owner
-        self._variables = variables or {}
+        self._folder, self._job_name = folder, job_name
+        self._end, self._owner, self._variables = end, owner, variables or {}
         self._nodes: dict[int, str] = {}
         self._exit_codes: dict[str, int | None] = {}
         self._cancelled = False
         self._wake_read, self._wake_write = os.pipe()
 
     def run(self, nodes: Sequence[str], command: str) -> int:
-        """Run ``command`` on every node until the block ends; returns the exit status for this
-        process.
-        """
+        """Run ``command`` on every node until the block ends; returns this process's status."""
         self._listen()
         try:
             for node in nodes:
@@ -147,13 +137,10 @@ class SlotBlock:
                 if self._cancelled:
                     break
                 self._start(node, command)
-            # It only helps to tidy up after this very process was killed; a full disk must not keep
-            # the block from running.
+            # It only helps to tidy up after this process was killed; a block runs on a full disk.
             with contextlib.suppress(OSError):
-                _write(
-                    nodes_file(self._folder, self._job_name),
-                    {pid: start_of(pid) for pid in self._nodes},
-                )
+                leaders = {pid: start_of(pid) for pid in self._nodes}
+                _write(nodes_file(self._folder, self._job_name), leaders)
             how = self._watch()
         finally:
             self._kill_all()
@@ -179,9 +166,7 @@ class SlotBlock:
     def _start(self, node: str, command: str) -> None:
         # Parsl's processes rename themselves; SPT_NOENV has setproctitle spare the mark.
         # Parsl starts its worker pool by name, also where the virtual environment is not activated.
-        path = os.pathsep.join(
-            [os.path.dirname(sys.executable), os.environ.get('PATH', os.defpath)]
-        )
+        path = f'{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get("PATH", os.defpath)}'
         environment = os.environ | {
             NODE_VARIABLE: node,
             BLOCK_VARIABLE: self._job_name,
@@ -189,7 +174,11 @@ class SlotBlock:
             'PATH': path,
             **self._variables.get(node, {}),
         }
-        with self._output(node, 'out') as out, self._output(node, 'err') as err:
+        log = f'{self._folder / self._job_name}.{node}'
+        with (
+            os.fdopen(files.open_log(f'{log}.out'), 'wb') as out,
+            os.fdopen(files.open_log(f'{log}.err'), 'wb') as err,
+        ):
             process = subprocess.Popen(
                 ['/bin/bash', '-c', command],
                 env=environment,
@@ -202,9 +191,6 @@ class SlotBlock:
         self._exit_codes[node] = None
         # It is reaped below, together with all others.
         process.returncode = 0
-
-    def _output(self, node: str, suffix: str) -> _Output:
-        return _Output(self._folder / f'{self._job_name}.{node}.{suffix}')
 
     def _watch(self) -> str:
         while True:
@@ -244,23 +230,8 @@ class SlotBlock:
     def _write_end(self, how: str) -> None:
         # A full disk or a folder that is gone must not keep the block from ending.
         with contextlib.suppress(OSError):
-            _write(
-                end_file(self._folder, self._job_name),
-                {'how': how, 'at': time.time(), 'exit_codes': self._exit_codes},
-            )
-
-
-class _Output:
-    """A file for a node's output that closes itself here and stays open there."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = files.open_log(path)
-
-    def __enter__(self) -> int:
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+            said = {'how': how, 'at': time.time(), 'exit_codes': self._exit_codes}
+            _write(end_file(self._folder, self._job_name), said)
 
 
 def _do_nothing(*_: object) -> None:

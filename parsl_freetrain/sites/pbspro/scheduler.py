@@ -19,9 +19,9 @@ from parsl_freetrain.sites.batch.records import (
 from parsl_freetrain.sites.batch.scheduler import NoHistory
 from parsl_freetrain.sites.batch.scheduler_commands import (
     Commands,
-    SchedulerRefused,
     SchedulerSilent,
     in_one_line,
+    offered,
 )
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.options import PbsOptions
@@ -61,31 +61,22 @@ class Pbs:
         """The queue, and what its jobs ask of a node without saying it."""
         name = self._options.queue
         queues = answers.parse_queues(self.client.ask(answers.QUEUES))
-        queue = queues.get(name)
-        if queue is None:
-            raise BadInput(
-                f'PBS has no queue {name!r}; it has '
-                f'{", ".join(sorted(queues)) or "none that you may see"}.'
-            )
+        queue = offered('PBS', 'queue', name, queues)
         if queue.get('enabled', 'True') != 'True':
             raise BadInput(
                 f'The queue {name!r} takes no jobs (it is not enabled); name another queue.'
             )
         if queue.get('from_route_only') == 'True':
-            routes = sorted(
-                route
-                for route, q in queues.items()
-                if name in str(q.get('route_destinations', '')).split(',')
-            )
+            ends = {each: str(q.get('route_destinations', '')) for each, q in queues.items()}
+            routes = ', '.join(sorted(each for each in ends if name in ends[each].split(',')))
             raise BadInput(
-                f'The queue {name!r} takes jobs only from '
-                f'{", ".join(routes) or "another queue"}; name that one.'
+                f'The queue {name!r} takes jobs only from {routes or "another queue"}; name that '
+                'one.'
             )
         self._chunk = {key: str(value) for key, value in queue.get('default_chunk', {}).items()}
         self._owners = answers.node_owners(name, queues)
-        self._apart = frozenset(
-            other for other in queues if not self._owners & answers.node_owners(other, queues)
-        )
+        owners = {other: answers.node_owners(other, queues) for other in queues}
+        self._apart = frozenset(other for other in queues if not self._owners & owners[other])
         self._ranks = answers.queue_ranks(queues)
         return answers.limits(name, queue)
 
@@ -128,15 +119,12 @@ class Pbs:
         if done.returncode == NO_HISTORY:
             raise NoHistory(f'PBS keeps no history: {in_one_line(done.stderr)}')
         if done.returncode not in (0, FINISHED, UNKNOWN):
-            raise SchedulerSilent(
-                f'qstat -x failed with status {done.returncode}: {in_one_line(done.stderr)}'
-            )
+            said = in_one_line(done.stderr)
+            raise SchedulerSilent(f'qstat -x failed with status {done.returncode}: {said}')
         if not done.stdout.strip():
             return {}
-        return {
-            job.job_id: self._ended(job)
-            for job in answers.parse_jobs(done.stdout, self._options.queue)
-        }
+        jobs = answers.parse_jobs(done.stdout, self._options.queue)
+        return {job.job_id: self._ended(job) for job in jobs}
 
     def _ended(self, job: BatchJob) -> JobState:
         deleted = job.state is JobState.CANCELLED and job.restarts > 0
@@ -172,9 +160,4 @@ class Pbs:
 
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
         """``pbs_release_nodes``. It kills what runs on the nodes that leave."""
-        done = self.client.run(('pbs_release_nodes', '-j', job_id, *leave))
-        if done.returncode:
-            raise SchedulerRefused(
-                f'PBS does not take {", ".join(leave)} from job {job_id}: '
-                f'{in_one_line(done.stderr, "pbs_release_nodes")}'
-            )
+        self.client.shrink(('pbs_release_nodes', '-j', job_id, *leave), job_id, leave)

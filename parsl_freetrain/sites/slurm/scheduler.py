@@ -28,6 +28,7 @@ from parsl_freetrain.sites.batch.scheduler_commands import (
     SchedulerRefused,
     SchedulerSilent,
     in_one_line,
+    offered,
     own_name,
 )
 from parsl_freetrain.sites.slurm import answers_json, answers_text
@@ -73,12 +74,8 @@ class Slurm:
         return partition_for(self._options, partitions)
 
     def wanted(self) -> Wanted:
-        return Wanted(
-            self._options.partition,
-            self._options.features(),
-            self._options.gpus_per_node,
-            self._options.classes,
-        )
+        given = self._options
+        return Wanted(given.partition, given.features(), given.gpus_per_node, given.classes)
 
     def jobs(self) -> tuple[BatchJob, ...]:
         if self._form is None:
@@ -175,26 +172,15 @@ class Slurm:
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
         """``scontrol update``. It kills what runs on the nodes that leave."""
         with tempfile.TemporaryDirectory(prefix='freetrain-') as folder:  # for its own scripts
-            done = self.client.run(
-                ('scontrol', 'update', f'JobId={job_id}', f'NodeList={",".join(keep)}'), folder
-            )
-        if done.returncode:
-            raise SchedulerRefused(
-                f'Slurm does not take {", ".join(leave)} from job {job_id}: '
-                f'{in_one_line(done.stderr, "scontrol")}'
-            )
+            command = 'scontrol', 'update', f'JobId={job_id}', f'NodeList={",".join(keep)}'
+            self.client.shrink(command, job_id, leave, folder)
 
 
 def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) -> Partition:
     """The partition of the options. Raises BadInput if there is none of this name, it does not take
     this account or QOS, or it does not suit the mode.
     """
-    partition = partitions.get(options.partition)
-    if partition is None:
-        raise BadInput(
-            f'Slurm has no partition {options.partition!r}; it has '
-            f'{", ".join(sorted(partitions)) or "none that you may see"}.'
-        )
+    partition = offered('Slurm', 'partition', options.partition, partitions)
     why, limit_s = '', math.inf if partition.longest_s is None else partition.longest_s
     for what, given, taken in (
         ('account', options.account, partition.accounts),
