@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.block.blocks import BlockManager, GreetingReturned
@@ -31,9 +32,8 @@ from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberRetur
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.request_handler import RequestHandler
-from parsl_freetrain.executor.runtime import LiveRuntime
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.host.run_clock import RunClock
+from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.sites.protocols import Site, Yielding
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
@@ -331,3 +331,32 @@ _URGENT = (
     ev.TrainerAborted,
     ev.ShutdownRequested,
 )
+
+
+class LiveRuntime:
+    """Implements :class:`~parsl_freetrain.core.controller.runtime.Runtime`."""
+
+    def __init__(self, blocks: BlockManager, fragments: FragmentRunner) -> None:
+        self._blocks, self._fragments = blocks, fragments
+
+    def open(self, request: BlockRequest, at: float) -> None:
+        self._blocks.open(request, at)
+
+    def close(self, blocks: Sequence[ev.CloseBlock], at: float) -> None:
+        for one in blocks:
+            logger.info('Giving block %s back: %s', one.block, one.why)
+        self._blocks.close([one.block for one in blocks], at)
+
+    def release(self, nodes: ev.ReleaseNodes, at: float) -> None:
+        count = len(nodes.nodes)
+        logger.info('Giving %d nodes of block %s back: %s', count, nodes.block, nodes.why)
+        self._blocks.release(nodes.block, nodes.nodes, at)
+
+    def launch(self, fragment: ev.StartFragment, at: float) -> None:
+        self._fragments.start(fragment, at)
+
+    def send(self, stop: ev.StopFragment, at: float) -> None:
+        self._fragments.stop(stop, at)
+
+    def kill(self, fragment: ev.AbandonFragment, at: float) -> None:
+        self._fragments.abandon(fragment)

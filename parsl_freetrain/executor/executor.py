@@ -32,15 +32,13 @@ from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
-from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, SETTLED_S, FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
-from parsl_freetrain.executor.future_updates import FutureUpdater
-from parsl_freetrain.executor.metric_export import MetricExport
-from parsl_freetrain.executor.monitoring_export import MonitoringExport
+from parsl_freetrain.executor.ledger_exports import MetricExport, MonitoringExport
 from parsl_freetrain.executor.parsl_side import ParslSide
-from parsl_freetrain.executor.progress_line import ProgressLine
+from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock, keep_others_out, refuse_unquotable
@@ -58,8 +56,8 @@ from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import TrainerNames
+from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.host.processes import allow_open_files
-from parsl_freetrain.host.run_clock import RunClock
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from parsl_freetrain.core.controller.trainer_end import STORAGE_S
 from parsl_freetrain.executor import parsl_side, run_lock
 from parsl_freetrain.executor.block import leaving_jobs
-from parsl_freetrain.executor.fragment import control_channel, fragment_state, standby
+from parsl_freetrain.executor.fragment import control_channel, fragment_state, members
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.training.comm import collectives, exchange_watch
@@ -57,7 +57,7 @@ def waits() -> tuple[Wait, ...]:
         Wait(ex, 'a rank to end after SIGKILL', t.silence_s, 'its node is lost', 'hang_s'),
         Wait(ex, 'the other ranks when one has failed', t.peer_s, 'they are killed', 'peer_s'),
         Wait(ex, 'a fragment that was asked to stop', t.stop_s, 'its ranks are killed', 'stop_s'),
-        Wait(ex, 'ranks that are to run ahead', standby.AHEAD_S, 'the fragment stops without them'),
+        Wait(ex, 'ranks that are to run ahead', members.AHEAD_S, 'the fragment stops without them'),
         Wait(ex, "Parsl's interchange", parsl_side.INTERCHANGE_S,
              'all trainers fail; a new run goes on'),
         Wait(node, 'its fork server', fork_client.LAUNCH_S,

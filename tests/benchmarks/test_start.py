@@ -29,7 +29,7 @@ from parsl_freetrain import (
     Throughput,
     freetrain_app,
 )
-from parsl_freetrain.executor.fragment.standby import StandbyLauncher
+from parsl_freetrain.executor.fragment.members import StandbyLauncher
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.benchmarks.workload import BATCH, MACHINE, data, network, optimizer_of, under_torchrun

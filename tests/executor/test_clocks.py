@@ -10,7 +10,7 @@ import pytest
 
 from parsl_freetrain import Checkpoints, FragmentContext, LocalSite, freetrain_app
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.executor.node_clocks import NodeClocks
+from parsl_freetrain.host.clocks import NodeClocks
 from parsl_freetrain.journal.read import Journal
 from tests.support.training import fit, freetrain
 from tests.support.waiting import wait_until

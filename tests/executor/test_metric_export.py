@@ -10,7 +10,7 @@ import pytest
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
-from parsl_freetrain.executor.metric_export import MetricExport
+from parsl_freetrain.executor.ledger_exports import MetricExport
 from parsl_freetrain.journal.append import JournalWriter
 from tests.support.loggers import Recorder
 

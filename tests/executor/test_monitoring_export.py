@@ -12,7 +12,7 @@ from parsl.config import Config
 
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.executor.monitoring_export import MonitoringExport, database_of
+from parsl_freetrain.executor.ledger_exports import MonitoringExport, database_of
 from parsl_freetrain.executor.settings import Recording
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider

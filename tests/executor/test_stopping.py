@@ -14,7 +14,7 @@ from parsl_freetrain import Checkpoint, Timeouts, TrainingFuture, freetrain_app
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
-from parsl_freetrain.executor.fragment.orders import ControlEndpoint
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.stream import Stream

@@ -133,7 +133,7 @@ def test_what_is_the_users_never_runs_on_the_event_loop(
     stuck = Stuck(over)
     if what == 'terminal':
         monkeypatch.setattr('sys.stderr', stuck)
-    monkeypatch.setattr('parsl_freetrain.executor.metric_export.LAST_S', 0.1)
+    monkeypatch.setattr('parsl_freetrain.executor.ledger_exports.LAST_S', 0.1)
     train = freetrain_app(max_nodes=1, total_epochs=1)(fit)
     try:
         with freetrain(tmp_path, site(1), recording=Recording(loggers=[stuck]), min_rescale_s=0.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsl_freetrain.host.clock_steps import ClockSteps
+from parsl_freetrain.host.clocks import ClockSteps
 
 
 def test_each_step_back_is_told_once() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parsl_freetrain.host.run_clock import RunClock
+from parsl_freetrain.host.clocks import RunClock
 
 
 @pytest.mark.parametrize('step_s', [3600.0, -3600.0])

@@ -28,14 +28,14 @@ from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
-from parsl_freetrain.executor.fragment.orders import ControlEndpoint
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.host.run_clock import RunClock
+from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.training.spec import messages as msg
 from tests.support.fit import fit
 

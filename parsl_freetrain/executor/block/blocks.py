@@ -19,11 +19,10 @@ from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_record import BlockRecord, nodes_needed
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs, greeting
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
-from parsl_freetrain.executor.node_clocks import NodeClocks
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.host.run_clock import RunClock
+from parsl_freetrain.host.clocks import NodeClocks, RunClock
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
 from parsl_freetrain.sites.provider import BackfillProvider

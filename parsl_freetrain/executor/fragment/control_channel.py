@@ -4,12 +4,16 @@ Parsl's certificates (CurveZMQ), only who may connect to the interchange may con
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
 import os
 import queue
 import random
+import resource
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,14 +21,17 @@ from typing import Any
 import zmq
 from parsl import curvezmq
 from parsl.addresses import tcp_url
+from zmq.utils.monitor import recv_monitor_message
 
-from parsl_freetrain.executor.fragment.connection_limit import ConnectionLimit
 from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.messages import FromMember, MemberMessage, ToMember
 
+logger = logging.getLogger(__name__)
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
+_LOOK_MS = 500
 HANDSHAKE_MS = 3000
 """Milliseconds after which a connection ends that has not proved who it is."""
-
 SEND_S = 15
 """Seconds for which a member waits for its connection to take a message."""
 
@@ -43,6 +50,73 @@ class MemberDisconnected:
 @dataclass(frozen=True)
 class _ConnectionEnded:
     fd: int
+
+
+class _ConnectionLimit:
+    """Keeps new connections out while too many are open that nobody has spoken through.
+
+    Each takes a file descriptor of this process, whoever has opened it, until its handshake has
+    failed. At the limit the kernel drops what asks for a new connection. Clients repeat that by
+    themselves, so those that may connect only wait. Open connections go on. The connections of
+    ``router``, which listens at ``listener``, are counted; ``known`` says through how many somebody
+    has spoken; ``ended`` gets the file descriptor of each that has ended, from another thread.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        listener: socket.socket,
+        known: Callable[[], int],
+        ended: Callable[[int], None],
+    ) -> None:
+        self._router, self._listener, self._known, self._tell_ended = router, listener, known, ended
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = 2**16 if files == resource.RLIM_INFINITY else files // 4
+        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name='connections', daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop counting. Call it before the router is closed."""
+        self._ended.set()
+        self._thread.join()
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
+        self._listener.close()
+
+    def _follow(self) -> None:
+        connections: set[int] = set()
+        full = False
+        while not self._ended.is_set():
+            if self._monitor.poll(_LOOK_MS):
+                event: Any = recv_monitor_message(self._monitor)
+                if event['event'] == zmq.EVENT_ACCEPTED:
+                    connections.add(event['value'])
+                else:
+                    connections.discard(event['value'])
+                    self._tell_ended(event['value'])
+            unknown = len(connections) - self._known()
+            if full != (unknown >= self._most):
+                full = not full
+                self._admit(not full)
+                if full:
+                    said = '%d connections to port %d have not said who they are; others wait.'
+                    logger.warning(said, unknown, self._listener.getsockname()[1])
+
+    def _admit(self, admit: bool) -> None:
+        if admit:
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            return
+        drop_all = ctypes.create_string_buffer(b'\x06\0\0\0\0\0\0\0', 8)  # BPF: return 0
+        program = _Program(1, ctypes.addressof(drop_all))
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
+
+
+class _Program(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_ = (('length', ctypes.c_ushort), ('filter', ctypes.c_void_p))
 
 
 class ControlServer:
@@ -72,7 +146,7 @@ class ControlServer:
         self._poller.register(self._wake_reader, zmq.POLLIN)
         self._identities: dict[MemberKey, bytes] = {}
         self._connections: dict[int, MemberKey] = {}  # by file descriptor
-        self._limit = ConnectionLimit(
+        self._limit = _ConnectionLimit(
             self._router,
             listener,
             known=lambda: len(self._identities),

@@ -10,8 +10,8 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
-from parsl_freetrain.executor.node_clocks import NodeClocks
 from parsl_freetrain.executor.stream import Stream
+from parsl_freetrain.host.clocks import NodeClocks
 from parsl_freetrain.training.spec import messages as msg
 
 RESERVE_S = 1e6

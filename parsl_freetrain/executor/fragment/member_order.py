@@ -1,4 +1,4 @@
-"""One node's instructions for a fragment."""
+"""One node's instructions for a fragment, and whom it reports to."""
 
 from __future__ import annotations
 
@@ -34,3 +34,17 @@ class MemberOrder:
         exempt_until = None if self.exempt_s is None else now + self.exempt_s
         fragment = replace(self.fragment, deadline=deadline, exempt_until=exempt_until)
         return replace(self, fragment=fragment)
+
+
+@dataclass(frozen=True)
+class ControlEndpoint:
+    """Address of the control channel, as seen from nodes. ``node_log_dir``: for the logs of their
+    fork servers. ``template``: the fork server of this computer that forks those, if there is one.
+    """
+
+    addresses: list[str]
+    port: int
+    cert_dir: str | None
+    interface: str | None
+    node_log_dir: str
+    template: str | None = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model import events as ev
@@ -20,18 +21,16 @@ from parsl_freetrain.executor.fragment.fragment_state import (
     RunningFragment,
     came_back,
 )
-from parsl_freetrain.executor.fragment.left_states import furthest
 from parsl_freetrain.executor.fragment.listener import Listener
-from parsl_freetrain.executor.fragment.members import Members
-from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
-from parsl_freetrain.executor.fragment.standby import StandbyLauncher
-from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint, MemberOrder
+from parsl_freetrain.executor.fragment.members import Members, StandbyLauncher, member_task
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord, furthest
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
-from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import Abandon, Alive, FromMember, Hello
 
 logger = logging.getLogger(__name__)
@@ -118,32 +117,39 @@ class FragmentRunner:
         for member in fragment.members:
             if member in fragment.lost:
                 continue
-            inner = self._parsl.submit(
-                {
-                    'resource_spec': {PIN: fragment.action.nodes[member]},
-                    'task_executor': {
-                        'f': 'parsl_freetrain.executor.fragment.worker_tasks.run_member',
-                        'a': (self._order(fragment, member), earlier),
-                    },
-                },
-                buffer,
-            )
+            order = self._order(fragment, member)
+            task = member_task(fragment.action.nodes[member], order, earlier)
+            inner = self._parsl.submit(task, buffer)
             inner.add_done_callback(
                 lambda done, member=member: self._control.post(  # type: ignore[misc]
                     MemberReturned(name, number, member, done)
                 )
             )
 
-    def _order(self, fragment: RunningFragment, member: int) -> Any:
-        record = self.records[fragment.name]
-        return member_order(
-            fragment,
-            member,
-            record.spec.with_ranks(fragment.ranks_per_node),
-            record.store,
-            self._endpoint,
-            self._timeouts.hang_s,
-            self._clock(),
+    def _order(self, fragment: RunningFragment, member: int) -> MemberOrder:
+        """One node's instructions for a fragment, sent now."""
+        record, endpoint, action = self.records[fragment.name], self._endpoint, fragment.action
+        spec, at = record.spec.with_ranks(fragment.ranks_per_node), self._clock()
+        shapes = spec.shapes.get(len(fragment.members))
+        order = FragmentOrder(
+            trainer=fragment.name,
+            fragment=fragment.number,
+            store=record.store,
+            spec=spec,
+            speeds=action.speeds,
+            interruptions_per_s=action.interruptions_per_s,
+            shape=shapes[action.shape] if shapes else None,
+            interface=endpoint.interface,
+            hang_s=self._timeouts.hang_s,
+            handover=fragment.begins_with.handover if fragment.begins_with is not None else None,
+            samples=fragment.checkpoint.samples,
+        )
+        channel = endpoint.addresses, endpoint.port, endpoint.cert_dir
+        logs = str(Path(record.store) / 'logs'), endpoint.node_log_dir
+        return MemberOrder(
+            *(order, member, len(fragment.members), *channel, *logs, endpoint.template),
+            left_s=None if action.deadline_s is None else action.deadline_s - at,
+            exempt_s=None if action.exempt_until_s is None else action.exempt_until_s - at,
         )
 
     def heard(self, said: FromMember, at: float) -> None:

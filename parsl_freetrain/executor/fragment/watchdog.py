@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
-from parsl_freetrain.executor.fragment.standby import overdue
+from parsl_freetrain.executor.fragment.members import overdue
 from parsl_freetrain.executor.settings import Timeouts
 
 LOOK_S = 1.0

@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.core.model.types import NodeOffer
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.host.clock_steps import ClockSteps
+from parsl_freetrain.host.clocks import ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, could_use, needs, reserved, waits

@@ -27,11 +27,11 @@ from parsl_freetrain.executor.fragment.fragment_state import (
     LeftState,
     RunningFragment,
 )
-from parsl_freetrain.executor.fragment.left_states import furthest, left_states
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
+from parsl_freetrain.executor.fragment.trainer_record import furthest, left_states
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, Watchdog
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.training.spec.fragment_order import Handover

@@ -14,7 +14,7 @@ from parsl_freetrain.core.model.events import StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
-from parsl_freetrain.executor.fragment.standby import StandbyLauncher
+from parsl_freetrain.executor.fragment.members import StandbyLauncher
 from parsl_freetrain.executor.interchange import PIN
 from tests.support.parsl_sides import NoParsl
 

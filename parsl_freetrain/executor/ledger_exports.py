@@ -1,11 +1,15 @@
-"""Passes the metrics of a run on to loggers, from the ledger."""
+"""Passes what the ledger says on while a run goes on: metrics to loggers, and all of it to Parsl's
+monitoring.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +21,16 @@ from parsl_freetrain.host import files
 from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger, OpenLog
 from parsl_freetrain.journal.kept_metrics import KeptMetrics, began_in
 from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.journal.tables import write_sqlite
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
 LAST_S = 60.0
 """How long the end of a run waits for loggers, in seconds."""
+PREFIX = 'freetrain_'
+MOST_OF_THE_TIME = 0.05
+"""Maximum share of the time in which this copies."""
 
 
 class MetricExport:
@@ -40,9 +48,8 @@ class MetricExport:
     def start(self, ledger: Path, run: str) -> None:
         """Begin with a run of a ledger, by Parsl's id of the run."""
         if self._loggers:
-            self._thread = threading.Thread(
-                target=self._work, args=(ledger, run), name='FreeTrain-Loggers', daemon=True
-            )
+            name, work = 'FreeTrain-Loggers', (ledger, run)
+            self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -91,13 +98,9 @@ class _Export:
                     with suppress(Exception):
                         self._logs.pop(row.name)[0].close('interrupted')
                 if not self._complained:
-                    logger.warning(
-                        '%s cannot log trainer %r now: %s: %s',
-                        type(self._destination).__name__,
-                        row.name,
-                        type(error).__name__,
-                        error,
-                    )
+                    what, how = type(self._destination).__name__, type(error).__name__
+                    said = '%s cannot log trainer %r now: %s: %s'
+                    logger.warning(said, what, row.name, how, error)
                 self._complained = True
 
     def _pass_on(self, history: History, row: Training) -> None:
@@ -140,3 +143,55 @@ class _Export:
 
 def _state_of(row: Training) -> str:
     return row.state if row.state in ('finished', 'failed', 'cancelled') else 'interrupted'
+
+
+def database_of(endpoint: str | None) -> Path | None:
+    """The file of a monitoring endpoint such as ``sqlite:///runinfo/monitoring.db``, or None."""
+    if endpoint is None or not endpoint.startswith('sqlite:///'):
+        return None
+    return Path(endpoint.removeprefix('sqlite:///')).absolute()
+
+
+class MonitoringExport:
+    """Copies one run into tables ``freetrain_trainers``, ``freetrain_fragments`` and so on,
+    periodically and at the end. Their ``run_id`` and a fragment's ``task_id`` are Parsl's.
+    """
+
+    def __init__(self, period_s: float = PERIOD_S) -> None:
+        self._period_s = period_s
+        self._over = threading.Event()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self, endpoint: str | None, ledger: Path, run: str) -> None:
+        """Start copying Parsl's ``run``, unless it has begun or the endpoint is no SQLite file."""
+        database = database_of(endpoint)
+        with self._starting:
+            if database is None or self._thread is not None:
+                return
+            name, work = 'FreeTrain-MonitoringExport', (database, ledger, run)
+            self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self, database: Path, ledger: Path, run: str) -> None:
+        complained = over = False
+        wait_s, journal = self._period_s, None
+        while not over:
+            over = self._over.wait(wait_s)
+            began = time.monotonic()
+            try:
+                journal = journal or Journal(ledger)
+                write_sqlite(journal.history(run), database, PREFIX)
+                complained = False
+            except (sqlite3.Error, BadInput) as error:
+                # Parsl may write for a long time; no training depends on this copy.
+                if not complained:
+                    said = 'The ledger %s could not be copied into %s: %s'
+                    logger.warning(said, ledger, database, error)
+                complained = True
+            wait_s = max(self._period_s, (time.monotonic() - began) / MOST_OF_THE_TIME)
