@@ -18,7 +18,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
-from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.device_faults import causes, device_fault
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here, may_share
 from parsl_freetrain.training.comm.exchange_watch import exchanges
@@ -29,7 +28,6 @@ from parsl_freetrain.training.process import lazy_dynamo, liveness
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
-from parsl_freetrain.training.spec.mode import Reproducible
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 # For a peer whose node is silent, which the node agent normally notices sooner; a killed one shows.
@@ -86,7 +84,7 @@ class Subgroup(Peers):
 
 class RankGroup(Subgroup):
     """The group of all ranks, and its store. torch.distributed's default group is this one, too;
-    in reproducible mode only once it is asked for.
+    in reproducible mode until ctx.prepare, or if it is asked for.
     """
 
     def __init__(
@@ -110,8 +108,6 @@ class RankGroup(Subgroup):
             )
         print(f'Tensors are exchanged by {dist.get_backend()}')
         self._group = dist.group.WORLD
-        if isinstance(order.spec.mode, Reproducible):
-            self._group = world.hide()
         self._connections = liveness.connections() - earlier
         liveness.guard_connections(order.hang_s)
 

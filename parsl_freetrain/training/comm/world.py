@@ -2,7 +2,8 @@
 
 In reproducible mode a rank trains virtual shards one after the other, as many as it has, and what a
 loss exchanged with another rank would depend on which shards are trained at the same time. So the
-group of all ranks is hidden: a library that asks takes itself for alone, as it is in a shard.
+group of all ranks is hidden from ctx.prepare on, which ends the user's set-up, unless it was asked
+for: a library that asks takes itself for alone, as it is in a shard.
 """
 
 from __future__ import annotations
@@ -21,20 +22,41 @@ from parsl_freetrain.training.process import lazy_dynamo
 
 _EXCHANGES = re.compile('gather|reduce|alltoall|all_to_all|broadcast|scatter|send|recv|barrier')
 _hidden: ProcessGroup | None = None
+_asked = False
 _in_body: Callable[[], bool] = bool
 
 
-def hide() -> ProcessGroup:
-    """Make torch.distributed forget the default group; returns it."""
+def hide() -> None:
+    """Make torch.distributed forget the default group, unless it was asked for. A call that needs
+    it is refused by BadInput.
+    """
     global _hidden
-    _hidden, dist.GroupMember.WORLD = dist.group.WORLD, None
-    assert _hidden is not None
-    return _hidden
+    if not _asked:
+        _hidden, dist.GroupMember.WORLD = dist.group.WORLD, None
+        plain = dist.distributed_c10d._get_default_group
+        if not hasattr(plain, '__wrapped__'):
+            dist.distributed_c10d._get_default_group = _not_hidden(plain)
+
+
+def _not_hidden(plain: Callable[[], ProcessGroup]) -> Callable[[], ProcessGroup]:
+    @wraps(plain)
+    def default_group() -> ProcessGroup:
+        if _hidden is not None:
+            raise BadInput(
+                'The default group of torch.distributed was asked for after ctx.prepare. In '
+                'reproducible mode there is none, since each pass in the body of ctx.loop is one '
+                'virtual shard, which is alone: outside of the body, say ctx.torch_distributed() '
+                'before; for exchanges in the body, use mode=Throughput().'
+            )
+        return plain()
+
+    return default_group
 
 
 def show() -> ProcessGroup:
     """The group of all ranks, as the default one from now on; of one rank, a group is made."""
-    global _hidden
+    global _hidden, _asked
+    _asked = True
     if _hidden is not None:
         dist.GroupMember.WORLD, _hidden = _hidden, None
     if dist.group.WORLD is None:

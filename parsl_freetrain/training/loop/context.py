@@ -117,8 +117,9 @@ class FragmentContext(ContextOfKept):
         return self._run.division.mesh
 
     def torch_distributed(self) -> ProcessGroup:
-        """The group of all ranks, which becomes torch.distributed's default one. Only in
-        reproducible mode it is not that already, and exchanges in the loop's body are refused.
+        """The group of all ranks, which becomes torch.distributed's default one. In
+        reproducible mode it is that only until :meth:`prepare`, and exchanges in the loop's body
+        are refused.
         """
         return world.show()
 

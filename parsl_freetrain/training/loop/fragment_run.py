@@ -111,6 +111,8 @@ class FragmentRun:
         prepared, steps = self.model.prepared, self.model.steps
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
+            if self.parts.place.world_size > 1:
+                world.hide()
         if self.saved is not None:
             self._at_prepare = around_models(self.state, prepared)
         self.verification = Verification(self.parts, self.model, self.state)

@@ -16,15 +16,23 @@ from tests.support.examples import equal
 from tests.support.ranks import all_finish, order, ranks
 
 
-def train(ctx: FragmentContext, asked: bool = False) -> None:
-    """With a loss as MACE's: it exchanges the number of samples if there are several processes."""
+def train(ctx: FragmentContext, asked: bool = False, *, unasked: bool = False) -> None:
+    """With a loss as MACE's: it exchanges the number of samples if there are several processes. The
+    set-up exchanges, too.
+    """
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
+    ranks: list[Any] = [0] * ctx.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(ranks, ctx.rank)
+    assert ranks == list(range(ctx.world_size))
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if asked:
         number = torch.tensor([ctx.rank])
         dist.all_reduce(number, group=ctx.torch_distributed())
         assert number.item() == sum(range(ctx.world_size))
+    if unasked:
+        dist.barrier()
     for x in ctx.loop(torch.arange(36.0).reshape(18, 2) / 36, 6):
         optimizer.zero_grad()
         number = torch.tensor(float(len(x)))
@@ -54,3 +62,10 @@ def test_exchanges_in_the_body_are_refused_by_name(
     assert {outcome.error.type for outcome in outcomes} <= {'BadInput', 'PeerLost'}
     told = [o.error.message for o in outcomes if o.error.type == 'BadInput']
     assert told and all('torch.distributed (allreduce of a process group)' in text for text in told)
+
+
+def test_the_hidden_group_is_refused_by_name(fork_server: ForkClient, tmp_path: Path) -> None:
+    with ranks(fork_server, order(tmp_path), 2, tmp_path, train, unasked=True) as gang:
+        told = [outcome.error for outcome in gang.run()]
+    assert {error.type for error in told} <= {'BadInput', 'PeerLost'}
+    assert any('say ctx.torch_distributed() before' in error.message for error in told)
