@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,9 @@ _FOLDERS = (Path('site_configs'), _PACKAGE / 'site_configs', _PACKAGE.parent / '
 
 
 def site_files() -> dict[str, Path]:
-    """The Python files of sites by name; those in the current folder's ``site_configs/`` come
-    first.
-    """
-    return {
-        path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob('[!_]*.py'))
-    }
+    """The Python files of sites by name; the current folder's ``site_configs/`` comes first."""
+    files = (path for folder in reversed(_FOLDERS) for path in sorted(folder.glob('[!_]*.py')))
+    return {path.stem: path for path in files}
 
 
 def load_site_file(path: Path) -> ModuleType:
@@ -103,9 +100,10 @@ def site_described(described: str | Mapping[str, Any]) -> Site:
     if kind in types and name is None:
         make, where = types[kind].make, f'The site type {kind}'
     elif kind is not None or name not in files:
+        with_site = (each for each, path in files.items() if 'def site(' in path.read_text())
         raise BadInput(
             f'There is no site {kind or name or ""!r}; give provider=, or site= as one of '
-            f'{", ".join(sorted(_with_site(files)))}, or a type of site: {", ".join(types)}.'
+            f'{", ".join(sorted(with_site))}, or a type of site: {", ".join(types)}.'
         )
     else:
         where, module = f'The site file {files[name]}', load_site_file(files[name])
@@ -119,7 +117,3 @@ def site_described(described: str | Mapping[str, Any]) -> Site:
     except Exception as error:  # the user's own code
         raise BadInput(f'{where} gives no site: {type(error).__name__}: {error}.') from error
     return site
-
-
-def _with_site(files: dict[str, Path]) -> Iterator[str]:
-    return (name for name, path in files.items() if 'def site(' in path.read_text())

@@ -59,16 +59,12 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             refuse('BackfillProvider: max_blocks', max_blocks, 'at least 1')
         if not min_hole_s >= 0:
             refuse('BackfillProvider: min_hole_s', min_hole_s, 'a number of seconds, 0 or more')
-        self.site = site
-        self.max_blocks = max_blocks
-        self.min_hole_s = min_hole_s
+        self.site, self.environment = site, environment
+        self.max_blocks, self.min_hole_s = max_blocks, min_hole_s
         self.worker_init = worker_init
-        self.environment = environment
         # Parsl asks every provider for these; they keep its scaling from wanting a block.
-        self.init_blocks = 0
-        self.min_blocks = 0
+        self.init_blocks = self.min_blocks = self.parallelism = 0
         self.nodes_per_block = 1
-        self.parallelism = 0
         self.resources: dict[object, Any] = {}
         self.cores_per_node = None
         self.mem_per_node = None
@@ -93,9 +89,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         self.site.script_dir = folder
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = 'parsl.freetrain') -> str:
-        """Refused: Parsl's scaling says nothing of a block's nodes and walltime. Always raises
-        BadInput.
-        """
+        """Raises BadInput: Parsl's scaling says nothing of a block's nodes and walltime."""
         raise BadInput(
             'BackfillProvider opens blocks only for holes, and only for a FreeTrainExecutor, which '
             'calls open_block() itself; give other executors a provider of their own.'
@@ -156,11 +150,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
     def _open_ones(self, job_ids: Sequence[str]) -> list[str]:
         """Those of our jobs that were not seen to be over, each once."""
         with self._lock:
-            return [
-                job_id
-                for job_id in dict.fromkeys(job_ids)
-                if job_id in self._jobs and self._jobs[job_id] is None
-            ]
+            return [i for i in dict.fromkeys(job_ids) if i in self._jobs and self._jobs[i] is None]
 
     def _ask(self, job_ids: list[str]) -> dict[str, JobStatus]:
         if not job_ids:

@@ -66,9 +66,8 @@ def site_types() -> dict[str, SiteType]:
         try:
             kind = point.load()
         except Exception as error:  # another package's code
-            logger.warning(
-                'The site type %s (%s) cannot be loaded: %s', point.name, point.value, error
-            )
+            said = 'The site type %s (%s) cannot be loaded: %s'
+            logger.warning(said, point.name, point.value, error)
             continue
         if not isinstance(kind, SiteType):
             logger.warning('The site type %s (%s) is no SiteType', point.name, point.value)

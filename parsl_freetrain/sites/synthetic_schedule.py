@@ -78,8 +78,7 @@ MIN_BUSY_S = 10.0
 _SPLIT_PROBABILITY = 0.75
 # Intervals move by at most this share of their length to end when others do.
 _SNAP = 0.1
-# Before time 0 the machine runs for so long that the number of idle nodes no longer shows that it
-# began empty.
+# The machine runs so long before time 0 that it no longer shows that it began empty.
 _WARM_UP_S = 20_000.0
 
 _Knots = tuple[tuple[float, float], ...]

@@ -15,10 +15,8 @@ def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
     """The queue with the limits of the site config, too. Raises BadInput if there is no block that
     fits them all. ``step_s``: walltimes are multiples of this, in seconds.
     """
-    least, most = (
-        max(queue.least_nodes, options.least_nodes),
-        _smaller(queue.most_nodes, options.most_nodes),
-    )
+    least = max(queue.least_nodes, options.least_nodes)
+    most = min((n for n in (queue.most_nodes, options.most_nodes) if n is not None), default=None)
     if most is not None and least > most:
         raise BadInput(
             f'The queue {queue.name!r} takes {queue.least_nodes} to '
@@ -36,14 +34,8 @@ def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
     return replace(queue, least_nodes=least, most_nodes=most, shortest_s=shortest_s)
 
 
-def _smaller(one: int | None, other: int | None) -> int | None:
-    return min((n for n in (one, other) if n is not None), default=None)
-
-
 def check_classes(classes: Sequence[str], nodes: Sequence[Nodes], queue: Partition) -> None:
-    """Refuse a node class of the site config that no node has. Raises BadInput with the class and
-    the queue.
-    """
+    """Raises BadInput, with the class and the queue, for a node class that no node has."""
     there = {group.node_class for group in nodes if group.partition == queue.name}
     for name in classes:
         if name not in there:

@@ -26,9 +26,7 @@ from parsl_freetrain.sites.batch.queue_play import QueuePlay
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 
 MOST_JOBS = 500
-"""Maximum number of waiting jobs that are looked at, as Slurm's ``bf_max_job_test``. Only those
-count that could get nodes of ours, or nodes of other such jobs.
-"""
+"""Maximum number of jobs that are looked at, as Slurm's ``bf_max_job_test``; see competing()."""
 MOST_TASKS = 20
 """Maximum number of tasks of one array among them, as Slurm's ``bf_max_job_array_resv``."""
 
@@ -59,18 +57,12 @@ def waits(job: BatchJob, ours: frozenset[str]) -> bool:
     """Whether a job of others waits for nodes and for nothing else. Blocks of other runs do not
     count: they have the lowest priority too.
     """
-    return (
-        job.state is JobState.PENDING
-        and not job.blocked
-        and job.job_id not in ours
-        and not is_block(job.name)
-    )
+    pending = job.state is JobState.PENDING and not job.blocked
+    return pending and job.job_id not in ours and not is_block(job.name)
 
 
 def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[str]) -> bool:
-    """Whether a job of others waits, and may get nodes that blocks have, now or later; as far as is
-    known of these nodes.
-    """
+    """Whether a job of others waits and may get nodes that blocks have, as far as is known."""
     waiting = {
         (job.partition, job.features, job.gpus, job.excluded, job.nodes > len(job.only) or job.only)
         for job in jobs
@@ -155,9 +147,8 @@ def needs(
             continue
         served.append(job.job_id)
         demands += table.serve(job, eligible, free)
-    return Needs(
-        tuple(demands), frozenset(served), frozenset(table.lacking), frozenset(table.asked)
-    )
+    lacking, asked = frozenset(table.lacking), frozenset(table.asked)
+    return Needs(tuple(demands), frozenset(served), lacking, asked)
 
 
 def reserved(
@@ -169,11 +160,8 @@ def reserved(
     """Nodes of ours that are set aside from a time before ``by_s`` on, and that we would still have
     then: the reservation was made after the block had begun.
     """
-    held = [
-        job
-        for job in jobs
-        if job.job_id in ours and job.state in HOLDING and job.state is not JobState.ENDING
-    ]
+    holding = [state for state in HOLDING if state is not JobState.ENDING]
+    held = [job for job in jobs if job.job_id in ours and job.state in holding]
     demands = []
     for each in reservations:
         if each.start_s < by_s <= each.end_s:

@@ -99,16 +99,14 @@ def life_of(seen: Seen) -> BlockLife:
         return BlockLife.REQUEUED
     if seen.shortened and meaning in (BlockLife.COMPLETED, BlockLife.FAILED):
         return BlockLife.GIVEN_BACK
-    ended = meaning in (
-        BlockLife.CANCELLED_BY_OTHERS,
-        BlockLife.PREEMPTED,
-    )  # some schedulers do not tell one from the other
-    if ended and seen.withdrawn:
-        return BlockLife.WITHDRAWN
-    if ended and seen.taken:
-        return BlockLife.PREEMPTED
-    if ended and seen.cancelled:
-        return BlockLife.CANCELLED
+    # Some schedulers do not tell one from the other.
+    if meaning in (BlockLife.CANCELLED_BY_OTHERS, BlockLife.PREEMPTED):
+        if seen.withdrawn:
+            return BlockLife.WITHDRAWN
+        if seen.taken:
+            return BlockLife.PREEMPTED
+        if seen.cancelled:
+            return BlockLife.CANCELLED
     return meaning
 
 
@@ -125,9 +123,8 @@ def status_of(
     stderr: str | None = None,
 ) -> JobStatus:
     """For Parsl, with a sentence that keeps apart what Parsl's states fold together."""
-    return JobStatus(
-        life.parsl, f'job {job_id} {life.words}{detail}', stdout_path=stdout, stderr_path=stderr
-    )
+    said = f'job {job_id} {life.words}{detail}'
+    return JobStatus(life.parsl, said, stdout_path=stdout, stderr_path=stderr)
 
 
 def ran_out_of_memory(status: JobStatus) -> bool:

@@ -90,12 +90,9 @@ def paying(machine: str, account: str | None, how: str) -> str:
     """The account that pays: the given one, or the environment variable FREETRAIN_ACCOUNT. Raises
     BadInput if there is none; the sentence ends with ``how`` to find the account's name.
     """
-    return needed(
-        machine,
-        'an account',
-        account or os.environ.get('FREETRAIN_ACCOUNT'),
-        f'give account="PROJECT", or set FREETRAIN_ACCOUNT; {how}',
-    )
+    account = account or os.environ.get('FREETRAIN_ACCOUNT')
+    how = f'give account="PROJECT", or set FREETRAIN_ACCOUNT; {how}'
+    return needed(machine, 'an account', account, how)
 
 
 def on_file_systems(
@@ -106,11 +103,8 @@ def on_file_systems(
     """
     unknown = [name for name in filesystems if name not in known]
     if unknown or not filesystems:
-        said = (
-            f'has no file system {unknown[0]!r}'
-            if unknown
-            else 'takes no job without its file systems'
-        )
+        said = 'takes no job without its file systems'
+        said = f'has no file system {unknown[0]!r}' if unknown else said
         raise BadInput(
             f'{machine} {said}; give filesystems= those that your files are on, of '
             f'{", ".join(known)}.'

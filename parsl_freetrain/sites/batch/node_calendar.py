@@ -28,8 +28,7 @@ class NodeCalendar:
 
     def take(self, begin: float, end: float, members: int) -> None:
         """These nodes are not free between two times; ``end`` may be infinite."""
-        first, last = self._index(begin), self._index(end)
-        for place in range(first, last):
+        for place in range(self._index(begin), self._index(end)):
             self._free[place] &= ~members
 
     def _index(self, time: float) -> int:

@@ -85,7 +85,7 @@ def windows(
     partition, so it limits them all. Such a job waits for a date, or the scheduler does not show
     its plan.
     """
-    members: dict[str, set[str]] = defaultdict(set)
+    members: Mapping[str, set[str]] = {}
     until = {
         name: math.inf if group.until_s is None else group.until_s
         for group in nodes
@@ -101,17 +101,14 @@ def windows(
         if job.planned:
             bounded: Iterable[str] = job.planned
         else:
-            if not members:
-                members.update(_members(nodes))
+            members = members or _members(nodes)
             bounded = set().union(*(members[partition] for partition in job.partition.split(',')))
-        for name in bounded:
-            if name in until:
-                until[name] = min(until[name], job.start_s)
+        for name in until.keys() & bounded:
+            until[name] = min(until[name], job.start_s)
     for reservation in reservations:
         if reservation.end_s > now:
-            for name in until if reservation.everywhere else reservation.nodes:
-                if name in until:
-                    until[name] = min(until[name], reservation.start_s)
+            for name in until.keys() & (until if reservation.everywhere else reservation.nodes):
+                until[name] = min(until[name], reservation.start_s)
     return {name: end for name, end in until.items() if end > now}
 
 
@@ -180,14 +177,12 @@ def holes(
 
 
 def _take(groups: Groups, block: OnTheWay) -> None:
-    """Count as taken the shortest windows that are long enough for a block. The scheduler may
-    choose any of them.
-    """
+    """Count as taken the shortest windows that are long enough for a block: it may get any."""
     missing = block.nodes
     keys = [key for key in sorted(groups) if block.node_class in ('', key[1])]
-    for key in [k for k in keys if k[0] >= block.end_s] + [
-        k for k in reversed(keys) if block.least_end_s <= k[0] < block.end_s
-    ]:
+    long = [k for k in keys if k[0] >= block.end_s]
+    short = [k for k in reversed(keys) if block.least_end_s <= k[0] < block.end_s]
+    for key in long + short:
         while missing and groups[key]:
             groups[key].pop()
             missing -= 1
@@ -206,17 +201,14 @@ class OfferLog:
     def note(self, at: float, names: Iterable[str]) -> None:
         """At this time, in seconds of ``time.time()``, exactly these nodes are idle or ours."""
         there = set(names)
-        for name in [
-            n for n, offer in self._open.items() if n not in there or at - offer.end > self._gap_s
-        ]:
-            offer = self._open.pop(name)
-            self._offers.append(
-                NodeOffer(name, offer.start, at if at - offer.end <= self._gap_s else offer.end)
-            )
+        for name, offer in list(self._open.items()):
+            near = at - offer.end <= self._gap_s
+            if name not in there or not near:
+                self._offers.append(NodeOffer(name, offer.start, at if near else offer.end))
+                del self._open[name]
         for name in there:
-            self._open[name] = NodeOffer(
-                name, self._open[name].start if name in self._open else at, at
-            )
+            start = self._open[name].start if name in self._open else at
+            self._open[name] = NodeOffer(name, start, at)
 
     def between(self, since: float, until: float) -> tuple[NodeOffer, ...]:
         """All intervals, clipped to these times in seconds of ``time.time()``."""

@@ -197,8 +197,6 @@ def given_options(
     given both, or a setting that cannot be used.
     """
     if options is not None and settings:
-        raise BadInput(
-            f'{site} was given options and the settings {", ".join(settings)}; give one '
-            'or the other.'
-        )
+        both = f'options and the settings {", ".join(settings)}'
+        raise BadInput(f'{site} was given {both}; give one or the other.')
     return read_settings(kind, site, settings) if options is None else options

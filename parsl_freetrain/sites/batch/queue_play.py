@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.sites.batch.block_shape import is_block
@@ -25,9 +27,7 @@ from parsl_freetrain.sites.batch.records import (
 ENDING_S = 60.0
 """Nodes of a job that has been ending for so long, in seconds, do not count as free."""
 SOON_S = 3.0
-"""A reservation that ends within this number of seconds counts as over: nodes are given back
-meanwhile.
-"""
+"""A reservation that ends in so many seconds counts as over: nodes are given back meanwhile."""
 
 
 class QueuePlay:
@@ -98,9 +98,7 @@ class QueuePlay:
                 self._reserve(members, r.start_s, r.end_s)
         self._set_aside = list(self._taken)
         # Nodes that a reservation or a planned job takes later: fewer jobs can use them meanwhile.
-        self._spare = 0
-        for begin, _, members in self._taken:
-            self._spare |= members if begin > now else 0
+        self._spare = self._any_of(members for begin, _, members in self._taken if begin > now)
 
     def _shares_of(
         self, now: float, uses: list[tuple[BatchJob, int, float]], known: Mapping[str, float]
@@ -128,11 +126,12 @@ class QueuePlay:
         """The nodes that a job may get."""
         want = (job.partition, job.features, job.gpus)
         if want not in self._eligible:
-            partitions, members = job.partition.split(','), 0
-            for group, names in self._up:
-                if group.partition in partitions and group.have(job.features, job.gpus):
-                    members |= names
-            self._eligible[want] = members
+            partitions = job.partition.split(',')
+            self._eligible[want] = self._any_of(
+                names
+                for group, names in self._up
+                if group.partition in partitions and group.have(job.features, job.gpus)
+            )
         refused = (*job.excluded, *self._unsuitable.get(job.job_id, ()))
         return self._eligible[want] & ~self._set_of(refused)
 
@@ -160,7 +159,8 @@ class QueuePlay:
         named, told = self._set_of(job.only), self._set_of(job.planned) & free
         caps = self._caps(job, free, begin)
         got = Missing(job, caps).first_of(named, *self._least_useful_first(free, told))
-        freed = got & self._blocks_after(begin)
+        # Nodes of blocks that the scheduler does not count as free then.
+        freed = got & self._any_of(names for end, names in self._blocks.values() if end > begin)
         if freed:
             self._moved.append((told & ~got, freed))
         else:
@@ -178,29 +178,24 @@ class QueuePlay:
         got = missing.first_of(named, free & ~self._given, free & self._stood)
         for members in (free & self._given & self._spare, free & self._given):
             got |= self._of_few_blocks(members & ~got, missing)
-        # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
-        # for these here.
+        # Which others of ours it gets is decided elsewhere: any of them stand for these here.
         given = got & self._given
         hides = self._hides(got) & ~given
         until_s = self._now + length_s
         self._reserve(got & ~given, self._now, until_s, given, job=job, caps=caps)
         if given | hides:
             self.lacking.add(job.job_id)
-            self.asked |= {
-                block
-                for block, (_, members) in self._blocks.items()
-                if members & (given | hides) & ~self._ours
-            }
+            theirs = (given | hides) & ~self._ours
+            self.asked |= {block for block, (_, had) in self._blocks.items() if had & theirs}
         own, hides = given & self._ours & ~self._stood, hides & self._ours
         self._stood |= 0 if caps is None else given
         for lacking, of in ((own & named, named), (own & ~named, ~named)):
             if lacking:
-                names = frozenset(self._names(among & of))
-                spare = frozenset(self._names(among & of & self._spare))
-                first = frozenset(self._names(lacking))
+                sets = among & of, among & of & self._spare, lacking
+                names, spare, first = map(self._names, sets)
                 yield NodeDemand(job.job_id, lacking.bit_count(), names, spare, first=first)
         if hides:
-            names = frozenset(self._names(hides))
+            names = self._names(hides)
             yield NodeDemand(job.job_id, len(names), names, shared=True)
 
     def _of_few_blocks(self, among: int, missing: Missing) -> int:
@@ -219,12 +214,9 @@ class QueuePlay:
         self._begun |= chosen
         return chosen
 
-    def _blocks_after(self, time: float) -> int:
-        """Nodes of blocks that the scheduler does not count as free then."""
-        members = 0
-        for end, names in self._blocks.values():
-            members |= names if end > time else 0
-        return members
+    @staticmethod
+    def _any_of(sets: Iterable[int]) -> int:
+        return reduce(or_, sets, 0)
 
     def _least_useful_first(self, free: int, told: int) -> Iterator[int]:
         """Nodes that nobody can have now, then those that are soonest taken again."""
@@ -237,9 +229,7 @@ class QueuePlay:
         """Nodes of blocks that keep the scheduler from giving these nodes to a job: because of them
         it has planned another job there. Each is told once.
         """
-        hides = 0
-        for moved, freed in self._moved:
-            hides |= freed if moved & got else 0
+        hides = self._any_of(freed for moved, freed in self._moved if moved & got)
         self._moved = [(moved, freed) for moved, freed in self._moved if not moved & got]
         return hides
 
@@ -270,16 +260,11 @@ class QueuePlay:
         self._calendar.take(begin, end, members)
         self._beside.take(begin, end, members | own)
 
-    def _names(self, members: int) -> list[str]:
-        """The names of the nodes in a set."""
-        return [name for name, bit in self._bits.items() if members >> bit & 1]
+    def _names(self, members: int) -> frozenset[str]:
+        return frozenset(name for name, bit in self._bits.items() if members >> bit & 1)
 
     def _set_of(self, names: Iterable[str]) -> int:
-        """Nodes by their names."""
-        members = 0
-        for name in names:
-            members |= 1 << self._bits.setdefault(name, len(self._bits))
-        return members
+        return self._any_of(1 << self._bits.setdefault(n, len(self._bits)) for n in names)
 
 
 def _length_s(job: BatchJob) -> float:

@@ -52,9 +52,7 @@ class QueueSnapshot:
 
     @property
     def reservations_old(self) -> bool:
-        """Whether what is set aside may have been made with a job that waits: which nodes the job
-        needs depends on it.
-        """
+        """Whether reservations may have been made with a job that waits, whose nodes they say."""
         return self.reservations_at < self.waiting_since
 
 
@@ -83,8 +81,7 @@ class QueueWatch:
     def __init__(
         self, scheduler: Scheduler, options: BatchOptions, clock: Callable[[], float]
     ) -> None:
-        self._scheduler = scheduler
-        self._clock = clock
+        self._scheduler, self._clock = scheduler, clock
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._snapshot = QueueSnapshot()
@@ -134,18 +131,12 @@ class QueueWatch:
             if self._steps.set_back_s():  # the times of all answers are still to come
                 self._jobs_answered = self._nodes_answered = self._not_before = NEVER
                 self._nodes_said = NEVER
-            if (
-                self._thread is not None
-                or self._clock() < self._not_before
-                or not self._old(with_nodes, newer_than)
-            ):
+            paused = self._thread is not None or self._clock() < self._not_before
+            if paused or not self._old(with_nodes, newer_than):
                 return False
-            self._thread = threading.Thread(
-                target=self._ask,
-                args=(with_nodes, newer_than, done),
-                name='FreeTrain-scheduler',
-                daemon=True,
-            )
+            arguments = with_nodes, newer_than, done
+            name = 'FreeTrain-scheduler'
+            self._thread = threading.Thread(None, self._ask, name, arguments, daemon=True)
             self._thread.start()
             return True
 
@@ -154,8 +145,7 @@ class QueueWatch:
             return True
         seen = self._snapshot.nodes_at if with_nodes else self._snapshot.jobs_at
         answered = self._nodes_answered if with_nodes else self._jobs_answered
-        # Half the interval, so that a caller who comes every poll_s seconds always gets a new
-        # answer.
+        # Half of it, so that a caller who comes every poll_s seconds always gets a new answer.
         return self._clock() - answered >= self.poll_s / 2 or seen <= newer_than
 
     def _ask(self, with_nodes: bool, newer_than: float, done: Callable[[], None] | None) -> None:
@@ -165,24 +155,19 @@ class QueueWatch:
             # Jobs first: a job that starts between the two questions is then counted twice, which
             # is harmless, instead of not at all.
             at = self._clock()
-            if (
-                not with_nodes
-                or snapshot.jobs_at <= newer_than
-                or at - jobs_answered > self.poll_s / 4
-            ):
+            old = snapshot.jobs_at <= newer_than or at - jobs_answered > self.poll_s / 4
+            if old or not with_nodes:
                 jobs = self._scheduler.jobs()
                 since = snapshot.waiting_since if snapshot.waiting_since != NEVER else at
                 waiting = any(waits(job, frozenset()) for job in jobs)
-                snapshot = replace(
-                    snapshot, jobs=jobs, jobs_at=at, waiting_since=since if waiting else NEVER
-                )
+                since = since if waiting else NEVER
+                snapshot = replace(snapshot, jobs=jobs, jobs_at=at, waiting_since=since)
                 jobs_answered = self._clock()
             if with_nodes:
                 late = at - snapshot.reservations_at >= self.reservations_s
                 if late or snapshot.reservations_old:
-                    snapshot = replace(
-                        snapshot, reservations=self._scheduler.reservations(), reservations_at=at
-                    )
+                    said = self._scheduler.reservations()
+                    snapshot = replace(snapshot, reservations=said, reservations_at=at)
                 if at - self._nodes_said >= min(self.nodes_s, self._scheduler.nodes_every_s):
                     self._nodes, self._nodes_said = self._scheduler.nodes(), at
                     self._had = frozenset()
@@ -213,10 +198,5 @@ class QueueWatch:
             pause = min(pause, max(self.poll_s, LONGEST_PAUSE_S) - self.poll_s / 2)
         self._not_before = self._clock() + pause
         expected = isinstance(error, (SchedulerSilent, NotUnderstood))
-        logger.warning(
-            '%s did not answer, next question in %.0f s: %s',
-            self._scheduler.label,
-            pause,
-            error,
-            exc_info=not expected,
-        )
+        said = '%s did not answer, next question in %.0f s: %s'
+        logger.warning(said, self._scheduler.label, pause, error, exc_info=not expected)

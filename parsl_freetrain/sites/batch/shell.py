@@ -27,9 +27,8 @@ def batch_script(
         Shell lines that run the block for ``left`` seconds, by ``timeout``, and set ``status``.
     """
     head = '\n'.join(directives)
-    init = ''.join(
-        f'{lines.strip()}\n' for lines in (options.worker_init, worker_init) if lines.strip()
-    )
+    inits = (options.worker_init.strip(), worker_init.strip())
+    init = ''.join(f'{lines}\n' for lines in inits if lines)
     return f"""#!/bin/bash
 {head}
 
@@ -92,14 +91,11 @@ def on_each_node(name: str, forwards: bool = False) -> str:
     interrupts a ``wait``, and the command may be over before the first one, so its status is asked
     for once it is gone.
     """
-    traps = (
-        'trap : TERM USR1'
-        if not forwards
-        else '\n'.join(
-            f'trap \'[ -z "$command" ] || kill -{signal} "$command" 2>/dev/null\' {signal}'
-            for signal in ('TERM', 'USR1')
-        )
+    passed_on = (
+        f'trap \'[ -z "$command" ] || kill -{signal} "$command" 2>/dev/null\' {signal}'
+        for signal in ('TERM', 'USR1')
     )
+    traps = '\n'.join(passed_on) if forwards else 'trap : TERM USR1'
     return f"""export FREETRAIN_NODE={name} FREETRAIN_NODE_SHELL=$$
 {traps}
 /bin/bash -c "$1" &

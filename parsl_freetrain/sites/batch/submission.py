@@ -46,9 +46,7 @@ class Submitter:
     def __init__(
         self, scheduler: Scheduler, options: BatchOptions, clock: Callable[[], float], run: str
     ) -> None:
-        self._scheduler = scheduler
-        self._options = options
-        self._clock = clock
+        self._scheduler, self._options, self._clock = scheduler, options, clock
         self.run = run
         self.start_s = options.start_s
         self._next_s = NEVER
@@ -66,11 +64,9 @@ class Submitter:
         shape = BlockShape(partition.least_nodes, shortest_s, shortest_s)
         with tempfile.TemporaryDirectory(prefix='freetrain-') as folder:
             place = self._place(Path(folder), 'test')
-            script = self._write(
-                Path(folder), place, self._scheduler.render(shape, place, 'true', '')
-            )
+            text = self._scheduler.render(shape, place, 'true', '')
             try:
-                self._scheduler.test(script)
+                self._scheduler.test(self._write(Path(folder), place, text))
             except SchedulerRefused as error:
                 raise BadInput(
                     f'{self._scheduler.label} would refuse every block in '

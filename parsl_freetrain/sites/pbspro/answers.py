@@ -232,14 +232,8 @@ def parse_nodes(
 
 def _class_of(vnodes: list[Mapping[str, Any]], classes: Mapping[str, Mapping[str, str]]) -> str:
     """The first class whose resources each of the vnodes has; empty: none."""
-    return next(
-        (
-            name
-            for name, resources in classes.items()
-            if all(_has(v.get('resources_available', {}), resources) for v in vnodes)
-        ),
-        '',
-    )
+    has = [vnode.get('resources_available', {}) for vnode in vnodes]
+    return next((name for name, wanted in classes.items() if all(_has(h, wanted) for h in has)), '')
 
 
 # Of the attributes of a vnode (man pbs_node_attributes), those that keep blocks from a free one: it
@@ -262,9 +256,7 @@ def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
 
 def _has(available: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     for name, value in wanted.items():
-        here = str(
-            available.get(name, 'False')
-        )  # a boolean that a node does not have counts as false
+        here = str(available.get(name, 'False'))  # as a boolean that a node does not have
         if (least := _amount(value)) is not None:
             if (_amount(here) or 0.0) < least:
                 return False
@@ -288,20 +280,15 @@ def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset
     and no others. A routing queue has those of its destinations.
     """
     routes = str(queues[name].get('route_destinations', '')).split(',')
-    ends = [route for route in routes if route in queues] or [name]
+    ends = {end: queues[end] for end in routes if end in queues} or {name: queues[name]}
     return frozenset(
-        (
-            end if queues[end].get('hasnodes') == 'True' else '',
-            str(queues[end].get('partition', '')),
-        )
-        for end in ends
+        (end if q.get('hasnodes') == 'True' else '', str(q.get('partition', '')))
+        for end, q in ends.items()
     )
 
 
 def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
-    """Queues in the answer to :data:`QUEUES`, as they stand there. Raises NotUnderstood if it is
-    not such a document.
-    """
+    """Queues in the answer to :data:`QUEUES`, as they stand there. May raise NotUnderstood."""
     queues = document(answer, 'qstat -Q').get('Queue')
     if not isinstance(queues, dict) or not all(isinstance(q, dict) for q in queues.values()):
         raise NotUnderstood('the document of qstat -Q has no Queue')
@@ -313,17 +300,11 @@ def queue_ranks(queues: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def limits(name: str, queue: Mapping[str, Any]) -> Partition:
-    """What a queue allows; a queue that does not start jobs is not up. Raises NotUnderstood if a
-    limit is not as documented.
-    """
+    """What a queue allows; one that does not start jobs is not up. May raise NotUnderstood."""
     least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
     with as_documented(f'qstat -Q about {name}'):
-        waiting = [
-            int(count)
-            for count in re.findall(
-                r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', str(queue.get('max_queued', ''))
-            )
-        ]
+        queued = str(queue.get('max_queued', ''))
+        waiting = map(int, re.findall(r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', queued))
         return Partition(
             name,
             queue.get('started', 'True') == 'True',

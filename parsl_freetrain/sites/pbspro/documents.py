@@ -24,7 +24,8 @@ def document(answer: str, command: str) -> dict[str, Any]:
     counts, and of objects none (None): a value of another user that was not escaped may have
     written one of them, and nobody knows which.
     """
-    for text in _attempts(answer):
+    bare = re.sub(r',(\s*\})', r'\1', _VARIABLES.sub('', answer))
+    for text in (answer, bare, _mended(bare)):
         try:
             found = json.loads(text, strict=False, object_pairs_hook=_unambiguous)
         except (ValueError, RecursionError) as error:
@@ -45,15 +46,8 @@ def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _attempts(answer: str) -> list[str]:
-    bare = re.sub(r',(\s*\})', r'\1', _VARIABLES.sub('', answer))
-    return [answer, bare, _mended(bare)]
-
-
 def _mended(text: str) -> str:
-    """Every value that is no JSON becomes a text; lines that cannot begin a pair belong to the one
-    before.
-    """
+    """Every value that is no JSON as a text; lines that begin no pair belong to the one before."""
     lines: list[str] = []
     for line in text.splitlines():
         if lines and not _NEW.match(line):
@@ -71,10 +65,6 @@ def _mended_pair(line: str) -> str:
     try:
         json.loads(value, strict=False)
     except ValueError:
-        inner = (
-            value[1:-1]
-            if len(value) > 1 and value.startswith('"') and value.endswith('"')
-            else value
-        )
-        value = json.dumps(inner)
+        quoted = len(value) > 1 and value.startswith('"') and value.endswith('"')
+        value = json.dumps(value[1:-1] if quoted else value)
     return name + value + comma

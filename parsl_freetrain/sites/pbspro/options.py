@@ -81,9 +81,8 @@ class PbsOptions(BatchOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.pin_nodes:
-            refuse(
-                'pin_nodes', True, 'False: blocks on PBS ask for a number of nodes, not for names'
-            )
+            why = 'False: blocks on PBS ask for a number of nodes, not for names'
+            refuse('pin_nodes', True, why)
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -30,19 +30,16 @@ _MORE = (
 
 
 def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
-    """Jobs of a ``squeue --json`` document. Raises NotUnderstood if it is not such a document, or
-    it leaves out what holes are made from.
-    """
+    """Jobs of a ``squeue --json`` document. Raises NotUnderstood if it lacks what is needed."""
     with as_documented('squeue --json'):
-        return tuple(_job(job) for job in _document(answer, 'squeue --json')['jobs'])
+        return tuple(_job(job) for job in _document(answer)['jobs'])
 
 
 def _job(job: dict[str, Any]) -> BatchJob:
     state = _words(job['job_state'])
     if state[0] == 'PENDING' and 'scheduled_nodes' not in job:
-        raise NotUnderstood(
-            'the document of squeue --json does not tell the planned nodes of pending jobs'
-        )
+        lacks = 'does not tell the planned nodes of pending jobs'
+        raise NotUnderstood(f'the document of squeue --json {lacks}')
     word = next((more for more in state[1:] if more in _MORE), state[0])
     end = _number(job['end_time'])
     preempted = _number(job.get('preempt_time', 0))
@@ -98,19 +95,18 @@ def _exit(code: Any) -> tuple[int, int]:
 
 
 def _number(value: Any) -> float | None:
-    """A plain number, or one that says whether it is set; 0 counts as not set, as no time and no
-    count is 0.
-    """
+    """A plain number, or one that says whether it is set; 0 counts as not set."""
     if isinstance(value, dict):
         value = value['number'] if value['set'] and not value['infinite'] else None
     return float(value) if value else None
 
 
-def _document(answer: str, command: str) -> dict[str, Any]:
+def _document(answer: str) -> dict[str, Any]:
+    said = 'squeue --json did not answer with a JSON'
     try:
         document = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f'{command} did not answer with a JSON document: {error}') from error
+        raise NotUnderstood(f'{said} document: {error}') from error
     if not isinstance(document, dict):
-        raise NotUnderstood(f'{command} did not answer with a JSON object')
+        raise NotUnderstood(f'{said} object')
     return document

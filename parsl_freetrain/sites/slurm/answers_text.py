@@ -49,14 +49,9 @@ VERSION = ('squeue', '--version')
 
 def history_of(job_ids: list[str]) -> tuple[str, ...]:
     """The question to the accounting database about jobs that the queue has forgotten."""
-    return (
-        'sacct',
-        '--allocations',
-        '--noheader',
-        '--parsable2',
-        f'--jobs={",".join(job_ids)}',
-        '--format=JobIDRaw,State,ExitCode',
-    )
+    what = '--format=JobIDRaw,State,ExitCode'
+    jobs = f'--jobs={",".join(job_ids)}'
+    return 'sacct', '--allocations', '--noheader', '--parsable2', jobs, what
 
 
 def exits_of(job_ids: list[str]) -> tuple[str, ...]:
@@ -149,18 +144,15 @@ def mib_of(text: str) -> float:
 
 @as_documented('sinfo')
 def parse_nodes(answer: str) -> tuple[Nodes, ...]:
-    """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line does not have the fields
-    that were asked for.
-    """
+    """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line has other fields."""
     found = []
     for line in answer.splitlines():
         fields = line.strip().split('|')
         if fields == ['']:
             continue
         if len(fields) != 7:
-            raise NotUnderstood(
-                f'sinfo answered {line[:200]!r}, which does not have the fields {_NODE_FIELDS}'
-            )
+            lacks = f'does not have the fields {_NODE_FIELDS}'
+            raise NotUnderstood(f'sinfo answered {line[:200]!r}, which {lacks}')
         partition, state, gres, features, cpus, memory, names = fields
         bare = state.rstrip(_MARKS)
         found.append(
@@ -244,9 +236,7 @@ def parse_history(answer: str) -> dict[str, JobState]:
 
 
 def parse_version(answer: str) -> tuple[int, int]:
-    """Major and minor version, from ``slurm-wlm 22.05.8`` or ``slurm 24.11.1``. Raises
-    NotUnderstood if there is no version in it.
-    """
+    """Major and minor version, from ``slurm-wlm 22.05.8``. Raises NotUnderstood without any."""
     found = re.search(r'(\d+)\.(\d+)', answer)
     if found is None:
         raise NotUnderstood(f'squeue --version answered {answer[:80]!r}, which holds no version')
@@ -295,9 +285,7 @@ def tasks_of(tasks: str) -> int:
 
 
 def duration_s(text: str) -> float | None:
-    """Seconds of Slurm's ``days-hours:minutes:seconds``, None for unlimited. Raises NotUnderstood
-    if it is neither.
-    """
+    """Seconds of ``days-hours:minutes:seconds``; None: unlimited. Raises NotUnderstood."""
     if text in _UNLIMITED:
         return None
     days, dash, rest = text.rpartition('-')
@@ -317,9 +305,7 @@ def duration_s(text: str) -> float | None:
 
 
 def _gpus(gres: str) -> list[tuple[str, int]]:
-    """Types and numbers of GPUs in ``gpu:a100:4(S:0-1),gres/gpu,gpu:2,craynetwork:4``; without a
-    number it is one.
-    """
+    """Types and numbers (one where unsaid) in ``gpu:a100:4(S:0-1),gres/gpu,craynetwork:4``."""
     found = []
     for words in re.findall(r'(?:^|,)(?:gres[:/])?gpu((?::[^:,()]+)*)(?=[,(]|$)', gres):
         kind = words.split(':')[1:]

@@ -92,14 +92,10 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
     def class_of(self, features: Iterable[str]) -> str:
         """The class of a node with these features and types of GPUs; empty: none."""
         here = set(features)
-        return next(
-            (
-                name
-                for name, wanted in self.node_classes.items()
-                if any(choice <= here for choice in _choices(wanted))
-            ),
-            '',
-        )
+        for name, wanted in self.node_classes.items():
+            if any(choice <= here for choice in _choices(wanted)):
+                return name
+        return ''
 
     def constraint_on(self, node_class: str) -> str | None:
         """The ``--constraint`` of sbatch for a block of a class; empty: of any."""

@@ -59,9 +59,8 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str
     if shape.least_s < shape.walltime_s:
         said.append(f'--time-min={shape.least_s // 60}')
     if shape.deadline is not None:
-        said.append(
-            '--deadline=' + time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(shape.deadline))
-        )
+        deadline = time.localtime(shape.deadline)
+        said.append(time.strftime('--deadline=%Y-%m-%dT%H:%M:%S', deadline))
     for name, value in (
         ('account', options.account),
         ('qos', options.qos),

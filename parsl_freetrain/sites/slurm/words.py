@@ -58,10 +58,7 @@ def state_of(words: str) -> JobState:
     """The state in Slurm's words, such as ``CANCELLED by 0`` or, cut off, ``OUT_OF_ME+``."""
     word = words.split()[0] if words.strip() else ''
     if word.endswith('+'):
-        return next(
-            (state for name, state in _STATES.items() if name.startswith(word[:-1])),
-            JobState.UNKNOWN,
-        )
+        word = next((name for name in _STATES if name.startswith(word[:-1])), '')
     return _STATES.get(word, JobState.UNKNOWN)
 
 
@@ -109,9 +106,8 @@ def _numbers(text: str) -> list[str]:
     for part in text.split(','):
         first, dash, last = part.partition('-')
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise NotUnderstood(
-                f'{part!r} in the node list [{text[:80]}] is not a number or a range of numbers'
-            )
+            where = f'{part!r} in the node list [{text[:80]}]'
+            raise NotUnderstood(f'{where} is not a number or a range of numbers')
         if len(text) > MOST_NODES or len(last) > 9 or int(last or first) - int(first) > MOST_NODES:
             raise NotUnderstood(f'the node list [{text[:80]}] is too long')
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
