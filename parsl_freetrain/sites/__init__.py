@@ -1,3 +1,1 @@
-"""Holes and blocks: one small adapter per scheduler, and the provider that opens blocks of any
-size.
-"""
+"""Holes and blocks: an adapter per scheduler, and the provider that opens blocks of any size."""

@@ -196,9 +196,7 @@ SITE_TYPE = SiteType(
 
 
 def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS`. ``pool``: what is called the partition of every job:
-    queues share the nodes.
-    """
+    """Jobs in the answer to :data:`JOBS`; ``pool``: their partition, as queues share the nodes."""
     found = []
     for job in _vertical(answer, 'JobID'):
         with as_documented('qstat', job):
@@ -290,12 +288,9 @@ def _nodes_in(location: str) -> tuple[str, ...]:
     """Names of the nodes ``20-22,24``; empty if this is no list of node numbers."""
     if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', location):
         return ()
-    ranges = (part.partition('-') for part in location.split(','))
-    return tuple(
-        f'nid{number:05}'
-        for first, _, last in ranges
-        for number in range(int(first), int(last or first) + 1)
-    )
+    parts = (part.partition('-') for part in location.split(','))
+    numbers = (range(int(first), int(last or first) + 1) for first, _, last in parts)
+    return tuple(f'nid{number:05}' for each in numbers for number in each)
 
 
 def _time(text: str) -> float:

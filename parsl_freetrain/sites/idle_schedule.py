@@ -34,9 +34,7 @@ _GZIP_MAGIC = b'\x1f\x8b'
 
 @dataclass(frozen=True, order=True)
 class IdleInterval:
-    """A node is idle from ``start_s`` on and busy again at ``end_s``, in seconds of the schedule's
-    clock.
-    """
+    """A node is idle from ``start_s`` on and busy at ``end_s``, in the schedule's seconds."""
 
     start_s: float
     end_s: float
@@ -202,9 +200,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as CSV that :func:`read_schedule` reads back equal; gzipped if the name ends
-    in ``.gz``.
-    """
+    """Write CSV that :func:`read_schedule` reads back equal; gzipped if it is named ``.gz``."""
     path = Path(path)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')

@@ -146,9 +146,7 @@ def packer(prefix: Path) -> str:
 
 
 def pack(prefix: Path, archive: Path) -> Path:
-    """Pack an environment into a tar file; returns the file. Raises BadInput if it cannot be
-    packed.
-    """
+    """Pack an environment into a tar file, which is returned. Raises BadInput if it cannot be."""
     module = packer(prefix)
     partial = archive.with_name(f'.{archive.name}')
     main = f'from {module}.{"__main__" if module == "venv_pack" else "cli"} import main; main()'

@@ -14,9 +14,7 @@ from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 
 
 class HoleGone(FreeTrainError, RuntimeError):
-    """The nodes were taken after the hole was seen and before the block was submitted. Look at the
-    holes again.
-    """
+    """The nodes were taken before the block was submitted. Look at the holes again."""
 
 
 class HoleSource(Protocol):
@@ -84,17 +82,13 @@ class Site(HoleSource, Protocol):
         """
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs. Raises FreeTrainError if the scheduler did not answer; the jobs may still
-        run.
-        """
+        """End these jobs. Raises FreeTrainError without an answer; the jobs may still run."""
 
     def gone(self, job_id: str) -> None:
         """The job is over: its nodes can be offered again. Ignores jobs that it does not know."""
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends, in seconds of ``time.time()``; None while unknown. A notice from the
-        scheduler makes it known.
-        """
+        """When the job ends, in seconds of ``time.time()``; None: unknown. A notice tells it."""
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
         """Which nodes were idle for us, clipped to these times in seconds of ``time.time()``."""

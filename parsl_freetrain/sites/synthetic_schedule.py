@@ -56,8 +56,7 @@ COHORT_NODES = (
     (0.995, 996),
     (1.0, 2000),
 )
-# (share of such moments, seconds to the next one); only the shape is used, the idle share gives the
-# mean.
+# (share of such moments, seconds to the next one); the idle share gives the mean.
 JOIN_GAPS_S = (
     (0.0, 10),
     (0.1, 10),
@@ -106,8 +105,7 @@ def generate(
         The mean share of idle nodes, between 0 and 1. Large shares are not quite reached, because
         nodes that are idle already cannot become idle.
     time_factor
-        Factor for every published time: with 1/60 a median hole lasts 8 seconds instead of 8
-        minutes.
+        Factor for every published time: with 1/60 a median hole lasts 8 s instead of 8 minutes.
 
     Returns
     -------

@@ -1,3 +1,1 @@
-"""What sites with a batch scheduler share; a scheduler adds its questions, its answers and its
-scripts.
-"""
+"""What sites with a batch scheduler share; each adds its questions, answers and scripts."""

@@ -63,9 +63,7 @@ class BlockTable:
         self._started_s: deque[float] = deque(maxlen=8)
 
     def start_s(self, assumed_s: float) -> float:
-        """How long the scheduler takes to start a job, once some have started, if that is less than
-        was assumed; in seconds.
-        """
+        """Seconds that it takes to start a job, by those that started, if less than was assumed."""
         enough = len(self._started_s) >= LEAST_STARTS
         return min(assumed_s, max(self._started_s) + ROUNDED_S) if enough else assumed_s
 
@@ -111,9 +109,7 @@ class BlockTable:
         ]
 
     def taken(self, requeue: bool) -> list[str]:
-        """Those to be deleted because their nodes were taken. ``requeue``: whether those that are
-        queued again may wait.
-        """
+        """Those to be deleted since their nodes were taken; ``requeue``: the requeued may wait."""
         lives = (BlockLife.SUSPENDED,) if requeue else (BlockLife.SUSPENDED, BlockLife.REQUEUED)
         return [
             b.job_id
@@ -130,9 +126,7 @@ class BlockTable:
         return self._blocks[job_id].place
 
     def end_of(self, job_id: str) -> float | None:
-        """When the scheduler ends a block that has nodes, at the latest; None if it does not, or
-        while unknown.
-        """
+        """When the scheduler ends a block that has nodes, at the latest; None: never or unknown."""
         block = self._blocks.get(job_id)
         has_nodes = block is not None and block.life in (BlockLife.RUNNING, BlockLife.ENDING)
         return block.seen.end_s if block is not None and has_nodes else None
@@ -213,9 +207,7 @@ class BlockTable:
 
 
 def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
-    """A job that was found, as if it had been submitted now. If it waits, only the scheduler knows
-    its deadline.
-    """
+    """A job that was found, as if submitted now. Of one that waits, the deadline is not known."""
     start_by_s = now + options.withdraw_s
     running = job.state is JobState.RUNNING
     latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.unplanned_s

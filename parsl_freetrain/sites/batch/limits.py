@@ -55,9 +55,7 @@ class QueueLimits:
             )
 
     def settings(self, longest_s: float) -> dict[str, Any]:
-        """Settings for the site's options. ``longest_s``, in seconds, is the maximum walltime of a
-        block, unless the queue's is less.
-        """
+        """Settings; ``longest_s``: most seconds that a block may take, or the queue's if less."""
         return {
             'least_nodes': self.nodes[0],
             'most_nodes': self.nodes[1],
@@ -98,9 +96,7 @@ def paying(machine: str, account: str | None, how: str) -> str:
 def on_file_systems(
     machine: str, filesystems: tuple[str, ...], known: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The file systems that a job needs. Raises BadInput if there is none, or one that the machine
-    does not have.
-    """
+    """The file systems that a job needs. Raises BadInput for none, or one not of the machine."""
     unknown = [name for name in filesystems if name not in known]
     if unknown or not filesystems:
         said = 'takes no job without its file systems'

@@ -44,9 +44,7 @@ class NodeCalendar:
         return place
 
     def free(self, eligible: int, time: float, length_s: float) -> int:
-        """Those of these nodes that are free from ``time`` on for so long: at least at that time,
-        if ``length_s`` is 0.
-        """
+        """Those that are free from ``time`` on for so long; with ``length_s`` 0, at that time."""
         place = max(0, bisect_right(self._times, time) - 1)
         eligible &= self._free[place]
         end = bisect_left(self._times, time + length_s)

@@ -82,9 +82,7 @@ class NodeShares:
     def first_time(
         self, job: BatchJob, eligible: int, named: int, length_s: float
     ) -> tuple[float, int]:
-        """When a job can first begin on these nodes, and all that it could use then; infinite:
-        never.
-        """
+        """When a job can first begin on these nodes (infinite: never), and all it can use then."""
         alike = job.cpus, job.step, job.memory, job.memory_per_cpu, job.nodes, job.gpus
         key = (*alike, job.least_nodes, length_s, eligible, named)
         for place in range(self._from.get(key, 0), len(self._times)):

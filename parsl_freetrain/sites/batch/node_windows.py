@@ -189,9 +189,7 @@ def _take(groups: Groups, block: OnTheWay) -> None:
 
 
 class OfferLog:
-    """Turns answers into intervals. A node that is in two answers was there between them, if they
-    are at most ``gap_s`` seconds apart.
-    """
+    """Answers as intervals: a node was there between two that are at most ``gap_s`` s apart."""
 
     def __init__(self, gap_s: float) -> None:
         self._gap_s = gap_s

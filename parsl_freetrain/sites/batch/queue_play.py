@@ -111,9 +111,7 @@ class QueuePlay:
         return NodeShares(now, total, uses, unknown)
 
     def competing(self, waiting: Iterable[BatchJob]) -> list[BatchJob]:
-        """The jobs that could get nodes of blocks (without any, idle ones: what was given back), or
-        nodes that such a job could get.
-        """
+        """The jobs that could get blocks' nodes (or else idle ones), or nodes of such jobs."""
         may = [(job, self.eligible(job)) for job in waiting]
         reach, before = self._given or self._idle, 0
         while reach != before:

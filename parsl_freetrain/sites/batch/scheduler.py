@@ -61,9 +61,7 @@ class Scheduler(Protocol):
         """Which nodes blocks can use."""
 
     def jobs(self) -> tuple[BatchJob, ...]:
-        """Everybody's jobs that are not over, as far as they may be seen. Some that are over may be
-        among them.
-        """
+        """Everybody's jobs that may be seen and are not over, and perhaps some that are."""
 
     def nodes(self) -> tuple[Nodes, ...]:
         """The machine's nodes."""
@@ -72,17 +70,13 @@ class Scheduler(Protocol):
         """Nodes that are set aside, now or later."""
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
-        """The states of those of these jobs that are over; raises NoHistory. The queue does not
-        know these jobs any more.
-        """
+        """States of those that are over, of jobs not in the queue any more; raises NoHistory."""
 
     def needs_s(self, shape: BlockShape) -> int:
         """How long the nodes of a block must be free for it to start, in seconds."""
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
-        """The batch script of a block: the shell lines ``worker_init``, then ``command`` on each
-        node.
-        """
+        """The batch script of a block: the lines ``worker_init``, then ``command`` on each node."""
 
     def test(self, script: Path) -> None:
         """Ask whether a script would be accepted, if that can be asked. Raises SchedulerRefused."""
@@ -104,6 +98,4 @@ class Shrinking(Protocol):
         """Those of a job's nodes that can be taken away while it goes on."""
 
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
-        """Take the nodes ``leave`` away from a job; it goes on with ``keep``. Raises
-        SchedulerRefused.
-        """
+        """Take ``leave`` away from a job; it goes on with ``keep``. Raises SchedulerRefused."""

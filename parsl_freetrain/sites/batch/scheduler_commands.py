@@ -1,6 +1,4 @@
-"""A scheduler's commands, run one at a time, each with a time limit; nothing passes through a
-shell.
-"""
+"""A scheduler's commands, one at a time, each with a time limit; nothing passes through a shell."""
 
 from __future__ import annotations
 

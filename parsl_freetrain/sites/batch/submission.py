@@ -68,10 +68,8 @@ class Submitter:
             try:
                 self._scheduler.test(self._write(Path(folder), place, text))
             except SchedulerRefused as error:
-                raise BadInput(
-                    f'{self._scheduler.label} would refuse every block in '
-                    f'{partition.name!r}: {error}; change the site config.'
-                ) from None
+                refuses = f'{self._scheduler.label} would refuse every block in {partition.name!r}'
+                raise BadInput(f'{refuses}: {error}; change the site config.') from None
 
     def preview(
         self,
@@ -116,10 +114,8 @@ class Submitter:
         now = self._clock()
         shape, place, text = self.preview(request, partition, folder, block, command, worker_init)
         if wait_s := self.wait_s():
-            raise HoleGone(
-                f'{self._scheduler.label}: one submission at a time, the next in '
-                f'{wait_s:.1f} s; look at the holes again.'
-            )
+            said = f'one submission at a time, the next in {wait_s:.1f} s; look at the holes again.'
+            raise HoleGone(f'{self._scheduler.label}: {said}')
         script = self._write(folder, place, text)
         for path in (place.stdout, place.stderr):
             files.replace(Path(path), b'', durable=False)
@@ -134,16 +130,9 @@ class Submitter:
         if shape.deadline is not None:
             start_by_s = min(start_by_s, float(shape.deadline - shape.least_s))
             latest_s = float(shape.deadline)
-        return BatchBlock(
-            job_id,
-            shape.nodes,
-            now,
-            start_by_s,
-            latest_s,
-            place,
-            node_class=shape.node_class,
-            needs_s=self._scheduler.needs_s(shape),
-        )
+        needs_s, node_class = self._scheduler.needs_s(shape), shape.node_class
+        found = BatchBlock(job_id, shape.nodes, now, start_by_s, latest_s, place)
+        return replace(found, node_class=node_class, needs_s=needs_s)
 
     def _place(self, folder: Path, block: str, node_class: str = '') -> Place:
         name = job_name(self.run, f'{block}.{secrets.token_hex(3)}', node_class)

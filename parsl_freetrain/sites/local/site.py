@@ -198,9 +198,7 @@ class LocalSite:
         self._closed = True
 
     def holes(self) -> tuple[Hole, ...]:
-        """Idle slots in no open block. Those of one class that became free together and have the
-        same known end are one hole.
-        """
+        """Idle slots in no open block; a hole: of one class, freed together, with one known end."""
         now = self._clock()
         with self._lock:
             free = self._free(now)

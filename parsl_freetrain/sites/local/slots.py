@@ -38,9 +38,7 @@ _KILL_WAIT_S = 5.0
 
 
 def end_file(folder: str | Path, job_name: str) -> Path:
-    """Where a block writes how it ended: ``{"how": ..., "at": ..., "exit_codes": {node: code or
-    null}}``.
-    """
+    """Where a block says how it ended: ``{"how", "at", "exit_codes": {node: code or null}}``."""
     return Path(folder) / f'{job_name}.end.json'
 
 

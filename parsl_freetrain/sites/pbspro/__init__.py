@@ -1,6 +1,4 @@
-"""PBS Pro and OpenPBS: holes between other people's jobs, and blocks that the scheduler shrinks to
-fit them.
-"""
+"""PBS Pro and OpenPBS: holes between other people's jobs, and blocks that shrink to fit them."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ _OVER = ('unknown job', 'has finished', 'invalid state')
 
 
 class Pbs:
-    """One queue of a machine with PBS Pro or OpenPBS; a
-    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
-    """
+    """One queue of a machine with PBS Pro or OpenPBS, a batch ``Scheduler``."""
 
     label = 'PBS'
     step_s = 1
@@ -81,9 +79,7 @@ class Pbs:
         return answers.limits(name, queue)
 
     def wanted(self) -> Wanted:
-        """Nodes with the GPUs of the options; which other resources they need is known to
-        :meth:`nodes`.
-        """
+        """Nodes with the GPUs of the options; :meth:`nodes` knows which resources they need."""
         return Wanted(self._options.queue, (), self._options.gpus_per_node, self._options.classes)
 
     def jobs(self) -> tuple[BatchJob, ...]:
@@ -146,9 +142,7 @@ class Pbs:
         return self.client.submit(command, r'(\d+(?:\.\S+)?)', _UNREACHED)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """``qdel``, which leaves stopped processes on a suspended job's first node: not without a
-        SIGKILL to all of them.
-        """
+        """``qdel``; it leaves processes of a suspended job on its first node: SIGKILL before."""
         if stopped := self._suspended.intersection(job_ids):
             self.client.run(('qsig', '-s', 'SIGKILL', *sorted(stopped)))
         self.client.cancel(('qdel', *job_ids), _OVER)

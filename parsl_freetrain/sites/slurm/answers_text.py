@@ -244,9 +244,7 @@ def parse_version(answer: str) -> tuple[int, int]:
 
 
 def can_shrink(config: str) -> bool:
-    """Whether a job that gave some of its nodes away leaves no processes there, and can do so
-    again, by the answer to :data:`CONFIG`.
-    """
+    """Whether a job that gave nodes away leaves nothing there and can again, by :data:`CONFIG`."""
     fields = dict(re.findall(r'^(\w+)\s*=\s*(\S+)', config, re.MULTILINE))
     kept = fields.get('AccountingStorageType', 'none').rpartition('/')[2]
     return fields.get('ProctrackType') == 'proctrack/cgroup' and kept not in ('none', '(null)')

@@ -46,9 +46,7 @@ _TIER = 2.0**32  # above every priority
 
 
 class Slurm:
-    """One partition of a machine with Slurm; a
-    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
-    """
+    """One partition of a machine with Slurm, a batch ``Scheduler``."""
 
     label = 'Slurm'
     step_s = 60
@@ -112,9 +110,8 @@ class Slurm:
         failed = {j.job_id for j in jobs if j.state is JobState.FAILED and j.user == self._user}
         self._exits = {job_id: code for job_id, code in self._exits.items() if job_id in failed}
         if new := sorted(failed - self._exits.keys()):
-            found = answers_text.parse_exits(
-                self.client.ask(answers_text.exits_of(new), accepted=(0, 1))
-            )
+            said = self.client.ask(answers_text.exits_of(new), accepted=(0, 1))
+            found = answers_text.parse_exits(said)
             self._exits |= {job_id: found.get(job_id, 0) for job_id in new}
         return tuple(
             replace(job, state=end_of(job.state, code >> 8, code & 0x7F))
@@ -137,10 +134,9 @@ class Slurm:
         return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+        question = answers_text.history_of(list(places))
         try:
-            return answers_text.parse_history(
-                self.client.ask(answers_text.history_of(list(places)))
-            )
+            return answers_text.parse_history(self.client.ask(question))
         except (SchedulerSilent, BadInput) as error:
             if 'disabled' in str(error) or isinstance(error, BadInput):
                 raise NoHistory(f'Slurm has no accounting database: {error}') from error
@@ -195,10 +191,8 @@ def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) ->
     elif limit_s < 60:
         why = f'has a time limit of {limit_s:g} s; a block needs at least one minute'
     elif options.longest_s is not None and options.longest_s > limit_s:
-        why = (
-            f'has a time limit of {limit_s:g} s, and longest_s is {options.longest_s:g}; it must '
-            'not be more'
-        )
+        longest = f'longest_s is {options.longest_s:g}; it must not be more'
+        why = f'has a time limit of {limit_s:g} s, and {longest}'
     elif options.preemptible and partition.preempt_mode == 'OFF' and options.qos is None:
         why = (
             "is not preemptible (its PreemptMode is OFF), and mode is 'preemptible'; name a "

@@ -1,6 +1,4 @@
-"""Slurm's words for the states of jobs (man squeue, JOB STATE CODES), and its lists of nodes:
-``cn[01-03,7],login1``.
-"""
+"""Slurm's words for states (man squeue, JOB STATE CODES), and node lists ``cn[01-03,7],login1``."""
 
 from __future__ import annotations
 
