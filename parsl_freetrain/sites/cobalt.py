@@ -203,21 +203,20 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
             held = 'hold' in job['State'] or 'dep_' in job['State']
             start_s = _time(job['StartTime']) if job['StartTime'] != 'N/A' else None
             limit_s = seconds_of(job['WallTime'])
-            found.append(
-                BatchJob(
-                    job['JobID'],
-                    _STATES.get(job['State'], JobState.HELD if held else JobState.UNKNOWN),
-                    pool,
-                    int(job['Nodes']),
-                    start_s,
-                    None if start_s is None else start_s + limit_s,
-                    names=_nodes_in(job['Location']),
-                    user=job['User'],
-                    reason=job['State'],
-                    name=job['JobName'],
-                    limit_s=limit_s,
-                )
+            one = BatchJob(
+                job['JobID'],
+                _STATES.get(job['State'], JobState.HELD if held else JobState.UNKNOWN),
+                pool,
+                int(job['Nodes']),
+                start_s,
+                None if start_s is None else start_s + limit_s,
+                names=_nodes_in(job['Location']),
+                user=job['User'],
+                reason=job['State'],
+                name=job['JobName'],
+                limit_s=limit_s,
             )
+            found.append(one)
     return tuple(found)
 
 

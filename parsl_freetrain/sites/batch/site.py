@@ -269,8 +269,7 @@ class BatchSite(ABC):
 
     def release(self, job_id: str, names: Sequence[str]) -> None:
         """Give some nodes of a block back; it goes on with the others. If that fails once, it is
-        not tried again with this block. Raises FreeTrainError if the scheduler refused it, or did
-        not answer.
+        not tried again with this block. Raises FreeTrainError if the scheduler does not do it.
         """
         assert isinstance(self._scheduler, Shrinking)
         self._cannot_shrink.add(job_id)

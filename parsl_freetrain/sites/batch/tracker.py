@@ -244,8 +244,7 @@ class BlockTracker:
         slow, fast = self._options.poll_s, self._options.fast_poll_s
         watch = self._watch
         watch.poll_s = fast if self._waiting else slow
-        # A reservation decides which of our nodes would serve a waiting job, and may be why a block
-        # does not start.
+        # A reservation decides which nodes of ours serve a job, and may keep a block from starting.
         late = any(b.submitted_s < at - self.start_s for b in self._blocks.waiting())
         watch.nodes_s, watch.reservations_s = min(NODES_EVERY_S, 10 * slow), RESERVATIONS_EVERY_S
         if self._waiting or late:

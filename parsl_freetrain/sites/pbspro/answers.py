@@ -33,22 +33,19 @@ RESERVATIONS = ('pbs_rstat', '-f')
 
 # Letters of job_state. W: waits for a date, T: on its way to another queue, B: an array that has
 # begun, U: suspended because its workstation is in use. M, moved to another server, is not ours.
-_STATES = {
-    'Q': JobState.PENDING,
-    'H': JobState.HELD,
-    'W': JobState.HELD,
-    'T': JobState.HELD,
-    'B': JobState.PENDING,
-    'R': JobState.RUNNING,
-    'E': JobState.ENDING,
-    'S': JobState.SUSPENDED,
-    'U': JobState.SUSPENDED,
+_LETTERS = {
+    JobState.PENDING: 'QB',
+    JobState.HELD: 'HWT',
+    JobState.RUNNING: 'R',
+    JobState.ENDING: 'E',
+    JobState.SUSPENDED: 'SU',
 }
+_STATES = {letter: state for state, letters in _LETTERS.items() for letter in letters}
 _WITH_NODES = (JobState.RUNNING, JobState.ENDING, JobState.SUSPENDED)
 _DELETED = 91  # substate: ended by qdel, or by a preemption that deletes
-_OVER_WALLTIME = -29
-_OVER_MEMORY = (-26, -27)
-_ON_SIGTERM = (128 + 15, 256 + 15)
+_ENDS = {0: JobState.COMPLETED, -29: JobState.TIMED_OUT}  # by exit status
+_ENDS |= dict.fromkeys((-26, -27), JobState.OUT_OF_MEMORY)
+_ENDS |= dict.fromkeys((128 + 15, 256 + 15), JobState.PREEMPTED)  # on SIGTERM
 # PBS renews only the estimates of the first backfill_depth jobs.
 _STALE_S = 120.0
 _QUEUED = re.compile(r'Queued:(\d+)')
@@ -171,15 +168,7 @@ def _ended(job: Mapping[str, Any]) -> JobState:
     status = int(job['Exit_status']) if 'Exit_status' in job else None
     if job.get('substate') == _DELETED or status is None:
         return JobState.CANCELLED
-    if status == 0:
-        return JobState.COMPLETED
-    if status == _OVER_WALLTIME:
-        return JobState.TIMED_OUT
-    if status in _OVER_MEMORY:
-        return JobState.OUT_OF_MEMORY
-    if status in _ON_SIGTERM:
-        return JobState.PREEMPTED
-    return JobState.BOOT_FAILED if status < 0 else JobState.FAILED
+    return _ENDS.get(status) or (JobState.BOOT_FAILED if status < 0 else JobState.FAILED)
 
 
 def parse_nodes(

@@ -155,18 +155,10 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
             raise NotUnderstood(f'sinfo answered {line[:200]!r}, which {lacks}')
         partition, state, gres, features, cpus, memory, names = fields
         bare = state.rstrip(_MARKS)
-        found.append(
-            Nodes(
-                partition,
-                expand(names),
-                bare.lower(),
-                state[len(bare) :],
-                features_of(features, gres),
-                gpus_of(gres),
-                cpus=_number(cpus.rstrip('+')),
-                memory=mib_of(memory.rstrip('+')),
-            )
-        )
+        marks, has, gpus = state[len(bare) :], features_of(features, gres), gpus_of(gres)
+        size, mib = _number(cpus.rstrip('+')), mib_of(memory.rstrip('+'))
+        nodes = Nodes(partition, expand(names), bare.lower(), marks, has, gpus)
+        found.append(replace(nodes, cpus=size, memory=mib))
     return tuple(found)
 
 

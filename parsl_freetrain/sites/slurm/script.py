@@ -95,7 +95,6 @@ case $start$end in
 esac
 """
 
-# A block that was ended by SIGTERM, and has given its nodes back within the grace time, would count
-# as done otherwise.
+# Otherwise a block that gave its nodes back on SIGTERM would count as done.
 _REQUEUE = """if [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 """

@@ -9,37 +9,24 @@ from itertools import product
 
 from parsl_freetrain.sites.batch.records import JobState, NotUnderstood
 
-_STATES = {
-    'PENDING': JobState.PENDING,
-    'RESV_DEL_HOLD': JobState.HELD,
-    'REQUEUE_FED': JobState.HELD,
-    'REQUEUED': JobState.HELD,
-    'REQUEUE_HOLD': JobState.HELD,
-    'SPECIAL_EXIT': JobState.HELD,
-    'EXPEDITING': JobState.HELD,
-    'CONFIGURING': JobState.STARTING,
-    'POWER_UP_NODE': JobState.STARTING,
-    'RUNNING': JobState.RUNNING,
-    'RESIZING': JobState.RUNNING,
-    'SIGNALING': JobState.RUNNING,
-    'SUSPENDED': JobState.SUSPENDED,
-    'STOPPED': JobState.SUSPENDED,
-    'COMPLETING': JobState.ENDING,
-    'STAGE_OUT': JobState.ENDING,
-    'COMPLETED': JobState.COMPLETED,
-    'FAILED': JobState.FAILED,
-    'TIMEOUT': JobState.TIMED_OUT,
-    'PREEMPTED': JobState.PREEMPTED,
-    'CANCELLED': JobState.CANCELLED,
-    'REVOKED': JobState.CANCELLED,
-    'DEADLINE': JobState.DEADLINE,
-    'NODE_FAIL': JobState.NODE_FAILED,
-    'LAUNCH_FAILED': JobState.NODE_FAILED,
-    'RECONFIG_FAIL': JobState.NODE_FAILED,
-    'BOOT_FAIL': JobState.BOOT_FAILED,
-    'OUT_OF_MEMORY': JobState.OUT_OF_MEMORY,
+_WORDS = {
+    JobState.PENDING: 'PENDING',
+    JobState.HELD: 'RESV_DEL_HOLD REQUEUE_FED REQUEUED REQUEUE_HOLD SPECIAL_EXIT EXPEDITING',
+    JobState.STARTING: 'CONFIGURING POWER_UP_NODE',
+    JobState.RUNNING: 'RUNNING RESIZING SIGNALING',
+    JobState.SUSPENDED: 'SUSPENDED STOPPED',
+    JobState.ENDING: 'COMPLETING STAGE_OUT',
+    JobState.COMPLETED: 'COMPLETED',
+    JobState.FAILED: 'FAILED',
+    JobState.TIMED_OUT: 'TIMEOUT',
+    JobState.PREEMPTED: 'PREEMPTED',
+    JobState.CANCELLED: 'CANCELLED REVOKED',
+    JobState.DEADLINE: 'DEADLINE',
+    JobState.NODE_FAILED: 'NODE_FAIL LAUNCH_FAILED RECONFIG_FAIL',
+    JobState.BOOT_FAILED: 'BOOT_FAIL',
+    JobState.OUT_OF_MEMORY: 'OUT_OF_MEMORY',
 }
-
+_STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
 
 _OF_SHELL = 128  # a shell's status for a command that a signal ended is this and the signal
 
