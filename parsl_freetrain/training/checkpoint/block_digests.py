@@ -34,7 +34,6 @@ def blocks_of(file: BinaryIO) -> tuple[str, ...]:
 
 
 def digest_of_blocks(blocks: Sequence[str]) -> str:
-    """The digest of a file, from those of its blocks."""
     return digest(''.join(blocks).encode())
 
 

@@ -7,19 +7,13 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.checkpoint.identity import (
-    JSON,
-    is_trainer_folder,
-    move_aside,
-    prove_writable,
-    record_or_compare,
-)
+from parsl_freetrain.training.checkpoint import identity as ids
 from parsl_freetrain.training.checkpoint.store import BAD, PosixCheckpointStore
 from parsl_freetrain.training.spec.retention import Resume
 
 
 def claim(
-    folder: Path, trainer: str, identity: Mapping[str, JSON], resume: Resume
+    folder: Path, trainer: str, identity: Mapping[str, ids.JSON], resume: Resume
 ) -> Checkpoint | None:
     """Check, before anything is submitted, that a trainer may use its own folder, which is made
     (0700), with its parents, if it does not exist. Returns the checkpoint to continue from.
@@ -36,13 +30,13 @@ def claim(
             f"Trainer {trainer!r}: resume is 'require', but there is no folder {folder}: "
             "name the one that it trained in, or use resume='auto'."
         )
-    prove_writable(folder, trainer)
+    ids.prove_writable(folder, trainer)
     store = PosixCheckpointStore(folder, trainer)
-    if resume == 'never' and is_trainer_folder(folder):
+    if resume == 'never' and ids.is_trainer_folder(folder):
         if last := store.last_fragment():
             store.fence(last + 1)
-        move_aside(folder)
-    record_or_compare(folder, trainer, identity)
+        ids.move_aside(folder)
+    ids.record_or_compare(folder, trainer, identity)
     try:
         found = store.latest()
     except OSError as error:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor."""
-
     shape: tuple[int, ...]  #: shape of the whole tensor
     #: offsets, sizes: where the part begins, and how large it is, in each dimension.
     offsets: tuple[int, ...]

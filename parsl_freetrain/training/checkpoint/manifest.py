@@ -18,13 +18,7 @@ import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.host.files import (
-    OF_THE_MOMENT,
-    open_regular,
-    read_regular,
-    sync_dir,
-    write_new,
-)
+from parsl_freetrain.host import files as fs
 from parsl_freetrain.training.checkpoint.block_digests import DIGEST_BYTES, blocks_of, digest
 
 FORMAT = 3
@@ -58,7 +52,6 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = FORMAT
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """The handle to the checkpoint in ``folder``."""
         metrics = dict(self.metrics)
         return Checkpoint(self.trainer, str(folder), self.samples, self.fragment, metrics)
 
@@ -81,25 +74,25 @@ def write_manifest(
     manifest = Manifest(trainer, samples, fragment, values, files, FORMAT)
     # Python's own encoder writes metrics that are not finite.
     content = json.dumps(msgspec.to_builtins(manifest), indent=1).encode()
-    write_new(folder / MANIFEST, content)
-    sync_dir(folder)
+    fs.write_new(folder / MANIFEST, content)
+    fs.sync_dir(folder)
     return manifest
 
 
 def commit(folder: Path) -> None:
     """Write the marker: from now on the directory is a checkpoint."""
-    write_new(folder / MARKER, digest((folder / MANIFEST).read_bytes()).encode() + b'\n')
-    sync_dir(folder)
+    fs.write_new(folder / MARKER, digest((folder / MANIFEST).read_bytes()).encode() + b'\n')
+    fs.sync_dir(folder)
 
 
 def is_committed(folder: Path) -> bool:
     """Whether the marker is complete: a writer killed while it wrote it has not committed."""
     try:
-        return len(read_regular(folder / MARKER, _MARKER_MOST)) > 2 * DIGEST_BYTES
+        return len(fs.read_regular(folder / MARKER, _MARKER_MOST)) > 2 * DIGEST_BYTES
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if error.errno in OF_THE_MOMENT:
+        if error.errno in fs.OF_THE_MOMENT:
             raise
         return True  # it is damaged, which reading it will tell
 
@@ -110,9 +103,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         path = folder / MANIFEST
-        content = read_regular(path, _MANIFEST_MOST)
+        content = fs.read_regular(path, _MANIFEST_MOST)
         path = folder / MARKER
-        marker = read_regular(path, _MARKER_MOST)
+        marker = fs.read_regular(path, _MARKER_MOST)
     except OSError as error:
         raise damage(error, path) from error
     if marker.decode('ascii', 'replace').strip() != digest(content):
@@ -138,7 +131,7 @@ def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) 
     manifest = read_manifest(folder)
     for listed in manifest.files:
         try:
-            with open_regular(folder / listed.name) as file:
+            with fs.open_regular(folder / listed.name) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != listed.bytes:
                     raise Damaged(f'{listed.name} has {found} bytes, {listed.bytes} were committed')
@@ -172,7 +165,7 @@ def _sealed_files(folder: Path, hashed: Mapping[str, tuple[str, ...]]) -> tuple[
             else:
                 blocks = hashed.get(relative) or _seal(path)
                 sealed.append(File(relative, path.stat().st_size, tuple(blocks)))
-        sync_dir(Path(parent))
+        fs.sync_dir(Path(parent))
     return tuple(sorted(sealed, key=lambda file: file.name))
 
 
@@ -187,7 +180,7 @@ def _seal(path: Path) -> tuple[str, ...]:
 def damage(error: OSError, path: Path) -> Exception:
     """What an error in reading a checkpoint's file means: :class:`Damaged`, or the error itself."""
     # To set a checkpoint aside for an error of the moment would lose work.
-    if error.errno in OF_THE_MOMENT or (error.errno == errno.EIO and not _is_lost(path)):
+    if error.errno in fs.OF_THE_MOMENT or (error.errno == errno.EIO and not _is_lost(path)):
         return error
     return Damaged(f'{path.name} cannot be read: {error.strerror or error}')
 
@@ -199,9 +192,9 @@ def _is_lost(path: Path) -> bool:
     time.sleep(_MOMENT_S)
     os.listdir(path.parent)
     with contextlib.suppress(FileNotFoundError):
-        read_regular(path.parent.parent / TRAINER_FILE, _MANIFEST_MOST)
+        fs.read_regular(path.parent.parent / TRAINER_FILE, _MANIFEST_MOST)
     try:
-        with open_regular(path) as file:
+        with fs.open_regular(path) as file:
             blocks_of(file)
     except OSError:
         return True

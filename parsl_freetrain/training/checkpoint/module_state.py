@@ -27,7 +27,6 @@ class ModuleState:
         self._buffers: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def put_back(self) -> None:
-        """Set modules to what a checkpoint holds."""
         settings, buffers = (self._saved.get(name, {}) for name in ('settings', 'buffers'))
         for path, owner, key in _settings(self._models):
             if path in settings and getattr(owner, key) != settings[path]:

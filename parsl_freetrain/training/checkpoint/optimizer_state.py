@@ -78,7 +78,6 @@ def parameter_names(prepared: Prepared) -> dict[int, str]:
 
 
 def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
-    """The names of the parameters in each group."""
     return [[_name(p, names) for p in group['params']] for group in optimizer.param_groups]
 
 
@@ -125,7 +124,6 @@ def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str
 
 
 def is_by_name(state: dict[str, Any]) -> bool:
-    """Whether a state is in the form of :func:`by_name`."""
     return any(isinstance(group.get('params'), dict) for group in state.get('param_groups', ()))
 
 

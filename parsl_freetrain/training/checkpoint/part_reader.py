@@ -59,8 +59,6 @@ class _Span:
 
 
 class PartReader:
-    """Reads the tensors of one state."""
-
     def __init__(self, contents: Contents, transport: Transport) -> None:
         self._contents, self._transport = contents, transport
 

@@ -52,7 +52,6 @@ class PartWriters:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank writes all."""
         return self._store is None
 
     def peer_lost(self, patience_s: float) -> float | None:

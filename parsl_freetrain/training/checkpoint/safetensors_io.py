@@ -52,8 +52,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file of tensors before it is written."""
-
     header: bytes  #: what stands before the tensors
     pieces: tuple[Piece, ...]  #: the tensors, in the order of the file
     #: By name, where in the file the tensor's bytes begin, and their number.
@@ -71,7 +69,6 @@ class Layout:
 
 
 def layout_of(pieces: Iterable[Piece]) -> Layout:
-    """The file that holds these tensors."""
     # Largest elements first, since readers that map the file need each tensor to be aligned.
     ordered = tuple(sorted(pieces, key=lambda piece: -piece.dtype.itemsize))
     entries: dict[str, object] = {'__metadata__': {'format': 'pt'}}

@@ -48,20 +48,11 @@ class Opened:
         """
         shapes = self._reader.shapes()
         like = self._like(prepared, shapes) if prepared is not None else {}
-        parts = self._reader.read(
-            {
-                name: local_shard.box_of(like[name])
-                if name in like
-                else local_shard.Box.whole(shape)
-                for name, shape in shapes.items()
-            }
-        )
-        tensors = {
-            name: local_shard.divided_like(part.to(like[name].device), like[name])
-            if name in like
-            else part
-            for name, part in parts.items()
-        }
+        boxes = {name: local_shard.Box.whole(shape) for name, shape in shapes.items()}
+        boxes |= {name: local_shard.box_of(one) for name, one in like.items()}
+        tensors = self._reader.read(boxes)
+        for name, one in like.items():
+            tensors[name] = local_shard.divided_like(tensors[name].to(one.device), one)
         return st.assemble(self.path, st.State(tensors, self._structure))
 
     def _like(
@@ -71,11 +62,7 @@ class Opened:
         paths = self._structure['paths']
         named = zip(st.names_of('model'), prepared.models, strict=False)
         models = {name: model.state_dict() for name, model in named}
-        parameters = {
-            f'{number}.{name}': parameter
-            for number, model in enumerate(prepared.models, 1)
-            for name, parameter in model.named_parameters()
-        }
+        parameters = dict(prepared.named_parameters())
         # The state was saved without shapes: its parameters have numbers.
         numbered = {
             (name, number): parameter
@@ -95,11 +82,8 @@ class Opened:
                     found = numbered.get((optimizer, number))
                 case _:
                     found = None
-            if (
-                isinstance(found, torch.Tensor)
-                and local_shard.is_divided(found)
-                and tuple(found.shape) == shapes[name]
-            ):
+            fits = getattr(found, 'shape', None) == shapes[name]
+            if isinstance(found, torch.Tensor) and fits and local_shard.is_divided(found):
                 like[name] = found
         for number, (name, state) in enumerate(models.items()):
             there = {path[1]: shapes[key] for key, path in paths.items() if path[0] == name}

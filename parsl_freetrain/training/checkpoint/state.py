@@ -16,14 +16,6 @@ from parsl_freetrain.training.checkpoint import optimizer_state
 from parsl_freetrain.training.checkpoint.block_digests import FileImage
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import Box
-from parsl_freetrain.training.checkpoint.optimizer_state import (
-    add_groups,
-    by_name,
-    by_number,
-    group_names,
-    is_by_name,
-    parameter_names,
-)
 from parsl_freetrain.training.checkpoint.parts import Blocks, Contents, part_of, write_contents
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
@@ -138,14 +130,18 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     for kind, several in _KINDS.items():
         things |= zip(names_of(kind), getattr(prepared, several), strict=False)
     content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
-    names = parameter_names(prepared)
+    names = optimizer_state.parameter_names(prepared)
     optimizers = dict(zip(names_of('optimizer'), prepared.optimizers, strict=False))
     if named:
-        content.update((name, by_name(one, names)) for name, one in optimizers.items())
+        content.update(
+            (name, optimizer_state.by_name(one, names)) for name, one in optimizers.items()
+        )
     return {
         **content,
         'classes': {name: type(thing).__name__ for name, thing in things.items()},
-        'groups': {name: group_names(one, names) for name, one in optimizers.items()},
+        'groups': {
+            name: optimizer_state.group_names(one, names) for name, one in optimizers.items()
+        },
     }
 
 
@@ -203,7 +199,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
         ]
     for i, (model, state) in enumerate(zip(prepared.models, states['models'], strict=True)):
         _check_model(model, state, i, saved.path)
-    names = parameter_names(prepared)
+    names = optimizer_state.parameter_names(prepared)
     both = zip(prepared.models, states['models'], strict=True)
     keep_types = all(_types(model.state_dict()) == _types(state) for model, state in both)
     for kind, several in _KINDS.items():
@@ -211,8 +207,12 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
         for name, thing, state in here:
             try:
                 if kind == 'optimizer':
-                    add_groups(thing, saved.groups[name], prepared)
-                    numbered = by_number(state, thing, names) if is_by_name(state) else state
+                    optimizer_state.add_groups(thing, saved.groups[name], prepared)
+                    numbered = (
+                        optimizer_state.by_number(state, thing, names)
+                        if optimizer_state.is_by_name(state)
+                        else state
+                    )
                     optimizer_state.load(thing, numbered, keep_types=keep_types)
                 else:
                     thing.load_state_dict(copy(state))  # neuraloperator takes entries out
@@ -291,7 +291,6 @@ def check_shapes(
 
 
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a model's state."""
     every = state.items()
     return {name: tuple(one.shape) for name, one in every if isinstance(one, torch.Tensor)}
 

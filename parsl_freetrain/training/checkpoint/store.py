@@ -11,25 +11,9 @@ from typing import Any
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import make_dir, sync_dir, write_new
-from parsl_freetrain.training.checkpoint.directories import (
-    directories,
-    fragments_in,
-    fresh,
-    key,
-    move_into,
-    names,
-    remove,
-)
+from parsl_freetrain.training.checkpoint import directories as dirs
+from parsl_freetrain.training.checkpoint import manifest as on_disk
 from parsl_freetrain.training.checkpoint.identity import FENCES, refuse_open
-from parsl_freetrain.training.checkpoint.manifest import (
-    Damaged,
-    Manifest,
-    commit,
-    is_committed,
-    read_manifest,
-    verify,
-    write_manifest,
-)
 from parsl_freetrain.training.spec.retention import Retention
 
 log = logging.getLogger(__name__)
@@ -126,21 +110,21 @@ class PosixCheckpointStore:
         """
         self._check_fence(fragment)
         make_dir(self.folder)
-        folder = fresh(self.folder, samples, fragment)
+        folder = dirs.fresh(self.folder, samples, fragment)
         try:
             self._hook('begin')
             hashed = write(folder)
             self._hook('written')
             how: Any = {'trainer': self.trainer, 'samples': samples, 'fragment': fragment}
-            manifest = write_manifest(folder, **how, metrics=metrics, hashed=hashed or {})
+            manifest = on_disk.write_manifest(folder, **how, metrics=metrics, hashed=hashed or {})
             sync_dir(self.folder)
             self._hook('manifest')
             self._hook('before-commit')
             self._check_fence(fragment)
-            commit(folder)
+            on_disk.commit(folder)
         except BaseException as error:
             # It is not committed and no other process uses it; a full disk must not stay full.
-            remove(folder)
+            dirs.remove(folder)
             if isinstance(error, OSError):
                 # The error may be that a later fragment has removed the directory meanwhile.
                 self._check_fence(fragment)
@@ -156,21 +140,21 @@ class PosixCheckpointStore:
         Raises BadInput if others may write to the folder, or the format is another; OSError if the
         file system does not answer, for which nothing is set aside.
         """
-        return self._newest(verify)
+        return self._newest(on_disk.verify)
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint whose manifest is good, or None; otherwise as :meth:`latest`. Its
         data are not read: the ranks verify what they read, and call :meth:`put_aside`.
         """
-        return self._newest(read_manifest)
+        return self._newest(on_disk.read_manifest)
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The committed checkpoints, oldest first. Their data are not read."""
         found = []
         for path in self._committed():
             try:
-                found.append(read_manifest(path).checkpoint(path))
-            except Damaged:
+                found.append(on_disk.read_manifest(path).checkpoint(path))
+            except on_disk.Damaged:
                 continue  # latest() sets it aside when it is its turn
         return tuple(found)
 
@@ -182,33 +166,37 @@ class PosixCheckpointStore:
         newest = self.newest()
         if newest is not None and self._superfluous(keep, newest):
             own, hashed = self._written
-            newest = self._newest(lambda path: verify(path, hashed=hashed if path == own else ()))
+            newest = self._newest(
+                lambda path: on_disk.verify(path, hashed=hashed if path == own else ())
+            )
         if newest is None:
             return
-        earlier = [path for path in directories(self.folder) if key(path)[1] < newest.fragment]
-        leftovers = [path for path in earlier if not is_committed(path)]
+        earlier = [
+            path for path in dirs.directories(self.folder) if dirs.key(path)[1] < newest.fragment
+        ]
+        leftovers = [path for path in earlier if not on_disk.is_committed(path)]
         for path in [*self._superfluous(keep, newest), *leftovers]:
-            remove(path)
+            dirs.remove(path)
 
     def _superfluous(self, keep: Retention, newest: Checkpoint) -> list[Path]:
         committed = self._committed()
         kept = keep.kept(self.checkpoints()) | {newest.path}
         # The newest fragment's last state is kept, whatever a late process has committed.
-        current = max(committed, key=lambda path: (key(path)[1], key(path)), default=None)
+        current = max(committed, key=lambda path: (dirs.key(path)[1], dirs.key(path)), default=None)
         return [path for path in committed if path != current and str(path) not in kept]
 
     def last_fragment(self) -> int:
         """The largest fragment that was fenced or began a checkpoint here, 0 if none."""
-        begun = *fragments_in(self.folder), *fragments_in(self.folder / BAD)
+        begun = *dirs.fragments_in(self.folder), *dirs.fragments_in(self.folder / BAD)
         return max(self._last_fence(), *begun, 0)
 
     def put_aside(self, path: Path, reason: str) -> None:
         """Move a damaged checkpoint to ``folder/bad``."""
         # Without a marker, another process has pruned it or set it aside meanwhile.
-        if is_committed(path):
+        if on_disk.is_committed(path):
             self._put_aside(path, reason)
 
-    def _newest(self, read: Callable[[Path], Manifest]) -> Checkpoint | None:
+    def _newest(self, read: Callable[[Path], on_disk.Manifest]) -> Checkpoint | None:
         refuse_open(self.folder)
         seen: set[Path] = set()
         while left := [path for path in self._committed() if path not in seen]:
@@ -216,15 +204,15 @@ class PosixCheckpointStore:
             seen.add(newest)
             try:
                 return self._checked(newest, read(newest)).checkpoint(newest)
-            except Damaged as damage:
+            except on_disk.Damaged as damage:
                 self.put_aside(newest, str(damage))
         return None
 
-    def _checked(self, path: Path, manifest: Manifest) -> Manifest:
+    def _checked(self, path: Path, manifest: on_disk.Manifest) -> on_disk.Manifest:
         if manifest.trainer != self.trainer:
-            raise Damaged(f'it is of trainer {manifest.trainer!r}')
-        if (manifest.samples, manifest.fragment) != key(path)[:2]:
-            raise Damaged(
+            raise on_disk.Damaged(f'it is of trainer {manifest.trainer!r}')
+        if (manifest.samples, manifest.fragment) != dirs.key(path)[:2]:
+            raise on_disk.Damaged(
                 f'it is of {manifest.samples} samples and fragment {manifest.fragment}, '
                 'its name says otherwise'
             )
@@ -239,22 +227,22 @@ class PosixCheckpointStore:
             )
 
     def _last_fence(self) -> int:
-        fences = (int(name) for name in names(self.folder / FENCES) if name.isdecimal())
+        fences = (int(name) for name in dirs.names(self.folder / FENCES) if name.isdecimal())
         return max(fences, default=0)
 
     def _committed(self) -> list[Path]:
         while True:
             # Oldest first: what replaces one that is pruned is in this list, or changes the next.
-            listed = directories(self.folder)
-            committed = [path for path in listed if is_committed(path)]
-            if committed or directories(self.folder) == listed:
+            listed = dirs.directories(self.folder)
+            committed = [path for path in listed if on_disk.is_committed(path)]
+            if committed or dirs.directories(self.folder) == listed:
                 return committed
 
     def _put_aside(self, path: Path, reason: str) -> None:
         bad = self.folder / BAD
         try:
             make_dir(bad)
-            target = move_into(path, bad)
+            target = dirs.move_into(path, bad)
             if target is None:
                 return  # another process was faster
             sync_dir(bad)

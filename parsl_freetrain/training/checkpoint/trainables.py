@@ -23,7 +23,6 @@ class OwnParameters:
         self.tensors = tensors
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """As a module's."""
         return {name: tensor.detach() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()

@@ -87,5 +87,4 @@ def size_of(block: Block, files: Files) -> int:
 
 
 def is_right(block: Block, content: memoryview, files: Files) -> bool:
-    """Whether a block has its digest."""
     return digest(content) == files[block[0]][1][block[1]]

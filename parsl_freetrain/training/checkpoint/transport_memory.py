@@ -18,15 +18,8 @@ from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.transport import Block, Files, is_right
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
+from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.fork_messages import (
-    FetchState,
-    ForkAnswer,
-    KeepState,
-    OfferState,
-    StateKept,
-    StateWanted,
-)
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +32,7 @@ class NodeMemory:
     """
 
     def __init__(
-        self, trainer: str, files: Files | None = None, offer: OfferState | None = None
+        self, trainer: str, files: Files | None = None, offer: fork.OfferState | None = None
     ) -> None:
         self._trainer, self._files, self._offer = trainer, files or {}, offer
         self._mapped: dict[str, memoryview | None] = {}
@@ -47,13 +40,13 @@ class NodeMemory:
     def put(self, file: str, image: FileImage) -> bool:
         if image.fd is None:
             return False
-        request = KeepState(self._trainer, digest_of_blocks(image.blocks), self._offer, file)
+        request = fork.KeepState(self._trainer, digest_of_blocks(image.blocks), self._offer, file)
         try:
             with closing(_fork_server()) as channel:
                 if not channel.send(request):
                     return False
                 channel.send_fd(image.fd)
-                return channel.poll(_ANSWER_S) and isinstance(channel.recv(), StateKept)
+                return channel.poll(_ANSWER_S) and isinstance(channel.recv(), fork.StateKept)
         except (OSError, EOFError):  # the next fragment reads the checkpoint
             log.warning('%s could not be left in memory', file, exc_info=True)
             return False
@@ -103,18 +96,18 @@ class NodeMemory:
 
     def _fetch_fd(self, digest: str, *, keep: bool) -> int | None:
         with closing(_fork_server()) as channel:
-            request = FetchState(self._trainer, digest, keep)
+            request = fork.FetchState(self._trainer, digest, keep)
             if not channel.send(request) or not channel.poll(_ANSWER_S):
                 return None
             return channel.recv_fd()[1]
 
 
-def is_wanted(offer: OfferState) -> bool:
+def is_wanted(offer: fork.OfferState) -> bool:
     """Whether this node's fork server wants a state; no other rank here has offered as much."""
     with closing(_fork_server()) as channel:
         try:
             answered = channel.send(offer) and channel.poll(_ANSWER_S)
-            return answered and isinstance(channel.recv(), StateWanted)
+            return answered and isinstance(channel.recv(), fork.StateWanted)
         except EOFError:
             return False
 
@@ -138,7 +131,7 @@ def memory_file(size: int) -> tuple[int, memoryview]:
         raise
 
 
-def _fork_server() -> Channel[ForkAnswer]:
+def _fork_server() -> Channel[fork.ForkAnswer]:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(b'\0' + os.environ.get(FORK_SERVER_VARIABLE, '').encode())
@@ -147,4 +140,4 @@ def _fork_server() -> Channel[ForkAnswer]:
     except OSError:
         sock.close()
         raise
-    return Channel(sock, Decoder(ForkAnswer, 'the fork server'))
+    return Channel(sock, Decoder(fork.ForkAnswer, 'the fork server'))

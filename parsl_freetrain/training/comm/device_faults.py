@@ -62,9 +62,8 @@ def storage_trouble(error: BaseException) -> str:
         text = str(cause)
         if isinstance(cause, OSError) and cause.errno in _STORAGE:
             return text
-        if isinstance(cause, OSError | RuntimeError) and any(
-            said in text for said in _STORAGE_SAID
-        ):
+        known = any(said in text for said in _STORAGE_SAID)
+        if known and isinstance(cause, OSError | RuntimeError):
             return text.strip().splitlines()[-1]
     return ''
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from parsl_freetrain.training.spec.messages import Stuck
 
@@ -26,8 +27,6 @@ LOOK_S = 1.0
 
 
 class ExchangeWatch:
-    """Follows the exchanges of this process."""
-
     def __init__(self) -> None:
         self._now: tuple[str, float] | None = None
         self._aside = False
@@ -66,15 +65,9 @@ class ExchangeWatch:
         is ``broken`` and this rank is in the same exchange a look later, ``end`` is called with its
         name; it ends the process.
         """
-        threading.Thread(target=self._run, args=(rank, send, broken, end), daemon=True).start()
+        threading.Thread(target=lambda: self._run(rank, send, broken, end), daemon=True).start()
 
-    def _run(
-        self,
-        rank: int,
-        send: Callable[[Stuck], object],
-        broken: Callable[[], bool],
-        end: Callable[[str], object],
-    ) -> None:
+    def _run(self, rank: int, send: Any, broken: Any, end: Any) -> None:
         seen = shown = without_peer = None
         while True:
             time.sleep(LOOK_S)

@@ -9,13 +9,7 @@ import time
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.messages import (
-    NodeEnds,
-    NodeStays,
-    Rendezvous,
-    StopTraining,
-    ToRank,
-)
+from parsl_freetrain.training.spec import messages as ms
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
 GOES, MAY_STAY, STAYS = range(3)
@@ -29,11 +23,11 @@ class Inbox:
     was heard since the order.
     """
 
-    def __init__(self, channel: Channel[ToRank]) -> None:
+    def __init__(self, channel: Channel[ms.ToRank]) -> None:
         self._channel = channel
         self._stop = self._listening = False
         self._goes = self._stays = self._followed = False
-        self._rendezvous: Rendezvous | None = None
+        self._rendezvous: ms.Rendezvous | None = None
         self.deadline = math.inf
 
     def listen_to_signals(self) -> None:
@@ -64,7 +58,7 @@ class Inbox:
         """Whether the next fragment is ready, and this node stays; without waiting."""
         return self.standing() != GOES and self._followed
 
-    def wait_for_rendezvous(self, timeout_s: float) -> Rendezvous:
+    def wait_for_rendezvous(self, timeout_s: float) -> ms.Rendezvous:
         """Raises FreeTrainError after ``timeout_s`` seconds, EOFError if the node agent is gone."""
         deadline = time.monotonic() + timeout_s
         while self._rendezvous is None:
@@ -85,17 +79,17 @@ class Inbox:
             return False  # the node agent is gone; the fork server sees it too, and ends this rank
         return True
 
-    def _take(self, message: ToRank | None) -> None:
+    def _take(self, message: ms.ToRank | None) -> None:
         match message:
-            case StopTraining():
+            case ms.StopTraining():
                 self._stop = True
                 self._goes = self._goes or message.node_leaves
                 self._followed = message.followed
-            case NodeEnds(deadline):
+            case ms.NodeEnds(deadline):
                 self.deadline = deadline
-            case NodeStays():
+            case ms.NodeStays():
                 self._stays = True
-            case Rendezvous():
+            case ms.Rendezvous():
                 self._rendezvous = message
 
     def _on_signal(self, _number: int, _frame: object) -> None:

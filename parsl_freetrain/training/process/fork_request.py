@@ -15,19 +15,8 @@ from parsl_freetrain.training.spec.fork_messages import ForkServerWanted
 
 # Read when the interpreter, an allocator, OpenMP or torch starts: of no use to a running process.
 _READ_AT_START = (
-    'LD_',
-    'GLIBC_TUNABLES',
-    'MALLOC_',
-    'PYTHON',
-    'OMP_',
-    'GOMP_',
-    'KMP_AFFINITY',
-    'MKL_',
-    'OPENBLAS_',
-    'NPY_',
-    'TORCH',
-    'PYTORCH_',
-    'ATEN_',
+    *('LD_', 'GLIBC_TUNABLES', 'MALLOC_', 'PYTHON', 'OMP_', 'GOMP_', 'KMP_AFFINITY'),
+    *('MKL_', 'OPENBLAS_', 'NPY_', 'TORCH', 'PYTORCH_', 'ATEN_'),
 )
 _PACKAGES = ('torch', 'numpy', 'cloudpickle', 'tblib', 'parsl_freetrain')
 

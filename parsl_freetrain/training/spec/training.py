@@ -229,10 +229,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         total_samples: int | None,
         goal: Epochs | Samples | None,
         mode: Reproducible | Throughput | Scaled,
-        checkpoints: Checkpoints,
         ranks: Ranks,
-        scaling: Scaling,
-        owner: Owner,
+        **others: Any,
     ) -> TrainingSpec:
         """From the decorator's arguments. Raises BadInput if they contradict each other."""
         goals: list[Epochs | Samples] = [] if goal is None else [goal]
@@ -264,10 +262,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             shapes=by_count,
             goal=goals[0],
             mode=mode,
-            checkpoints=checkpoints,
             ranks=ranks,
-            scaling=scaling,
-            owner=owner,
+            **others,
         )
 
     def options(self, instead_of: Container[str]) -> dict[str, Any]:

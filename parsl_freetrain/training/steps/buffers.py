@@ -202,7 +202,6 @@ def is_plain(buffer: torch.Tensor) -> bool:
 
 
 def plain_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The buffers of a model but for sparse ones."""
     return list(filter(is_plain, model.buffers()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -102,14 +103,9 @@ class ThroughputSteps:
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._unscale)
             optimizer.register_step_pre_hook(self._run_hooks)
-        if clip_grad_norm is not None:
-            for optimizer in prepared.optimizers:
-                optimizer.register_step_pre_hook(
-                    _clipping(clip_grad_norm)
-                    if self._mean is None
-                    else _clipping_parts(clip_grad_norm, division.mesh)
-                )
-        for optimizer in prepared.optimizers:
+            if clip_grad_norm is not None:
+                mesh = None if self._mean is None else division.mesh
+                optimizer.register_step_pre_hook(_clipping(clip_grad_norm, mesh))
             optimizer.register_step_pre_hook(self._begins_to_change)
 
     @property
@@ -326,11 +322,10 @@ class ThroughputSteps:
             return
         used = self._peers.all_reduce_max([one.grad is not None for one in parameters])()
         gradients = []
-        for parameter, anywhere in zip(parameters, used, strict=True):
-            if anywhere and parameter.grad is None:
+        for parameter in compress(parameters, used):
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
+            gradients.append(parameter.grad)
         for bucket in buckets(gradients):
             row = torch.cat([gradient.flatten() for gradient in bucket])
             sizes = [gradient.numel() for gradient in bucket]
@@ -350,18 +345,14 @@ class ThroughputSteps:
         return done
 
 
-def _clipping_parts(norm: float, mesh: DeviceMesh) -> Callable[..., None]:
+def _clipping(norm: float, mesh: DeviceMesh | None) -> Callable[..., None]:
+    """``mesh``: of the ranks that have parts of the parameters."""
+
     def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        row_norm.clip([p for group in optimizer.param_groups for p in group['params']], mesh, norm)
-
-    return clip
-
-
-def _clipping(norm: float) -> Callable[..., None]:
-    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        torch.nn.utils.clip_grad_norm_(
-            [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None],
-            norm,
-        )
+        every = [p for group in optimizer.param_groups for p in group['params']]
+        if mesh is not None:
+            row_norm.clip(every, mesh, norm)
+        else:
+            torch.nn.utils.clip_grad_norm_([p for p in every if p.grad is not None], norm)
 
     return clip

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
-    """The modules that ``fully_shard`` was called on."""
     # Its import takes long. Where it has not been imported there is none.
     fsdp = sys.modules.get('torch.distributed.fsdp')
     if fsdp is None:

@@ -128,12 +128,8 @@ class GradientGuard:
 
     def _noting(self) -> Callable[[torch.Tensor], None]:
         """The hook of all parameters, which runs often: what it needs is at hand."""
-        noted, unreadable, plain, own = (
-            self._left,
-            self._unreadable,
-            torch.nn.Parameter,
-            self._class,
-        )
+        noted, unreadable = self._left, self._unreadable
+        plain, own = torch.nn.Parameter, self._class
 
         def note(parameter: torch.Tensor) -> None:
             gradient = grad_of(parameter)

@@ -131,7 +131,6 @@ class GroupSettings:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups that are plain values."""
     return [plain_values(group) for group in optimizer.param_groups]
 
 

@@ -26,7 +26,7 @@ from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.mode import Mode
 from parsl_freetrain.training.spec.shapes import check_shape
 
 
@@ -83,12 +83,7 @@ class Division:
         """The ranks that hold the same parameters and train different samples; None: all ranks."""
         return self.mesh.get_group('data') if self.grouped else None
 
-    def check(
-        self,
-        prepared: Prepared,
-        mode: Reproducible | Throughput | Scaled,
-        clip_grad_norm: float | None,
-    ) -> None:
+    def check(self, prepared: Prepared, mode: Mode, clip_grad_norm: float | None) -> None:
         """Refuse what cannot be trained by this kind; raises BadInput."""
         for number, model in enumerate(prepared.models, 1):
             for name, parameter in model.named_parameters():
@@ -147,12 +142,7 @@ class ShardedDivision(Division):
 
     whole = False
 
-    def check(
-        self,
-        prepared: Prepared,
-        mode: Reproducible | Throughput | Scaled,
-        clip_grad_norm: float | None,
-    ) -> None:
+    def check(self, prepared: Prepared, mode: Mode, clip_grad_norm: float | None) -> None:
         # Only here, as it imports FSDP2.
         from parsl_freetrain.training.steps.sharded import check_sharded
 
@@ -187,12 +177,7 @@ class StagedDivision(Division):
     whole = False
     pipelined = True
 
-    def check(
-        self,
-        prepared: Prepared,
-        mode: Reproducible | Throughput | Scaled,
-        clip_grad_norm: float | None,
-    ) -> None:
+    def check(self, prepared: Prepared, mode: Mode, clip_grad_norm: float | None) -> None:
         super().check(prepared, mode, clip_grad_norm)
         if clip_grad_norm is not None:
             raise BadInput(
@@ -264,13 +249,7 @@ def _receive(stage: int, group: ProcessGroup) -> dict[str, Any]:
 def _united(first: Any, second: Any) -> Any:
     """Merge two nested states; where both have a value, the first one's counts."""
     if isinstance(first, dict) and isinstance(second, dict):
-        return {
-            **first,
-            **{
-                key: _united(first[key], value) if key in first else value
-                for key, value in second.items()
-            },
-        }
+        return {**first, **{key: _united(first.get(key, one), one) for key, one in second.items()}}
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return [_united(*both) for both in zip(first, second, strict=True)]
     return first

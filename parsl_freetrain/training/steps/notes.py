@@ -34,7 +34,6 @@ def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: i
 
 
 def present_in(notes: Sequence[Notes]) -> list[bool]:
-    """By parameter, whether any rank has a gradient."""
     return [any(flags) for flags in zip(*(one.present for one in notes), strict=True)]
 
 

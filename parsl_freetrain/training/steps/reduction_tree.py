@@ -107,7 +107,6 @@ class SumOverShards:
                 self.add(node, None)
 
     def has_samples(self, node: Node) -> bool:
-        """Whether a shard of a node has samples."""
         return any(self.sizes[slice(*node)])
 
     def weight(self, part: int) -> float:
@@ -116,7 +115,6 @@ class SumOverShards:
 
     @property
     def whole(self) -> float:
-        """The weight of all samples."""
         return sum(self.sizes) / max(self.sizes)
 
     def add(self, node: Node, own: Contribution | None) -> None:

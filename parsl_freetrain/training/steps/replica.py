@@ -176,13 +176,11 @@ class MeanAtSteps:
         if known != self._known:
             trained = [one.trained for one in self.replicas if not one.at_steps]
             by_passes = {id(p) for own in trained for p in own}
-            self._known, self._of = (
-                known,
-                {
-                    id(one): [p for p in parameters_of(one) if id(p) not in by_passes]
-                    for one in self._optimizers
-                },
-            )
+            self._known = known
+            self._of = {
+                id(one): [p for p in parameters_of(one) if id(p) not in by_passes]
+                for one in self._optimizers
+            }
         return self._of[id(optimizer)]
 
     def _mean(self, loss: Any) -> torch.Tensor:

@@ -16,16 +16,10 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
+from parsl_freetrain.training.steps import deferred
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.accumulation import UNUSED
 from parsl_freetrain.training.steps.buffers import Buffers
-from parsl_freetrain.training.steps.deferred import (
-    NO_SCALER,
-    DeferredOptimizer,
-    DeferredScheduler,
-    several_times,
-    step_once,
-)
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
@@ -53,11 +47,11 @@ class ReproducibleSteps:
         speeds: Sequence[float] = (),
     ) -> None:
         if any(scaler.is_enabled() for scaler in prepared.scalers):
-            raise BadInput(NO_SCALER)
+            raise BadInput(deferred.NO_SCALER)
         for optimizer in prepared.optimizers:
             closure = signature(optimizer.step).parameters.get('closure')
             if closure is not None and closure.default is Parameter.empty:
-                raise BadInput(several_times(optimizer))
+                raise BadInput(deferred.several_times(optimizer))
         self._prepared = prepared
         self._peers = self._all = peers
         self._shards, self._in_hook, self._clip = shards, in_hook, clip_grad_norm
@@ -105,14 +99,14 @@ class ReproducibleSteps:
     @property
     def optimizers(self) -> tuple[Any, ...]:
         return tuple(
-            DeferredOptimizer(optimizer, self._hand_over(i))
+            deferred.DeferredOptimizer(optimizer, self._hand_over(i))
             for i, optimizer in enumerate(self._prepared.optimizers)
         )
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
         return tuple(
-            DeferredScheduler(scheduler, self._noting(i))
+            deferred.DeferredScheduler(scheduler, self._noting(i))
             for i, scheduler in enumerate(self._prepared.schedulers)
         )
 
@@ -212,7 +206,7 @@ class ReproducibleSteps:
                 if stepped[number]:
                     if self.shares:
                         self._give_own(total, self._of_optimizer[number])
-                    step_once(optimizer)
+                    deferred.step_once(optimizer)
         scheduled = told.scheduled_in(notes, len(self._prepared.schedulers), self._sum.sizes)
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
             for value in calls:

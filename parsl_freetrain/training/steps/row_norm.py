@@ -65,7 +65,9 @@ def _enter(gradient: torch.Tensor, place: torch.Tensor, mesh: DeviceMesh) -> Non
         return  # another rank enters the same
     if not own.numel():
         return
-    rows = own.reshape(own.shape[0] if own.dim() else 1, -1).to(_at_least_float(own.dtype))
+    rows = own.reshape(own.shape[0] if own.dim() else 1, -1).to(
+        torch.promote_types(own.dtype, torch.float32)
+    )
     first = box.offsets[0] if box.offsets else 0
     # Rows that lie whole on one rank have their place in the first part.
     whole = box.sizes[1:] == box.shape[1:]
@@ -79,7 +81,3 @@ def _total(rows: torch.Tensor) -> torch.Tensor:
         rest = rows[..., 2 * half :]
         rows = torch.cat([rows[..., :half] + rows[..., half : 2 * half], rest], -1)
     return rows[..., 0]
-
-
-def _at_least_float(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

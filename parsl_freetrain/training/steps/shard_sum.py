@@ -23,8 +23,6 @@ class Flat:
 
 @dataclass
 class Contribution:
-    """Sums over some shards."""
-
     #: By parameter (this rank's part of it); None: no shard has one.
     gradients: list[torch.Tensor | None]
     buffers: torch.Tensor  #: a row of :class:`~parsl_freetrain.training.steps.buffers.Buffers`
@@ -109,7 +107,6 @@ class ShardSums:
             torch._foreach_mul_(taken, weight)
 
     def put_buffers(self, into: Contribution, weight: float) -> None:
-        """Enter all buffers, times a weight."""
         if not self.buffers.row_size:
             return
         into.buffers = self._rows.pop() if self._rows else self._fresh(self.buffers.row_size)
@@ -137,7 +134,6 @@ class ShardSums:
         return earlier
 
     def release(self, contribution: Contribution) -> None:
-        """Use its memory for others."""
         if contribution.flat is not None:
             self._spare.append(contribution.flat)
         if contribution.buffers.numel():

@@ -14,31 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.mode import Mode, Reproducible
 from parsl_freetrain.training.steps.accumulation import weigh
 from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reduction_tree import ShardTree
 
 _DIMENSIONS = {'shard', 'tensor'}
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+_NAMES = 'Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD'
+_ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
 
-def check_sharded(
-    prepared: Prepared, division: Division, mode: Reproducible | Throughput | Scaled
-) -> None:
+def check_sharded(prepared: Prepared, division: Division, mode: Mode) -> None:
     """Refuse (BadInput) what a shape that divides parameters cannot train, as the mode promises."""
     if any(scaler.is_enabled() for scaler in prepared.scalers):
         raise BadInput(

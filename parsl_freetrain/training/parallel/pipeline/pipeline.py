@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.pipeline.schedule import (
-    DOWN,
-    FORWARD,
-    PipelineSchedule,
-    Task,
-    make_schedule,
-    split_layers,
-)
+from parsl_freetrain.training.parallel.pipeline import schedule as sc
 from parsl_freetrain.training.parallel.pipeline.schedule_steps import programs_of
 from parsl_freetrain.training.parallel.pipeline.stage import Stage, make_layers, through
 from parsl_freetrain.training.parallel.pipeline.traffic import Traffic, outputs_like
@@ -83,13 +76,13 @@ class Pipeline(nn.Module):
         stages = group.size() if group is not None else 1
         # With one stage, 1F1B computes one micro-batch after the other.
         method = method if stages > 1 else '1f1b'
-        self.schedule: PipelineSchedule = make_schedule(method, stages, micro_batches)
+        self.schedule: sc.PipelineSchedule = sc.make_schedule(method, stages, micro_batches)
         self.most_kept = 0
         self._group, self._loss = group if stages > 1 else None, loss
         self._device = torch.device(device)
         rank = dist.get_rank(group) if stages > 1 else 0
         self._program = programs_of(self.schedule)[rank]
-        parts = split_layers(len(makers), stages)
+        parts = sc.split_layers(len(makers), stages)
         held = self.schedule.held(rank)
         made = make_layers(makers, [number for _, stage in held for number in parts[stage]], seed)
         placed = {str(number): layer.to(self._device) for number, layer in sorted(made.items())}
@@ -160,19 +153,18 @@ class Pipeline(nn.Module):
         parameters = list(self._stages[complete].parameters())
         return (self._partners[complete], parameters) if parameters else None
 
-    def _compute(self, task: Task, batch: MicroBatches, traffic: Traffic | None) -> Tensor | None:
-        stage = self._stages[task.direction, task.stage]
+    def _compute(
+        self, task: sc.Task, batch: MicroBatches, traffic: Traffic | None
+    ) -> Tensor | None:
+        stage, m = self._stages[task.direction, task.stage], task.micro_batch
         before = self.schedule.fed_by(task)
         given = traffic.take(before) if traffic is not None and before is not None else None
-        if task.kind != FORWARD:
-            return stage.backward(task.micro_batch, given)
+        if task.kind != sc.FORWARD:
+            return stage.backward(m, given)
         made = stage.forward(
-            task.micro_batch,
-            batch.inputs[task.micro_batch] if given is None else given,
-            lambda output: (
-                self._loss(output, batch.targets[task.micro_batch])
-                * batch.weights[task.micro_batch]
-            ),
+            m,
+            batch.inputs[m] if given is None else given,
+            lambda output: self._loss(output, batch.targets[m]) * batch.weights[m],
         )
         if task.stage == self.schedule.stages - 1:
             batch.loss += made
@@ -185,7 +177,7 @@ class Pipeline(nn.Module):
         for value in batch.inputs:
             # Determined again if the batch size changes, as at the end of an epoch.
             if (value.shape, value.dtype) not in self._between:
-                stage = self._stages[DOWN, dist.get_rank(self._group)]
+                stage = self._stages[sc.DOWN, dist.get_rank(self._group)]
                 like = outputs_like(stage, value, self._group, self._device)
                 self._between[value.shape, value.dtype] = like
         between = [self._between[value.shape, value.dtype] for value in batch.inputs]

@@ -15,9 +15,9 @@ its stages. Here forward and backward passes take one slot each; for other lengt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -51,11 +51,9 @@ class PipelineSchedule:
 
     @property
     def slots(self) -> int:
-        """The makespan in slots."""
         return len(self.rows[0])
 
     def worker(self, stage: int, direction: int) -> int:
-        """The worker that has a stage of a direction."""
         return stage if direction == DOWN else self.stages - 1 - stage
 
     def held(self, worker: int) -> tuple[tuple[int, int], ...]:
@@ -65,64 +63,34 @@ class PipelineSchedule:
 
     def feeds(self, task: Task) -> Task | None:
         """The task at the neighbouring stage that takes this one's output; None at the end."""
-        stage = task.stage + (1 if task.kind == FORWARD else -1)
-        return (
-            Task(task.kind, stage, task.micro_batch, task.direction)
-            if 0 <= stage < self.stages
-            else None
-        )
+        return self._beside(task, 1)
 
     def fed_by(self, task: Task) -> Task | None:
         """The task at the neighbouring stage that makes this one's input; None at the end."""
-        stage = task.stage - (1 if task.kind == FORWARD else -1)
-        return (
-            Task(task.kind, stage, task.micro_batch, task.direction)
-            if 0 <= stage < self.stages
-            else None
-        )
+        return self._beside(task, -1)
+
+    def _beside(self, task: Task, way: int) -> Task | None:
+        stage = task.stage + (way if task.kind == FORWARD else -way)
+        return replace(task, stage=stage) if 0 <= stage < self.stages else None
 
 
 def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
     """All forward passes, then all backward passes; 2 (N + D - 1) slots for N micro-batches and D
     stages. Raises BadInput if there is no stage or no micro-batch.
     """
-    _at_least_one(stages, micro_batches)
-    turn = micro_batches + stages - 1
-    return _table(
-        'gpipe',
-        stages,
-        micro_batches,
-        (
-            placed
-            for m in range(micro_batches)
-            for s in range(stages)
-            for placed in (
-                (s + m, Task(FORWARD, s, m)),
-                (turn + stages - 1 - s + m, Task(BACKWARD, s, m)),
-            )
-        ),
-    )
+    turn = micro_batches + 2 * stages - 2
+    return _one_way('gpipe', stages, micro_batches, lambda s, m: (s + m, turn - s + m))
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
     """Forward and backward passes alternate; 2 (N + D - 1) slots for N micro-batches and D stages.
     Raises BadInput if there is no stage or no micro-batch.
     """
-    _at_least_one(stages, micro_batches)
-    return _table(
-        '1f1b',
-        stages,
-        micro_batches,
-        (
-            placed
-            for m in range(micro_batches)
-            for s in range(stages)
-            for placed in (
-                (s + m if m < stages - s else s + 2 * m, Task(FORWARD, s, m)),
-                (2 * stages - 1 - s + 2 * m, Task(BACKWARD, s, m)),
-            )
-        ),
-    )
+
+    def slots(s: int, m: int) -> tuple[int, int]:
+        return s + m if m < stages - s else s + 2 * m, 2 * stages - 1 - s + 2 * m
+
+    return _one_way('1f1b', stages, micro_batches, slots)
 
 
 def chimera(stages: int, micro_batches: int) -> PipelineSchedule:
@@ -199,10 +167,19 @@ def _at_least_one(stages: int, micro_batches: int) -> None:
             raise BadInput(f'A pipeline of {number} {what} was asked for; it needs at least 1.')
 
 
+def _one_way(
+    name: str, stages: int, micro_batches: int, slots: Callable[[int, int], tuple[int, int]]
+) -> PipelineSchedule:
+    """``slots``: of both passes, by stage and micro-batch."""
+    _at_least_one(stages, micro_batches)
+    every = product((FORWARD, BACKWARD), range(stages), range(micro_batches))
+    placed = ((slots(s, m)[kind == BACKWARD], Task(kind, s, m)) for kind, s, m in every)
+    return _table(name, stages, micro_batches, placed)
+
+
 def _table(
     name: str, stages: int, micro_batches: int, placed: Iterable[tuple[int, Task]]
 ) -> PipelineSchedule:
-    """Tasks with their slots, as rows."""
     bare = PipelineSchedule(name, stages, micro_batches, ())
     slots: list[dict[int, Task]] = [{} for _ in range(stages)]
     for slot, task in placed:

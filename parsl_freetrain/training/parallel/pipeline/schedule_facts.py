@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from parsl_freetrain.training.parallel.pipeline.schedule import (
-    BACKWARD,
-    DOWN,
-    FORWARD,
-    UP,
-    PipelineSchedule,
-    Task,
-)
+from parsl_freetrain.training.parallel.pipeline import schedule as sc
 from parsl_freetrain.training.parallel.pipeline.schedule_steps import actions_of, stuck
 
 
-def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
+def faults(schedule: sc.PipelineSchedule) -> tuple[str, ...]:
     """Sentences that say why a schedule cannot be run; empty if it can: if each micro-batch passes
     each stage forward and backward once, at the worker that has the stage, after the tasks that it
     depends on; if no worker waits for ever even if sending waits for the receiver; and if both
@@ -36,13 +29,15 @@ def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
     for m, ways in directions.items():
         if len(ways) != 1:
             found.append(f'Micro-batch {m} goes in {len(ways)} directions.')
-        passes = [(kind, stage) for kind in (FORWARD, BACKWARD) for stage in range(schedule.stages)]
-        needed = [Task(kind, stage, m, way) for way in ways for kind, stage in passes]
+        passes = [
+            (kind, stage) for kind in (sc.FORWARD, sc.BACKWARD) for stage in range(schedule.stages)
+        ]
+        needed = [sc.Task(kind, stage, m, way) for way in ways for kind, stage in passes]
         found += [f'{task} is missing.' for task in needed if task not in at]
     for task, slot in at.items():
         before = [schedule.fed_by(task)]
-        if task.kind == BACKWARD:
-            before.append(Task(FORWARD, task.stage, task.micro_batch, task.direction))
+        if task.kind == sc.BACKWARD:
+            before.append(sc.Task(sc.FORWARD, task.stage, task.micro_batch, task.direction))
         found += [
             f'{task} in slot {slot} is not after {other} in slot {at[other]}.'
             for other in before
@@ -57,18 +52,19 @@ def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
             f'Stage {s} is complete in slot {one} at one of its workers and in slot '
             f'{other} at the other.'
             for s in range(schedule.stages)
-            if (one := _completed(schedule, s, DOWN)) != (other := _completed(schedule, s, UP))
+            if (one := _completed(schedule, s, sc.DOWN))
+            != (other := _completed(schedule, s, sc.UP))
             and None not in (one, other)
         ]
     return tuple(found)
 
 
-def makespan(schedule: PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
+def makespan(schedule: sc.PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
     """Time of a batch if each worker does its tasks in the schedule's order, as early as possible,
     in the unit of ``forward`` and ``backward``, the times of a pass through a stage. Messages take
     none.
     """
-    done: dict[Task, float] = {}
+    done: dict[sc.Task, float] = {}
     free = [0.0] * schedule.stages
     # In the order of slots, everything that a task depends on comes before it.
     for slot in range(schedule.slots):
@@ -78,37 +74,30 @@ def makespan(schedule: PipelineSchedule, forward: float = 1.0, backward: float =
                 continue
             before = schedule.fed_by(task)
             start = max(free[worker], done[before] if before is not None else 0.0)
-            done[task] = free[worker] = start + (forward if task.kind == FORWARD else backward)
+            done[task] = free[worker] = start + (forward if task.kind == sc.FORWARD else backward)
     return max(free)
 
 
-def bubbles(schedule: PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
+def bubbles(schedule: sc.PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
     """The share of all workers' time that is spent waiting, 0 to 1."""
     return 1 - schedule.micro_batches * (forward + backward) / makespan(schedule, forward, backward)
 
 
-def activations(schedule: PipelineSchedule) -> tuple[int, ...]:
+def activations(schedule: sc.PipelineSchedule) -> tuple[int, ...]:
     """By worker: maximum number of micro-batches whose activations it keeps at a time."""
     peaks = []
     for row in schedule.rows:
         kept = peak = 0
         for task in row:
             if task is not None:
-                kept += 1 if task.kind == FORWARD else -1
+                kept += 1 if task.kind == sc.FORWARD else -1
                 peak = max(peak, kept)
         peaks.append(peak)
     return tuple(peaks)
 
 
-def _completed(schedule: PipelineSchedule, stage: int, direction: int) -> int | None:
+def _completed(schedule: sc.PipelineSchedule, stage: int, direction: int) -> int | None:
     row = schedule.rows[schedule.worker(stage, direction)]
-    return max(
-        (
-            slot
-            for slot, task in enumerate(row)
-            if task is not None
-            and task.kind == BACKWARD
-            and (task.stage, task.direction) == (stage, direction)
-        ),
-        default=None,
-    )
+    last = sc.BACKWARD, stage, direction
+    tasks = ((slot, task) for slot, task in enumerate(row) if task is not None)
+    return max((i for i, t in tasks if (t.kind, t.stage, t.direction) == last), default=None)

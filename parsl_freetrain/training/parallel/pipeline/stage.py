@@ -21,7 +21,6 @@ class Stage:
 
     @property
     def kept(self) -> int:
-        """Number of micro-batches whose activations it keeps."""
         return len(self._kept)
 
     def parameters(self) -> Iterator[nn.Parameter]:

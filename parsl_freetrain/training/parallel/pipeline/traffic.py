@@ -16,15 +16,9 @@ from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD, Task
 from parsl_freetrain.training.parallel.pipeline.schedule_steps import StageTransfer
 from parsl_freetrain.training.parallel.pipeline.stage import Stage
 
-_TYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
+_TYPES: tuple[torch.dtype, ...] = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.complex64, torch.int64, torch.int32, torch.uint8),
 )
 _MOST_DIMENSIONS = 8
 _SENDING_AT_MOST = 8
@@ -123,11 +117,8 @@ def outputs_like(
         header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64)
         if dist.get_rank(group) == worker:
             output = stage.output_like(value)
-            if (
-                not isinstance(output, Tensor)
-                or output.dtype not in _TYPES
-                or output.ndim > _MOST_DIMENSIONS
-            ):
+            known_type = isinstance(output, Tensor) and output.dtype in _TYPES
+            if not known_type or output.ndim > _MOST_DIMENSIONS:
                 raise BadInput(
                     f'Stage {worker} of the pipeline gives {_described(output)} to the next one: a '
                     f'stage must give one tensor of at most {_MOST_DIMENSIONS} dimensions, of type '

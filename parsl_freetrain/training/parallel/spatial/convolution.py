@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.spatial import halo
-from parsl_freetrain.training.parallel.spatial.geometry import TransposedWindow, Window
+from parsl_freetrain.training.parallel.spatial.geometry import TransposedWindow
 from parsl_freetrain.training.parallel.spatial.grid import Grid
 from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, shared
 
@@ -39,26 +39,11 @@ class Conv3d(nn.Conv3d):
             )
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
-        assert not isinstance(self.padding, str)
-        sizes = zip(self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        windows = [Window(*numbers) for numbers in sizes]
-        layout, needed = halo.plan(windows, x.layout, x.grid)
-        padding = tuple(
-            0 if move is not None else window.padding
-            for move, window in zip(needed, windows, strict=True)
-        )
+        numbers = self.kernel_size, self.stride, self.padding, self.dilation
+        layout, needed, padding = halo.plan_window(x.layout, x.grid, *numbers)
         weight, bias = shared(x.grid, self.weight, self.bias)
-        local = _Convolution.apply(
-            x.local,
-            weight,
-            bias,
-            needed,
-            x.grid,
-            self.stride,
-            padding,  # type: ignore[no-untyped-call]
-            self.dilation,
-            self.groups,
-        )
+        options = self.stride, padding, self.dilation, False, (0, 0, 0), self.groups
+        local = _Convolution.apply(x.local, weight, bias, needed, x.grid, options)  # type: ignore[no-untyped-call]
         return Sharded(local, layout, x.grid)
 
 
@@ -69,33 +54,18 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         """With ``like``, the output has the extents and parts of that volume, which must be
         possible with this window.
         """
-        spreads = [
-            TransposedWindow(*numbers)
-            for numbers in zip(
-                self.kernel_size,
-                self.stride,
-                self._paddings,
-                self.dilation,
-                self._output_paddings(x, like),
-                strict=True,
-            )
-        ]
+        more = self._output_paddings(x, like)
+        each = zip(self.kernel_size, self.stride, self._paddings, self.dilation, more, strict=True)
+        spreads = [TransposedWindow(*numbers) for numbers in each]
         of_like = like.layout if like is not None else None
         layout, needed = halo.plan(spreads, x.layout, x.grid, of_like)
         weight, bias = shared(x.grid, self.weight, self.bias)
         assert weight is not None
         # The full output for this input, from which this rank's part is cut.
         output_padding = [spread.output_padding for spread in spreads]
-        local = F.conv_transpose3d(
-            halo.fetch(x.local, needed, x.grid),
-            weight,
-            bias,
-            self.stride,
-            0,
-            output_padding,
-            self.groups,
-            self.dilation,
-        )
+        whole = halo.fetch(x.local, needed, x.grid)
+        how = self.stride, 0, output_padding, self.groups, self.dilation
+        local = F.conv_transpose3d(whole, weight, bias, *how)
         for i, (spread, own) in enumerate(zip(spreads, x.grid.own(layout), strict=True)):
             begins_at = spread.need(own.start, own.stop)[0] if needed[i] is not None else 0
             at = own.start - (begins_at * spread.stride - spread.padding)
@@ -136,15 +106,11 @@ class _Convolution(torch.autograd.Function):
         bias: Tensor | None,
         needed: halo.Moves,
         grid: Grid,
-        stride: Triple,
-        padding: Triple,
-        dilation: Triple,
-        groups: int,
+        options: tuple[Any, ...],
     ) -> Tensor:
         whole, got = halo.collect(x, needed, grid)
         ctx.save_for_backward(x, weight, *got)
-        ctx.needed, ctx.grid = needed, grid
-        ctx.options = (stride, padding, dilation, False, (0, 0, 0), groups)
+        ctx.needed, ctx.grid, ctx.options = needed, grid, options
         ctx.bias_shape = None if bias is None else list(bias.shape)
         return torch.convolution(whole, weight, bias, *ctx.options)
 
@@ -155,9 +121,7 @@ class _Convolution(torch.autograd.Function):
         of_whole, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradients[0], whole, weight, ctx.bias_shape, *ctx.options, ctx.needs_input_grad[:3]
         )
-        of_x = (
-            halo.give_back(of_whole, x.shape, ctx.needed, ctx.grid)
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        return of_x, of_weight, of_bias, *(None,) * 6
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = halo.give_back(of_whole, x.shape, ctx.needed, ctx.grid)
+        return of_x, of_weight, of_bias, None, None, None

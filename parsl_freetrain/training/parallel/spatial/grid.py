@@ -55,13 +55,9 @@ class Axis:
         if self.group is not None:
             others = (self.index - 1, self.index + 1)
             operations = [
-                dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=other)
-                for tensor, other in zip(sent, others, strict=True)
-                if tensor.shape[dim]
-            ]
-            operations += [
-                dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=other)
-                for tensor, other in zip(got, others, strict=True)
+                dist.P2POp(way, tensor.contiguous(), group=self.group, group_peer=other)
+                for way, tensors in ((dist.isend, sent), (dist.irecv, got))
+                for tensor, other in zip(tensors, others, strict=True)
                 if tensor.shape[dim]
             ]
             for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -117,7 +113,6 @@ class Grid:
         return depth, height, width
 
     def own(self, layout: Layout) -> tuple[slice, slice, slice]:
-        """The position of this rank's part in the whole volume."""
         depth, height, width = (
             slice(bounds[axis.index], bounds[axis.index + 1])
             for bounds, axis in zip(layout, self.axes, strict=True)

@@ -37,6 +37,17 @@ def plan(
     return (out[0], out[1], out[2]), (needed[0], needed[1], needed[2])
 
 
+def plan_window(layout: Layout, grid: Grid, *numbers: Any) -> tuple[Layout, Moves, list[int]]:
+    """As :func:`plan` for a window of torch's arguments (kernel, stride, padding, dilation), each
+    one number or three, and the padding that is left to torch.
+    """
+    triples = [(number,) * 3 if isinstance(number, int) else tuple(number) for number in numbers]
+    windows = [geometry.Window(*of_axis) for of_axis in zip(*triples, strict=True)]
+    out, needed = plan(windows, layout, grid)
+    pairs = zip(needed, windows, strict=True)
+    return out, needed, [0 if move is not None else window.padding for move, window in pairs]
+
+
 def collect(x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
     """What a rank needs, and what it received for that: two tensors for each divided axis."""
     got: list[Tensor] = []

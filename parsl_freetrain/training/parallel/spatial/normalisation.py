@@ -49,17 +49,13 @@ class BatchNorm3d(nn.BatchNorm3d):
         return replace(x, local=local)
 
     def _note(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-        if (
-            self.running_mean is None
-            or self.running_var is None
-            or self.num_batches_tracked is None
-        ):
+        means, variances, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        if means is None or variances is None or batches is None:
             return
-        self.num_batches_tracked.add_(1)
-        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        unbiased = variance * count / (count - 1)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        batches.add_(1)
+        momentum = 1 / float(batches) if self.momentum is None else self.momentum
+        means.lerp_(mean.to(means.dtype), momentum)
+        variances.lerp_((variance * count / (count - 1)).to(variances.dtype), momentum)
 
 
 def statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,12 +105,8 @@ class _Normalise(torch.autograd.Function):
         means = (sums / count.to(sums.dtype)).split(len(mean))
         factor = scale if weight is None else scale * weight
         of_x = (gradient - _channels(means[0]) - normal * _channels(means[1])) * _channels(factor)
-        return (
-            of_x,
-            of_weight if weight is not None else None,
-            of_bias if weight is not None else None,
-            *(None,) * 5,
-        )
+        of_both = (of_weight, of_bias) if weight is not None else (None, None)
+        return of_x, *of_both, *(None,) * 5
 
 
 def _channels(values: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.spatial.geometry import Window
-from parsl_freetrain.training.parallel.spatial.halo import fetch, plan
+from parsl_freetrain.training.parallel.spatial.halo import fetch, plan_window
 from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded
 
 
@@ -33,10 +32,8 @@ class MaxPool3d(nn.MaxPool3d):
             )
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
-        windows = _windows(self.kernel_size, self.stride, self.padding, self.dilation)
-        layout, needed = plan(windows, x.layout, x.grid)
-        pairs = zip(needed, windows, strict=True)
-        padding = [0 if move is not None else window.padding for move, window in pairs]
+        numbers = self.kernel_size, self.stride, self.padding, self.dilation
+        layout, needed, padding = plan_window(x.layout, x.grid, *numbers)
         whole = fetch(x.local, needed, x.grid, fill=-math.inf)
         local = F.max_pool3d(whole, self.kernel_size, self.stride, padding, self.dilation)
         return replace(x, local=local, layout=layout)
@@ -61,14 +58,7 @@ class AvgPool3d(nn.AvgPool3d):
             )
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
-        windows = _windows(self.kernel_size, self.stride, self.padding, 1)
-        layout, needed = plan(windows, x.layout, x.grid)
-        pairs = zip(needed, windows, strict=True)
-        padding = [0 if move is not None else window.padding for move, window in pairs]
+        numbers = self.kernel_size, self.stride, self.padding, 1
+        layout, needed, padding = plan_window(x.layout, x.grid, *numbers)
         local = F.avg_pool3d(fetch(x.local, needed, x.grid), self.kernel_size, self.stride, padding)
         return replace(x, local=local, layout=layout)
-
-
-def _windows(*numbers: Any) -> list[Window]:
-    triples = [(number,) * 3 if isinstance(number, int) else tuple(number) for number in numbers]
-    return [Window(*of_axis) for of_axis in zip(*triples, strict=True)]

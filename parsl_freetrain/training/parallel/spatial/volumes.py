@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add, gt
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,8 @@ class ShardedVolumes(Dataset[Tensor]):
             corners if corners is not None else [(sample, 0, 0, 0) for sample in range(shape[0])]
         )
         for corner in self._corners:
-            if (
-                min(corner) < 0
-                or corner[0] >= shape[0]
-                or any(
-                    at + extent > size
-                    for at, extent, size in zip(corner[1:], self.extents, shape[2:], strict=True)
-                )
-            ):
+            ends = corner[0] + 1, *map(add, corner[1:], self.extents)
+            if min(corner) < 0 or any(map(gt, ends, (shape[0], *shape[2:]))):
                 raise BadInput(
                     f'{path}: a volume of {"x".join(map(str, self.extents))} voxels from '
                     f'{corner[1:]} of sample {corner[0]} on goes beyond the array of shape {shape}.'
@@ -86,12 +81,7 @@ class ShardedVolumes(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         """This rank's part of a volume: (channels, depth, height, width)."""
         sample, *corner = self._corners[index]
-        place: tuple[int | slice, ...] = (
-            sample,
-            slice(None),
-            *(
-                slice(at + own.start, at + own.stop)
-                for at, own in zip(corner, self._own, strict=True)
-            ),
-        )
+        each = zip(corner, self._own, strict=True)
+        along = (slice(at + own.start, at + own.stop) for at, own in each)
+        place: tuple[int | slice, ...] = (sample, slice(None), *along)
         return torch.from_numpy(np.array(self._array[place]))
