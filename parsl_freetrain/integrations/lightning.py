@@ -231,9 +231,8 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Test a module; all ranks share the batches."""
         source = self._begin(model, datamodule, None, 'test')
-        return [
-            self._evaluate('test', LoaderData.of(dataloaders or source.test_dataloader, 'the test'))
-        ]
+        data = LoaderData.of(dataloaders or source.test_dataloader, 'the test')
+        return [self._evaluate('test', data)]
 
     def _begin(self, model: Any, datamodule: Any, given: Any, stage: str) -> Any:
         """Returns where the data loaders come from."""
@@ -275,14 +274,8 @@ class Trainer:
         self.validating = stage == 'validation'
         self._event(f'on_{stage}_start')
         self._event(f'on_{stage}_epoch_start')
-        found = self.ctx.evaluate(
-            module,
-            data.dataset,
-            measure,
-            batch_size=data.batch_size,
-            collate_fn=data.collate_fn,
-            num_workers=data.num_workers,
-        )
+        how = {name: getattr(data, name) for name in ('batch_size', 'collate_fn', 'num_workers')}
+        found = self.ctx.evaluate(module, data.dataset, measure, **how)
         self.ctx.report(**found)
         self._log.take(found)
         self._event(f'on_{stage}_epoch_end')

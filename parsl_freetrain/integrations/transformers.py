@@ -93,10 +93,9 @@ class InFragments(_Any):
         ctx, args, steps = self.ctx, self.args, self._steps_in_all()
         loader = super().get_train_dataloader()
         self.create_optimizer_and_scheduler(num_training_steps=steps)
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau) or not hasattr(
-            self.lr_scheduler, 'get_last_lr'
-        ):
-            raise unsupported(f'the scheduler {type(self.lr_scheduler).__name__}')
+        kind = type(self.lr_scheduler)
+        if issubclass(kind, ReduceLROnPlateau) or not hasattr(self.lr_scheduler, 'get_last_lr'):
+            raise unsupported(f'the scheduler {kind.__name__}')
         if args.activation_checkpointing:
             how = dict(args.activation_checkpointing_kwargs or {})
             chosen = {name: how.pop(name) for name in ('every_n_layers', 'offload') if name in how}
@@ -151,15 +150,13 @@ class InFragments(_Any):
     ) -> EvalLoopOutput:
         """As of ``transformers.Trainer``; the ranks share the batches."""
         args, ctx, size = self.args, self.ctx, len(dataloader.dataset)
-        loss_only = (
-            args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        )
+        given = prediction_loss_only
+        loss_only = args.prediction_loss_only if given is None else given
         found: list[tuple[Any, Any]] = []
 
         def measure(model: torch.nn.Module, inputs: Any) -> dict[str, Any]:
-            loss, logits, labels = self.prediction_step(
-                model, inputs, loss_only, ignore_keys=ignore_keys
-            )
+            found_here = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+            loss, logits, labels = found_here
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             found.append((_on_cpu(logits), _on_cpu(labels)))
@@ -174,32 +171,24 @@ class InFragments(_Any):
             collate_fn=dataloader.collate_fn,
             num_workers=args.dataloader_num_workers,
         )
-        predictions, labels = self._of_all_ranks(
-            found, math.ceil(size / args.per_device_eval_batch_size)
-        )
+        batches = math.ceil(size / args.per_device_eval_batch_size)
+        predictions, labels = self._of_all_ranks(found, batches)
         metrics = dict(means)
         if self.compute_metrics is not None and predictions is not None and labels is not None:
-            metrics |= self.compute_metrics(
-                EvalPrediction(predictions=predictions, label_ids=labels)
-            )
+            both = EvalPrediction(predictions=predictions, label_ids=labels)
+            metrics |= self.compute_metrics(both)
+        prefix = f'{metric_key_prefix}_'
         named = {
-            name if name.startswith(f'{metric_key_prefix}_') else f'{metric_key_prefix}_{name}': (
-                value.item() if hasattr(value, 'item') else value
-            )
-            for name, value in metrics.items()
+            f'{prefix}{k.removeprefix(prefix)}': v.item() if hasattr(v, 'item') else v
+            for k, v in metrics.items()
         }
         return EvalLoopOutput(predictions, labels, named, size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As of ``transformers.Trainer``, and give the numbers to ``ctx.report``."""
-        self.ctx.report(
-            **{
-                name: value
-                for name, value in logs.items()
-                if isinstance(value, (int, float))
-                and not name.endswith(('_runtime', '_per_second', 'epoch'))
-            }
-        )
+        others = '_runtime', '_per_second', 'epoch'
+        found = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
+        self.ctx.report(**{k: v for k, v in found.items() if not k.endswith(others)})
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -282,18 +271,18 @@ class InFragments(_Any):
         division, packed = self.ctx._run.division, io.BytesIO()
         mine = [(division.data_rank + i * division.parts, *one) for i, one in enumerate(found)]
         torch.save([one for one in mine if one[0] < batches], packed)
-        by_batch: dict[int, tuple[Any, Any]] = {}
+        by_batch: dict[int, list[Any]] = {}
         for said in gather_bytes(self.ctx._run.peers, packed.getvalue()):
             for number, *both in torch.load(io.BytesIO(said), weights_only=True):
-                by_batch[number] = (both[0], both[1])
-        arrays = []
-        for kind in (0, 1):
-            container = EvalLoopContainer(self.args.eval_do_concat_batches, padding_index=-100)
-            for number in sorted(by_batch):
-                if by_batch[number][kind] is not None:
-                    container.add(by_batch[number][kind])
-            arrays.append(container.get_arrays())
-        return arrays[0], arrays[1]
+                by_batch[number] = both
+        joined = [
+            EvalLoopContainer(self.args.eval_do_concat_batches, padding_index=-100) for _ in (0, 1)
+        ]
+        for _, both in sorted(by_batch.items()):
+            for container, tensors in zip(joined, both, strict=True):
+                if tensors is not None:
+                    container.add(tensors)
+        return joined[0].get_arrays(), joined[1].get_arrays()
 
 
 class Trainer(InFragments, transformers.Trainer):

@@ -58,11 +58,9 @@ def take_apart(
             code[path] = name
             return None
         if type(value) in (dict, OrderedDict, Counter):
+            items = value.items()
             return type(value)(
-                {
-                    key: walk(item, (*path, key), f'{where}, entry {key!r}')
-                    for key, item in value.items()
-                }
+                {k: walk(item, (*path, k), f'{where}, entry {k!r}') for k, item in items}
             )
         if type(value) in (list, tuple):
             return type(value)([walk(item, (*path, i), where) for i, item in enumerate(value)])
@@ -106,9 +104,8 @@ def put_together(
 ) -> dict[str, Any]:
     """The state that :func:`take_apart` took apart."""
     strides, kinds, code = structure['strides'], structure['kinds'], structure['code']
-    at = {
-        path: _laid(tensors[name], strides.get(name)) for name, path in structure['paths'].items()
-    }
+    paths = structure['paths'].items()
+    at = {path: _laid(tensors[name], strides.get(name)) for name, path in paths}
 
     def build(value: Any, path: Path, *, whole: bool = True) -> Any:
         if whole and path in kinds:

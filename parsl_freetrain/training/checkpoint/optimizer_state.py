@@ -24,16 +24,13 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types:
     if 'param_groups' not in state:  # it has another optimizer, and a form of its own
         return
     numbers = [number for group in state['param_groups'] for number in group['params']]
-    for number, parameter in zip(numbers, _parameters(optimizer), strict=True):
+    for number, parameter in zip(numbers, every_parameter(optimizer), strict=True):
         loaded, saved = optimizer.state.get(parameter), state['state'].get(number)
         if isinstance(loaded, dict) and isinstance(saved, dict):
-            optimizer.state[parameter] = {
-                key: value
-                # torch does not cast the step, and decides on its device.
-                if key == 'step'
-                else _placed(value, saved.get(key), parameter, keep_types)
-                for key, value in loaded.items()
-            }
+            # torch does not cast the step, and decides on its device.
+            others = {key: value for key, value in loaded.items() if key != 'step'}
+            placed = _placed(others, saved, parameter, keep_types)
+            optimizer.state[parameter] = {**loaded, **placed}
 
 
 def move_to_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -47,16 +44,13 @@ def move_to_parameters(optimizer: torch.optim.Optimizer) -> None:
                     state[key] = value.to(parameter.device)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def every_parameter(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group['params'])
 
 
 def _placed(loaded: Any, saved: Any, parameter: torch.Tensor, keep_types: bool) -> Any:
     if isinstance(loaded, Mapping) and isinstance(saved, Mapping):
-        return {
-            key: _placed(value, saved.get(key), parameter, keep_types)
-            for key, value in loaded.items()
-        }
+        return {k: _placed(v, saved.get(k), parameter, keep_types) for k, v in loaded.items()}
     if isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
         return [_placed(*both, parameter, keep_types) for both in zip(loaded, saved, strict=True)]
     if not isinstance(loaded, torch.Tensor):
@@ -111,8 +105,7 @@ def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str
     keys of a dict. Raises ValueError if it has a parameter that has no name.
     """
     state = optimizer.state_dict()
-    every = (one for group in optimizer.param_groups for one in group['params'])
-    called = [_name(parameter, names) for parameter in every]
+    called = [_name(parameter, names) for parameter in every_parameter(optimizer)]
     return {
         **state,
         'state': {called[number]: kept for number, kept in state['state'].items()},

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.training.checkpoint import local_shard
 from parsl_freetrain.training.checkpoint import state as st
+from parsl_freetrain.training.checkpoint.optimizer_state import every_parameter
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -67,9 +68,7 @@ class Opened:
         numbered = {
             (name, number): parameter
             for name, optimizer in zip(st.names_of('optimizer'), prepared.optimizers, strict=False)
-            for number, parameter in enumerate(
-                parameter for group in optimizer.param_groups for parameter in group['params']
-            )
+            for number, parameter in enumerate(every_parameter(optimizer))
         }
         like: dict[str, torch.Tensor] = {}
         for name, path in paths.items():

@@ -208,12 +208,9 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
             try:
                 if kind == 'optimizer':
                     optimizer_state.add_groups(thing, saved.groups[name], prepared)
-                    numbered = (
-                        optimizer_state.by_number(state, thing, names)
-                        if optimizer_state.is_by_name(state)
-                        else state
-                    )
-                    optimizer_state.load(thing, numbered, keep_types=keep_types)
+                    if optimizer_state.is_by_name(state):
+                        state = optimizer_state.by_number(state, thing, names)
+                    optimizer_state.load(thing, state, keep_types=keep_types)
                 else:
                     thing.load_state_dict(copy(state))  # neuraloperator takes entries out
             except (ValueError, KeyError, RuntimeError) as error:

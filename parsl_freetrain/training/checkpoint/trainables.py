@@ -54,6 +54,10 @@ class Prepared:
             tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())
         ] + [tensor for own in self.own for tensor in own.tensors.values()]
 
+    @property
+    def scales(self) -> bool:
+        return any(scaler.is_enabled() for scaler in self.scalers)
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All parameters; names such as '1.layers.3.weight' begin with the number of the model."""
         for number, model in enumerate(self.models, 1):

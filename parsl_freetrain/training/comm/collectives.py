@@ -148,10 +148,9 @@ class RankGroup(Subgroup):
         sent = row.cpu() if self.exchanges_on_cpu else row
         got = torch.empty_like(sent)
         with as_peer_loss():
-            ops = ((dist.isend, sent), (dist.irecv, got))
-            for work in dist.batch_isend_irecv(
-                [dist.P2POp(op, of, group=self._group, group_peer=partner) for op, of in ops]
-            ):
+            both, peer = ((dist.isend, sent), (dist.irecv, got)), {'group_peer': partner}
+            ops = [dist.P2POp(op, of, group=self._group, **peer) for op, of in both]
+            for work in dist.batch_isend_irecv(ops):
                 work.wait()
         return got.to(row.device)
 

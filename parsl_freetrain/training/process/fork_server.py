@@ -15,9 +15,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from parsl_freetrain.host.files import open_log
 from parsl_freetrain.host.memory import SECOND, end_me_first
@@ -61,11 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     owner = _watch(options.owner_pid)
     if owner is None:
         return _OWNER_GONE
-    listener = (
-        listen(options.name)
-        if options.listener_fd is None
-        else socket.socket(fileno=options.listener_fd)
-    )
+    fd = options.listener_fd
+    listener = listen(options.name) if fd is None else socket.socket(fileno=fd)
     if listener is None:
         return 0
     listener.set_inheritable(False)
@@ -172,11 +169,9 @@ class ForkServer:
         self._import_for(request)
         self._flush()
         parent = os.getpid()
-        ours, theirs = (
-            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            if request.wait_s is not None
-            else (None, None)
-        )
+        ours = theirs = None
+        if request.wait_s is not None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A notice that arrives before the rank can handle it stays pending.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -187,7 +182,7 @@ class ForkServer:
             channel.close()
             return
         if pid == 0:
-            self._become_rank(channel, request, parent, theirs)
+            self._become(self._rank, channel, request, parent, theirs)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         pidfd = os.pidfd_open(pid)
         self._poll.register(pidfd, select.POLLIN)
@@ -207,25 +202,29 @@ class ForkServer:
             importlib.import_module(module)
         gc.freeze()
 
-    def _become_rank(
+    def _rank(
         self,
         channel: Channel[fork.ForkRequest],
         request: fork.Launch,
         parent: int,
         waits: socket.socket | None,
-    ) -> NoReturn:
+    ) -> int:
+        die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        end_me_first()
+        os.environ[standby.FORK_SERVER_VARIABLE] = self._listener.getsockname()[1:].decode()
+        self._forget()
+        channel.send(RankPid(os.getpid()))
+        return _run(channel, request, waits)
+
+    def _become(self, what: Callable[..., int], *arguments: Any) -> NoReturn:
+        """In a forked process, which must not go on as its parent."""
         status = 1
         try:
-            die_with_parent()
-            if os.getppid() != parent:
-                os._exit(1)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            end_me_first()
-            os.environ[standby.FORK_SERVER_VARIABLE] = self._listener.getsockname()[1:].decode()
-            self._forget()
-            channel.send(RankPid(os.getpid()))
-            status = _run(channel, request, waits)
-        except BaseException:  # a rank must not go on as its parent
+            status = what(*arguments)
+        except BaseException:
             traceback.print_exc()
         finally:
             with suppress(OSError, ValueError):
@@ -244,29 +243,19 @@ class ForkServer:
                 self._flush()
                 pid = os.fork()
                 if pid == 0:
-                    self._become_server(channel, request)
+                    self._become(self._server, channel, request)
                 pidfd = os.pidfd_open(pid)
                 self._servers[pidfd] = pid
                 self._poll.register(pidfd, select.POLLIN)
         except Exception:  # the client sees the connection end, and starts a fork server itself
             traceback.print_exc()
 
-    def _become_server(
-        self, channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted
-    ) -> NoReturn:
-        status = 1
-        try:
-            if os.getsid(0) == os.getppid():  # the template leads one
-                os.setsid()
-            self._forget()
-            take_effect(request, self._started_with)
-            status = _serve_as_asked(channel, request)
-        except BaseException:  # it must not go on as the template
-            traceback.print_exc()
-        finally:
-            with suppress(OSError, ValueError):
-                self._flush()
-            os._exit(status)
+    def _server(self, channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted) -> int:
+        if os.getsid(0) == os.getppid():  # the template leads one
+            os.setsid()
+        self._forget()
+        take_effect(request, self._started_with)
+        return _serve_as_asked(channel, request)
 
     def _flush(self) -> None:
         sys.stdout.flush()

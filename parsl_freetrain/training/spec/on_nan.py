@@ -51,13 +51,8 @@ class NonFinitePolicy:
         if self.policy != ROLLBACK or not path:
             raise BadInput(self.sentence(first, last, culprit))
         if rollbacks >= MOST_ROLLBACKS:
-            raise BadInput(
-                self.sentence(
-                    first,
-                    last,
-                    f'{culprit}, after training went back to a checkpoint {rollbacks} times',
-                )
-            )
+            tried = f', after training went back to a checkpoint {rollbacks} times'
+            raise BadInput(self.sentence(first, last, culprit + tried))
         self._suspect_until = last
 
     def sentence(self, first: int, last: int, culprit: str = '') -> str:

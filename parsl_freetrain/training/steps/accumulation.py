@@ -37,13 +37,12 @@ class Accumulation:
         self, prepared: Prepared, combine: Callable[[Sequence[torch.nn.Parameter]], None]
     ) -> None:
         for optimizer in prepared.optimizers:
-            closure = signature(optimizer.step).parameters.get('closure')
-            if closure is not None and closure.default is Parameter.empty:
+            if computes_loss(optimizer):
                 raise BadInput(
                     f'ctx.loop was given micro_batch, but {type(optimizer).__name__} computes the '
                     'loss several times in a step: leave out micro_batch, or use another optimizer.'
                 )
-        if any(scaler.is_enabled() for scaler in prepared.scalers):
+        if prepared.scales:
             raise BadInput(
                 'ctx.loop was given micro_batch, but a gradient scaler may change its scale from '
                 'one micro-batch to the next: use bfloat16, which needs no scaler.'
@@ -181,6 +180,12 @@ def refuse_accumulation_of_accelerate() -> None:
             f'An Accelerator has gradient_accumulation_steps={steps}, and would divide every loss '
             f'by it: leave it out there, and say ctx.loop(..., accumulate={steps}).'
         )
+
+
+def computes_loss(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step needs a closure, by which it computes the loss several times."""
+    closure = signature(optimizer.step).parameters.get('closure')
+    return closure is not None and closure.default is Parameter.empty
 
 
 def weigh(gradient: torch.Tensor, weight: float) -> None:

@@ -52,10 +52,8 @@ class Buffers:
         device = self._floating[0].device if self._floating else None
         self._before, self._now = torch.empty(2, self._size, dtype=self.dtype, device=device)
         before, now = map(self._pieces, (self._before, self._now))
-        integers_before, firsts = (
-            [torch.empty_like(buffer) for buffer in self.integers] for _ in range(2)
-        )
-        self._integers_before, self._firsts = integers_before, firsts
+        self._integers_before = integers_before = list(map(torch.empty_like, self.integers))
+        self._firsts = firsts = list(map(torch.empty_like, self.integers))
         self._to_before, self._to_now = Copies(before, self._floating), Copies(now, self._floating)
         self._from_before = Copies(self._floating, before)
         self._from_now = Copies(self._floating, now)
@@ -214,11 +212,8 @@ def make_plain(model: torch.nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is None or not is_plain(buffer):
                 continue
-            overlaps = any(
-                size > 1 and not stride
-                for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-            )
-            if overlaps or buffer.is_inference():
+            along = zip(buffer.shape, buffer.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in along) or buffer.is_inference():
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 

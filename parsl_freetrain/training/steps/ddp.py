@@ -66,7 +66,7 @@ class ThroughputSteps:
             getattr(model, 'many_backward_passes', False) for model in prepared.models
         )
         shared = division.pipelined or (self._at_step and division.shape.data > 1)
-        if shared and any(scaler.is_enabled() for scaler in prepared.scalers):
+        if shared and prepared.scales:
             raise BadInput(
                 'ctx.prepare was given a gradient scaler, but a rank of a pipeline cannot skip a '
                 'step that the others take: use bfloat16, which needs no scaler.'
@@ -92,7 +92,7 @@ class ThroughputSteps:
             self._rest = MeanAtSteps(prepared, self.models, *how)
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
-        self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
+        self.stepped = prepared.scales  # it may skip steps
         self._hooks_ran = self.changed = self._any_step = False
         self._clips = clip_grad_norm is not None
         self._add_hooks(prepared, clip_grad_norm, division)
@@ -143,14 +143,10 @@ class ThroughputSteps:
         one with weight 0, since DDP and FSDP need all ranks.
         """
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
+        first, before, size = tuple(batch.indices[:1]), batch.samples_before, len(batch.indices)
+        rank = self._division.data_rank
         return [
-            MicroBatch(
-                part or tuple(batch.indices[:1]),
-                batch.samples_before,
-                self._division.data_rank,
-                len(part) / len(batch.indices),
-                number,
-            )
+            MicroBatch(part or first, before, rank, len(part) / size, number)
             for number, part in enumerate(shard(own, self._number_of_micro_batches(batch)))
         ]
 

@@ -22,10 +22,8 @@ def demand_determinism(*, warn_only: bool) -> None:
     """
     # CUDA's matrix products need it, and read it when they are first used.
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
-    if (
-        not torch.are_deterministic_algorithms_enabled()
-        or torch.is_deterministic_algorithms_warn_only_enabled() is not warn_only
-    ):
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not torch.are_deterministic_algorithms_enabled() or warns is not warn_only:
         _use_deterministic_algorithms(warn_only)
     # Else a rank's second shape has kernels for all shapes compiled, another's first does not.
     compiler = sys.modules.get('torch._dynamo.config')

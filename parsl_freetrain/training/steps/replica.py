@@ -126,7 +126,7 @@ class MeanAtSteps:
         self.replicas = [model for model in models if isinstance(model, Replica)]
         self._buffers = buffers
         self._group, self._combine, self._weights = group, combine, weights
-        self._scaled = any(scaler.is_enabled() for scaler in prepared.scalers)
+        self._scaled = prepared.scales
         self._known: tuple[Any, ...] = ()
         self._of: dict[int, list[torch.nn.Parameter]] = {}
         self._optimizers = prepared.optimizers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,7 +17,7 @@ from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
 from parsl_freetrain.training.steps import deferred
 from parsl_freetrain.training.steps import notes as told
-from parsl_freetrain.training.steps.accumulation import UNUSED
+from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
@@ -46,11 +45,10 @@ class ReproducibleSteps:
         in_hook: Callable[[], bool],
         speeds: Sequence[float] = (),
     ) -> None:
-        if any(scaler.is_enabled() for scaler in prepared.scalers):
+        if prepared.scales:
             raise BadInput(deferred.NO_SCALER)
         for optimizer in prepared.optimizers:
-            closure = signature(optimizer.step).parameters.get('closure')
-            if closure is not None and closure.default is Parameter.empty:
+            if computes_loss(optimizer):
                 raise BadInput(deferred.several_times(optimizer))
         self._prepared = prepared
         self._peers = self._all = peers
@@ -128,16 +126,11 @@ class ReproducibleSteps:
     def micro_batches(self, batch: GlobalBatch) -> list[MicroBatch]:
         """This rank's micro-batches: one for each shard not empty (or a neighbour there)."""
         parts = shard(batch.indices, self._shards)
+        own, size = batch.indices[:1], len(batch.indices)
+        mine = [node[0] + self._place for node in self._nodes() if any(parts[slice(*node)])]
         return [
-            MicroBatch(
-                tuple(parts[s] or batch.indices[:1]),
-                batch.samples_before,
-                s,
-                len(parts[s]) / len(batch.indices),
-            )
-            for node in self._nodes()
-            for s in (node[0] + self._place,)
-            if any(parts[slice(*node)])
+            MicroBatch(tuple(parts[s] or own), batch.samples_before, s, len(parts[s]) / size)
+            for s in mine
         ]
 
     @torch.no_grad()
@@ -159,9 +152,8 @@ class ReproducibleSteps:
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        gradients = map(grad_of, self._parameters)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            if gradient is not None:
+        for parameter in self._parameters:
+            if grad_of(parameter) is not None:
                 parameter.grad = None
         if not self._waiting:
             self._buffers.undo()
@@ -172,9 +164,8 @@ class ReproducibleSteps:
         micro_batch, layout = self._current_micro_batch, self._layout
         for number, stepped in enumerate(self._stepped):
             self._any_stepped[number] |= stepped
-            if not stepped and any(
-                layout.parameters[i].grad is not None for i in self._of_optimizer[number]
-            ):
+            own = self._of_optimizer[number]
+            if not stepped and any(layout.parameters[i].grad is not None for i in own):
                 raise BadInput(UNUSED)
         self._settings.end_micro_batch()
         self._buffers.take()
@@ -246,20 +237,16 @@ class ReproducibleSteps:
 
     def _tell(self, wish: int) -> list[told.Notes]:
         """Exchange with all ranks what they know without their devices."""
-        notes = told.exchange(
-            self._all,
-            told.Notes(
-                wish,
-                self._settings.digest(),
-                self._sum.present(),
-                bytes(self._any_stepped),
-                [(part, i, value) for (part, i), value in self._scheduled.items()],
-                self._buffers.changed_firsts,
-            ),
-            self._sum.most,
-            len(self._prepared.schedulers),
-            len(self._buffers.integers),
+        own = told.Notes(
+            wish,
+            self._settings.digest(),
+            self._sum.present(),
+            bytes(self._any_stepped),
+            [(part, i, value) for (part, i), value in self._scheduled.items()],
+            self._buffers.changed_firsts,
         )
+        most = self._sum.most, len(self._prepared.schedulers), len(self._buffers.integers)
+        notes = told.exchange(self._all, own, *most)
         if any(one.settings != notes[0].settings for one in notes):
             self._settings.agree(self._all)
         return notes

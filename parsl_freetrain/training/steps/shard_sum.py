@@ -188,22 +188,16 @@ class ShardSums:
         """Set the gradients of parameters to the sums, or to None where no shard had one."""
         found = enumerate(total.gradients)
         gradients = dict(found if indices is None else ((i, total.gradients[i]) for i in indices))
-        others: dict[int, torch.Tensor] = {}
-        for i, gradient in gradients.items():
-            if gradient is not None and (gradient.dtype, gradient.stride()) != (
-                self._parts[i].dtype,
-                self._strides[i],
-            ):
-                others[i] = gradient
-        copies = [
-            torch.empty_strided(
-                gradient.shape, self._strides[i], dtype=self._parts[i].dtype, device=self._device
-            )
-            for i, gradient in others.items()
-        ]
-        copy_all(copies, list(others.values()))
-        for i, copied in zip(others, copies, strict=True):
-            gradients[i] = copied
+        others: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        for i, one in gradients.items():
+            dtype, strides = self._parts[i].dtype, self._strides[i]
+            if one is not None and (one.dtype, one.stride()) != (dtype, strides):
+                others.append(one)
+                laid = torch.empty_strided(one.shape, strides, dtype=dtype, device=self._device)
+                copies.append(laid)
+                gradients[i] = laid
+        copy_all(copies, others)
         for i, gradient in gradients.items():
             parameter = self.parameters[i]
             if self._divided and gradient is not None:
@@ -214,10 +208,5 @@ class ShardSums:
 
     def _in_pieces(self, flat: torch.Tensor) -> Flat:
         pieces = flat[: self._elements].split(self._sizes)
-        return Flat(
-            flat,
-            [
-                piece.as_strided(part.shape, strides, piece.storage_offset())
-                for piece, part, strides in zip(pieces, self._parts, self._strides, strict=True)
-            ],
-        )
+        each = zip(pieces, self._parts, self._strides, strict=True)
+        return Flat(flat, [p.as_strided(q.shape, s, p.storage_offset()) for p, q, s in each])

@@ -27,7 +27,7 @@ _ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
 def check_sharded(prepared: Prepared, division: Division, mode: Mode) -> None:
     """Refuse (BadInput) what a shape that divides parameters cannot train, as the mode promises."""
-    if any(scaler.is_enabled() for scaler in prepared.scalers):
+    if prepared.scales:
         raise BadInput(
             'ctx.prepare was given a gradient scaler, but each rank sees only its own part of a '
             'sharded gradient: use bfloat16, which needs no scaler.'

@@ -87,14 +87,10 @@ class Pipeline(nn.Module):
         made = make_layers(makers, [number for _, stage in held for number in parts[stage]], seed)
         placed = {str(number): layer.to(self._device) for number, layer in sorted(made.items())}
         self.layers = nn.ModuleDict(placed)
-        self._stages = {
-            (direction, stage): Stage(
-                [made[number] for number in parts[stage]],
-                first=stage == 0,
-                last=stage == stages - 1,
-            )
-            for direction, stage in held
-        }
+        self._stages = {}
+        for one in held:
+            ends = {'first': one[1] == 0, 'last': one[1] == stages - 1}
+            self._stages[one] = Stage([made[number] for number in parts[one[1]]], **ends)
         # In a schedule of two directions: the worker with the same stage in the other direction.
         both = len({direction for direction, _ in held}) > 1
         worker, mine = self.schedule.worker, self._stages if both else ()

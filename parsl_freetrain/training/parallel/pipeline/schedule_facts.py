@@ -48,14 +48,13 @@ def faults(schedule: sc.PipelineSchedule) -> tuple[str, ...]:
             f'Worker {worker} waits for ever in {action}.'
             for worker, action in stuck(actions_of(schedule)).items()
         ]
-        found += [
-            f'Stage {s} is complete in slot {one} at one of its workers and in slot '
-            f'{other} at the other.'
-            for s in range(schedule.stages)
-            if (one := _completed(schedule, s, sc.DOWN))
-            != (other := _completed(schedule, s, sc.UP))
-            and None not in (one, other)
-        ]
+        for s in range(schedule.stages):
+            one, other = (_completed(schedule, s, way) for way in (sc.DOWN, sc.UP))
+            if one != other and None not in (one, other):
+                found.append(
+                    f'Stage {s} is complete in slot {one} at one of its workers and in slot '
+                    f'{other} at the other.'
+                )
     return tuple(found)
 
 

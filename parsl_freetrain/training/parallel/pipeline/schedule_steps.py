@@ -112,11 +112,8 @@ def message_of(schedule: PipelineSchedule, task: Task | None) -> StageTransfer |
     taker = schedule.feeds(task) if task is not None else None
     if task is None or taker is None:
         return None
-    return StageTransfer(
-        task,
-        schedule.worker(task.stage, task.direction),
-        schedule.worker(taker.stage, taker.direction),
-    )
+    source, target = (schedule.worker(one.stage, one.direction) for one in (task, taker))
+    return StageTransfer(task, source, target)
 
 
 def _actions(schedule: PipelineSchedule, step: Step) -> Iterator[Action]:

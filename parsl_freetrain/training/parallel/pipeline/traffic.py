@@ -135,8 +135,6 @@ def outputs_like(
 
 
 def _described(output: object) -> str:
-    return (
-        f'a tensor of shape {tuple(output.shape)}, {output.dtype}'
-        if isinstance(output, Tensor)
-        else f'a {type(output).__name__}'
-    )
+    if not isinstance(output, Tensor):
+        return f'a {type(output).__name__}'
+    return f'a tensor of shape {tuple(output.shape)}, {output.dtype}'

@@ -159,12 +159,8 @@ def _would_do(reach: Reach, bounds: Bounds) -> str:
 
 
 def _said(reach: Reach) -> str:
-    return (
-        str(reach)
-        .replace('Window', 'A window')
-        .replace('TransposedWindow', 'A transposed convolution')
-        .replace('(', ' (', 1)
-    )
+    said = str(reach).replace('Window', 'A window')
+    return said.replace('TransposedWindow', 'A transposed convolution').replace('(', ' (', 1)
 
 
 def _parts(bounds: Bounds) -> str:

@@ -36,11 +36,8 @@ class BatchNorm3d(nn.BatchNorm3d):
         axes = [axis for axis in over if axis.parts > 1]
         weight, bias = shared(x.grid, self.weight, self.bias)
         if not self.training and self.running_mean is not None:
-            return x.apply(
-                lambda local: F.batch_norm(
-                    local, self.running_mean, self.running_var, weight, bias, eps=self.eps
-                )
-            )
+            means = self.running_mean, self.running_var
+            return replace(x, local=F.batch_norm(x.local, *means, weight, bias, eps=self.eps))
         with torch.no_grad():
             count, mean, variance = statistics(x.local, axes)
             if self.training:
