@@ -138,14 +138,10 @@ def _pieces(reader: PartReader) -> list[Piece]:
     }
     alone = {model for model, _ in found} == {'model'}
     shapes = reader.shapes()
+    called = {name: own if alone else f'{model}.{own}' for (model, own), name in found.items()}
     return [
-        Piece(
-            own if alone else f'{model}.{own}',
-            reader.dtype(name),
-            shapes[name],
-            partial(reader.whole, name),
-        )
-        for (model, own), name in found.items()
+        Piece(own, reader.dtype(name), shapes[name], partial(reader.whole, name))
+        for name, own in called.items()
     ]
 
 

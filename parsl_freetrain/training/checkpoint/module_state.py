@@ -127,9 +127,7 @@ def _values(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {path: getattr(owner, key) for path, owner, key in _settings(models)}
 
 
-def _not_persistent(
-    models: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module, str]]:
+def _not_persistent(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str]]:
     for number, model in enumerate(models, 1):
         for name, module in model.named_modules():
             for key in module._non_persistent_buffers_set:

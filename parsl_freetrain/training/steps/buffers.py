@@ -37,15 +37,10 @@ class Buffers:
         ]
         places = self._places
         buffers = {id(b): b for *_, b in places if b is not None and is_plain(b)}.values()
-        self._floating = [
-            torch.view_as_real(buffer) if buffer.is_complex() else buffer
-            for buffer in buffers
-            if buffer.is_complex() or buffer.is_floating_point()
-        ]
-        self.integers = sorted(
-            (b for b in buffers if not (b.is_complex() or b.is_floating_point())),
-            key=lambda buffer: -buffer.element_size(),
-        )
+        summed = [b for b in buffers if b.is_complex() or b.is_floating_point()]
+        self._floating = [torch.view_as_real(b) if b.is_complex() else b for b in summed]
+        others = [b for b in buffers if not (b.is_complex() or b.is_floating_point())]
+        self.integers = sorted(others, key=lambda buffer: -buffer.element_size())
         self.dtype = reduce(torch.promote_types, (b.dtype for b in self._floating), dtype)
         self._size = sum(buffer.numel() for buffer in self._floating)
         self.row_size = 2 * self._size

@@ -57,6 +57,7 @@ class ThroughputSteps:
         self._agreement = Agreement(peers, same=lambda: self._settings.history)
         self._non_finite = FirstNonFinite(prepared.models, device)
         self._buffers = Buffers(prepared.models)
+        self.optimizers, self.schedulers = prepared.optimizers, prepared.schedulers
         self._factor = 1.0
         self._hooks: list[RemovableHandle] = []
         self._weight = 1.0
@@ -117,14 +118,6 @@ class ThroughputSteps:
         """This rank's share of the global batch; None: it has several passes or other sums."""
         several = self._accumulation is not None and self._accumulation.on
         return None if several or self._adasum or self._at_step else self._weight
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        return self._prepared.optimizers
-
-    @property
-    def schedulers(self) -> tuple[Any, ...]:
-        return self._prepared.schedulers
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
         """Micro-batches have so many samples at most from now on (None: no limit); or BadInput."""

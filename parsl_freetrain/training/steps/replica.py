@@ -49,17 +49,10 @@ class Replica(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.module if self.at_steps else super().forward)(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_buffers(*args, **kwargs)
+    state_dict: Any = property(lambda self: self.module.state_dict)
+    load_state_dict: Any = property(lambda self: self.module.load_state_dict)
+    named_parameters: Any = property(lambda self: self.module.named_parameters)
+    named_buffers: Any = property(lambda self: self.module.named_buffers)
 
     def __getattr__(self, name: str) -> Any:
         try:

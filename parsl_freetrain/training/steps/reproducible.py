@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, count, pairwise
 
 import torch
 
@@ -50,7 +49,10 @@ class ReproducibleSteps:
         for optimizer in prepared.optimizers:
             if computes_loss(optimizer):
                 raise BadInput(deferred.several_times(optimizer))
-        self._prepared = prepared
+        self._prepared, self.models = prepared, prepared.models
+        handed, noted = map(self._hand_over, count()), map(self._noting, count())
+        self.optimizers = tuple(map(deferred.DeferredOptimizer, prepared.optimizers, handed))
+        self.schedulers = tuple(map(deferred.DeferredScheduler, prepared.schedulers, noted))
         self._peers = self._all = peers
         self._shards, self._in_hook, self._clip = shards, in_hook, clip_grad_norm
         self._device = device
@@ -93,24 +95,6 @@ class ReproducibleSteps:
     def culprit(self) -> str:
         """The ranks whose gradients in the last batch were not finite, as part of a sentence."""
         return self._culprit
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        return tuple(
-            deferred.DeferredOptimizer(optimizer, self._hand_over(i))
-            for i, optimizer in enumerate(self._prepared.optimizers)
-        )
-
-    @property
-    def schedulers(self) -> tuple[Any, ...]:
-        return tuple(
-            deferred.DeferredScheduler(scheduler, self._noting(i))
-            for i, scheduler in enumerate(self._prepared.schedulers)
-        )
-
-    @property
-    def models(self) -> tuple[torch.nn.Module, ...]:
-        return self._prepared.models
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
         """Refuse virtual shards with more than ``micro_batch`` samples; raises BadInput."""
