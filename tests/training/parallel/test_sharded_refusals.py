@@ -77,7 +77,7 @@ def half_on_meta() -> nn.Module:
 @pytest.mark.parametrize(
     ('model', 'options', 'words'),
     [
-        (nn.Linear(2, 2), {'blocks': nn.Linear}, r'such as blocks=\(Block,\)'),
+        (nn.Linear(2, 2), {'blocks': nn.Linear}, r'as blocks=\(Block,\)'),
         (nn.Linear(2, 2), {'blocks': (nn.Conv1d,)}, 'blocks=Conv1d, and the model has no module'),
         (nn.Sequential(nn.Linear(2, 2)), {'plan': {'*.up': None}}, 'no module of the model has th'),
         (
