@@ -78,16 +78,11 @@ class _SolverProcess:
         self._patience_s = patience_s
         self._pipe, theirs = Pipe()
         with theirs:
+            ids = str(theirs.fileno()), str(os.getpid())
             # The child inherits only its end of the pipe. It has its own session, so that a Ctrl-C
             # at the terminal does not reach it.
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    '-m',
-                    'parsl_freetrain.solver.child',
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                [sys.executable, '-m', 'parsl_freetrain.solver.child', *ids],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -14,12 +14,8 @@ from parsl_freetrain.core.allocation.problem import Limit
 from parsl_freetrain.core.model.errors import BadInput
 
 OWNERS = ('user', 'group')
-EVERYBODY = 'total'
-"""The key of a budget that holds for all trainers together."""
-
-SHARE_OF = 'share of '
-"""What the ``why`` of a minimum share begins with; its key follows."""
-
+EVERYBODY = 'total'  # the key of a budget that holds for all trainers together
+SHARE_OF = 'share of '  # what the ``why`` of a minimum share begins with; its key follows
 KEPT_FREE = 'nodes kept free'
 
 

@@ -9,8 +9,7 @@ from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, pinned
 from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 
-NOISE = 1e-9
-"""Objectives that differ by so small a part are the same."""
+NOISE = 1e-9  # objectives that differ by so small a part are the same
 
 
 @dataclass(frozen=True)

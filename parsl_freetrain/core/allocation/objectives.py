@@ -10,13 +10,11 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, nodes_text
 from parsl_freetrain.core.model.expression import Expression, parse
 from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
 
-MOST_WORTH = 1e18
-"""More than this per second is refused: solvers calculate in floats."""
-
+MOST_WORTH = 1e18  # more than this per second is refused: solvers calculate in floats
 SPEED_SHARE = 0.01
 """What full speed adds under ``deadline``, so that nodes beyond what deadlines need are used."""
 
@@ -132,12 +130,8 @@ def deadline(candidate: Candidate) -> ScalingCurve:
     ``done`` is the share of the remaining samples that is trained by the deadline at this rate,
     min(1, rate(n) x deadline_s / remaining_samples): it rises until the rate suffices to finish in
     time, and no further. It is 0 where there is no deadline and where it has passed. The best rate
-    is that of the fastest count the trainer may have.
-
-    Raises
-    ------
-    BadInput
-        If there is a deadline and the remaining samples are not known.
+    is that of the fastest count the trainer may have. Raises BadInput if there is a deadline and
+    the remaining samples are not known.
     """
     left_s = max(candidate.deadline_s or 0.0, 0.0)
     if candidate.deadline_s is not None and not candidate.remaining_samples:
@@ -191,9 +185,7 @@ METRICS: dict[str, Metric] = {
     f.__name__: f for f in (throughput, speedup, priority, deadline, goodput, fair_goodput)
 }
 
-CHARGES_RESTARTS = (fair_goodput,)
-"""Objectives that charge for restarts themselves."""
-
+CHARGES_RESTARTS = (fair_goodput,)  # objectives that charge for restarts themselves
 FIELDS = {
     'rate': 'samples per second on this number of nodes',
     'rate1': 'samples per second on one node',
@@ -214,16 +206,7 @@ CHANGING = ('deadline_s', 'remaining_samples', 'waited_s')
 
 def objective_named(text: str, what: str = 'objective') -> Metric:
     """The objective of that name, or the one that an expression over :data:`FIELDS` describes.
-
-    Parameters
-    ----------
-    what
-        What it is called in sentences.
-
-    Raises
-    ------
-    BadInput
-        If it is neither.
+    Raises BadInput if it is neither; ``what``: what it is called in sentences.
     """
     if text in METRICS:
         return METRICS[text]
@@ -238,13 +221,7 @@ def objective_named(text: str, what: str = 'objective') -> Metric:
 
 
 def follows_time(text: str) -> bool:
-    """Whether the objective of that name, or expression, changes by itself as time passes.
-
-    Raises
-    ------
-    BadInput
-        If it is neither.
-    """
+    """Whether the objective of that name, or expression (else BadInput), changes with time."""
     if text in METRICS:
         return text in (deadline.__name__, fair_goodput.__name__)
     return not parse(text, FIELDS).uses.isdisjoint(CHANGING)
@@ -272,7 +249,7 @@ def _evaluated(expression: Expression, candidate: Candidate, nodes: int) -> floa
     except (ArithmeticError, ValueError) as error:
         raise BadInput(
             f'Trainer {candidate.name!r}: the objective {expression.text!r} has no value '
-            f'at {_nodes(nodes)} ({error}).'
+            f'at {nodes_text(nodes)} ({error}).'
         ) from None
 
 
@@ -297,11 +274,7 @@ def _counts(candidate: Candidate) -> Collection[int]:
 def _checked(candidate: Candidate, nodes: int, worth: float) -> float:
     if not 0 <= worth <= MOST_WORTH:
         raise BadInput(
-            f'Trainer {candidate.name!r}: the objective is {worth:g} at {_nodes(nodes)}; '
+            f'Trainer {candidate.name!r}: the objective is {worth:g} at {nodes_text(nodes)}; '
             f'it must be a number from 0 to {MOST_WORTH:g}.'
         )
     return worth
-
-
-def _nodes(count: int) -> str:
-    return '1 node' if count == 1 else f'{count} nodes'

@@ -277,28 +277,17 @@ class Problem:
         return tuple(sorted(end for end in ends if end < self.horizon_s))
 
     def objective(self, allocation: Mapping[str, int | Sequence[int]]) -> float:
-        """Value of an allocation, in the curves' unit x seconds.
-
-        Parameters
-        ----------
-        allocation
-            By trainer, its nodes, or its nodes in each of :attr:`places`; a trainer that is absent
-            gets none.
+        """Value of an allocation, in the curves' unit x seconds: by trainer, its nodes, or its
+        nodes in each of :attr:`places`; a trainer that is absent gets none.
         """
-        worth = 0.0
-        nothing = (0,) * len(self.places)
+        worth, horizon_s, nothing = 0.0, self.horizon_s, (0,) * len(self.places)
         for bid in self.bids:
-            nodes = allocation.get(bid.name, nothing)
-            worth += (
-                bid.value(nodes, self.horizon_s)
-                if isinstance(nodes, int)
-                else self.value(bid, nodes)
-            )
+            n = allocation.get(bid.name, nothing)
+            worth += bid.value(n, horizon_s) if isinstance(n, int) else self.value(bid, n)
         return worth
 
 
-MOST_POINTS = 20_000
-"""Problems whose curves have more points than this in all are not recorded."""
+MOST_POINTS = 20_000  # problems whose curves have more points than this in all are not recorded
 
 
 def record_of(problem: Problem) -> dict[str, Any] | None:

@@ -19,8 +19,7 @@ from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
 
 T = TypeVar('T')
 
-MOST_NODES = 1_000_000
-"""The largest pool that a document may state."""
+MOST_NODES = 1_000_000  # the largest pool that a document may state
 
 # Bounds keep sums of products finite and exact enough.
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]

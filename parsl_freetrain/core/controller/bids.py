@@ -8,13 +8,8 @@ from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 
-from parsl_freetrain.core.allocation.objectives import (
-    CHARGES_RESTARTS,
-    Candidate,
-    Metric,
-    Running,
-    by_class,
-)
+from parsl_freetrain.core.allocation import objectives
+from parsl_freetrain.core.allocation.objectives import Candidate, Metric, Running
 from parsl_freetrain.core.allocation.problem import Bid
 from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
 from parsl_freetrain.core.controller.node_pool import key_of
@@ -149,7 +144,7 @@ class Bids:
             spec.min_nodes,
             spec.max_nodes,
             len(nodes),
-            *((0.0, 0.0) if self._metric in CHARGES_RESTARTS else costs),
+            *((0.0, 0.0) if self._metric in objectives.CHARGES_RESTARTS else costs),
             worth,
             held,
             spec.sizes,
@@ -185,7 +180,8 @@ class Bids:
         try:
             candidate = candidate_of(spec, curve, at, trainer.reached, waited_s)
             candidate = replace(candidate, running=here)
-            worth = self._metric(candidate), by_class(self._metric, candidate, on_class)
+            classes = objectives.by_class(self._metric, candidate, on_class)
+            worth = self._metric(candidate), classes
         except BadInput:
             if known is None:
                 raise

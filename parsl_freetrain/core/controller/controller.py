@@ -173,20 +173,14 @@ class Controller:
 
     def _stop_before_notice(self, event: ev.BlockEndKnown, block: cs.BlockState) -> list[ev.Action]:
         """Stop the fragments whose own deadline is later than the block's new end."""
+        end_s, why = event.until_s, 'notice: its nodes are about to be taken'
         actions: list[ev.Action] = []
         for name, trainer in self.state.trainers.items():
-            running = trainer.running
-            if (
-                running
-                and not running.stopping
-                and not running.broken
-                and event.until_s is not None
-                and not block.nodes.isdisjoint(running.nodes)
-                and (running.deadline_s is None or running.deadline_s > event.until_s)
-            ):
-                self.state.stop(name, running)
-                why = 'notice: its nodes are about to be taken'
-                actions.append(ev.StopFragment(name, running.number, why))
+            run = trainer.running
+            if run is None or end_s is None or block.nodes.isdisjoint(run.nodes):
+                continue
+            if run.deadline_s is None or run.deadline_s > end_s:
+                actions += self.state.ask_to_stop(name, why)
         return actions
 
     @_take_in.register
@@ -330,9 +324,5 @@ class Controller:
     @_take_in.register
     def _(self, event: ev.ShutdownRequested) -> tuple[list[ev.Action], bool]:
         self.state.shutting_down = True
-        actions: list[ev.Action] = []
-        for name, trainer in self.state.trainers.items():
-            if trainer.running and not trainer.running.stopping and not trainer.running.broken:
-                self.state.stop(name, trainer.running)
-                actions.append(ev.StopFragment(name, trainer.running.number, 'shutdown'))
-        return actions, False
+        asked = (self.state.ask_to_stop(name, 'shutdown') for name in self.state.trainers)
+        return [stop for stops in asked for stop in stops], False

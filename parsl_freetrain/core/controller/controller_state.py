@@ -14,7 +14,7 @@ from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.shape_choice import ShapeChoice
 from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, Profile
-from parsl_freetrain.core.model.events import Action, Decided, EndTrainer, packed
+from parsl_freetrain.core.model.events import Action, Decided, EndTrainer, StopFragment, packed
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 
@@ -50,9 +50,7 @@ class TrainerState:
     former: tuple[str, ...] = ()  # the nodes of the last fragment
     errors: int = 0
     stalled: int = 0
-    failures: int = (
-        0  # consecutive fragments that failed without progress, on nodes that were there
-    )
+    failures: int = 0  # consecutive ones that failed without progress, on nodes that were there
     submitted_at: float = 0.0
     waiting_since: float = 0.0  # since when it has had no nodes
     reached: int = 0  # samples trained so far, saved or not
@@ -221,6 +219,14 @@ class ControllerState:
     def stop(self, name: str, running: FragmentState) -> None:
         running.stopping = True
         self.changed[name] = None
+
+    def ask_to_stop(self, name: str, why: str, leaving: tuple[str, ...] = ()) -> list[StopFragment]:
+        """Stop a trainer's fragment, unless there is none or it is ending already."""
+        running = self.trainers[name].running
+        if running is None or running.stopping or running.broken:
+            return []
+        self.stop(name, running)
+        return [StopFragment(name, running.number, why, leaving=leaving)]
 
     def lose(self, nodes: Iterable[str]) -> dict[str, TrainerState]:
         """Remove nodes; return the trainers whose running fragments are broken by this."""

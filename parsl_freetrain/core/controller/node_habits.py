@@ -1,9 +1,9 @@
 """Which idle nodes stay longest, learned from what has been seen.
 
-The hazard, the rate at which nodes leave, depends on how long they have
-been idle; it is taken to be constant within each bin of age. And schedulers choose among idle nodes
-in a fixed order: those at one end of the list of names are taken first, and neighbours together.
-How often a fragment is to expect an interruption follows from both.
+The hazard, the rate at which nodes leave, depends on how long they have been idle; it is taken to
+be constant within each bin of age. And schedulers choose among idle nodes in a fixed order: those
+at one end of the list of names are taken first, and neighbours together. How often a fragment is to
+expect an interruption follows from both.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ AGES_S = (0.0, 60.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 2400.0, 4800.0)
 CLEAR = 0.15
 """Mean positions of nodes that leave which are further from the middle count as an order."""
 
-LEAST = 100
-"""Number of departures that teach a hazard as much as the bins together do."""
-
+LEAST = 100  # number of departures that teach a hazard as much as the bins together do
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -174,14 +174,12 @@ def give_back(state: ControllerState, event: ev.NodesNeeded) -> list[ev.StopFrag
             known = state.yielded.get(node)
             by_s = known.by_s if known else event.at + state.settings.give_back_s
             state.yielded[node] = Yielded(block.block, len(nodes) == len(block.nodes), why, by_s)
-    actions = []
+    actions: list[ev.StopFragment] = []
     for name in sorted({holder[node] for node in given if node in holder}):
         running = state.trainers[name].running
         state.changed[name] = None
-        if running and not running.stopping and not running.broken:
-            state.stop(name, running)
-            leaving = tuple(node for node in running.nodes if node in given)
-            actions.append(ev.StopFragment(name, running.number, why, leaving=leaving))
+        leaving = tuple(node for node in running.nodes if node in given) if running else ()
+        actions += state.ask_to_stop(name, why, leaving)
     return actions
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from parsl_freetrain.core.model.types import Trainer
 
 SMOOTHING = 0.5
-FLOOR_S = 0.5
-"""Minimum seconds that a fragment keeps free before its deadline."""
+FLOOR_S = 0.5  # minimum seconds that a fragment keeps free before its deadline
 
 
 @dataclass

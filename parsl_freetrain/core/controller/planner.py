@@ -177,19 +177,9 @@ class Planner:
                 _speeds(trainer.trainer, classes),
                 self._interruptions_per_s([state.pool.nodes[node] for node in nodes], at),
             )
-            state.start(
-                name,
-                trainer,
-                cs.FragmentState(
-                    action.fragment,
-                    action.nodes,
-                    action.deadline_s,
-                    action.samples,
-                    action.shape,
-                    node_class='+'.join(dict.fromkeys(classes)),
-                ),
-                at,
-            )
+            what = action.fragment, action.nodes, action.deadline_s, action.samples, action.shape
+            running = cs.FragmentState(*what, node_class='+'.join(dict.fromkeys(classes)))
+            state.start(name, trainer, running, at)
             actions.append(action)
         return actions
 

@@ -113,11 +113,7 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
 
 class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
     """All settings of decisions: the policy, and facts about the site, the executor and the run.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
+    Raises BadInput if a value cannot be used.
     """
 
     #: The shortest useful hole, in seconds, until a trainer's own times have been measured. Nodes

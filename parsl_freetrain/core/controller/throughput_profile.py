@@ -19,11 +19,8 @@ OPTIMISM = {1: 3.0, 2: 0.5}
 CAUTION = 0.5
 """The same while there are unknown trainers: they must not lose nodes to the hopes of others."""
 
-REMEMBERED = 15
-"""Maximum number of measurements of a count that its typical rate is the median of."""
-
-RELATED = 20
-"""Maximum number of trainers of the same function to learn from."""
+REMEMBERED = 15  # maximum number of measurements of a count that its typical rate is the median of
+RELATED = 20  # maximum number of trainers of the same function to learn from
 
 # A rate at a measured count counts as much as the model after this number of measurements.
 _HALF_TRUST = 3

@@ -12,8 +12,7 @@ from parsl_freetrain.core.model.types import Trainer
 
 # A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
 FRUITLESS = 4
-STORAGE_S = 600.0
-"""Seconds without progress after which trouble of a file system ends a trainer."""
+STORAGE_S = 600.0  # seconds without progress after which trouble of a file system ends a trainer
 
 
 def why_it_fails(
@@ -121,10 +120,7 @@ def dismiss(
     state.dismiss(ev.EndTrainer(name, ending, why))
     if trainer.running is None:
         return [end_trainer(state, trainer, ending, why)]
-    if trainer.running.stopping or trainer.running.broken:
-        return []
-    state.stop(name, trainer.running)
-    return [ev.StopFragment(name, trainer.running.number, why or ending)]
+    return list(state.ask_to_stop(name, why or ending))
 
 
 def end_trainer(

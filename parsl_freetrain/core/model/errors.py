@@ -48,5 +48,9 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f'{text[:197]}...'
 
 
+def nodes_text(count: int) -> str:
+    return '1 node' if count == 1 else f'{count} nodes'
+
+
 class TrainerFailed(FreeTrainError, RuntimeError):
     """A trainer ended before its total, not by an exception of the user's code."""

@@ -25,8 +25,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 """A duration or a time since the epoch; Meta's bounds also refuse what is not finite."""
 Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
-Metrics = Mapping[str, float]
-"""Metrics reported by the user; they need not be finite."""
+Metrics = Mapping[str, float]  # metrics reported by the user; they need not be finite
 
 
 class Ending(StrEnum):
@@ -72,17 +71,14 @@ class BlockStarted(Event, frozen=True):
 
 
 class NodesJoined(Event, frozen=True):
-    """Nodes of a block are ready for fragments; ``until_s``: when the block ends, None
-    if unknown; ``node_class``: their kind; ``hosts``: the hosts that they are on, by default of
-    their own names; ``devices``: the number of accelerators of each, where that is known.
-    """
+    """Nodes of a block are ready for fragments."""
 
     block: str
     nodes: tuple[str, ...]
-    until_s: float | None = None
-    node_class: str = ''
-    hosts: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
+    until_s: float | None = None  # when the block ends; None: unknown
+    node_class: str = ''  # their kind
+    hosts: tuple[str, ...] = ()  # that they are on; empty: of their own names
+    devices: tuple[int, ...] = ()  # the number of accelerators of each, where that is known
 
 
 class NodeUnusable(Event, frozen=True):
@@ -141,15 +137,13 @@ class OffersSeen(Event, frozen=True):
 
 
 class TrainerSubmitted(Event, frozen=True):
-    """A trainer waits for nodes; ``samples`` were trained and ``fragments`` were run already, when
-    it is resumed; ``total_epochs``: where it is measured in them.
-    """
+    """A trainer waits for nodes."""
 
     trainer: Trainer
-    samples: int = 0
-    fragments: int = 0
+    samples: int = 0  # trained already, where it is resumed
+    fragments: int = 0  # run already
     mode: str = ''
-    total_epochs: float | None = None
+    total_epochs: float | None = None  # where it is measured in them
 
 
 class TotalKnown(Event, frozen=True):
@@ -161,17 +155,15 @@ class TotalKnown(Event, frozen=True):
 
 
 class FragmentLaunched(Event, frozen=True):
-    """A fragment was submitted to Parsl; ``nodes[0]`` has rank 0, ``samples`` is where it goes on
-    from, and ``task`` is Parsl's id of the task, None if that failed.
-    """
+    """A fragment was submitted to Parsl."""
 
     trainer: str
     fragment: int
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # the first has rank 0
     deadline_s: float | None
-    samples: int
+    samples: int  # where it goes on from
     shape: int = 0
-    task: int | None = None
+    task: int | None = None  # Parsl's id of it; None: that failed
     failed: bool = False
 
 
@@ -303,38 +295,28 @@ class ReleaseNodes(Struct, frozen=True, tag_field='kind', tag=True):
 
 
 class StartFragment(Struct, frozen=True, tag_field='kind', tag=True):
-    """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
-    None if unknown; ``shape``: its place among the trainer's shapes of this node count;
-    ``exempt_until_s``: nothing preempts it before, None if something may; ``speeds``: how fast each
-    node is, relative to the others, where each batch is divided by it; empty: they are alike;
-    ``interruptions_per_s``: how often to expect that its nodes are taken, None if habits of nodes
-    are not known.
-    """
+    """Start a fragment of ``trainer`` on ``nodes``."""
 
     trainer: str
     fragment: int
     nodes: tuple[str, ...]
-    deadline_s: float | None
+    deadline_s: float | None  # when the first of the nodes goes; None: unknown
     samples: int
-    shape: int = 0
-    exempt_until_s: float | None = None
-    speeds: tuple[float, ...] = ()
-    interruptions_per_s: float | None = None
+    shape: int = 0  # its place among the trainer's shapes of this node count
+    exempt_until_s: float | None = None  # nothing preempts it before; None: something may
+    speeds: tuple[float, ...] = ()  # relative, of nodes by which batches are divided; empty: alike
+    interruptions_per_s: float | None = None  # how often nodes are taken; None: habits not known
 
 
 class StopFragment(Struct, frozen=True, tag_field='kind', tag=True, eq=False):
-    """Ask a fragment to write a checkpoint at its next step boundary and stop.
-
-    ``then``: nodes on which the trainer is expected to go on at once, as far as they are known: its
-    own that stay, and free ones. ``leaving``: those of its nodes that are given back, so that no
-    state is left in their memory.
-    """
+    """Ask a fragment to write a checkpoint at its next step boundary and stop."""
 
     trainer: str
     fragment: int
     why: str
+    # expected for it to go on at once, as far as known: its own that stay, and free ones
     then: tuple[str, ...] = ()
-    leaving: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()  # of its nodes, given back: no state is left in their memory
 
     def __eq__(self, other: object) -> bool:
         """Whether it stops the same fragment for the same reason."""
@@ -389,8 +371,7 @@ class Decided(Event, frozen=True):
         return msgpack.decode(content) if content else None
 
 
-_LARGEST = 2**28
-"""Bytes of a problem: what is read may be somebody else's."""
+_LARGEST = 2**28  # bytes of a problem: what is read may be somebody else's
 
 
 def packed(document: Mapping[str, Any] | None) -> bytes:

@@ -13,8 +13,7 @@ from parsl_freetrain.core.model.types import Checkpoint, NodeOffer, Trainer
 FINAL_STATES = frozenset({'finished', 'failed', 'cancelled'})
 """States that a trainer does not leave within a run."""
 
-PROBLEMS_KEPT = 20
-"""Number of newest decisions of a run of which the whole problem is kept."""
+PROBLEMS_KEPT = 20  # number of newest decisions of a run of which the whole problem is kept
 
 
 @dataclass(slots=True)
