@@ -48,20 +48,9 @@ def read_pbs(
     only an ``S`` record runs to the end. A job waits from ``etime``, when it became eligible, or
     else from ``qtime``. Its nodes are those of ``exec_host``, or else of ``exec_vnode``, or else
     the number in ``Resource_List.nodect``. Its time limit is ``Resource_List.walltime``. Other
-    records are ignored.
-
-    Parameters
-    ----------
-    paths
-        The file, or the files in order of their dates.
-    machine_nodes
-        Number of nodes of the machine; None: the nodes that jobs ran on.
-
-    Raises
-    ------
-    BadInput
-        A line that is not a record, or a record without a needed field; the message names file and
-        line.
+    records are ignored. ``paths``: in order of their dates; ``machine_nodes``: of the machine,
+    None: those that jobs ran on. Raises BadInput, with file and line, for a line that is not a
+    record, or a record without a needed field.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     going_on: dict[str, _Record] = {}

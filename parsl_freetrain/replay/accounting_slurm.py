@@ -29,19 +29,9 @@ def read_sacct(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     or ``TimelimitRaw``, ``JobIDRaw`` or ``JobID``, and where given ``NodeList`` and ``Eligible``
     (when a job starts to wait for nodes). Times are in ISO 8601, or seconds since the epoch
     (``SLURM_TIME_FORMAT=%s``); times without a zone are read without summer time. Steps are left
-    out. Jobs that are still running or waiting do so to the end.
-
-    Parameters
-    ----------
-    path
-        The file.
-    machine_nodes
-        Number of nodes of the machine; None: the nodes in the node lists.
-
-    Raises
-    ------
-    BadInput
-        A missing column or an invalid line; the message names file and line.
+    out. Jobs that are still running or waiting do so to the end. ``machine_nodes``: number of nodes
+    of the machine; None: those in the node lists. Raises BadInput, with file and line, for a
+    missing column or an invalid line.
     """
     lines = read_lines(path, WHAT)
     rows = [(number, line.split('|')) for number, line in enumerate(lines, 1) if line.strip()]

@@ -24,9 +24,7 @@ from parsl_freetrain.replay.virtual_clock import run
 from parsl_freetrain.report.speed import speeds
 from parsl_freetrain.solver import allocator_named
 
-ENDLESS = 10**15
-"""Stands for an unknown total, in samples."""
-
+ENDLESS = 10**15  # stands for an unknown total, in samples
 APART_S = 0.01
 """By which holes that end together are told apart, where fragments may not span blocks."""
 

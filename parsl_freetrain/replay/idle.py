@@ -22,22 +22,9 @@ def read_idle(
     until: float | None = None,
 ) -> Trace:
     """Read idle intervals, as observed on some machine, from CSV ``start_s,end_s,node``, plain or
-    gzipped.
-
-    No ends are known in advance. The window is that of the file, from 0 to the last end, unless a
-    part is requested.
-
-    Parameters
-    ----------
-    path
-        The file; see :func:`parsl_freetrain.sites.idle_schedule.read_schedule`.
-    nodes, since, until
-        The part to read; see :meth:`Trace.window`.
-
-    Raises
-    ------
-    BadInput
-        An invalid file or an empty window; the message names file and line.
+    gzipped; see :func:`parsl_freetrain.sites.idle_schedule.read_schedule`. No ends are known in
+    advance. The window is that of the file, from 0 to the last end, or the part requested as for
+    :meth:`Trace.window`. Raises BadInput, with file and line, for an invalid file or empty window.
     """
     return part_of(path, of_schedule(read_schedule(path)), nodes, since, until)
 
@@ -48,22 +35,10 @@ def synthetic(
     duration_s: float = WEEK_S,
     idle_share: float = SUMMIT_IDLE_SHARE,
 ) -> Trace:
-    """A synthetic trace with the published statistics of OLCF Summit. The same arguments give the
-    same trace to the last bit.
-
-    Parameters
-    ----------
-    seed
-        Seed of the random numbers.
-    nodes, duration_s, idle_share
-        Number of nodes, length in seconds, and the mean share of nodes that are idle; see
-        :func:`parsl_freetrain.sites.synthetic_schedule.generate`, which also says which statistics
-        are reproduced.
-
-    Raises
-    ------
-    BadInput
-        An argument out of its range.
+    """A synthetic trace with the published statistics of OLCF Summit, those that
+    :func:`parsl_freetrain.sites.synthetic_schedule.generate` names: number of nodes, length in
+    seconds, mean share of idle nodes. The same arguments give the same trace to the last bit.
+    Raises BadInput for one out of its range.
     """
     schedule = generate(nodes, duration_s, seed, idle_share=idle_share)
     names = tuple(f'node{i:04d}' for i in range(nodes))

@@ -40,18 +40,8 @@ def holes(jobs: JobTable, patience_s: float = PATIENCE_S) -> Trace:
     not show, and is passed over. A promise holds from the moment when it is made. When it runs out
     and the node is still idle, a new one is made as soon as possible.
 
-    Parameters
-    ----------
-    jobs
-        The machine's record.
-    patience_s
-        Maximum seconds that the scheduler takes to start a job that fits.
-
-    Raises
-    ------
-    BadInput
-        More than 1 % of the used node-seconds are on nodes that the machine does not have. (Below
-        this, jobs share nodes.)
+    Raises BadInput if more than 1 % of the used node-seconds are on nodes that the machine does not
+    have. (Below this, jobs share nodes.)
     """
     sweep = _Sweep(jobs, patience_s)
     for at, events in _instants(jobs, sweep.wake_ups):

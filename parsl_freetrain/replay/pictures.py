@@ -42,9 +42,7 @@ COLOURS = dict(
 )
 """By use of node-seconds."""
 BINS = 1200
-MOST_LANES = 36
-"""Maximum number of bands; further trainers share the last one."""
-
+MOST_LANES = 36  # maximum number of bands; further trainers share the last one
 Floats = npt.NDArray[np.float64]
 
 

@@ -28,25 +28,13 @@ def read_trace(
     machine_nodes: int | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Trace:
-    """The idle intervals in a file of any kind, plain or gzipped.
+    """The idle intervals in a file of any kind, plain or gzipped: idle intervals as CSV, a job log
+    in Standard Workload Format, the output of ``sacct --parsable2``, or an accounting log of PBS.
 
-    Parameters
-    ----------
-    path
-        Idle intervals as CSV, a job log in Standard Workload Format, the output of ``sacct
-        --parsable2``, or an accounting log of PBS.
-    nodes, since, until
-        The part to read; see :meth:`Trace.window`. The clock of a job log begins with its first
-        submission; its window goes from the first start to the last one.
-    machine_nodes
-        For job logs: number of nodes of the machine, if the log does not give it or is wrong.
-    patience_s
-        For job logs: see :func:`parsl_freetrain.replay.job_table_holes.holes`.
-
-    Raises
-    ------
-    BadInput
-        An invalid file; the message names file and line.
+    ``nodes, since, until``: the part to read, see :meth:`Trace.window`. The clock of a job log
+    begins with its first submission; its window goes from the first start to the last one. For job
+    logs: ``machine_nodes``, the machine's, if the log does not give it or is wrong; ``patience_s``
+    as for :func:`~.job_table_holes.holes`. Raises BadInput, with file and line, for invalid files.
     """
     kind = kind_of(path)
     if kind == 'idle':

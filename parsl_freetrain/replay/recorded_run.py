@@ -158,19 +158,16 @@ class _Asked:
         answer = self._own.allocate(problem)
         other = answer
         if self.other is not None:
+            # Renew all bids, without a trace in the state.
+            self._names |= dict.fromkeys(self.state.trainers)
+            state = copy(self.state)
+            state.changed = dict(self._names)
             try:
-                other = self._allocator.allocate(self._problem(self.other))
+                other = self._allocator.allocate(self.other.problem(state, self.at))
             except BadInput as error:
                 self.error = error
         self.answers.append((answer, other))
         return answer
-
-    def _problem(self, planner: Planner) -> Problem:
-        # Renew all bids, without a trace in the state.
-        self._names |= dict.fromkeys(self.state.trainers)
-        state = copy(self.state)
-        state.changed = dict(self._names)
-        return planner.problem(state, self.at)
 
 
 def _allocator(settings: DecisionSettings) -> Allocator:

@@ -26,7 +26,8 @@ from parsl_freetrain.solver import allocator_named
 
 
 class Scenario(Settings, frozen=True):
-    """All inputs of a replay.
+    """All inputs of a replay. Raises BadInput for a trainer that can never run on the trace, no
+    trainer that is submitted in time, ``known_ends`` for a trace without them, or an invalid cost.
 
     Attributes
     ----------
@@ -51,12 +52,6 @@ class Scenario(Settings, frozen=True):
     learning
         How decisions learn the scaling curves; None: they know them. The objective cannot be that
         of the file then, which would tell them.
-
-    Raises
-    ------
-    BadInput
-        A trainer that can never run on the trace, no trainer that is submitted in time,
-        ``known_ends`` for a trace without known ends, or an invalid cost.
     """
 
     trace: Trace
@@ -126,8 +121,9 @@ def replay(scenario: Scenario) -> ReplayResult:
     mean = trace.idle_node_s() / (trace.end_s - trace.start_s)
     constant = _run(scenario, constant_pool(trace), False)
     efficiency, compared = compare(outcome, constant)
-    work = compare_work(scenario.trainers, outcome, constant) if compared == 'samples' else None
-    oracle = None
+    work = oracle = None
+    if compared == 'samples' and (there := _work(scenario.trainers, constant)) > 0:
+        work = _work(scenario.trainers, outcome) / there
     if scenario.learning is not None:
         told = _run(structs.replace(scenario, learning=None), trace, scenario.known_ends)
         oracle = Oracle(told.samples, *(_work(scenario.trainers, of) for of in (told, outcome)))
@@ -149,15 +145,8 @@ def compare(outcome: PoolResult, constant: PoolResult) -> tuple[float | None, st
     return (constant.time_to(samples) / taken if taken > 0 else None), 'time'
 
 
-def compare_work(
-    trainers: Sequence[ReplayTrainer], outcome: PoolResult, constant: PoolResult
-) -> float | None:
-    """The ratio of the node-seconds that the samples would have taken on one node per trainer."""
-    there = _work(trainers, constant)
-    return _work(trainers, outcome) / there if there > 0 else None
-
-
 def _work(trainers: Sequence[ReplayTrainer], of: PoolResult) -> float:
+    """The node-seconds that the samples would have taken on one node per trainer."""
     # By its speed on its maximum number of nodes (few may hardly move it), of its slowest class.
     one_node = {}
     for t in (r.trainer for r in trainers):

@@ -26,11 +26,6 @@ class CurveLearning(Settings, frozen=True, kw_only=True):
         as many, and so on.
     seed
         Of the noise.
-
-    Raises
-    ------
-    BadInput
-        If a number is out of range.
     """
 
     noise: Share = 0.0

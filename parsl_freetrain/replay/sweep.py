@@ -54,30 +54,12 @@ def sweep(
     jobs: int = 1,
     done: Callable[[], None] | None = None,
 ) -> pd.DataFrame:
-    """Replay all requests.
+    """Replay all requests, in so many processes (-1: one for each core); ``done`` is called after
+    each. Raises BadInput if any of them is invalid; nothing is replayed then.
 
-    Parameters
-    ----------
-    asked
-        The replays.
-    swept
-        Fields of the requests that become columns.
-    jobs
-        Number of processes; -1: one for each core.
-    done
-        Called after each replay.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each request, in their order: the swept fields, named like their options with
-        ``_`` for ``-``, then the values of :meth:`ReplayResult.as_json
-        <parsl_freetrain.replay.result.ReplayResult.as_json>` with nested names joined by ``_``.
-
-    Raises
-    ------
-    BadInput
-        If any of the requests is invalid; nothing is replayed then.
+    Returns one row for each request, in their order: the ``swept`` fields, named like their options
+    with ``_`` for ``-``, then the values of :meth:`ReplayResult.as_json
+    <parsl_freetrain.replay.result.ReplayResult.as_json>` with nested names joined by ``_``.
     """
     ready = scenarios(asked)
     # The processes share arrays as memory-mapped files, without copies.

@@ -17,26 +17,14 @@ with needs('A picture of a sweep'):
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_LINES = 12
-"""Maximum number of lines that the legend names."""
-WIDE = 20.0
-"""Numbers that differ by more than this factor are drawn on a logarithmic axis."""
+MOST_LINES = 12  # maximum number of lines that the legend names
+WIDE = 20.0  # numbers that differ by more than this factor are drawn on a logarithmic axis
 
 
 def draw(table: pd.DataFrame, swept: Sequence[str], folder: Path) -> list[Path]:
     """Draw into an existing folder: ``efficiency-NAME.png`` for each swept number,
-    ``node-seconds.png``, ``decisions.png``.
-
-    Parameters
-    ----------
-    table, swept
-        The result of :func:`parsl_freetrain.replay.sweep.sweep`, and the columns that identify its
-        rows.
-
-    Returns
-    -------
-    list of pathlib.Path
-        The files.
+    ``node-seconds.png``, ``decisions.png``. ``table``: from :func:`~.sweep.sweep`; ``swept``: the
+    columns that identify its rows. Returns the files.
     """
     numeric, boolean = pd.api.types.is_numeric_dtype, pd.api.types.is_bool_dtype
     numbers = [name for name in swept if numeric(table[name]) and not boolean(table[name])]

@@ -55,20 +55,10 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     that are not in order of submission, lines that end after the first five columns (the others are
     then unknown), jobs that ran on no known number of processors (left out, as are lines about
     parts of a job), and jobs of up to twice as many nodes as ``MaxNodes`` (the machine then has as
-    many as the largest job).
+    many as the largest job). ``machine_nodes``: nodes of the machine, in place of ``MaxNodes``.
 
-    Parameters
-    ----------
-    path
-        The log.
-    machine_nodes
-        Number of nodes of the machine, in place of ``MaxNodes``.
-
-    Raises
-    ------
-    BadInput
-        Fewer than five columns, columns in another order, or impossible numbers; the message names
-        file and line.
+    Raises BadInput, with file and line, for fewer than five columns, columns in another order, or
+    impossible numbers.
     """
     lines = read_lines(path, 'a job log in Standard Workload Format')
     header = {m[1]: m[2] for line in lines if line.startswith(';') and (m := _HEADER.match(line))}

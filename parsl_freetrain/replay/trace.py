@@ -46,13 +46,9 @@ class PoolChange:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Idle intervals of nodes within a window of time, sorted by start, then by node.
-
-    Raises
-    ------
-    BadInput
-        An interval that is empty, outside the window, of an unknown node, or overlaps another one
-        of its node; an empty window.
+    """Idle intervals of nodes within a window of time, sorted by start, then by node. Raises
+    BadInput for an empty window, or an interval that is empty, outside the window, of an unknown
+    node, or overlaps another one of its node.
     """
 
     names: tuple[str, ...]  #: the nodes' names, by index

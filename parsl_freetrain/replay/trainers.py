@@ -61,12 +61,8 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     these, ``samples_per_s``, or where nodes are unequal ``class_samples_per_s`` by node class; it
     may have ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``, ``rescale_down_s`` (0),
     ``objective`` (as samples_per_s) and ``function`` (what it trains: learned curves are shared).
-    Speeds are interpolated linearly; 0 nodes train nothing.
-
-    Raises
-    ------
-    BadInput
-        An unreadable file or an invalid trainer; the message names file and trainer.
+    Speeds are interpolated linearly; 0 nodes train nothing. Raises BadInput, with file and trainer,
+    for an unreadable file or an invalid trainer.
     """
     data = read_bytes(path, 'a JSON list of trainers')
     try:

@@ -65,7 +65,9 @@ class World:
         """An instant: nodes leave and join, trainers finish and are submitted; decide once."""
         self._accounts.advance(at)
         events: list[ev.Event] = []
-        finished = self._finish(at)
+        finished: dict[str, None] = {}
+        while (next_s := self.next_completion_s()) is not None and next_s <= at:
+            finished[heappop(self._completions)[2]] = None
         if leaving is not None:
             holder = self._controller.state.pool.holder
             hit = filter(None, map(holder.get, leaving.nodes))
@@ -98,13 +100,6 @@ class World:
 
     def _shown(self, run: RecordedJob) -> Trainer:
         return replace(run.trainer, curve=None, class_curves=()) if self._measuring else run.trainer
-
-    def _finish(self, at: float) -> dict[str, None]:
-        finished: dict[str, None] = {}
-        while (due := self.next_completion_s()) is not None and due <= at:
-            name = heappop(self._completions)[2]
-            finished[name] = None
-        return finished
 
     def _ended(
         self, name: str, at: float, ending: Ending, cause: Interruption | None
@@ -150,12 +145,11 @@ class World:
             self._followed.append(self._ended(action.trainer, at, ending, cause))
 
     def _refuse_failures(self, actions: Sequence[ev.Action]) -> None:
-        for action in actions:
-            match action:
-                case ev.EndTrainer(name, state, why) if (
-                    state != 'finished' and not self._controller.settings.budgets
-                ):
-                    raise AssertionError(f'In a replay trainer {name} ended as {state}: {why}')
+        ends = (one for one in actions if isinstance(one, ev.EndTrainer))
+        for end in ends if not self._controller.settings.budgets else ():
+            if end.state != 'finished':
+                said = f'In a replay trainer {end.trainer} ended as {end.state}: {end.why}'
+                raise AssertionError(said)
 
     def _settle(self) -> None:
         """Charge the costs of this instant, and predict completions again."""
