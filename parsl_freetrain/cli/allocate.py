@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from parsl_freetrain.cli.where import value
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
+from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.explain import explain
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
-from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.model.errors import BadInput
@@ -77,21 +76,18 @@ class _Service:
     def __init__(
         self, solver: SolverName, time_limit_s: float, metric: Metric | None, reasons: bool
     ) -> None:
-        # Imported here, so that --help needs no solvers.
-        from parsl_freetrain.solver import allocator_named
+        from parsl_freetrain.solver import allocator_named, close_allocator
 
         self._allocator = allocator_named(solver.value, time_limit_s=time_limit_s)
         # The alternative is the optimum of another problem, to which the dynamic programme may not
         # apply.
         exact = 'milp' if solver is SolverName.MILP else 'auto'
         self._exact = allocator_named(exact, time_limit_s=time_limit_s) if reasons else None
-        self._metric = metric
+        self._metric, self._close = metric, close_allocator
 
     def close(self) -> None:
-        for allocator in (self._allocator, self._exact):
-            close = getattr(allocator, 'close', None)
-            if close is not None:
-                close()
+        for allocator in filter(None, (self._allocator, self._exact)):
+            self._close(allocator)
 
     def answer(self, number: int, raw: bytes) -> dict[str, Any]:
         """The document that answers a line; a refusal names the problem's id if it can be read."""
@@ -108,8 +104,11 @@ class _Service:
             known = f'problem {stated["id"]!r}: ' if isinstance(stated.get('id'), str | int) else ''
             raise BadInput(f'{known}{error}') from None
         said = _said(number if line.id is None else line.id, answer, line.blocks is not None)
-        reasons = self._exact and {'explain': _explained(problem, answer, self._exact)}
-        return said | (reasons or {})
+        if self._exact:
+            found = asdict(explain(problem, answer, self._exact))
+            trainers = {each.pop('trainer'): each for each in found['reasons']}
+            said['explain'] = {'trainers': trainers, 'limits': list(found['limits'])}
+        return said
 
 
 def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
@@ -125,13 +124,6 @@ def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
         if by_block
         else answer.allocation,
     }
-
-
-def _explained(problem: Problem, answer: Answer, allocator: Allocator) -> dict[str, Any]:
-    explanation = explain(problem, answer, allocator)
-    each = {reason.trainer: asdict(reason) for reason in explanation.reasons}
-    trainers = {name: {k: v for k, v in of.items() if k != 'trainer'} for name, of in each.items()}
-    return {'trainers': trainers, 'limits': [asdict(use) for use in explanation.limits]}
 
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:

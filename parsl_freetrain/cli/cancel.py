@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,16 +30,13 @@ def cancel(
     Works from any computer that sees the run's file system. The checkpoints stay; the same program
     run again goes on from them.
     """
-    # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.executor.requests import Cancel, ask
     from parsl_freetrain.report.life import check_live
 
     if every == (trainer is not None):
         raise BadInput('Name one trainer, or give --all.')
     path, journal = ledger_at(ledger), journal_at(ledger, keep_progress=False)
-
-    def check() -> None:
-        check_live(journal, 'to cancel')
+    check = partial(check_live, journal, 'to cancel')
 
     def trainings() -> dict[str, Training]:
         return journal.history().runs[-1].trainers

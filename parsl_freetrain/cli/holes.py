@@ -20,7 +20,6 @@ def holes(
     as_json: JsonOption = False,
 ) -> None:
     """Show the holes available now. Nothing is submitted."""
-    # Imported here, so that --help needs no Parsl.
     from rich.console import Console
 
     from parsl_freetrain.cli.sites import holes_of, provider_of

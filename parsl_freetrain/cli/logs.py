@@ -21,9 +21,7 @@ from parsl_freetrain.report.names import trainer_named
 if TYPE_CHECKING:
     from parsl_freetrain.journal.read import Journal
 
-FOLLOW_S = 0.5
-"""Seconds between two reads of growing files."""
-
+FOLLOW_S = 0.5  # seconds between two reads of growing files
 _NAME = re.compile(r'fragment-(\d+)-rank-(\d+)\.log')
 _ESCAPES = re.compile(r'\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])')
 
@@ -55,19 +53,12 @@ def logs(
     folder = _folder(journal, trainer)
     chosen = _chosen(folder, trainer, fragment, rank, required=not follow)
     if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        'fragment': file.fragment,
-                        'rank': file.rank,
-                        'path': str(file.path),
-                        'text': '\n'.join(lines_of(file.path, tail)),
-                    }
-                    for file in chosen
-                ]
-            )
-        )
+        texts = ('\n'.join(lines_of(file.path, tail)) for file in chosen)
+        found = [
+            {'fragment': file.fragment, 'rank': file.rank, 'path': str(file.path), 'text': text}
+            for file, text in zip(chosen, texts, strict=True)
+        ]
+        print(json.dumps(found))
     elif not follow:
         for file in chosen:
             if len(chosen) > 1:

@@ -1,7 +1,8 @@
 """The program ``freetrain``: one verb for each question that a user has.
 
 A verb is a function with Typer annotations, named like its module here: ``allocate`` in
-``allocate.py``. It returns its exit status, or None for 0. Only the verb called is imported.
+``allocate.py``. It returns its exit status, or None for 0. Only the verb called is imported, and it
+imports what takes long (Parsl, numpy, solvers) in its body, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ class Verbs(TyperGroup):
         return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        self.commands = {
-            name: self.get_command(ctx, name) for name in VERBS
-        }  # so that Typer can suggest a name for a misspelt one
+        # So that Typer can suggest a name for a misspelt one.
+        self.commands = {name: self.get_command(ctx, name) for name in VERBS}
         name, _, rest = super().resolve_command(ctx, args)
         return name, command_of(str(name)), rest
 

@@ -58,7 +58,6 @@ def plan(
     for name, seconds in (('--start', start), ('--look-ahead', look_ahead)):
         if not 0 <= seconds < math.inf:
             raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
-    # Imported here, so that --help needs neither Parsl nor numpy.
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -26,17 +27,13 @@ def preempt(
     get SIGKILL. The nodes stay, so that the trainer goes on at once, from its last checkpoint.
     Works from any computer that sees the run's file system.
     """
-    # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.executor.requests import Preempt, ask
     from parsl_freetrain.report.life import check_live
 
     if not 0 <= grace < float('inf'):
         raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')
     path, journal = ledger_at(ledger), journal_at(ledger, keep_progress=False)
-
-    def check() -> None:
-        check_live(journal, 'to preempt')
-
+    check = partial(check_live, journal, 'to preempt')
     check()
     sentence = ask(path, Preempt(trainer, grace), timeout, check)
     answer = {'trainer': trainer, 'grace_s': grace, 'answer': sentence}

@@ -28,7 +28,6 @@ def rehearse(
 
     The call returns a checkpoint without a path, so the script ends where it needs trained weights.
     """
-    # Imported here, so that --help is fast.
     from parsl_freetrain import app
     from parsl_freetrain.executor.trainer.future import TrainingFuture
     from parsl_freetrain.rehearsal import Rehearsal

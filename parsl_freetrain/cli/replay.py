@@ -123,7 +123,6 @@ def replay(
         return
     if not {'trainers'} & {*given, *swept}:
         raise BadInput('Give --trainers with a trace, or --ledger with the ledger of a live run.')
-    # Imported here, so that --help needs neither numpy nor solvers.
     from parsl_freetrain.replay import sweep as sweeping
 
     asked = sweeping.requests(given, swept)
@@ -208,20 +207,14 @@ def _many(
 
 
 def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> pd.DataFrame:
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     from parsl_freetrain.replay.sweep import sweep
 
-    # A progress bar is shown only on a terminal.
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Progress(TextColumn('replays'), *columns, console=Console(stderr=True))
+    columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+    title = progress.TextColumn('replays')
+    bar = progress.Progress(title, *columns, console=Console(stderr=True))
     with bar if sys.stderr.isatty() else nullcontext():
         task = bar.add_task('replays', total=len(asked))
         return sweep(asked, swept, jobs=jobs, done=lambda: bar.advance(task))

@@ -32,7 +32,6 @@ def report(
     """Write one HTML file that needs nothing else: node-hours, trainers, metrics, rescale costs,
     predictions and what came true.
     """
-    # Imported here, so that --help is fast.
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.report.figures import as_document, figures
     from parsl_freetrain.report.life import life_of
@@ -47,18 +46,14 @@ def report(
         journal.newest_run_died()
     history = journal.history(None if run == 'all' else one.name)
     found = figures(history, time.time(), DpAllocator())
-    _write(out, report_page(found, view))
+    page = report_page(found, view).encode(errors='replace')
+    try:  # for the user alone: the page has names, commands and errors
+        files.replace(out.absolute(), page)
+    except OSError as error:
+        raise BadInput(
+            f'The report {out} cannot be written ({error.strerror}); give another file with --out.'
+        ) from error
     if as_json:
         print(json.dumps({'report': str(out.absolute()), **as_document(found)}))
     else:
         print(f'{out.absolute()}: open it in a browser.')
-
-
-def _write(path: Path, text: str) -> None:
-    """Write atomically, for the user alone: the text has names, commands and errors."""
-    try:
-        files.replace(path.absolute(), text.encode(errors='replace'))
-    except OSError as error:
-        raise BadInput(
-            f'The report {path} cannot be written ({error.strerror}); give another file with --out.'
-        ) from error

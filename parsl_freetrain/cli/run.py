@@ -46,7 +46,7 @@ def run(
     and loads the configuration itself by parsl.load(config). With --json the workflow's own output
     goes to standard error, and the closing summary to standard output.
     """
-    from parsl_freetrain.cli.sites import config_of  # imported here, so that --help needs no Parsl
+    from parsl_freetrain.cli.sites import config_of
 
     main = workflow_at(workflow, arguments or [])
     config, executor = config_of(site)
@@ -68,10 +68,7 @@ def run(
 def _newest(ledger: Path) -> str | None:
     from parsl_freetrain.journal.read import Journal
 
-    journal = ledger
-    if not journal.is_file():
-        return None
-    runs = Journal(journal, keep_progress=False).history().runs
+    runs = Journal(ledger, keep_progress=False).history().runs if ledger.is_file() else []
     return runs[-1].name if runs else None
 
 

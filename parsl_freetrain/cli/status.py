@@ -14,7 +14,6 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
 
     Works while the run lives and afterwards, from any computer that sees its file system.
     """
-    # Imported here, so that --help is fast.
     from rich.console import Console
 
     from parsl_freetrain.cli.live.metric_lines import metric_table

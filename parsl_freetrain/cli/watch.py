@@ -24,17 +24,10 @@ if TYPE_CHECKING:
     from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.report.status import RunStatus
 
-PLAIN_S = 10.0
-"""Default seconds between two updates if the output is not a terminal."""
-
-WAIT_S = 0.5
-"""Seconds between two looks for a run that has not begun."""
-
-PAGE_S = 5.0
-"""Least default seconds between two versions of the page."""
-
-TERMINAL_S = 1.0
-"""Default seconds between two updates on a terminal."""
+PLAIN_S = 10.0  # default seconds between two updates if the output is not a terminal
+WAIT_S = 0.5  # seconds between two looks for a run that has not begun
+PAGE_S = 5.0  # least default seconds between two versions of the page
+TERMINAL_S = 1.0  # default seconds between two updates on a terminal
 
 
 def watch(
@@ -62,7 +55,6 @@ def watch(
 
     Ctrl-C ends the view only, not the run.
     """
-    # Imported here, so that --help is fast.
     from rich.console import Console
 
     from parsl_freetrain.cli.live.view import LiveView

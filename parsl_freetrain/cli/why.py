@@ -11,6 +11,7 @@ import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import nodes_text as nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,7 +34,7 @@ def why(
 
     For each: what was known, what was decided, and what the alternative was.
     """
-    from parsl_freetrain.report.cells import clean  # imported here, so that --help is fast
+    from parsl_freetrain.report.cells import clean
 
     if last < 0:
         raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
@@ -197,7 +198,7 @@ def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     from parsl_freetrain.report.learned import ShapeTried
-    from parsl_freetrain.report.reasons import DecisionAbout, in_words, nodes
+    from parsl_freetrain.report.reasons import DecisionAbout, in_words
 
     name = found['trainer']
     total = found['total_samples']

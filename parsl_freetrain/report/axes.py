@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+P = TypeVar('P')
 MOST_TICKS = 5
-LARGEST = 1e300
-"""Of larger values, the difference may be infinite."""
+LARGEST = 1e300  # of larger values, the difference may be infinite
 _STEPS = (1, 2, 5, 10, 15, 30)
 _SECONDS = *_STEPS, *(60 * s for s in _STEPS), *(3600 * s for s in (1, 2, 4, 6, 12, 24))
 
@@ -32,6 +33,17 @@ class Scale:
 
 def drawable(value: float) -> bool:
     return abs(value) <= LARGEST
+
+
+def extremes(points: Sequence[P], every: int, height: Callable[[P], float]) -> tuple[P, ...]:
+    """The first point, the last, and the extremes of each ``every``; all if that is 2 or less."""
+    if every <= 2:
+        return tuple(points)
+    chosen, heights = {0, len(points) - 1}, [height(point) for point in points]
+    for start in range(0, len(points), every):
+        part = range(start, min(start + every, len(points)))
+        chosen |= {min(part, key=heights.__getitem__), max(part, key=heights.__getitem__)}
+    return tuple(points[i] for i in sorted(chosen))
 
 
 def linear(

@@ -58,6 +58,12 @@ def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
     entry.
     """
     totals = dict.fromkeys(WHY, 0.0)
+
+    def divide(kind: str, mine: list[Interval], where: list[Interval], *causes: str) -> None:
+        parts = intersect(mine, merge(where)), subtract(mine, merge(where))
+        for cause, part in zip(causes, parts, strict=True):
+            totals[kind, cause] += length(part)
+
     for run in history.runs:
         until = history.until(run, now)
         doing = timeline.busy(history, run, until)
@@ -67,12 +73,12 @@ def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
                 mine = intersect(merge(doing[name][kind]) if name in doing else [], rest)
                 rest = subtract(rest, mine)
                 if kind == 'lost':
-                    _divide(totals, kind, mine, failed[name], 'failed', 'preempted')
+                    divide(kind, mine, failed[name], 'failed', 'preempted')
                 elif kind == 'starting':
-                    _divide(totals, kind, mine, joined[name], 'fragment', 'block')
+                    divide(kind, mine, joined[name], 'fragment', 'block')
                 else:
                     totals[kind, ''] += length(mine)
-            _divide(totals, 'idle', rest, joined[name], 'joined', 'outside')
+            divide('idle', rest, joined[name], 'joined', 'outside')
     return tuple(Cause(kind, cause, why, totals[kind, cause]) for (kind, cause), why in WHY.items())
 
 
@@ -90,18 +96,6 @@ def node_seconds_of(history: History, now: float | None = None) -> dict[str, flo
         totals[cause.kind] += cause.node_s
         totals['offered'] += cause.node_s
     return totals
-
-
-def _divide(
-    totals: dict[tuple[str, str], float],
-    kind: str,
-    mine: list[Interval],
-    where: list[Interval],
-    there: str,
-    else_: str,
-) -> None:
-    totals[kind, there] += length(intersect(mine, merge(where)))
-    totals[kind, else_] += length(subtract(mine, merge(where)))
 
 
 def _joined(run: RunState, until: float) -> dict[str, list[Interval]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow
 
@@ -67,10 +68,6 @@ def heading_words(seen: RunStatus) -> str:
 
 def in_shape(t: TrainerNow) -> str:
     return f' ({t.shape})' if t.shape else ''
-
-
-def nodes_text(count: int) -> str:
-    return '1 node' if count == 1 else f'{count} nodes'
 
 
 def metric_text(t: TrainerNow) -> str:

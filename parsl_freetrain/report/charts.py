@@ -16,18 +16,10 @@ from parsl_freetrain.report.metrics import CurvePoint, MetricView, smoothed
 from parsl_freetrain.report.svg import Chart
 from parsl_freetrain.report.timeline import left_at, natural_order, offered, phases_of, struck_nodes
 
-MOST_COLOURED = 8
-"""Maximum number of trainers with a colour of their own; the others share one."""
-
-MOST_ROWS = 48
-"""Maximum number of nodes with a row of their own."""
-
-MOST_DOTS = 20
-"""Maximum number of points of a metric that are drawn as dots too."""
-
-MOST_MOMENTS = 2000
-"""Maximum number of moments at which numbers of nodes are drawn."""
-
+MOST_COLOURED = 8  # maximum number of trainers with a colour of their own; the others share one
+MOST_ROWS = 48  # maximum number of nodes with a row of their own
+MOST_DOTS = 20  # maximum number of points of a metric that are drawn as dots too
+MOST_MOMENTS = 2000  # maximum number of moments at which numbers of nodes are drawn
 Box = tuple[float, float, float, float]
 
 
@@ -130,36 +122,29 @@ def _joined(boxes: Sequence[Box], least: float) -> list[Box]:
     return joined
 
 
-def loss_over_samples(trainer: str, loss: Loss, kind: str) -> Markup | None:
-    """None where no loss was reported."""
-    y = _loss_axis(loss)
-    if y is None:
-        return None
-    x = linear(0, max(p.samples for line in loss.fragments for p in line))
-    chart = Chart(x, y, f'{loss.name} of {trainer} over samples', 'low')
-    for i, line in enumerate(loss.fragments):
-        part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
-        chart.line([(p.samples, p.loss) for p in line], kind, part)
-    for samples, at_s in loss.preempted:
-        where = f'preempted at {number(samples)} samples, after {duration(at_s)}'
-        chart.upright(samples, 'preempted', where, behind=True)
-    return chart.svg()
-
-
-def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Markup | None:
-    """None where no loss was reported."""
-    y = _loss_axis(loss)
-    if y is None:
-        return None
-    chart = Chart(seconds(found.clock.length), y, f'{loss.name} of {trainer} over time', 'low')
-    for i, line in enumerate(loss.fragments):
-        part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
-        chart.line([(p.at_s, p.loss) for p in line], kind, part)
-    for samples, at_s in loss.preempted:
-        where = f'preempted after {duration(at_s)}, at {number(samples)} samples'
-        chart.upright(at_s, 'preempted', where, behind=True)
-    _joints(chart, found)
-    return chart.svg()
+def losses(trainer: str, loss: Loss, kind: str, found: Figures) -> list[tuple[str, Markup | None]]:
+    """Over samples and over time, with titles; None where no loss was reported."""
+    points = [p for line in loss.fragments for p in line]
+    charts: list[tuple[str, Markup | None]] = []
+    for over in ('samples', 'time'):
+        title, of_time = f'{loss.name} over {over}', over == 'time'
+        if not points:
+            charts.append((title, None))
+            continue
+        x = seconds(found.clock.length) if of_time else linear(0, max(p.samples for p in points))
+        y = _value_axis([p.loss for p in points])
+        chart = Chart(x, y, f'{loss.name} of {trainer} over {over}', 'low')
+        for i, line in enumerate(loss.fragments):
+            part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
+            chart.line([(p.at_s if of_time else p.samples, p.loss) for p in line], kind, part)
+        for samples, at_s in loss.preempted:
+            where = f'at {number(samples)} samples', f'after {duration(at_s)}'
+            said = f'preempted {", ".join(reversed(where) if of_time else where)}'
+            chart.upright(at_s if of_time else samples, 'preempted', said, behind=True)
+        if of_time:
+            _joints(chart, found)
+        charts.append((title, chart.svg()))
+    return charts
 
 
 def metric(
@@ -225,11 +210,6 @@ def predicted_and_actual(found: Figures) -> Markup | None:
             f'predicted {number(expected)} samples, trained {number(trained)}',
         )
     return chart.svg()
-
-
-def _loss_axis(loss: Loss) -> Scale | None:
-    values = [p.loss for line in loss.fragments for p in line]
-    return _value_axis(values) if values else None
 
 
 def _value_axis(values: Sequence[float]) -> Scale:

@@ -9,15 +9,8 @@ from typing import Any
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.state import History
+from parsl_freetrain.report import learned
 from parsl_freetrain.report.causes import Cause, causes
-from parsl_freetrain.report.learned import (
-    RescaleCost,
-    Scaling,
-    ShapeTried,
-    rescale_costs,
-    scalings,
-    shapes_tried,
-)
 from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
@@ -50,11 +43,11 @@ class Figures:
     decisions: Decisions
     losses: dict[str, Loss]
     metrics: Curves
-    scalings: dict[str, list[Scaling]]
-    rescales: list[RescaleCost]
+    scalings: dict[str, list[learned.Scaling]]
+    rescales: list[learned.RescaleCost]
     #: Outcomes of decisions that changed a trainer's node count.
     outcomes: tuple[DecisionOutcome, ...]
-    shapes: list[ShapeTried]
+    shapes: list[learned.ShapeTried]
     #: (trainer, fragment, error) of failed fragments, newest first.
     errors: tuple[tuple[str, int, str], ...]
     status: RunStatus  #: the newest of the runs at this time
@@ -83,10 +76,10 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
         decisions=_decisions([d for run in history.runs for d in run.decisions]),
         losses=losses(history, clock),
         metrics=metric_curves(history, clock),
-        scalings=scalings(history),
-        rescales=rescale_costs(history),
+        scalings=learned.scalings(history),
+        rescales=learned.rescale_costs(history),
         outcomes=tuple(outcomes(history, now)),
-        shapes=shapes_tried(history.fragments),
+        shapes=learned.shapes_tried(history.fragments),
         errors=tuple((e.trainer, e.fragment, e.error) for e in reversed(failed) if e.error),
         status=snapshot(history, now, named=name),
         states={

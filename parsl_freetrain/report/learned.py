@@ -12,8 +12,7 @@ from parsl_freetrain.core.model.state import Fragment, History, Training
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.report.speed import Speed, place_of, speeds
 
-MOST_POINTS = 64
-"""Maximum number of points of a curve."""
+MOST_POINTS = 64  # maximum number of points of a curve
 
 
 @dataclass(frozen=True)
@@ -119,12 +118,9 @@ def _changes(training: Training) -> list[tuple[str, float]]:
             found.append(('start', seconds))  # nodes were lost, so there was no handover
         elif len(after.nodes) != len(before.nodes):
             change = 'up' if len(after.nodes) > len(before.nodes) else 'down'
-            found.append((change, reported.get(after.number, seconds + _saved_s(before))))
+            saved_s = before.checkpoints[-1].seconds if before.checkpoints else 0.0
+            found.append((change, reported.get(after.number, seconds + saved_s)))
     return found
-
-
-def _saved_s(fragment: Fragment) -> float:
-    return fragment.checkpoints[-1].seconds if fragment.checkpoints else 0.0
 
 
 def shapes_tried(fragments: Iterable[Fragment]) -> list[ShapeTried]:

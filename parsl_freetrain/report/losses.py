@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.kept_metrics import main_metric
-from parsl_freetrain.report.axes import drawable
+from parsl_freetrain.report.axes import drawable, extremes
 from parsl_freetrain.report.timeline import Clock, ending_of
 
-MOST_POINTS = 400
-"""Maximum number of points of one trainer."""
+MOST_POINTS = 400  # maximum number of points of one trainer
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,5 @@ def losses(history: History, clock: Clock) -> dict[str, Loss]:
 
 
 def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:
-    """Every n-th point, with the ends of each fragment and the extremes between these points."""
     every = -(-sum(map(len, fragments)) // (MOST_POINTS // 2))
-    if every <= 2:
-        return tuple(tuple(points) for points in fragments)
-    return tuple(tuple(_extremes(points, every)) for points in fragments)
-
-
-def _extremes(points: Sequence[LossPoint], every: int) -> list[LossPoint]:
-    chosen = {0, len(points) - 1}
-    for start in range(0, len(points), every):
-        part = range(start, min(start + every, len(points)))
-        chosen |= {min(part, key=lambda i: points[i].loss), max(part, key=lambda i: points[i].loss)}
-    return [points[i] for i in sorted(chosen)]
+    return tuple(extremes(points, every, lambda point: point.loss) for points in fragments)

@@ -9,13 +9,11 @@ from typing import Any
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.kept_metrics import KeptMetrics, began_in
-from parsl_freetrain.report.axes import drawable
+from parsl_freetrain.report.axes import drawable, extremes
 from parsl_freetrain.report.timeline import Clock
 
 AXES = ('samples', 'epochs', 'seconds')
-MOST_POINTS = 400
-"""Maximum number of points of one trainer in a chart."""
-
+MOST_POINTS = 400  # maximum number of points of one trainer in a chart
 MOST_TRAINERS, MOST_METRICS = 8, 12
 """Maximum numbers of trainers and metrics of :func:`metrics_document`."""
 
@@ -28,8 +26,7 @@ class CurvePoint:
     value: float
 
 
-Curves = dict[str, dict[str, tuple[CurvePoint, ...]]]
-"""By metric and trainer, in order of samples."""
+Curves = dict[str, dict[str, tuple[CurvePoint, ...]]]  # by metric and trainer, in order of samples
 
 
 @dataclass(frozen=True)
@@ -87,14 +84,7 @@ def metric_curves(
 
 def thinned(curve: Sequence[CurvePoint], most: int = MOST_POINTS) -> tuple[CurvePoint, ...]:
     """At most about ``most`` points: the first, the last, and the extremes between."""
-    every = -(-len(curve) // (most // 2))
-    if every <= 2:
-        return tuple(curve)
-    chosen = {0, len(curve) - 1}
-    for start in range(0, len(curve), every):
-        part = range(start, min(start + every, len(curve)))
-        chosen |= {min(part, key=lambda i: curve[i].value), max(part, key=lambda i: curve[i].value)}
-    return tuple(curve[i] for i in sorted(chosen))
+    return extremes(curve, -(-len(curve) // (most // 2)), lambda point: point.value)
 
 
 def metrics_document(history: History, trainers: Sequence[str], now: float) -> dict[str, Any]:

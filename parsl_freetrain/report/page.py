@@ -23,17 +23,11 @@ from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.metrics import MetricView
 from parsl_freetrain.report.status import RunStatus, limit_in_words, resumes_in_words
 
-MOST_CARDS = 24
-"""Maximum number of trainers with charts; all are in the table."""
-
+MOST_CARDS = 24  # maximum number of trainers with charts; all are in the table
 MOST_ERRORS = 20
 
-MOST_BLOCKS = 48
-"""Maximum number of open blocks to list."""
-
-MOST_METRICS = 24
-"""Maximum number of metrics with a chart."""
-
+MOST_BLOCKS = 48  # maximum number of open blocks to list
+MOST_METRICS = 24  # maximum number of metrics with a chart
 AS_REPORTED = MetricView()
 
 CHANGES = {'up': 'to more nodes', 'down': 'to fewer nodes', 'start': 'from no nodes'}
@@ -175,15 +169,14 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
     for name in rows:
         if name not in shown:
             continue
-        learned, losses, kind = found.scalings[name], found.losses[name], of[name]
+        learned, kind = found.scalings[name], of[name]
         cards.append(
             {
                 'name': name,
                 'state': found.states[name],
                 'why': rows[name]['why'],
                 'charts': [
-                    (f'{losses.name} over samples', charts.loss_over_samples(name, losses, kind)),
-                    (f'{losses.name} over time', charts.loss_over_time(name, losses, kind, found)),
+                    *charts.losses(name, found.losses[name], kind, found),
                     *((_of_scaling(one), charts.scaling(one, kind)) for one in learned),
                 ],
             }

@@ -11,13 +11,12 @@ from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Reason
 from parsl_freetrain.core.allocation.problem import problem_in
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import nodes_text as nodes
 from parsl_freetrain.core.model.node_demand import in_need
 from parsl_freetrain.core.model.state import RunState, Training
 from parsl_freetrain.report.outcome import DecisionOutcome
 
-REFUSAL_S = 600.0
-"""Maximum age in seconds of a site's refusal that is still relevant."""
-
+REFUSAL_S = 600.0  # maximum age in seconds of a site's refusal that is still relevant
 MOST_OTHERS = 5
 
 TRIGGERS = {
@@ -281,10 +280,6 @@ def shares(allocation: Mapping[str, int]) -> str:
     ranked = sorted(allocation.items(), key=lambda item: -item[1])
     shown = ', '.join(f'{name!r} {count}' for name, count in ranked[:MOST_OTHERS])
     return f'{shown} and {len(ranked) - MOST_OTHERS} more' if len(ranked) > MOST_OTHERS else shown
-
-
-def nodes(count: int) -> str:
-    return '1 node' if count == 1 else f'{count} nodes'
 
 
 def _number(value: float) -> str:

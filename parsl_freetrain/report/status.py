@@ -19,31 +19,29 @@ from parsl_freetrain.report.names import run_named
 from parsl_freetrain.report.summary import efficiency
 from parsl_freetrain.report.timeline import ending_of
 
+NEVER = Liveness('ended')
+
 
 @dataclass(frozen=True)
 class TrainerNow:
-    """One trainer. ``samples``: as last reported. ``rate``: samples per second (None while no
-    fragment runs). ``finish_s``: expected seconds until its total, at its mean speed since
-    submission (None: unknown, or it has ended). ``why``: why it ended. ``shape``: how its ranks
-    share the work on its nodes (None: no nodes, or no shapes). ``resumes``,
-    ``verified``: as of its last checkpoint.
-    """
+    """One trainer."""
 
     name: str
     state: str
     nodes: int
-    samples: int
+    samples: int  # as last reported
     total: int | None
     metrics: Mapping[str, float]
-    rate: float | None
+    rate: float | None  # samples per second; None: no fragment runs
     efficiency: float | None
     fragments: int
     preempted: int
     rescaled: int
+    # expected seconds to its total, at its mean speed so far; None: unknown, or it has ended
     finish_s: float | None = None
-    why: str = ''
-    shape: str | None = None
-    resumes: int = 0
+    why: str = ''  # it ended
+    shape: str | None = None  # how its ranks share the work; None: no nodes, or no shapes
+    resumes: int = 0  # with verified: as of its last checkpoint
     verified: int = 0
 
     @property
@@ -63,19 +61,14 @@ class BlockNow:
     left_s: float | None
 
 
-NEVER = Liveness('ended')
-
-
 @dataclass(frozen=True)
 class DecisionNow:
-    """The last decision: ``ago_s`` seconds since, the solver and how it ended, and by what share of
-    its worth a better decision could be better at most (None: not known).
-    """
+    """The last decision."""
 
     ago_s: float
-    status: str
+    status: str  # how the solver ended
     solver: str
-    gap: float | None
+    gap: float | None  # share of its worth that a better one could gain at most; None: not known
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
     different node counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the total,
     None if unknown), ``samples_repeated`` (trained and not kept), and further
     ``fragments_started``, ``failed``, ``resumes``, ``verified`` (of these), ``checkpoints``,
-    ``state``, ``why``; ``blocks``;
-    ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
-    :func:`~.causes.node_seconds_of`; ``wall_s`` (seconds, summed over runs).
+    ``state``, ``why``; ``blocks``; ``blocks_killed`` (taken while a fragment was training on them);
+    ``node_s`` as in :func:`~.causes.node_seconds_of`; ``wall_s`` (seconds, summed over runs).
     """
     killed = [{node.block for node in struck_nodes(run)} for run in history.runs]
     return {
@@ -130,20 +129,10 @@ def efficiency(history: History, now: float, allocator: Allocator) -> Efficiency
     it is linear in nodes. Runs of a resumed workflow add up above and below.
 
     U can exceed 1 for a trainer that got more than its share of the constant pool. U of the whole
-    run has the sums over its trainers above and below.
-
-    Parameters
-    ----------
-    now
-        Epoch seconds.
-    allocator
-        An exact one; wrap it in :class:`CachedAllocator` when this is called over and over.
-
-    Returns
-    -------
-    Efficiency
-        None where the constant pool would have given a trainer nothing. Trainings of one epoch or
-        less have none and do not count: their first start would be most of the figure.
+    run has the sums over its trainers above and below. It is None where the constant pool would
+    have given a trainer nothing. Trainings of one epoch or less have none and do not count: their
+    first start would be most of the figure. ``now``: epoch seconds. ``allocator``: an exact one;
+    wrap it in :class:`CachedAllocator` when this is called over and over.
     """
     above: dict[str, float] = {t.name: 0.0 for t in history.trainings}
     below: dict[str, float] = {t.name: 0.0 for t in history.trainings}

@@ -26,9 +26,8 @@ class Chart:
     def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
         self._x, self._y, self._label, self._size = x, y, label, size
         self._stretched: list[str] = []
-        self._marks: dict[
-            tuple[str, ...], str
-        ] = {}  # by position, so that a month of preemptions does not fill a disk
+        # By position, so that a month of preemptions does not fill a disk.
+        self._marks: dict[tuple[str, ...], str] = {}
         self._behind: dict[tuple[str, ...], str] = {}
         self._names: list[str] = []
 
@@ -71,7 +70,7 @@ class Chart:
             self._stretched.append(f'<path class="area {kind}" d="{path}">{_title(name)}</path>')
 
     def dot(self, point: Point, kind: str, name: str = '') -> None:
-        x, y = self._place(point)
+        x, y = _percent(self._x.part(point[0])), _percent(1 - self._up(point[1]))
         self._marks.setdefault(
             ('dot', kind, x, y),
             f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="3.5">{_title(name)}</circle>',
@@ -126,9 +125,6 @@ class Chart:
 
     def _up(self, value: float) -> float:
         return self._y.part(value) if self._y else value
-
-    def _place(self, point: Point) -> tuple[str, str]:
-        return _percent(self._x.part(point[0])), _percent(1 - self._up(point[1]))
 
 
 def _staircase(grid: Sequence[float], heights: Sequence[float]) -> list[Point]:

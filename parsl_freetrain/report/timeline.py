@@ -13,9 +13,7 @@ from parsl_freetrain.report.intervals import Interval, clip, merge, subtract
 BUSY_CLASSES = ('lost', 'checkpointing', 'trained', 'starting')
 """Classes of a node-second; where records overlap, the first counts. The rest is idle."""
 
-LOSING = frozenset({'preempted', 'failed'})
-"""Endings after which work may be repeated."""
-
+LOSING = frozenset({'preempted', 'failed'})  # endings after which work may be repeated
 Phases = dict[str, list[Interval]]
 
 

@@ -443,7 +443,8 @@ def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser)
     out = tmp_path / 'out.html'
     assert main(['report', '--ledger', str(path), '--out', str(out)]) == 0
     with tab(browser, out.as_uri()) as seen:
-        assert seen.page.title() == 'FreeTrain report: run r'
+        name = ' '.join(HOSTILE.replace('\x1b', ' ').split())
+        assert seen.page.title() == f't, {name} – FreeTrain'
         assert seen.complaints == [] and seen.page.locator('img, script').count() == 0
         text = seen.text()
     assert '<img src=x onerror' in text and 'ValueError: <img' in text and '$style' in text
@@ -463,7 +464,7 @@ def test_the_page_may_run_and_load_nothing(small: Path, browser: Browser, tmp_pa
         )
     )
     with tab(browser, out.as_uri()) as seen:
-        assert seen.page.title() == 'FreeTrain report: run r'
+        assert seen.page.title() == 't – FreeTrain'
         assert any('Content Security Policy' in said for said in seen.complaints)
 
 

@@ -63,14 +63,10 @@ def _meet(shared: Path, raced: dict[str, Any]) -> None:
 
 def _probe(command: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
     whole = [*command, sys.executable, '-P', '-m', 'parsl_freetrain.training.process.probe']
+    asked = json.dumps(question)
     try:
         done = subprocess.run(
-            whole,
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            timeout=NODE_S,
-            check=False,
+            whole, input=asked, capture_output=True, text=True, timeout=NODE_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {'error': f'{type(error).__name__}: {error}'}

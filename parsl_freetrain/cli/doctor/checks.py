@@ -17,8 +17,7 @@ SLOW_FSYNC_MS = 200.0
 FEW_PORTS = 50
 
 NETWORK_FILE_SYSTEMS = ('nfs', 'lustre', 'gpfs', 'beegfs', 'ceph', 'panfs', 'wekafs', 'daos')
-STALE_OPTIONS = {'nocto', 'async'}
-"""Mount options of NFS with which nodes may see old content."""
+STALE_OPTIONS = {'nocto', 'async'}  # mount options of NFS with which nodes may see old content
 
 
 @dataclass(frozen=True)

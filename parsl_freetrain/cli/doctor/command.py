@@ -62,8 +62,9 @@ def doctor(
     With --site, every queue that the site's file states is compared with the scheduler's, and the
     line of the file that is out of date is named. Nothing is submitted unless --nodes is given.
     """
-    # Imported here, so that --help is fast.
+    from parsl_freetrain.cli.doctor.asking import ask_endpoint
     from parsl_freetrain.cli.doctor.checks import findings
+    from parsl_freetrain.cli.doctor.measuring import imports
 
     if not checkpoints.is_dir() or not os.access(checkpoints, os.W_OK):
         raise BadInput(
@@ -78,7 +79,11 @@ def doctor(
         of_site = examine(site, folder, nodes, wait)
     facts = _facts(folder, through)
     found = findings(facts) + of_site
-    more = _more(environment, endpoint, endpoint_options, folder)
+    more: dict[str, Any] = {}
+    if environment:
+        more['imports'] = imports(Path(sys.prefix), folder)
+    if endpoint:
+        more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
     found += findings(more)
     document = {**facts, **more, 'findings': [vars(finding) for finding in found]}
     try:
@@ -93,21 +98,6 @@ def doctor(
         _show(found)
         print(f'All of it is in {out}.')
     return int(any(finding.state == 'bad' for finding in found))
-
-
-def _more(
-    environment: bool, endpoint: str, endpoint_options: Path | None, folder: Path
-) -> dict[str, Any]:
-    more: dict[str, Any] = {}
-    if environment:
-        from parsl_freetrain.cli.doctor.measuring import imports
-
-        more['imports'] = imports(Path(sys.prefix), folder)
-    if endpoint:
-        from parsl_freetrain.cli.doctor.asking import ask_endpoint
-
-        more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
-    return more
 
 
 def _facts(folder: Path, through: str) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from parsl_freetrain.report.figures import figures
 from parsl_freetrain.report.names import chosen
 from parsl_freetrain.report.page import report_page
 
-SHARE = 10
-"""Of the time, at most one part in so many goes into writing the page."""
+SHARE = 10  # of the time, at most one part in so many goes into writing the page
 
 
 class LivePage:

@@ -16,24 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from parsl_freetrain.core.allocation.answer import Allocator
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, nodes_text
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.report.cells import (
-    CELLS,
-    block_cells,
-    clean,
-    duration_text,
-    finish_text,
-    heading_words,
-    in_shape,
-    left_text,
-    metric_text,
-    nodes_text,
-    rate_text,
-    samples_text,
-    trainer_cells,
-    value_text,
-)
+from parsl_freetrain.report import cells as texts
 from parsl_freetrain.report.status import (
     BlockNow,
     RunStatus,
@@ -44,9 +29,7 @@ from parsl_freetrain.report.status import (
 )
 from parsl_freetrain.report.summary import CachedAllocator
 
-MOST_BLOCKS = 12
-"""Maximum number of open blocks to list; the others are counted."""
-
+MOST_BLOCKS = 12  # maximum number of open blocks to list; the others are counted
 STATE_STYLES = {'running': 'green', 'finished': 'bold green', 'failed': 'bold red'}
 STATE_STYLES['cancelled'] = 'yellow'
 
@@ -155,13 +138,15 @@ class _Screen:
         else:
             for block in shown:
                 who = ', '.join(block.trainers) or 'idle'
-                yield _cut(f'{block.name}: {nodes_text(block.nodes)}, {left_text(block)}, {who}')
+                yield _cut(
+                    f'{block.name}: {nodes_text(block.nodes)}, {texts.left_text(block)}, {who}'
+                )
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
         lines = (*map(limit_in_words, seen.limits), *resumes_in_words(seen.trainers))
-        yield from (Text(clean(line), 'dim') for line in lines)
+        yield from (Text(texts.clean(line), 'dim') for line in lines)
         for sentence in filter(None, (seen.life.sentence, *seen.damage)):
-            yield Text(clean(sentence), 'yellow')
+            yield Text(texts.clean(sentence), 'yellow')
 
 
 def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
@@ -180,12 +165,12 @@ class _Closing:
         titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
         table = _table('trainer', *titles)
         for name, cells in rows.items():
-            table.add_row(Text(clean(name)), *(cells.get(title, '') for title in titles))
+            table.add_row(Text(texts.clean(name)), *(cells.get(title, '') for title in titles))
         if _fits(table, console, options):
             yield table
         else:
             for name, cells in rows.items():
-                yield _cut(clean(name), 'bold')
+                yield _cut(texts.clean(name), 'bold')
                 for title, cell in cells.items():
                     yield _cut(f'  {title}: {cell}')
         node_s = self._summary['node_s']
@@ -193,10 +178,9 @@ class _Closing:
         parts = ((kind, 100 * s / whole) for kind, s in node_s.items() if kind != 'offered')
         shares = ', '.join(f'{kind} {part:.0f}%' for kind, part in parts)
         yield Text(f'node-seconds: {node_s["offered"]:.0f} offered, of these {shares}')
-        yield Text(
-            f'blocks: {self._summary["blocks"]}, killed while training: '
-            f'{self._summary["blocks_killed"]}; {duration_text(self._summary["wall_s"])} in all'
-        )
+        blocks, killed = self._summary['blocks'], self._summary['blocks_killed']
+        in_all = f'{texts.duration_text(self._summary["wall_s"])} in all'
+        yield Text(f'blocks: {blocks}, killed while training: {killed}; {in_all}')
 
 
 def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
@@ -222,41 +206,43 @@ def _heading(seen: RunStatus) -> Text:
     text = Text('FreeTrain', 'bold', no_wrap=True, overflow='ellipsis')
     of_life = {'died': 'bold red', 'silent': 'yellow'}.get(seen.life.state, 'not bold')
     style = of_life if seen.ended is None else 'dim'
-    return text.append(f'  {heading_words(seen)}', style)
+    return text.append(f'  {texts.heading_words(seen)}', style)
 
 
 def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
-    table = _table('trainer', 'state', 'nodes', 'progress', *list(CELLS)[1:])
+    table = _table('trainer', 'state', 'nodes', 'progress', *list(texts.CELLS)[1:])
     for column in (0, 1, 3):
         table.columns[column].justify = 'left'
     for t in trainers:
         table.add_row(
-            Text(clean(t.name), overflow='ellipsis'),
-            Text(clean(t.state), STATE_STYLES.get(t.state, '')),
+            Text(texts.clean(t.name), overflow='ellipsis'),
+            Text(texts.clean(t.state), STATE_STYLES.get(t.state, '')),
             str(t.nodes),
             ProgressBar(
                 total=t.total or 1, completed=min(t.samples, t.total) if t.total else 0, width=bar
             ),
-            *list(trainer_cells(t).values())[1:],
+            *list(texts.trainer_cells(t).values())[1:],
         )
     return table
 
 
 def _trainer_lines(t: TrainerNow) -> RenderableType:
     name = Text(no_wrap=True, overflow='ellipsis')
-    name.append(clean(t.name), 'bold')
-    name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
-    name.append(clean(f', {nodes_text(t.nodes)}{in_shape(t)}'))
+    name.append(texts.clean(t.name), 'bold')
+    name.append(f' {texts.clean(t.state)}', STATE_STYLES.get(t.state, ''))
+    name.append(texts.clean(f', {nodes_text(t.nodes)}{texts.in_shape(t)}'))
     parts: list[RenderableType] = [name]
     if t.total:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
         parts.append(bar)
-    parts.append(_cut(f'  {samples_text(t)} at {rate_text(t.rate)}, {metric_text(t)}'))
+    parts.append(
+        _cut(f'  {texts.samples_text(t)} at {texts.rate_text(t.rate)}, {texts.metric_text(t)}')
+    )
     counts = f'frag {t.fragments}, pre {t.preempted}, resc {t.rescaled}'
-    parts.append(_cut(f'  U {value_text(t.efficiency, ".2f")}, {counts}'))
+    parts.append(_cut(f'  U {texts.value_text(t.efficiency, ".2f")}, {counts}'))
     if t.finish_s is not None:
-        parts.append(_cut(f'  done in {finish_text(t)}'))
+        parts.append(_cut(f'  done in {texts.finish_text(t)}'))
     return Group(*parts)
 
 
@@ -264,18 +250,23 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
     table = _table('block', 'nodes', 'time left', 'trainers')
     table.columns[3].justify = 'left'
     for block in blocks:
-        cells = map(clean, block_cells(block).values())
+        cells = map(texts.clean, texts.block_cells(block).values())
         table.add_row(*(Text(cell, overflow='ellipsis') for cell in cells))
     return table
 
 
 def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
-    return clean(
-        f'{duration_text(elapsed_s)} {t.name}: {t.state}, {nodes_text(t.nodes)}{in_shape(t)}, '
-        f'{samples_text(t)} samples, {metric_text(t)}, {rate_text(t.rate)}, U '
-        f'{value_text(t.efficiency, ".2f")}, fragments {t.fragments}, preempted {t.preempted}, '
-        f'rescaled {t.rescaled}' + (f', done in {finish_text(t)}' if t.finish_s is not None else '')
-    )
+    parts = [
+        f'{texts.duration_text(elapsed_s)} {t.name}: {t.state}',
+        f'{nodes_text(t.nodes)}{texts.in_shape(t)}',
+        f'{texts.samples_text(t)} samples',
+        texts.metric_text(t),
+        texts.rate_text(t.rate),
+        f'U {texts.value_text(t.efficiency, ".2f")}',
+        f'fragments {t.fragments}, preempted {t.preempted}, rescaled {t.rescaled}',
+        *([] if t.finish_s is None else [f'done in {texts.finish_text(t)}']),
+    ]
+    return texts.clean(', '.join(parts))
 
 
 def _table(*titles: str) -> Table:
@@ -287,4 +278,4 @@ def _table(*titles: str) -> Table:
 
 
 def _cut(line: str, style: str = '') -> Text:
-    return Text(clean(line), style, no_wrap=True, overflow='ellipsis')
+    return Text(texts.clean(line), style, no_wrap=True, overflow='ellipsis')
