@@ -145,39 +145,34 @@ def rehearse(
         return Rehearsal(name, len(first.order), time.monotonic() - began, tuple(rows), last)
 
 
+@dataclass
 class _Forms:
     """Runs forms of one training, each in a folder of its own."""
 
-    def __init__(
-        self,
-        name: str,
-        spec: TrainingSpec,
-        server: ForkClient,
-        folder: Path,
-        payload: bytes,
-        steps: int,
-    ) -> None:
-        self._name, self._spec, self._server = name, spec, server
-        self._folder, self._payload, self._steps = folder, payload, steps
-        self._until: int | None = None
+    name: str
+    spec: TrainingSpec
+    server: ForkClient
+    folder: Path
+    payload: bytes
+    steps: int
+    until: int | None = None
 
     def compared(self, first: _Run) -> Iterator[Row]:
         places = first.order
-        self._until = places[-1][1]
+        self.until = places[-1][1]
         starts = [samples for _, samples, *_ in places]
         two = starts[1]
         ends = [a[1] for a, b in pairwise(places) if a[2] != b[2]]
         loops = [b[1] for a, b in pairwise(places[:-1]) if a[0] != b[0]]
         few = f'none within {len(places)} steps'
-        for form, at, kind in (
-            ('stopped in the first loop, and continued', two, 'cut'),
-            ("stopped at an epoch's end, and continued", ends[0] if ends else None, 'cut'),
-            ('stopped after a loop, and continued', loops[0] if loops else None, 'cut'),
+        for form, at in (
+            ('stopped in the first loop, and continued', two),
+            ("stopped at an epoch's end, and continued", ends[0] if ends else None),
+            ('stopped after a loop, and continued', loops[0] if loops else None),
         ):
-            if at is None:
-                yield Row(form, few, ran=False)
-            else:
-                yield self._row(first, form, [_Part(1, at), _Part()], kind)
+            parts = [_Part(1, at), _Part()]
+            there = at is not None
+            yield self._row(first, form, parts, 'cut') if there else Row(form, few, ran=False)
         late = starts[min(len(starts) // 2, max(0, len(starts) - 4))]
         yield self._row(first, 'killed, and continued', [_Part(1, late, kill=True), _Part()], 'cut')
         yield self._row(first, 'on two ranks', [_Part(2)], 'ranks')
@@ -187,14 +182,12 @@ class _Forms:
         yield self._row(first, form, [_Part()], 'workers', workers=other)
 
     def run(self, form: str, parts: Sequence[_Part], **how: Any) -> _Run:
-        folder, found = Path(tempfile.mkdtemp(dir=self._folder)), _Run()
+        folder, found = Path(tempfile.mkdtemp(dir=self.folder)), _Run()
         for number, part in enumerate(parts, 1):
             trace = str(folder / 'steps')
-            says = Rehearsed(
-                EPOCH_STEPS, self._steps, self._until, part.at, part.kill, trace, **how
-            )
+            says = Rehearsed(EPOCH_STEPS, self.steps, self.until, part.at, part.kill, trace, **how)
             order = FragmentOrder(
-                self._name, number, str(folder / 'store'), self._spec, None, interface='lo',
+                self.name, number, str(folder / 'store'), self.spec, None, interface='lo',
                 rehearsed=says,
             )  # fmt: skip
             found.error = self._fragment(order, part, folder)
@@ -208,7 +201,7 @@ class _Forms:
         if (folder / 'steps').exists():
             lines = (folder / 'steps').read_text().splitlines()
             found.order = [tuple(json.loads(line)) for line in lines]
-        last = found.checkpoint = PosixCheckpointStore(folder / 'store', self._name).latest()
+        last = found.checkpoint = PosixCheckpointStore(folder / 'store', self.name).latest()
         if last is not None:
             saved = read_state(last.path)
             found.rest = {'ctx.state': saved.position.user, 'the number of samples': last.samples}
@@ -217,14 +210,12 @@ class _Forms:
 
     def beside(self, plain: Callable[[Iterator[Any]], Any]) -> Row:
         """The plain twin, which is given the global batches, against one shard on one rank."""
-        form, folder = 'as plain PyTorch', Path(tempfile.mkdtemp(dir=self._folder))
-        mode = structs.replace(self._spec.mode, shards=1)
-        spec = structs.replace(self._spec, mode=mode, max_nodes=1)
-        whole = _Forms(self._name, spec, self._server, self._folder, self._payload, self._steps)
-        alone = whole.run(form, [_Part()], batches=str(folder))
-        batches = [
-            torch.load(file, weights_only=False) for file in sorted(folder.glob('*'))[: self._steps]
-        ]
+        form, folder = 'as plain PyTorch', Path(tempfile.mkdtemp(dir=self.folder))
+        mode = structs.replace(self.spec.mode, shards=1)
+        spec = structs.replace(self.spec, mode=mode, max_nodes=1)
+        alone = replace(self, spec=spec, until=None).run(form, [_Part()], batches=str(folder))
+        files = sorted(folder.glob('*'))[: self.steps]
+        batches = [torch.load(file, weights_only=False) for file in files]
         if alone.error or not alone.weights:
             return Row(form, alone.error, help=_HELP['plain'])
         theirs = plain(iter(batches))
@@ -265,7 +256,7 @@ class _Forms:
         """Run a fragment; returns what went wrong."""
         logs = [folder / f'f{order.fragment}-r{rank}.log' for rank in range(part.ranks)]
         ranks = [
-            self._server.launch(order, RankPlace(i, part.ranks, i, 1, str(log)), self._payload, {})
+            self.server.launch(order, RankPlace(i, part.ranks, i, 1, str(log)), self.payload, {})
             for i, log in enumerate(logs)
         ]
         outcomes: dict[int, Outcome] = {}

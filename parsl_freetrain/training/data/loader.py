@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import random
 import signal
 import sys
@@ -22,7 +21,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.device_faults import causes
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.data.loader_settings import LoaderSettings
-from parsl_freetrain.training.data.own_generators import own_generators
+from parsl_freetrain.training.data.own_generators import own_generators, seed_of
 from parsl_freetrain.training.process.linux import die_with_parent
 
 _WORKER = 'DataLoader worker (pid'  # torch's words
@@ -43,8 +42,7 @@ class MicroBatch:
     def seed(self, seed: int, what: str) -> int:
         """63 bits, for this micro-batch and this use only."""
         part = f'{self.part}.{self.number}' if self.number else str(self.part)
-        text = f'{seed}:{self.samples_before}:{part}:{what}'.encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        return seed_of(f'{seed}:{self.samples_before}:{part}:{what}')
 
 
 def seed_alike(samples: int, seed: int, what: str) -> None:
@@ -91,10 +89,8 @@ def make_loader(
     }
     if read.collate_fn is None and _has_rows(dataset):
         dataset, options['collate_fn'] = _Rows(dataset), list
-    batches: Any = micro_batches
-    if seed is None:
-        batches = _Indices(micro_batches)
-    else:
+    batches: Any = _Indices(micro_batches) if seed is None else micro_batches
+    if seed is not None:
         dataset = _SeededDataset(dataset, read.collate_fn, seed)
     return DataLoader(dataset, batch_sampler=batches, **options)
 
@@ -184,11 +180,8 @@ class _SeededDataset(Dataset[Any]):
 
     def _items(self, micro_batch: MicroBatch) -> list[Any]:
         seed_everything(micro_batch.seed(self._seed, 'data'))
-        indices = list(micro_batch.indices)
-        together = getattr(self._dataset, '__getitems__', None)
-        return (
-            list(together(indices)) if together is not None else [self._dataset[i] for i in indices]
-        )
+        indices, together = list(micro_batch.indices), getattr(self._dataset, '__getitems__', None)
+        return list(together(indices)) if together else [self._dataset[i] for i in indices]
 
 
 def worker_died(error: BaseException) -> str:

@@ -78,23 +78,16 @@ class LoaderData(LoaderSettings):
                     f'{data.num_workers}: leave out num_workers, or say ctx.loop(DataLoader('
                     'stream, batch_size=None, num_workers=...), batch_size).'
                 )
-            return LoaderData(
-                dataset=data.dataset,
-                batch_size=data.batch_size,
-                shuffle=False,
-                collate_fn=data.collate_fn,
-            )
+            return _read_as(data, shuffle=False)
         if data.batch_size is None:
             raise BadInput(
                 'ctx.loop was given a DataLoader with a batch sampler, but makes the batches '
                 'itself: say batch_size and sampler.'
             )
         plain = type(data.sampler).__name__ in KNOWN and not _draws(data.sampler)
-        return LoaderData(
-            dataset=data.dataset,
-            batch_size=data.batch_size,
+        return _read_as(
+            data,
             shuffle=plain and type(data.sampler).__name__ == RandomSampler.__name__,
-            collate_fn=data.collate_fn,
             num_workers=data.num_workers,
             sampler=None if plain else data.sampler,
             drop_last=data.drop_last,
@@ -133,13 +126,13 @@ class LoaderData(LoaderSettings):
                     f'The DataLoader of {what} has {name}, which is not passed on to ctx.loop: '
                     'leave it out, or call ctx.loop yourself.'
                 )
-        return LoaderData(
-            dataset=loader.dataset,
-            batch_size=loader.batch_size,
-            shuffle=isinstance(loader.sampler, RandomSampler),
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-        )
+        shuffle = isinstance(loader.sampler, RandomSampler)
+        return _read_as(loader, shuffle=shuffle, num_workers=loader.num_workers)
+
+
+def _read_as(of: Any, **how: Any) -> LoaderData:
+    read = {'batch_size': of.batch_size, 'collate_fn': of.collate_fn, **how}
+    return LoaderData(dataset=of.dataset, **read)
 
 
 def _refuse_own_way(loader: DataLoader[Any]) -> None:

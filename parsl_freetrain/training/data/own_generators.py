@@ -31,14 +31,18 @@ class OwnGenerators:
 
     def seed(self, seed: int) -> None:
         for name, _, seed_it in self._known.values():
-            text = f'{seed}:{name}'.encode()
-            seed_it(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1)
+            seed_it(seed_of(f'{seed}:{name}'))
 
     def forget(self) -> None:
         self._known.clear()
 
 
 own_generators = OwnGenerators()
+
+
+def seed_of(text: str) -> int:
+    """63 bits that depend on a text only."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def _seeding(value: Any) -> Callable[[int], object] | None:

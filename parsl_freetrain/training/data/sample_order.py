@@ -49,11 +49,10 @@ class GlobalOrder:
     """Whether an epoch ends with its last full batch; not in scaled mode."""
 
     def __post_init__(self) -> None:
-        _check_dataset(self.dataset_size)
+        _check('The number of samples of the dataset', self.dataset_size)
         if self.batch_size < 1:
             refuse('The global batch size', self.batch_size, 'at least 1 sample')
-        if self.total_samples < 1:
-            refuse('The total to train, in samples,', self.total_samples, 'at least 1')
+        _check('The total to train, in samples,', self.total_samples)
         if self.drop_last and not self.aligned:
             raise BadInput(
                 'ctx.loop was given drop_last=True in scaled mode, in which the size of a batch, '
@@ -111,11 +110,8 @@ class GlobalOrder:
         if samples_done == self.total_samples:
             return
         epoch, position = divmod(samples_done, self.epoch_size)
-        if (
-            samples_done < 0
-            or samples_done > self.total_samples
-            or (self.aligned and position % self.batch_size)
-        ):
+        within = 0 <= samples_done <= self.total_samples
+        if not within or (self.aligned and position % self.batch_size):
             raise BadInput(
                 f'The checkpoint is at {samples_done} samples (sample {position} of epoch '
                 f'{epoch}), where no global batch ends for batch size {self.batch_size}, '
@@ -129,7 +125,7 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     """Contiguous parts whose sizes differ by at most 1, larger ones first, some empty if there are
     more than indices. Raises BadInput if ``shards`` is below 1.
     """
-    _check_shards(shards)
+    _check('The number of shards of a batch', shards)
     parts = (_part(len(indices), shards, index) for index in range(shards))
     return tuple(tuple(indices[part.start : part.stop]) for part in parts)
 
@@ -139,7 +135,7 @@ def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[flo
     ``speeds``: of each rank, relative to the others; empty: all are alike. Raises BadInput if
     ``shards`` is below 1 or there is no such rank.
     """
-    _check_shards(shards)
+    _check('The number of shards of a batch', shards)
     _check_rank(world_size, rank)
     if not speeds:
         return _part(shards, world_size, rank)
@@ -158,7 +154,7 @@ def samples_in(epochs: float, dataset_size: int) -> int:
     """Rounded to the nearest whole number, at least 1. Raises BadInput if the dataset is empty, or
     ``epochs`` is not a number above 0.
     """
-    _check_dataset(dataset_size)
+    _check('The number of samples of the dataset', dataset_size)
     if not math.isfinite(epochs) or epochs <= 0:
         refuse('The total to train, in epochs,', epochs, 'a number above 0')
     return max(1, round(epochs * dataset_size))
@@ -182,14 +178,9 @@ def _part(size: int, parts: int, index: int) -> range:
     return range(start, start + each + (index < larger))
 
 
-def _check_dataset(dataset_size: int) -> None:
-    if dataset_size < 1:
-        refuse('The number of samples of the dataset', dataset_size, 'at least 1')
-
-
-def _check_shards(shards: int) -> None:
-    if shards < 1:
-        refuse('The number of shards of a batch', shards, 'at least 1')
+def _check(what: str, number: int) -> None:
+    if number < 1:
+        refuse(what, number, 'at least 1')
 
 
 def _check_rank(world_size: int, rank: int) -> None:

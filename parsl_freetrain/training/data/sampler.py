@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.data.own_generators import seed_of
 
 Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -112,7 +113,7 @@ def sampled_order(
 @contextmanager
 def _random_numbers_of(text: str) -> Iterator[int]:
     """Random numbers that depend on ``text`` only; afterwards, those of before go on."""
-    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    seed = seed_of(text)
     numpy = sys.modules.get('numpy')
     before = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

@@ -68,10 +68,7 @@ class Carried:
             found = {path.removeprefix(here): path for path in saved if path.startswith(here)}
             found = {name: path for name, path in found.items() if name.isidentifier()}
             now = frame.f_locals
-            values = {
-                n: _unpacked(saved[p], now.get(n), self._live, self._device)
-                for n, p in found.items()
-            }
+            values = {name: self._value(saved[path], now.get(name)) for name, path in found.items()}
             if values:
                 frame.f_locals.update(values)
                 if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
@@ -100,7 +97,7 @@ class Carried:
         if name in self._kept:
             raise BadInput(f'ctx.keep was called twice with the name {name!r}: give other names.')
         if (then := self._saved.get('kept', {}).get(name)) is not None:
-            thing.load_state_dict(_unpacked(then, None, self._live, self._device))
+            thing.load_state_dict(self._value(then))
         try:
             _packed(thing.state_dict(), self._live)
         except _NotPlain as error:
@@ -137,10 +134,10 @@ class Carried:
         then = self._saved.get('once', [])[len(self._once) : len(self._once) + 1]
         if then and not _is_state(then[0]):
             self._once.append(then[0])
-            return _unpacked(then[0], None, self._live, self._device)
+            return self._value(then[0])
         value = function()
         if then:
-            _unpacked(then[0], value, self._live, self._device)
+            self._value(then[0], value)
         try:
             self._once.append(_packed(value, self._live))
         except _NotPlain as error:
@@ -149,6 +146,9 @@ class Carried:
                 'tensors, numbers, texts and containers of them, or a module.'
             ) from None
         return value
+
+    def _value(self, packed: Any, now: Any = None) -> Any:
+        return _unpacked(packed, now, self._live, self._device)
 
     def _variables(self, *, all_of: bool = False) -> Iterator[tuple[str, Any]]:
         for frame in self._frames:
@@ -165,18 +165,13 @@ class Carried:
         before = {path: packed for moment in saved for path, packed in moment.items()}
         found = {}
         for path, one in self._variables():
-            then = marks.get(path)
+            then, unchanged = marks.get(path), list[str]()
             if path not in before and path in marks:
                 # Modules that are not prepared must not change.
                 if isinstance(one, torch.nn.Module) or then == (now := _mark(one)):
                     continue
-                unchanged = (
-                    [key for key in now if then.get(key) == now[key]]
-                    if (isinstance(then, dict) and isinstance(now, dict))
-                    else []
-                )
-            else:
-                unchanged = []
+                if isinstance(then, dict) and isinstance(now, dict):
+                    unchanged = [key for key in now if then.get(key) == now[key]]
             with suppress(_NotPlain):
                 found[path] = _packed(one, self._live, unchanged)
         return found
@@ -319,13 +314,10 @@ def _is_state(packed: Any) -> bool:
 def _unpacked(packed: Any, now: Any, live: list[torch.Tensor], device: torch.device) -> Any:
     """The value, in the place of ``now`` where that is of its kind: others may refer to it."""
     if isinstance(packed, torch.Tensor):
-        alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (
-            packed.shape,
-            packed.dtype,
-        )
-        if alike and not (now.requires_grad or now.is_inference()):
-            return now.copy_(packed)
-        return packed.clone()
+        kind = packed.shape, packed.dtype
+        alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == kind
+        taken = alike and not (now.requires_grad or now.is_inference())
+        return now.copy_(packed) if taken else packed.clone()
     if not isinstance(packed, tuple):
         return packed
     kind, inner = packed[:2]

@@ -51,20 +51,9 @@ class Checkpointer:
 
     A checkpoint during training is a copy of the state, which a thread writes while training
     continues. There is one such thread at a time. Its errors are raised at the next step.
-
-    Parameters
-    ----------
-    sender
-        Leaves the state in memory when the fragment stops; None: it is not left there.
-    writers
-        The ranks that write together; None: rank 0 writes alone.
-
-    Attributes
-    ----------
-    timing
-        When to save and to stop.
-    last
-        The last committed checkpoint, on rank 0.
+    ``sender`` leaves the state in memory when the fragment stops; None: it is not left there.
+    ``writers``: the ranks that write together; None: rank 0 writes alone. ``last``: the last
+    committed checkpoint, on rank 0.
     """
 
     def __init__(
@@ -157,21 +146,8 @@ class Checkpointer:
         self.timing.count_from_here()
 
     def save_now(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
-        """Commit a checkpoint, report it to the node agent, and delete old ones.
-
-        Parameters
-        ----------
-        collect
-            Returns the state, or None on ranks that do not write it.
-        samples, metrics
-            As in :class:`~parsl_freetrain.core.model.types.Checkpoint`.
-
-        Raises
-        ------
-        Fenced
-            If a later fragment has begun.
-        FreeTrainError
-            If this checkpoint or the previous one cannot be written.
+        """Commit a checkpoint, report it to the node agent, and delete old ones. Raises Fenced if a
+        later fragment has begun, FreeTrainError if this or the previous one cannot be written.
         """
         began = time.monotonic()
         state = self._collected(collect)

@@ -12,9 +12,11 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
 from parsl_freetrain.training.data.loader_settings import LoaderData
+from parsl_freetrain.training.loop.rank_parts import RankParts
+from parsl_freetrain.training.steps.mesh import Division
 
 Measure = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 _Sums = dict[str, tuple[float, float]]
@@ -24,22 +26,19 @@ _Sums = dict[str, tuple[float, float]]
 def evaluate(
     model: torch.nn.Module,
     data: LoaderData,
-    seed: int,
     measure: Measure,
-    peers: Peers,
-    device: torch.device,
-    part: int,
-    parts: int,
+    rank: RankParts,
+    division: Division,
     after_batch: Callable[[], None],
     gradients: bool = False,
 ) -> dict[str, float]:
     """The mean of each metric over all samples. All ranks call this.
 
-    The batches are the same for any number of ranks, and their sums are added exactly. This rank
-    has the part ``part`` of ``parts``; ``after_batch`` is called equally often on all ranks. Raises
-    BadInput if the dataset has no length or no samples, or ``measure`` returns something else than
-    it should.
+    The batches are the same for any number of ranks, and their sums are added exactly.
+    ``after_batch`` is called equally often on all ranks. Raises BadInput if the dataset has no
+    length or no samples, or ``measure`` returns something else than it should.
     """
+    part, parts, device = division.data_rank, division.parts, rank.device
     size = size_of(data.dataset)
     if size < 1 or data.batch_size < 1:
         raise BadInput(
@@ -58,7 +57,9 @@ def evaluate(
     micro_batches = [MicroBatch(batches[number], 0, number, 0.0) for number in mine]
     found: dict[int, _Sums] = {}
     with _evaluating(model), torch.set_grad_enabled(gradients):
-        loaded = iter(make_loader(data.dataset, micro_batches, seed, data, device))
+        loaded = iter(
+            make_loader(data.dataset, micro_batches, rank.order.spec.mode.seed, data, device)
+        )
         for number in mine:
             try:
                 said = measure(model, to_device(next(loaded), device))
@@ -71,7 +72,7 @@ def evaluate(
                 ) from error
             found[number] = _sums(said, len(batches[number]))
             after_batch()
-    for others in gather_bytes(peers, msgspec.msgpack.encode(found)):
+    for others in gather_bytes(rank.peers, msgspec.msgpack.encode(found)):
         found.update(msgspec.msgpack.decode(others, type=dict[int, _Sums]))
     return _means(list(found.values()))
 

@@ -99,15 +99,7 @@ class FragmentRun:
             )
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
         others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
-        self.model = prepare_model(
-            others,
-            self.parts,
-            self.division,
-            self.hooks,
-            self.state,
-            clip_grad_norm,
-            find_unused_parameters,
-        )
+        self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
         prepared, steps = self.model.prepared, self.model.steps
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
@@ -245,21 +237,16 @@ class FragmentRun:
             self._look = batches.look
         model.steps.limit(micro_batch, batches.order.batch_size)
         base, in_epoch, order_at = batches.base, batches.order.epoch_size, source.order_at
-        self.loop = TrainingLoop(
-            self.parts,
-            model,
-            self.state,
-            position,
-            # Not a method of the batches: a stream's own workers run for as long as it is held.
-            lambda samples: (samples - base) // in_epoch,
-            lambda samples: order_at(samples - base),
-            guard,
-            self.verification,
-            body.Body(
-                self.order.spec, self.division, self.peers, self.state.samples == span.base, mean
-            ),
-            loss,
-        )
+
+        # Not a method of the batches: a stream's own workers run for as long as it is held.
+        def position_at(samples: int) -> Position:
+            epoch, order = (samples - base) // in_epoch, order_at(samples - base)
+            return replace(position, samples=samples, epoch=epoch, order=order)
+
+        anew = self.state.samples == span.base
+        seen = body.Body(self.order.spec, self.division, self.peers, anew, mean)
+        how = position_at, guard, self.verification, seen, loss
+        self.loop = TrainingLoop(self.parts, model, self.state, *how)
         return self.loop.run(batches)
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
@@ -323,18 +310,9 @@ class FragmentRun:
         data = data if self._rehearsed is None else self._rehearsed.shortened(data)
         stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
         try:
-            return evaluate(
-                model,
-                data,
-                mode.seed,
-                measure,
-                self.peers,
-                self.parts.device,
-                self.division.data_rank,
-                self.division.parts,
-                self.loop.in_evaluation() if self.loop and stops else lambda: None,
-                gradients,
-            )
+            after_batch = self.loop.in_evaluation() if self.loop and stops else lambda: None
+            how = self.parts, self.division, after_batch, gradients
+            return evaluate(model, data, measure, *how)
         except EvaluationStopped:
             if self._epochs is not None:
                 self._epochs.stop()

@@ -15,16 +15,12 @@ from contextlib import suppress
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.parts import contents_of, file_of
-from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of, is_wanted
+from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of
 from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
 from parsl_freetrain.training.comm.inbox import GOES, Inbox
 from parsl_freetrain.training.comm.peers import PeerLost, Peers
-from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.fork_messages import OfferState
-from parsl_freetrain.training.spec.fragment_order import FragmentOrder
-from parsl_freetrain.training.spec.messages import LeavingState, StateLeft, ToRank
+from parsl_freetrain.training.spec.messages import StateLeft
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +30,8 @@ class StateSender:
 
     Each rank that has a part (``owners``) leaves it on its own node, or sends it to another one. A
     node stays if it was told so; if none was, those count that are not known to be taken away.
-
-    Attributes
-    ----------
-    left
-        The state that is not committed: its digest, its number of samples, and whether it is
-        ``here``, with this node's fork server; None: this rank has left none. An owner states what
-        it has sent, which must be equal to what the receiver has.
+    ``left``: the state that is not committed, ``here`` with this node's fork server or sent; None:
+    this rank has left none. An owner states what it has sent, which the receiver must have.
     """
 
     def __init__(self, trainer: str, peers: Peers, inbox: Inbox, owners: Sequence[int]) -> None:
@@ -110,34 +101,3 @@ class StateSender:
             owner: owner if owner in stay else stay[i % len(stay)]
             for i, owner in enumerate(self._owners)
         }
-
-
-def leave_behind(
-    order: FragmentOrder,
-    channel: Channel[ToRank],
-    rank: int,
-    part: tuple[int, int],
-    samples: int,
-    needs: int,
-    state: Callable[[], State],
-    *,
-    alone: bool,
-) -> StateLeft | None:
-    """After the loss of another rank: leave all that this rank holds in the memory of its node.
-    ``part``: which part of how many that is; ``alone``: no other rank has what is not a tensor.
-    None if there is a checkpoint as new, or another rank of the node leaves the same.
-    """
-    offer = OfferState(order.trainer, order.fragment, samples, part[0], alone)
-    if samples <= order.samples or not is_wanted(offer):
-        return None
-    channel.send(LeavingState())
-    saving('leaving')
-    snapshots, memory = Snapshots(), NodeMemory(order.trainer, offer=offer)
-    taken = snapshots.take(state())
-    assert taken.image is not None
-    contents = image_of(taken.part(rank).packed)
-    with suppress(OSError):
-        if memory.put(file_of(rank), taken.image) and memory.put(contents_of(rank), contents):
-            digest = digest_of_blocks(contents.blocks)
-            return StateLeft(digest, samples, here=True, needs=needs, part=part[0], parts=part[1])
-    return None

@@ -11,14 +11,19 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
+from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.flatten import same
+from parsl_freetrain.training.checkpoint.parts import contents_of, file_of
+from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import Source, State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of, is_wanted
 from parsl_freetrain.training.comm.peers import Peers, on_any_rank
-from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
-from parsl_freetrain.training.spec.messages import StateLeft
+from parsl_freetrain.training.spec.fork_messages import OfferState
+from parsl_freetrain.training.spec.messages import LeavingState, StateLeft
 from parsl_freetrain.training.steps.buffers import copy_all, plain_buffers
 
 
@@ -36,11 +41,7 @@ class Surroundings:
         return cls(
             [
                 [
-                    {
-                        name: copy.deepcopy(value)
-                        for name, value in group.items()
-                        if name != 'params'
-                    }
+                    {name: copy.deepcopy(one) for name, one in group.items() if name != 'params'}
                     for group in optimizer.param_groups
                 ]
                 for optimizer in prepared.optimizers
@@ -78,14 +79,9 @@ class LastStep:
     The user's function changes models only when optimizers step and in functions that are called
     after the step. A rank that loses another one in between has no state to go on from. PyTorch
     counts the changes of tensors, so that others are noticed, except those of ``parameter.data``.
-
-    Attributes
-    ----------
-    possible
-        Whether a rank can tell, and others hold what is lost: a failed exchange raises an error
-        before its result is used, which is not known of other backends than gloo.
-    needs
-        Samples of the last checkpoint that the user has asked for; 0: there is none.
+    ``possible``: a rank can tell, and others hold what is lost: a failed exchange raises an error
+    before its result is used, which is not known of other backends than gloo. ``needs``: samples of
+    the last checkpoint that the user has asked for; 0: there is none.
     """
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
@@ -122,21 +118,28 @@ class LastStep:
 
     def leave(self, state: Callable[[], State]) -> StateLeft | None:
         """After the loss of another rank: make the state what it was at the end of the last batch,
-        and leave it in memory. Returns None if that cannot be done or is not wanted.
+        and leave all that this rank holds of it in the memory of its node. None if that cannot be
+        done, there is a checkpoint as new, or another rank of the node leaves the same.
         """
         if not self._put_back() or self._model.watch.spoilt():
             return None
-        parts, samples = self._parts, self._state.samples
-        return leave_behind(
-            parts.order,
-            parts.channel,
-            parts.place.rank,
-            self._model.division.part,
-            samples,
-            self.needs,
-            state,
-            alone=parts.place.rank == 0 and self._uses_state,
-        )
+        order, rank, samples = self._parts.order, self._parts.place.rank, self._state.samples
+        part, parts = self._model.division.part
+        alone = rank == 0 and self._uses_state  # no other rank has what is not a tensor
+        offer = OfferState(order.trainer, order.fragment, samples, part, alone)
+        if samples <= order.samples or not is_wanted(offer):
+            return None
+        self._parts.channel.send(LeavingState())
+        saving('leaving')
+        snapshots, memory = Snapshots(), NodeMemory(order.trainer, offer=offer)
+        taken = snapshots.take(state())
+        assert taken.image is not None
+        contents = image_of(taken.part(rank).packed)
+        with suppress(OSError):
+            if memory.put(file_of(rank), taken.image) and memory.put(contents_of(rank), contents):
+                digest = digest_of_blocks(contents.blocks)
+                return StateLeft(digest, samples, True, self.needs, part, parts)
+        return None
 
     @torch.no_grad()
     def _put_back(self) -> bool:

@@ -26,9 +26,8 @@ from parsl_freetrain.training.steps.group_settings import plain_values
 
 
 class LoopSaver:
-    """Saves the state of a loop. ``position`` is saved with each checkpoint, with what has changed
-    since the loop began; ``epochs_before`` gives the number of epochs of the loop that have ended
-    at a number of samples, and ``order_at`` the name of the order there.
+    """Saves the state of a loop. ``position_at`` a number of samples is saved with each checkpoint,
+    with what has changed since the loop began.
     """
 
     def __init__(
@@ -36,17 +35,14 @@ class LoopSaver:
         parts: RankParts,
         model: Model,
         state: LoopState,
-        position: Position,
-        epochs_before: Callable[[int], int],
-        order_at: Callable[[int], str],
+        position_at: Callable[[int], Position],
         last: LastStep,
         rollback: Rollback,
         verification: Verification,
     ) -> None:
         self._checkpointer, self._is_main = parts.checkpointer, parts.place.rank == 0
-        self._model, self._state, self._position = model, state, position
-        self._epochs_before, self._last, self._rollback = epochs_before, last, rollback
-        self._order_at, self._verification = order_at, verification
+        self._model, self._state, self._position_at = model, state, position_at
+        self._last, self._rollback, self._verification = last, rollback, verification
         self._peers = parts.peers
         self._user_text = json.dumps(state.user.values, default=repr)
         self._replicas, self._fragment = Replicas(parts, model), parts.order.fragment
@@ -127,12 +123,9 @@ class LoopSaver:
         if self._is_main:
             state.user.text()  # raises BadInput if it cannot be saved
         position = replace(
-            self._position,
-            samples=state.samples,
+            self._position_at(state.samples),
             checkpoint_s=self._checkpointer.timing.longest_s,
             user=state.user.values if self._is_main else {},
-            epoch=self._epochs_before(state.samples),
-            order=self._order_at(state.samples),
             means=state.reports.means.sums,
             epoch_due=state.epoch_due,
             finishing=state.finishing,
@@ -143,14 +136,10 @@ class LoopSaver:
             verified=state.verified,
         )
         variables = self._model.carried.state(finished=state.phase is Phase.FINISHED)
-        changed = {'modules': self._changed(), 'variables': variables}
-        return collect({**content, **changed}, position)
-
-    def _changed(self) -> dict[str, Any]:
-        changed = self._model.modules.changed()
+        modules = self._model.modules.changed()
         if not self._model.division.whole:  # ranks could hold different ones
-            changed['buffers'] = {}
-        return changed
+            modules['buffers'] = {}
+        return collect({**content, 'modules': modules, 'variables': variables}, position)
 
 
 class Replicas:
@@ -198,39 +187,28 @@ class Replicas:
 
     @torch.no_grad()
     def _held(self) -> dict[str, Any]:
-        called: dict[str, torch.Tensor] = {
-            f'parameter {name!r} of model {i}': parameter
+        called: list[tuple[str, torch.Tensor]] = [
+            (f'{name!r} of model {i}', parameter)
             for i, model in enumerate(self._prepared.models, 1)
             for name, parameter in model.named_parameters()
-        }
-        called.update(
-            (f'parameter {name} of no model', parameter)
-            for own in self._prepared.own
-            for name, parameter in own.tensors.items()
-        )
+        ]
+        for own in self._prepared.own:
+            called += [(f'{name} of no model', one) for name, one in own.tensors.items()]
         norms = {
-            f'the norm of {name}': torch.linalg.vector_norm(
-                parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
+            f'the norm of parameter {name}': torch.linalg.vector_norm(
+                one, dtype=torch.promote_types(one.dtype, torch.float32)
             ).float()
-            for name, parameter in called.items()
-            if parameter.is_floating_point() or parameter.is_complex()
+            for name, one in called
+            if one.is_floating_point() or one.is_complex()
         }
         values = torch.stack(list(norms.values())).tolist() if norms else []
-        return {
-            **{
-                f'{key!r} in parameter group {j} of optimizer {i}': value
-                for i, optimizer in enumerate(self._prepared.optimizers, 1)
-                for j, group in enumerate(optimizer.param_groups)
-                for key, value in plain_values(group).items()
-            },
-            **{
-                f'{key!r} of {kind} {i}': value
-                for kind, things in (
-                    ('scheduler', self._prepared.schedulers),
-                    ('gradient scaler', self._prepared.scalers),
-                )
-                for i, thing in enumerate(things, 1)
-                for key, value in plain_values(thing.state_dict()).items()
-            },
-            **dict(zip(norms, values, strict=True)),
-        }
+        settings = [
+            (f'in parameter group {j} of optimizer {i}', group)
+            for i, optimizer in enumerate(self._prepared.optimizers, 1)
+            for j, group in enumerate(optimizer.param_groups)
+        ]
+        for kind in ('scheduler', 'gradient scaler'):
+            things = self._prepared.schedulers if kind == 'scheduler' else self._prepared.scalers
+            settings += [(f'of {kind} {i}', one.state_dict()) for i, one in enumerate(things, 1)]
+        held = {f'{key!r} {of}': v for of, its in settings for key, v in plain_values(its).items()}
+        return {**held, **dict(zip(norms, values, strict=True))}

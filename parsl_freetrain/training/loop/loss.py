@@ -16,18 +16,9 @@ from parsl_freetrain.training.data.loader import MicroBatch
 
 Loss = Literal['mean', 'sum'] | Callable[[Any], float]
 _REDUCTIONS = ('none', 'mean', 'sum')
-_ELEMENTWISE = {'Add', 'Sub', 'Mul', 'Neg', 'Pow', 'Abs', 'Exp', 'Log', 'Sqrt', 'Clamp', 'Where'}
-_ELEMENTWISE |= {
-    'Squeeze',
-    'Unsqueeze',
-    'View',
-    'Alias',
-    'ToCopy',
-    'Sum',
-    'MaskedFill',
-    'Stack',
-    'Cat',
-}
+_LINEAR = {'Add', 'Sub', 'Mul', 'Neg', 'Squeeze', 'View', 'Alias', 'ToCopy'}
+_ELEMENTWISE = {'Pow', 'Abs', 'Exp', 'Log', 'Sqrt', 'Clamp', 'Where', 'Sum', 'MaskedFill', 'Cat'}
+_ELEMENTWISE |= {*_LINEAR, 'Unsqueeze', 'Stack'}
 
 
 def check(loss: Loss | None, *, plain: bool) -> None:
@@ -87,7 +78,7 @@ def _kinds(node: Any, depth: int = 0) -> set[str]:
     if name.startswith('SumBackward'):
         return {'other'} if any(_has_mean(one) for one in below) else {'sum'}
     passes = name.removesuffix('0').removesuffix('1').removesuffix('Backward')
-    if below and passes in ('Add', 'Sub', 'Mul', 'Neg', 'Squeeze', 'View', 'Alias', 'ToCopy'):
+    if below and passes in _LINEAR:
         return set().union(*(_kinds(one, depth + 1) for one in below))
     return {'mean' if name.startswith('MeanBackward') else 'other'}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,7 @@ from parsl_freetrain.training.checkpoint.module_state import ModuleState, Struct
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.carried import Carried
-from parsl_freetrain.training.loop.loop_state import LoopState
-from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.buffers import make_plain
@@ -20,24 +19,22 @@ from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.modes import make_steps
 from parsl_freetrain.training.steps.nonfinite import Watch
 
+if TYPE_CHECKING:
+    from parsl_freetrain.training.loop.fragment_run import FragmentRun
+
 
 def prepare_model(
-    things: tuple[Any, ...],
-    parts: RankParts,
-    division: Division,
-    hooks: LoopHooks,
-    state: LoopState,
-    clip_grad_norm: float | None,
-    find_unused_parameters: bool,
+    things: tuple[Any, ...], run: FragmentRun, clip_grad_norm: float | None, find_unused: bool
 ) -> Model:
     """The models on the device, in the state of the last checkpoint, and how they take a step.
     Raises BadInput if something cannot be trained, or the checkpoint belongs to another model.
     """
+    parts, division, hooks = run.parts, run.division, run.hooks
     prepared, modules, variables = _restored(things, parts, division, clip_grad_norm)
     watch = Watch(prepared)
     if isinstance(mode := parts.order.spec.mode, Scaled):
         lr.scale_steps(
-            prepared.optimizers, lambda: mode.lr_factor(parts.place.world_size, state.samples)
+            prepared.optimizers, lambda: mode.lr_factor(parts.place.world_size, run.state.samples)
         )
     steps = make_steps(
         parts.order,
@@ -45,7 +42,7 @@ def prepare_model(
         parts.peers,
         division,
         clip_grad_norm,
-        find_unused_parameters,
+        find_unused,
         parts.device,
         lambda: hooks.running,
     )

@@ -123,9 +123,7 @@ class _Rank:
         else:
             context = StandbyContext(self._order.trainer, self._device, self._arrive)
         returned = function(context, *args, **kwargs)
-        run = (
-            context._run
-        )  # here a standby rank gets its fragment, if its function has not needed it
+        run = context._run  # here a standby rank gets its fragment at the latest
         if run.state.phase is Phase.STOPPED:  # the function has caught FragmentEnd
             self._how = 'stopped'
         else:
@@ -142,12 +140,13 @@ class _Rank:
             f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of '
             f'{place.world_size}'
         )
-        peers = join(order, place, self._channel, self._inbox, name_of(self._device))()
-        self._peers = peers
+        peers = self._peers = join(
+            order, place, self._channel, self._inbox, name_of(self._device)
+        )()
         if place.world_size > 1:
             exchanges.start(place.rank, self._channel.send, peers.broken, self._end_in)
-        parts = begin(order, place, peers, self._channel, self._inbox, self._device)
-        self._run = FragmentRun(parts)
+        how = peers, self._channel, self._inbox, self._device
+        self._run = FragmentRun(begin(order, place, *how))
         return self._run
 
     def _end_by(self, raised: BaseException) -> None:
@@ -173,10 +172,10 @@ class _Rank:
             return 'finished'
         if isinstance(raised, Fenced):
             return 'fenced'
-        if isinstance(raised, Damaged):
-            return 'peer-lost'  # the checkpoint is set aside, and the next fragment uses another
-        if worker:
-            return 'peer-lost'  # as if the rank itself had died
+        # A damaged checkpoint is set aside, and the next fragment uses another. The death of a
+        # worker is as if the rank itself had died.
+        if isinstance(raised, Damaged) or worker:
+            return 'peer-lost'
         if device_fault(raised):
             return 'device-fault'
         if self._place.world_size > 1 and is_peer_loss(raised):

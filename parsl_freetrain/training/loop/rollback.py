@@ -12,12 +12,8 @@ from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 
 
 class Rollback:
-    """Looks at the state of a rank, and goes back together with the other ranks.
-
-    Attributes
-    ----------
-    fine_at
-        Number of samples at which the state was last seen to be finite.
+    """Looks at the state of a rank, and goes back together with the other ranks. ``fine_at``:
+    number of samples at which the state was last seen to be finite.
     """
 
     def __init__(
@@ -33,9 +29,7 @@ class Rollback:
 
     def spoilt_meanwhile(self) -> bool:
         """Whether a look at the state is due and finds it spoilt, on this rank."""
-        if self._checks_each_step:
-            return False
-        answer = self._watch.look(self._state.samples)
+        answer = None if self._checks_each_step else self._watch.look(self._state.samples)
         if answer is None:
             return False
         samples, spoilt = answer
@@ -57,9 +51,7 @@ class Rollback:
 
         def what() -> str:
             last = self._checkpointer.settled()
-            return json.dumps(
-                [last.path if last is not None else '', state.metrics.get('rollbacks', 0)]
-            )
+            return json.dumps([last.path if last else '', state.metrics.get('rollbacks', 0)])
 
         path, before = json.loads(self._peers.broadcast_object(f'back-{self._times}', what))
         self._policy.go_back(self.fine_at, state.samples, int(before), path, self._steps.culprit())

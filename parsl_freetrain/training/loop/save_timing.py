@@ -11,9 +11,7 @@ from parsl_freetrain.training.comm.consensus import EVERY_S
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
-ASSUMED_BYTES_PER_S = (
-    200e6  # assumed for a trainer's first checkpoint; slower than most file systems
-)
+ASSUMED_BYTES_PER_S = 200e6  # of a trainer's first checkpoint; most file systems are faster
 _STEPS = 8
 NEAR_END_S = 1.0
 """Minimum age of the checkpoint before the last global batch, in seconds, for which another one is
@@ -25,18 +23,10 @@ _SHORT_S = 0.5  # so long, the last checkpoint may wait for one before it
 
 
 class SaveTiming:
-    """Measures steps and checkpoints.
-
-    Attributes
-    ----------
-    size
-        The state's size in bytes.
-    stepped_at
-        End of the last step, in seconds of ``time.monotonic()``; 0: there was none.
-    deadline
-        When the nodes are taken away, in the same seconds; infinite if unknown.
-    measured_s
-        Longest time to write a checkpoint in this fragment; 0: none was written.
+    """Measures steps and checkpoints. ``size``: of the state in bytes; ``stepped_at``: end of the
+    last step, in seconds of ``time.monotonic()`` (0: there was none); ``deadline``: when the nodes
+    are taken away, in the same seconds (infinite if unknown); ``measured_s``: longest time to write
+    a checkpoint in this fragment (0: none was written).
     """
 
     def __init__(self, order: FragmentOrder) -> None:

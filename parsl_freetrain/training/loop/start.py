@@ -107,14 +107,8 @@ def find_start(
 
 
 class SharedState:
-    """A state that all ranks get together: each what it needs, from wherever it is nearest.
-
-    Attributes
-    ----------
-    path, position
-        As in :class:`~parsl_freetrain.training.checkpoint.state.Saved`.
-    complete
-        Whether all of it is there.
+    """A state that all ranks get together: each what it needs, from wherever it is nearest. It has
+    ``path`` and ``position`` as of Saved; ``complete``: whether all of it is there.
     """
 
     def __init__(

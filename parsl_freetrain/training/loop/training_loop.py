@@ -47,9 +47,8 @@ class FragmentEnd(BaseException):
 
 
 class TrainingLoop:
-    """Trains one loop of a fragment, and keeps ``state`` up to date. ``position``,
-    ``epochs_before`` and ``order_at`` are as of
-    :class:`~parsl_freetrain.training.loop.loop_saver.LoopSaver`.
+    """Trains one loop of a fragment, and keeps ``state`` up to date. ``position_at``: the position
+    at a number of samples, as it is saved.
     """
 
     def __init__(
@@ -57,9 +56,7 @@ class TrainingLoop:
         parts: RankParts,
         model: Model,
         state: LoopState,
-        position: Position,
-        epochs_before: Callable[[int], int],
-        order_at: Callable[[int], str],
+        position_at: Callable[[int], Position],
         guard: UpdateGuard,
         verification: Verification,
         body: Body,
@@ -80,15 +77,7 @@ class TrainingLoop:
         self._last = LastStep(parts, model, state)
         self._rollback = Rollback(parts, model, state, self._policy)
         self._saver = LoopSaver(
-            parts,
-            model,
-            state,
-            position,
-            epochs_before,
-            order_at,
-            self._last,
-            self._rollback,
-            verification,
+            parts, model, state, position_at, self._last, self._rollback, verification
         )
         self._wishes = Wishes(parts, model, state, self._rollback)
         self._began = 0, 0.0  # samples and time where the rate is counted from

@@ -43,12 +43,7 @@ _HELP = (
 
 class Verification:
     """Keeps the digests of the step after each checkpoint, and compares those of a fragment's first
-    step. Other steps cost nothing.
-
-    Attributes
-    ----------
-    by_steps
-        Whether steps are compared, and not only what is before them.
+    step. Other steps cost nothing. ``by_steps``: they are compared, not only what is before them.
     """
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
