@@ -29,7 +29,7 @@ from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
-from parsl_freetrain.training.steps.bit_sums import bit_sums
+from parsl_freetrain.training.steps.bit_sums import MODULO, bit_sums
 
 _NOTHING_FOUND = (
     'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
@@ -189,7 +189,7 @@ class Verification:
             return [{}]
         row = torch.cat([sums for _, sums in self._sums])
         if not self._division.whole:
-            row = self._peers.all_gather(row).sum(0)
+            row = self._peers.all_gather(row).sum(0) & MODULO
         values = iter(row.tolist())
         return [dict(zip(names, values, strict=False)) for names, _ in self._sums]
 

@@ -10,7 +10,7 @@ import torch
 _SMALL = 1 << 16  # elements; smaller tensors are put together
 _SIGNED_ZERO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_MODULUS = (1 << 32) - 1
+MODULO = (1 << 32) - 1  # a mask: sums of sums need it, too
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> to
         for i, one in zip(places, sums.to(device).unbind(), strict=True):
             found[i] = one
     return (
-        torch.stack(found) & _MODULUS if found else torch.zeros(0, dtype=torch.int64, device=device)
+        torch.stack(found) & MODULO if found else torch.zeros(0, dtype=torch.int64, device=device)
     )
 
 

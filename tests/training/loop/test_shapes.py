@@ -132,7 +132,7 @@ def train(
         model(x, y).backward()
         optimizer.step()
         ctx.report(stage=inner.stage)
-    ctx.state['end'] = ctx.rank
+    ctx.state['end'] = ctx.samples
 
 
 def run(
@@ -169,7 +169,7 @@ def test_any_shapes_in_turn_train_what_one_process_trains(
         last = number == len(shapes)
         state = run(fork_server, tmp_path, shape, number, stop=not last)
         assert (state.position.samples == TOTAL) == last
-    assert state.position.user == {'end': 0}
+    assert state.position.user == {'end': TOTAL}
     assert state.models[0].keys() == undisturbed.models[0].keys()
     for name, tensor in undisturbed.models[0].items():
         torch.testing.assert_close(state.models[0][name], tensor, rtol=1e-4, atol=1e-6)

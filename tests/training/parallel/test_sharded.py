@@ -58,7 +58,7 @@ def train(ctx: FragmentContext, **looped: Any) -> None:
         model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), Block(), nn.Linear(WIDTH, 3))
     model = ctx.shard(model, blocks=(Block,), plan=PLAN)
     steps(ctx, model, torch.optim.AdamW(model.parameters(), lr=0.01), clip=0.1, **looped)
-    ctx.state['end'] = ctx.rank
+    ctx.state['end'] = ctx.samples
 
 
 def steps(
@@ -131,7 +131,7 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
         last = number == len(shapes)
         state = run(fork_server, tmp_path, shape, number, stop=not last)
         assert (state.position.samples == TOTAL) == last
-    assert state.position.user == {'end': 0}
+    assert state.position.user == {'end': TOTAL}
     found, expected = tensors(state), tensors(undisturbed)
     assert found.keys() == expected.keys()
     assert not [name for name in found if not torch.equal(found[name], expected[name])]
