@@ -79,7 +79,7 @@ def wrong_file_is_told(folder: Path, kind: str) -> None:
     assert {f.what: f.state for f in found} == {'queue debug': 'bad', 'queue gone': 'bad'}
     says = {f.what: f.says for f in found}
     assert says['queue debug'] == (
-        f'{path}, line 7 is out of date: maximum number of nodes is 8 there, and 2 to the scheduler'
+        f'{path}, line 7 is out of date: maximum number of nodes is 8 there, 2 to the scheduler'
     )
     assert f'{path}, line 8 is out of date: ' in says['queue gone']
     assert "'gone'; it has " in says['queue gone']
