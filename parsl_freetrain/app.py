@@ -280,13 +280,22 @@ def _name_of(function: Callable[..., Any]) -> str:
     return f'{defined.__module__}.{defined.__qualname__}'
 
 
-def _takes_a_context(function: Callable[..., Any]) -> bool:
+def _unfit(function: Callable[..., Any]) -> str:
+    """Why it cannot train; empty if it may."""
     first = next(iter(inspect.signature(function).parameters.values()), None)
-    return first is not None and first.kind in (
-        first.POSITIONAL_ONLY,
-        first.POSITIONAL_OR_KEYWORD,
-        first.VAR_POSITIONAL,
-    )
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        return 'it takes no positional argument; the first must be the fragment context'
+    if isinstance(function, functools.partial) and function.args:
+        return (
+            'its first argument, the fragment context, is bound already; bind arguments by their '
+            'names'
+        )
+    called = definition(function), getattr(function, '__call__', None)  # noqa: B004
+    if any(kind(one) for kind in _NOT_CALLED for one in called):
+        return (
+            'it is a coroutine or a generator, whose body no call runs; it must be a plain function'
+        )
+    return ''
 
 
 @checked_arguments(
@@ -363,21 +372,8 @@ def freetrain_app(
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:
         name = definition(function).__name__
         where = f'@freetrain_app on {name!r}'
-        if not _takes_a_context(function):
-            raise BadInput(
-                f'{where}: it takes no positional argument; the first must be the fragment context.'
-            )
-        if isinstance(function, functools.partial) and function.args:
-            raise BadInput(
-                f'{where}: its first argument, the fragment context, is bound already; bind '
-                'arguments by their names.'
-            )
-        called = definition(function), getattr(function, '__call__', None)  # noqa: B004
-        if any(kind(one) for kind in _NOT_CALLED for one in called):
-            raise BadInput(
-                f'{where}: it is a coroutine or a generator, whose body no call runs; it must be a '
-                'plain function.'
-            )
+        if wrong := _unfit(function):
+            raise BadInput(f'{where}: {wrong}.')
         try:
             spec = TrainingSpec.of(
                 min_nodes=min_nodes,

@@ -127,9 +127,7 @@ def _steps(
 ) -> Iterator[Any]:
     seen = None
     for batch in batches:
-        if (
-            ctx.samples != seen
-        ):  # in reproducible mode a global batch may take several loop iterations
+        if ctx.samples != seen:  # in reproducible mode a global batch may be of several iterations
             seen = ctx.samples
             steps = seen // batch_size
             for fault in [f for f in waiting if f.step is not None and steps >= f.step]:

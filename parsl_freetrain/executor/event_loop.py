@@ -31,7 +31,7 @@ from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberReturned
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.parsl_side import ParslSide
-from parsl_freetrain.executor.request_handler import RequestHandler
+from parsl_freetrain.executor.requests import RequestHandler
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.sites.protocols import Site, Yielding

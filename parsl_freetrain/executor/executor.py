@@ -39,8 +39,7 @@ from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.ledger_exports import MetricExport, MonitoringExport
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine
-from parsl_freetrain.executor.request_handler import RequestHandler
-from parsl_freetrain.executor.requests import Requests, requests_folder
+from parsl_freetrain.executor.requests import RequestHandler, Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock, keep_others_out, refuse_unquotable
 from parsl_freetrain.executor.settings import (
     HtexOptions,
@@ -142,7 +141,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
         # Once, since the program may change its folder later.
         self.checkpoint_dir = os.path.abspath(checkpoint_dir)
-        self._ledger = Path(recording.ledger or f'{self.checkpoint_dir}/ledger.journal').absolute()
+        journal = Path(recording.ledger or f'{self.checkpoint_dir}/ledger.journal')
+        self.ledger_path = journal.absolute()  #: the journal of the run
         self.recording = recording
         self.policy, self.timeouts, self.htex = policy, timeouts, htex
         self.max_workers_per_node, self.resume = max_workers_per_node, resume
@@ -162,11 +162,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
         self._futures: set[TrainingFuture] = set()  # that are not settled
         self._metrics = MetricExport(recording.loggers)
-
-    @property
-    def ledger_path(self) -> Path:
-        """The journal of the run."""
-        return self._ledger
 
     @property
     def status_polling_interval(self) -> float:
@@ -247,14 +242,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
     ) -> EventLoop:
         assert isinstance(self.provider, BackfillProvider)
         site, template = self.provider.site, self._template.name if self._template else None
-        endpoint = ControlEndpoint(
-            sorted(self.all_addresses),
-            control.port,
-            self.cert_dir,
-            site.interface,
-            log_dir,
-            template,
-        )
+        seen = sorted(self.all_addresses), control.port, self.cert_dir, site.interface
+        endpoint = ControlEndpoint(*seen, log_dir, template)
         clock = RunClock()
         fragments = FragmentRunner(control, stream, endpoint, self.timeouts, parsl, records, clock)
         stream.subscribers.append(fragments)
@@ -262,17 +251,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self.provider, stream, control, log_dir, parsl, template, self.timeouts.join_s, clock
         )
         requests = Requests(requests_folder(self.ledger_path))
-        return EventLoop(
-            Controller(self.allocator, settings),
-            control,
-            stream,
-            site,
-            blocks,
-            fragments,
-            parsl,
-            RequestHandler(requests, fragments, stream),
-            clock,
-        )
+        handler = RequestHandler(requests, fragments, stream)
+        parts = stream, site, blocks, fragments, parsl, handler, clock
+        return EventLoop(Controller(self.allocator, settings), control, *parts)
 
     def initialize_scaling(self) -> None:
         """Compose the launch command with one more worker, which is reserved for fragments."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parsl_freetrain.core.model import events as ev
@@ -63,7 +62,7 @@ class RunLock:
     def take(self, event: ev.Event) -> None:
         if isinstance(event, ev.OffersSeen) and not (0 <= event.at - self._touched_at < BEAT_S):
             self._touched_at = event.at
-            with contextlib.suppress(OSError, BadInput):
+            with suppress(OSError, BadInput):
                 self._give_a_sign()
 
     def _give_a_sign(self) -> None:
@@ -84,7 +83,7 @@ class RunLock:
         """Nothing is ever pending."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Between two runs that look at the file and write it, one waits for the other."""
     claim = path.with_name(f'.{path.name}.claim')
@@ -150,15 +149,13 @@ def _refusal(other: block_lease.Holder, path: Path, left_s: float) -> str:
             f'{path.parent}; give each FreeTrainExecutor a checkpoint_dir of its own.'
         )
     process = f'process {other.pid} on {other.host}'
+    gone = (
+        f' (Its last sign of life was at {begun}; if that process is gone, the folder is free in '
+        f'{left_s:.0f} s.)'
+    )
     return (
         f'A run with the checkpoint_dir {path.parent} is alive: {process}; wait for its end, or '
-        'give another checkpoint_dir.'
-        + (
-            ''
-            if here
-            else f' (Its last sign of life was at {begun}; if that process is gone, the '
-            f'folder is free in {left_s:.0f} s.)'
-        )
+        f'give another checkpoint_dir.{"" if here else gone}'
     )
 
 

@@ -96,15 +96,9 @@ def _decisions(run: RunState) -> Iterator[Row]:
         }  # fmt: skip
 
 
+_ALL = _runs, _trainers, _blocks, _nodes, _fragments, _checkpoints, _progress, _decisions
 TABLES: dict[str, Callable[[RunState], Iterator[Row]]] = {
-    'runs': _runs,
-    'trainers': _trainers,
-    'blocks': _blocks,
-    'nodes': _nodes,
-    'fragments': _fragments,
-    'checkpoints': _checkpoints,
-    'progress': _progress,
-    'decisions': _decisions,
+    one.__name__.removeprefix('_'): one for one in _ALL
 }
 
 

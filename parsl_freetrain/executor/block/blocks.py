@@ -119,9 +119,8 @@ class BlockManager:
         if not isinstance(self._provider.site, Yielding):
             return
         demands, held = self._provider.site.needed()
-        if not demands:
-            return
-        self._stream.emit(nodes_needed(at, demands, held, self.blocks))
+        if demands:
+            self._stream.emit(nodes_needed(at, demands, held, self.blocks))
 
     def release(self, block_id: str, nodes: Sequence[str], at: float) -> None:
         """Give some nodes of a block back. If the scheduler refuses, they can be used again."""
@@ -191,8 +190,7 @@ class BlockManager:
         if error is not None:
             return self._unusable(block_id, manager, error, at)
         self._ever_joined = True
-        node = done.result()
-        name = node.name
+        node, name = done.result(), done.result().name
         self._node_clocks.measured(name, sent_at, node.clock, at)
         until_s, why = self._avoided.get(name, (0.0, ''))
         if at < until_s:
@@ -200,13 +198,11 @@ class BlockManager:
         self._backoff.reset()
         block.unusable.discard(manager)
         self._useless = 0
-        block.nodes[manager] = name
-        block.managers[name] = manager
+        block.nodes[manager], block.managers[name] = name, manager
         if not block.noticed:
             block.until_s = self._end_of(block)
-        self._stream.emit(
-            *block.start(block_id, at), block.joined(at, block_id, (manager,), (node.devices,))
-        )
+        joined = block.joined(at, block_id, (manager,), (node.devices,))
+        self._stream.emit(*block.start(block_id, at), joined)
         return ''
 
     def _unusable(self, block_id: str, manager: str, error: BaseException, at: float) -> str:
@@ -248,11 +244,8 @@ class BlockManager:
             self._give_up_silent(block_id, block, at)
             if block_id not in self.blocks:
                 continue
-            if (
-                status is not None
-                and status.state in (JobState.PENDING, JobState.HELD)
-                and (block.nodes or block.unusable)
-            ):
+            waits = status is not None and status.state in (JobState.PENDING, JobState.HELD)
+            if waits and (block.nodes or block.unusable):
                 self._requeued(block_id, at)
             until_s = block.until_s if block.noticed else self._end_of(block)
             if until_s != block.until_s:
@@ -289,9 +282,7 @@ class BlockManager:
                 f'the last {self._useless} blocks ended by themselves before any of their nodes '
                 f'was ready; the reason is in the output of the last one: {status.message}'
             )
-            nodes = self.blocks[block_id].request.nodes
-            self._stream.emit(ev.BlockRefused(at, nodes, self._not_before - at, why))
-            logger.error('%s', why)
+            self._complain(block_id, why, at)
 
     def _give_up(self, block_id: str, at: float) -> None:
         """Give a block back that runs and whose nodes say nothing: nobody could use them."""
@@ -300,10 +291,13 @@ class BlockManager:
             f'no node of block {block_id} has joined within {self._join_s:g} s of its start, so it '
             f'was given back; what its nodes have printed is in {self._provider.script_dir}'
         )
+        self._complain(block_id, why, at)
+        self.close([block_id], at)
+
+    def _complain(self, block_id: str, why: str, at: float) -> None:
         logger.error('%s', why)
         nodes = self.blocks[block_id].request.nodes
         self._stream.emit(ev.BlockRefused(at, nodes, self._not_before - at, why))
-        self.close([block_id], at)
 
     def _give_up_silent(self, block_id: str, block: BlockRecord, at: float) -> None:
         """Count nodes as unusable whose first task does not return; it may do so later."""

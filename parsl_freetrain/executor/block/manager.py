@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
@@ -50,7 +51,8 @@ def fork_server() -> None:
             # This side of the pipe by which the server learns of its clients' end must be closed.
             for name in os.listdir('/proc/self/fd'):
                 if int(name) > 2 and int(name) not in kept:
-                    _close(int(name))
+                    with suppress(OSError):  # the one by which the folder was listed
+                        os.close(int(name))
             setproctitle("parsl: fork server of a node's workers")
             _end_together()
             exec(command[-1], {})  # noqa: S102  # the statement that the interpreter would be given
@@ -69,13 +71,6 @@ def _end_together() -> None:
     os.register_at_fork(
         after_in_child=lambda: die_with_parent() if os.getppid() == server else None
     )
-
-
-def _close(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:  # the descriptor by which the folder was listed
-        pass
 
 
 if __name__ == '__main__':

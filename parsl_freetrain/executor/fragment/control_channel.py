@@ -14,6 +14,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -157,12 +158,9 @@ class ControlServer:
     def post(self, item: Any) -> None:
         """Pass an item to the thread that waits in :meth:`receive`; from any thread."""
         self._waiting.put(item)
-        try:
+        # Enough wake-ups are pending already, or it is closed and no thread waits.
+        with suppress(OSError):
             self._wake_writer.send(b'.')
-        except BlockingIOError:
-            pass  # enough wake-ups are pending already
-        except OSError:
-            pass  # closed: no thread waits
 
     def posted(self) -> Iterator[Any]:
         while not self._waiting.empty():
@@ -174,11 +172,9 @@ class ControlServer:
         is posted after its messages: a scheduler's notice must not come last.
         """
         self._poller.poll(max(0, int(timeout_s * 1000)))
-        try:
+        with suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
-        except BlockingIOError:
-            pass
         posted = list(self.posted())
         yield from self._messages()
         yield from (item for item in posted if not isinstance(item, _ConnectionEnded))

@@ -56,7 +56,7 @@ class Listener:
             case ev.FragmentStarted() as started:
                 fragment.keeps = fragment.keeps or started.keeps
                 if started.rank == 0:
-                    self._started(started, fragment, record, at)
+                    self._started(started, fragment, record)
             case msg.StateUsed():
                 fragment.uses_state = True
             case ev.FragmentProgressed(samples=samples) as report:
@@ -100,13 +100,9 @@ class Listener:
             self._stream.emit(event)
 
     def _started(
-        self,
-        started: ev.FragmentStarted,
-        fragment: RunningFragment,
-        record: TrainerRecord,
-        at: float,
+        self, started: ev.FragmentStarted, fragment: RunningFragment, record: TrainerRecord
     ) -> None:
-        name, number = fragment.name, fragment.number
+        name, number, at = fragment.name, fragment.number, started.at
         if record.spec.ranks.ahead:
             self._members.tell_all(fragment, msg.StartStandby(RESERVE_S, rescale=False))
         fragment.started_at = fragment.stepped_at = at

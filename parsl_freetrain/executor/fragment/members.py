@@ -84,9 +84,6 @@ class Members:
         spare_s = self._peer_s if fragment.given_up.spare_s else 0.0
         return msg.Abandon(fragment.given_up.why, spare_s)
 
-    def forget(self, fragment: RunningFragment) -> None:
-        self._control.forget(fragment.name, fragment.number)
-
 
 class StandbyLauncher:
     """Has ranks run ahead, and says when the fragment that trains may be asked to stop."""

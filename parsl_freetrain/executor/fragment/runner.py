@@ -242,7 +242,7 @@ class FragmentRunner:
         name, number = fragment.name, fragment.number
         self._stream.emit(*([fragment.unrecorded] if fragment.unrecorded else []))
         del self.running[name, number]
-        self._members.forget(fragment)
+        self._control.forget(name, number)
         faults = fragment.device_faults()
         record.fragment_ended(result, faults.values())
         if result.ending is not Ending.FAILED:
@@ -254,25 +254,12 @@ class FragmentRunner:
         start_s = None if started_at is None else started_at - fragment.decided_at
         step_s = (last and last.step_s) or None
         checkpoint_s = (last and last.checkpoint_s) or None
-        self._stream.emit(
-            ev.FragmentEnded(
-                at,
-                name,
-                number,
-                kept,
-                result.ending,
-                result.error,
-                result.out_of_memory,
-                result.checkpoint.samples,
-                reached,
-                start_s,
-                step_s,
-                checkpoint_s,
-                fragment.memory(),
-                result.final,
-                result.storage,
-            )
+        how = result.ending, result.error, result.out_of_memory, result.checkpoint.samples, reached
+        memory, final, storage = fragment.memory(), result.final, result.storage
+        ended = ev.FragmentEnded(
+            at, name, number, kept, *how, start_s, step_s, checkpoint_s, memory, final, storage
         )
+        self._stream.emit(ended)
         if fragment.outer is not None:
             _resolve(fragment.outer, result, '')
             if record.task is not None and result.ending is not Ending.FAILED:
@@ -321,11 +308,8 @@ class FragmentRunner:
         """End the running fragments for Parsl, since no more messages will arrive."""
         for fragment in self.running.values():
             if fragment.outer is not None and not fragment.outer.done():
-                _resolve(
-                    fragment.outer,
-                    None,
-                    f'Fragment {fragment.number} of {fragment.name!r} ended: {why}.',
-                )
+                said = f'Fragment {fragment.number} of {fragment.name!r} ended: {why}.'
+                _resolve(fragment.outer, None, said)
 
 
 def _id_of(task: Future[Checkpoint] | None) -> int | None:

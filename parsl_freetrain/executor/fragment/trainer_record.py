@@ -25,7 +25,6 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 logger = logging.getLogger(__name__)
 
-
 Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
 
 
@@ -42,15 +41,12 @@ class TrainerRecord:
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
     failure: Callable[[], BaseException] | None = None  # loads the last one of the user's code
-    left: tuple[
-        LeftState, ...
-    ] = ()  # the states that the last fragment left in memory, the best first
-    device_faults: dict[str, set[str]] = field(
-        default_factory=dict
-    )  # by message, the names of the nodes
-    paused: tuple[int, float] | None = (
-        None  # during a rescale: number of nodes before it, and end of the last step
-    )
+    #: The states that the last fragment left in memory, the best first.
+    left: tuple[LeftState, ...] = ()
+    #: By message, the names of the nodes.
+    device_faults: dict[str, set[str]] = field(default_factory=dict)
+    #: During a rescale: number of nodes before it, and end of the last step.
+    paused: tuple[int, float] | None = None
 
     def total_known(self, total_samples: int) -> None:
         """Set the total of a trainer that is measured in epochs; raises BadInput if it is 0."""
