@@ -166,14 +166,11 @@ def _at_stages(faults: list[Fault]) -> Iterator[None]:
 def signalling(number: signal.Signals, after_s: float) -> Callable[[], None]:
     """The strike of a fault that sends a signal to its own rank."""
 
-    def send() -> None:
-        os.kill(os.getpid(), number)
-
     def strike() -> None:
         if after_s <= 0:
-            send()
+            os.kill(os.getpid(), number)
             return
-        timer = threading.Timer(after_s, send)
+        timer = threading.Timer(after_s, os.kill, (os.getpid(), number))
         timer.daemon = True
         timer.start()
 

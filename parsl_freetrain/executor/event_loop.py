@@ -117,7 +117,6 @@ class EventLoop:
             self._finish(why, how)
 
     def _round(self) -> None:
-        """Wait for events and handle them."""
         now = self._clock()
         pause = min(self._next_poll, self._next_look) - now
         if self._blocks.starting() and not self._broken:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
 from unittest import mock
 
 import typeguard
@@ -18,13 +17,9 @@ def import_parsl(*, runs_apps: bool) -> None:
     hidden = 'sqlalchemy' not in sys.modules
     if hidden:
         sys.modules['sqlalchemy'] = None  # type: ignore[assignment]
-    unchecked = mock.patch.object(typeguard, 'typechecked', _unchecked)
+    unchecked = mock.patch.object(typeguard, 'typechecked', lambda target: target)
     with contextlib.nullcontext() if runs_apps else unchecked:
         import parsl  # noqa: F401
 
     if hidden:
         del sys.modules['sqlalchemy']
-
-
-def _unchecked(target: Any) -> Any:
-    return target

@@ -35,7 +35,10 @@ class FutureUpdater:
     def take(self, event: ev.Event) -> None:
         match event:
             case ev.TrainerSubmitted(trainer=trainer):
-                self._accepted(trainer.name, event.samples, trainer.total_samples)
+                if record := self._open(trainer.name):
+                    _has_checkpoint(record)
+                    total, samples = trainer.total_samples, event.samples
+                    _show(record, 'queued', samples=samples, total_samples=total)
             case ev.Decided(actions=actions):
                 for action in actions:
                     if isinstance(action, ev.EndTrainer):
@@ -57,11 +60,6 @@ class FutureUpdater:
     def _open(self, name: str) -> TrainerRecord | None:
         record = self._records.get(name)
         return None if record is None or record.future._ended else record
-
-    def _accepted(self, name: str, samples: int, total_samples: int | None) -> None:
-        if record := self._open(name):
-            _has_checkpoint(record)
-            _show(record, 'queued', samples=samples, total_samples=total_samples)
 
     def _progressed(self, name: str, event: ev.Event) -> None:
         record = self._open(name)
@@ -96,7 +94,6 @@ class FutureUpdater:
                 )
 
     def _settle(self, name: str, state: str, error: TrainerFailed) -> None:
-        """Settle the future of a trainer that has ended."""
         record = self._open(name)
         if record is None:
             return

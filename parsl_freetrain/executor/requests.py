@@ -86,7 +86,7 @@ class Requests:
     def answer(self, request_id: str, answer: Answer) -> None:
         """Tell whoever asked what has become of it."""
         try:
-            _put(self._folder / f'{request_id}{_ANSWER}', answer)
+            files.replace(self._folder / f'{request_id}{_ANSWER}', msgspec.json.encode(answer))
         except OSError:
             logger.warning('Request %s could not be answered', request_id, exc_info=True)
 
@@ -146,7 +146,7 @@ def ask(
     _refuse_others(folder)
     name = secrets.token_hex(8)
     request, answer = folder / f'{name}{_REQUEST}', folder / f'{name}{_ANSWER}'
-    _put(request, asked)
+    files.replace(request, msgspec.json.encode(asked))
     deadline, checked_at = clock() + timeout_s, clock()
     try:
         while clock() < deadline:
@@ -166,10 +166,6 @@ def ask(
     finally:
         request.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
-
-
-def _put(path: Path, message: Request | Answer) -> None:
-    files.replace(path, msgspec.json.encode(message))
 
 
 def _changed_at(path: Path) -> float:

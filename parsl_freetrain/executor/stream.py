@@ -51,7 +51,6 @@ class Stream:
         return events
 
     def flush(self) -> None:
-        """Have every subscriber write down what is pending."""
         for subscriber in (*self._recorders, *self.subscribers):
             try:
                 subscriber.flush()

@@ -150,15 +150,13 @@ def _takes_orders(desk: Desk) -> bool:
     return holder is not None and holder.run.endswith(f' {LABEL}')
 
 
-def main() -> int:
-    """Answer the order on standard input."""
+def main() -> None:
     try:
         reply = answer_to(orders.decoded(sys.stdin.buffer.read(), orders.Order))
     except FreeTrainError as error:
         reply = orders.Answer(str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(reply))
-    return 0
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    main()

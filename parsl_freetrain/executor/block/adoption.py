@@ -8,9 +8,9 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.sites.protocols import Adopting
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.training.process.block_lease import release, this_process, write_holder
@@ -18,17 +18,8 @@ from parsl_freetrain.training.process.block_lease import release, this_process, 
 logger = logging.getLogger(__name__)
 
 NODE = 'python3 -P -m parsl_freetrain.training.process.node_agent'
-
-
 TEMPLATE = ' --template {}'
 """Option of it: the nodes import torch themselves, and write the logs of that into a folder."""
-
-
-class Registrar(Protocol):
-    """Knows the blocks of this run."""
-
-    def register(self, job_id: str) -> tuple[str, str]:
-        """Give a job the id of a block, and the command by which its nodes reach this run."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class Adoption:
             f'{self._site.job_variable} --wait {self._wait_s:g}'
         )
 
-    def take_over(self, parsl: Registrar) -> list[AdoptedBlock]:
+    def take_over(self, parsl: ParslSide) -> list[AdoptedBlock]:
         """Adopt what an earlier run left, and tell its nodes; or FreeTrainError, if unanswered."""
         if self._site is None:
             return []

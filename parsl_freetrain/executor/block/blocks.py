@@ -256,7 +256,6 @@ class BlockManager:
         return self._clock.of_wall(self._provider.end_of(block.job_id))
 
     def _over(self, block_id: str, status: JobStatus, at: float) -> None:
-        """Handle a block that has ended, according to the batch system."""
         block = self.blocks[block_id]
         if status.state is JobState.CANCELLED:
             # It waited in vain, or somebody cancelled it: do not request another one at once.

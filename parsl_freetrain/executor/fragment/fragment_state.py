@@ -222,7 +222,6 @@ class RunningFragment:
         self.ended = {m: {rank: at + seconds for rank, at in ranks.items()} for m, ranks in ends}
 
     def note(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Take a checkpoint as the last one."""
         self.checkpoint = checkpoint
         self.reached = max(self.reached, checkpoint.samples)
         return checkpoint

@@ -17,14 +17,11 @@ from parsl_freetrain.training.spec import messages as msg
 RESERVE_S = 1e6
 """Seconds that ranks ahead wait if no rescale is due, unless their trainer leaves the node."""
 
-
 THINNED_S, THINNED = 20.0, 0.02
 """Least time between recorded reports: in seconds, or as a part of the fragment's age if less."""
 
 
 class Listener:
-    """Handles messages from members of running fragments."""
-
     def __init__(self, members: Members, stream: Stream, clocks: NodeClocks | None = None) -> None:
         self._members, self._stream = members, stream
         self._clocks = clocks or NodeClocks()
@@ -51,7 +48,7 @@ class Listener:
                 fragment.rendezvous = rendezvous
                 self._members.tell_all(fragment, rendezvous)
             case ev.TotalKnown(total_samples=total_samples) as known:
-                record.total_known(total_samples)
+                record.trainer = replace(record.trainer, total_samples=total_samples)
                 self._stream.emit(known)
             case ev.FragmentStarted() as started:
                 fragment.keeps = fragment.keeps or started.keeps

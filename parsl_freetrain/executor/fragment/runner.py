@@ -12,7 +12,6 @@ from typing import Any
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
-from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.fragment_parts import Stopping
@@ -97,7 +96,8 @@ class FragmentRunner:
             logger.exception('Fragment %s of %s could not be submitted', number, name)
             fragment.lost = set(fragment.members)
             fragment.given_up.why = f'it could not be submitted: {error}'
-        what = nodes, action.deadline_s, action.samples, action.shape, _id_of(task)
+        task_id = (getattr(task, 'task_record', None) or {}).get('id')
+        what = nodes, action.deadline_s, action.samples, action.shape, task_id
         self._stream.emit(ev.FragmentLaunched(at, name, number, *what, failed=task is None))
         if task is None:
             self._conclude(fragment, at)
@@ -206,7 +206,6 @@ class FragmentRunner:
             self._members.give_up(fragment, 'some of its nodes are gone', spare=True)
 
     def node_of(self, name: str, number: int, member: int) -> str | None:
-        """The node of a running fragment's member."""
         fragment = self.running.get((name, number))
         return fragment.action.nodes[member] if fragment else None
 
@@ -245,7 +244,7 @@ class FragmentRunner:
         self._control.forget(name, number)
         faults = fragment.device_faults()
         record.fragment_ended(result, faults.values())
-        if result.ending is not Ending.FAILED:
+        if result.ending is not ev.Ending.FAILED:
             self._faulty |= {node: rank.fault for node, rank in faults.items()}
         record.pause(fragment, result)
         kept = max([result.checkpoint.samples, *(left.handover.samples for left in record.left)])
@@ -262,7 +261,7 @@ class FragmentRunner:
         self._stream.emit(ended)
         if fragment.outer is not None:
             _resolve(fragment.outer, result, '')
-            if record.task is not None and result.ending is not Ending.FAILED:
+            if record.task is not None and result.ending is not ev.Ending.FAILED:
                 # The next fragment waits for it, but not for the user's callbacks.
                 wait([record.task], SETTLED_S)
         else:
@@ -312,11 +311,6 @@ class FragmentRunner:
                 _resolve(fragment.outer, None, said)
 
 
-def _id_of(task: Future[Checkpoint] | None) -> int | None:
-    record = getattr(task, 'task_record', None)
-    return None if record is None else record['id']
-
-
 def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, why: str) -> None:
     """Set the result of the future that Parsl waits for, in a thread of its own, since callbacks of
     its AppFuture are the user's. A preempted fragment is not a failure, so that it does not use up
@@ -326,7 +320,7 @@ def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, why: str)
     def settle() -> None:
         if result is None:
             outer.set_exception(TrainerFailed(why))
-        elif result.ending is Ending.FAILED and result.exception is not None:
+        elif result.ending is ev.Ending.FAILED and result.exception is not None:
             outer.set_exception(result.exception())
         else:
             outer.set_result(result.checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
@@ -47,10 +47,6 @@ class TrainerRecord:
     device_faults: dict[str, set[str]] = field(default_factory=dict)
     #: During a rescale: number of nodes before it, and end of the last step.
     paused: tuple[int, float] | None = None
-
-    def total_known(self, total_samples: int) -> None:
-        """Set the total of a trainer that is measured in epochs; raises BadInput if it is 0."""
-        self.trainer = replace(self.trainer, total_samples=total_samples)
 
     def ranks_on(self, accelerators: Sequence[int]) -> int:
         """Ranks on each node with so many accelerators. The first answer fixes the shards."""

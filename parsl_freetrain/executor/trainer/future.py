@@ -67,13 +67,9 @@ class TrainingFuture(Future[Checkpoint]):
     def _repr_html_(self) -> str:
         """The representation in a notebook."""
         now = self._progress
+        shown = self.name, self.state, now.nodes, now.samples, now.total_samples, now.metrics
         counts = now.fragments, now.preempted, now.rescaled
-        return trainer_html(
-            TrainerNow(
-                self.name, self.state, now.nodes, now.samples, now.total_samples, now.metrics,
-                None, None, *counts,
-            )
-        )  # fmt: skip
+        return trainer_html(TrainerNow(*(*shown, None, None, *counts)))
 
     def running(self) -> bool:
         return self.state == 'running'
