@@ -106,7 +106,6 @@ class RankGroup(Subgroup):
                 world_size=place.world_size,
                 timeout=EXCHANGE_TIMEOUT,
             )
-        print(f'Tensors are exchanged by {dist.get_backend()}')
         self._group = dist.group.WORLD
         self._connections = liveness.connections() - earlier
         liveness.guard_connections(order.hang_s)

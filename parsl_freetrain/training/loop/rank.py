@@ -13,6 +13,7 @@ from types import TracebackType
 import cloudpickle
 import tblib
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -145,6 +146,7 @@ class _Rank:
         )()
         if place.world_size > 1:
             exchanges.start(place.rank, self._channel.send, peers.broken, self._end_in)
+            print(f'Tensors are exchanged by {dist.get_backend()}')
         how = peers, self._channel, self._inbox, self._device
         self._run = FragmentRun(begin(order, place, *how))
         return self._run
