@@ -48,7 +48,7 @@ def check_scene(folder: Path) -> None:
         return (folder / name).read_text()
 
     text = {job.name: told(job) for job in answers_text.parse_jobs(said('squeue.txt'))}
-    if answers_text.parse_version(said('version.txt')) >= answers_json.FIRST_COMPLETE:
+    if folder.name != 'slurm-22.05':  # whose document leaves out planned nodes
         found = [told(job) for job in answers_json.parse_jobs(said('squeue.json'))]
         assert {job.name: job for job in found} == text
     assert {name for name, job in text.items() if job.state is JobState.RUNNING} == {
@@ -342,7 +342,6 @@ READERS: dict[str, Callable[[str], object]] = {
     'sinfo.txt': answers_text.parse_nodes,
     'reservation.txt': answers_text.parse_reservations,
     'partition.txt': answers_text.parse_partitions,
-    'version.txt': answers_text.parse_version,
     'pbsnodes': lambda said: pbs.parse_nodes(said, 'batch', {'system': 'polaris'}),
     'pbs_rstat': pbs.parse_reservations,
     'qstat-Q': lambda said: {

@@ -17,7 +17,6 @@ from parsl_freetrain.sites.slurm import answers_json, answers_text
 
 MARK = '0123456789abcdef'
 QUESTIONS = {
-    'version.txt': answers_text.VERSION,
     'sinfo.txt': answers_text.NODES,
     'squeue.txt': answers_text.JOBS,
     'squeue.json': answers_json.JOBS,

@@ -19,9 +19,6 @@ from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
 JOBS = ('squeue', '--json', '--all', '--states=all')
 
-# The document on jobs of 22.05 leaves out which nodes are planned for a pending job.
-FIRST_COMPLETE = (23, 2)
-
 # What stands behind a base state and says more.
 _MORE = (
     *('COMPLETING', 'CONFIGURING', 'POWER_UP_NODE', 'STAGE_OUT', 'SIGNALING', 'STOPPED'),

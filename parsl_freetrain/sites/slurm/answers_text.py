@@ -44,7 +44,6 @@ _EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,ex
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
 PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')
 CONFIG = ('scontrol', 'show', 'config')
-VERSION = ('squeue', '--version')
 
 
 def history_of(job_ids: list[str]) -> tuple[str, ...]:
@@ -225,14 +224,6 @@ def parse_history(answer: str) -> dict[str, JobState]:
             status, _, number = ended.partition(':')
             found[job_id] = end_of(state_of(state), _number(status), _number(number))
     return found
-
-
-def parse_version(answer: str) -> tuple[int, int]:
-    """Major and minor version, from ``slurm-wlm 22.05.8``. Raises NotUnderstood without any."""
-    found = re.search(r'(\d+)\.(\d+)', answer)
-    if found is None:
-        raise NotUnderstood(f'squeue --version answered {answer[:80]!r}, which holds no version')
-    return int(found[1]), int(found[2])
 
 
 def can_shrink(config: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
@@ -19,7 +18,6 @@ from parsl_freetrain.sites.batch.records import (
     JobState,
     NodeReservation,
     Nodes,
-    NotUnderstood,
     Partition,
 )
 from parsl_freetrain.sites.batch.scheduler import NoHistory
@@ -32,11 +30,9 @@ from parsl_freetrain.sites.batch.scheduler_commands import (
     own_name,
 )
 from parsl_freetrain.sites.slurm import answers_json, answers_text
-from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
+from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
 from parsl_freetrain.sites.slurm.words import end_of
-
-logger = logging.getLogger(__name__)
 
 # The site config replaces these variables. An account is kept, since users set it for all jobs.
 _MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
@@ -58,7 +54,6 @@ class Slurm:
         self._options = options
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         self.client = Commands('Slurm', options.command_s, {**kept, **_ENVIRONMENT}, _MEDDLING)
-        self._form: Form = self._options.form
         self._user = own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
         self._tiers: dict[str, int] = {}  # of partitions
@@ -76,19 +71,8 @@ class Slurm:
         return Wanted(given.partition, given.features(), given.gpus_per_node, given.classes)
 
     def jobs(self) -> tuple[BatchJob, ...]:
-        if self._form is None:
-            auto = self._options.form == 'auto'
-            self._form = self._best_form() if auto else self._options.form
-        if self._form == 'json':
-            try:
-                jobs = answers_json.parse_jobs(self.client.ask(answers_json.JOBS))
-            except (NotUnderstood, SchedulerSilent) as error:
-                # Slurm may have been built without JSON, too.
-                if self._options.form == 'json':
-                    raise
-                jobs = self._jobs_as_text()
-                logger.warning('Asking Slurm for text from now on: %s', error)
-                self._form = 'text'
+        if self._options.form == 'json':
+            jobs = answers_json.parse_jobs(self.client.ask(answers_json.JOBS))
         else:
             jobs = self._jobs_as_text()
         return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
@@ -125,10 +109,6 @@ class Slurm:
         if not self._options.classes:
             return found
         return tuple(replace(n, node_class=self._options.class_of(n.features)) for n in found)
-
-    def _best_form(self) -> Form:
-        version = answers_text.parse_version(self.client.ask(answers_text.VERSION))
-        return 'json' if version >= answers_json.FIRST_COMPLETE else 'text'
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
