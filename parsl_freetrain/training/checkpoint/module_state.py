@@ -42,11 +42,12 @@ class ModuleState:
 
     def begin(self) -> None:
         """Call when training begins or goes on, once the function has made all its settings."""
-        if self._settings is None:
-            self._settings = _values(self._models)
-            for path, module, key in _not_persistent(self._models):
-                if (buffer := module._buffers[key]) is not None:
-                    self._buffers[path] = buffer, _version(buffer), buffer.detach().clone()
+        if self._settings is not None:
+            return  # at a later loop the function's own settings between the loops count
+        self._settings = _values(self._models)
+        for path, module, key in _not_persistent(self._models):
+            if (buffer := module._buffers[key]) is not None:
+                self._buffers[path] = buffer, _version(buffer), buffer.detach().clone()
         self.put_back()
 
     def changed(self) -> dict[str, Any]:

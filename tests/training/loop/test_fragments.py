@@ -102,7 +102,6 @@ def train(
             scheduler.step()
         else:
             scheduler.step(loss.item())
-        ctx.state['turns'] = ctx.state.get('turns', 0) + 1
         ctx.report(loss=loss.item())
     ctx.report(accuracy=0.5)
 
