@@ -47,6 +47,7 @@ class Carried:
         self._live: list[torch.Tensor] = []
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
+        self._read_later: set[str] = set()
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
 
@@ -56,6 +57,7 @@ class Carried:
         self._live = prepared.tensors()
         if self._marks is None:
             self._marks = {path: _mark(one) for path, one in self._variables(all_of=True)}
+        self._read_later = {path for path, _ in self._variables()}
 
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
@@ -84,6 +86,17 @@ class Carried:
             },
             'once': self._once,
         }
+
+    def in_use(self) -> bool:
+        """Whether a checkpoint holds variables that the loop changes: in the middle of a batch they
+        are no longer what they were at its beginning.
+        """
+        marks = self._marks or {}
+        now = {path: one for path, one in self._variables(all_of=True) if path in marks}
+        return bool(self._kept) or any(
+            not isinstance(now[path], torch.nn.Module) and marks[path] != _mark(now[path])
+            for path in self._read_later & now.keys()
+        )
 
     def keep(self, thing: Any, name: str | None) -> None:
         """As ``ctx.keep``."""

@@ -98,7 +98,8 @@ class LoopSaver:
     def leave(self) -> StateLeft | None:
         """Leave the last batch's state in memory when a rank is lost; None if this one does not."""
         division, prepared = self._model.division, self._model.prepared
-        if self._state.reports.means.used:  # other ranks had a part of the sums
+        # Other ranks had a part of the sums; variables are not what they were after the last batch.
+        if self._state.reports.means.used or self._model.carried.in_use():
             return None
 
         def state() -> State:

@@ -32,6 +32,12 @@ BATCH, TOTAL, EPOCH = 8, 96, 48
 Fault = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
 
 
+class Last:
+    """In no variable of the function: what changes there goes on from a checkpoint only."""
+
+    step = -1
+
+
 def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool = False) -> None:
     """Every fragment is struck as ``faults`` says. What the loop sets before it fails, its batch
     statistics and its settings, must not count twice.
@@ -90,7 +96,6 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
                 os.kill(os.getpid(), signal.SIGKILL)
 
         fault_hooks.on_saving.append(leaves)
-    seen: set[int] = set()
     if remembers and ctx.is_main and ctx.samples:
         assert ctx.state == {'seen': {ctx.samples - BATCH: (1, 2)}}  # with its types
     x = torch.randn(EPOCH, 4, generator=torch.Generator().manual_seed(5))
@@ -98,8 +103,8 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
         die('in the body')
         if struck('while it saves'):
             time.sleep(LIMIT_S)
-        if ctx.samples not in seen:  # the body runs once for each virtual shard of this rank
-            seen.add(ctx.samples)
+        if ctx.samples != Last.step:  # the body runs once for each virtual shard of this rank
+            Last.step = ctx.samples
             for group in optimizer.param_groups:
                 group['weight_decay'] = group['weight_decay'] / 2 + 1e-3
         if remembers:
@@ -244,6 +249,29 @@ def test_what_rank_0_alone_remembers_is_not_forgotten(
     began, outcomes = training.fragment(2, {}, remembers=True)
     assert began == (24 if victim == 1 else 0)
     assert {o.how for o in outcomes} == {'finished'}
+
+
+def counts(ctx: FragmentContext, killed_in: int) -> None:
+    model: Any = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    counted: list[int] = []
+    for (x,) in ctx.loop(TensorDataset(torch.ones(EPOCH, 4)), batch_size=BATCH):
+        if ctx.samples not in counted:
+            counted.append(ctx.samples)
+        if ctx.fragment == killed_in and ctx.rank == 1 and ctx.samples == 24:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+
+def test_variables_in_the_middle_of_a_batch_are_not_left(
+    nodes: list[ForkClient], tmp_path: Path
+) -> None:
+    ordered = order(tmp_path, total_samples=TOTAL, trainer=f'digits-{next(_names)}')
+    with ranks(nodes, ordered, 2, tmp_path, counts, 1) as gang:
+        first, _ = gang.run()
+    assert (first.how, first.left) == ('peer-lost', None)
 
 
 def test_throughput_mode_goes_on_from_the_same_step(
