@@ -52,19 +52,21 @@ class ModuleState:
 
     def changed(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        then, now = self._settings or {}, _values(self._models)
-        settings = {
-            path: value
-            for path, value in now.items()
-            if path in self._saved.get('settings', {}) or then.get(path, value) != value
-        }
         buffers = {
             path: buffer.detach()
             for path, module, key in _not_persistent(self._models)
             if (buffer := module._buffers[key]) is not None
             and (path in self._saved.get('buffers', {}) or self._has_changed(path, buffer))
         }
-        return {'settings': settings, 'buffers': buffers}
+        return {'settings': self.changed_settings(), 'buffers': buffers}
+
+    def changed_settings(self) -> dict[str, Any]:
+        then, now = self._settings or {}, _values(self._models)
+        return {
+            path: value
+            for path, value in now.items()
+            if path in self._saved.get('settings', {}) or then.get(path, value) != value
+        }
 
     def _has_changed(self, path: str, now: torch.Tensor) -> bool:
         if path not in self._buffers:

@@ -12,6 +12,7 @@ import sysconfig
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -27,6 +28,7 @@ from parsl_freetrain.training.steps.buffers import is_plain
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))
 _MOST, _MOST_BYTES = 100_000, 2**30  # elements and bytes of what is saved of a variable
+_COPIED = 20_000, 2**24  # and of what is copied of all variables at the end of each batch
 _OURS = 'parsl_freetrain.'
 _ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
 _JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
@@ -47,7 +49,6 @@ class Carried:
         self._live: list[torch.Tensor] = []
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
-        self._read_later: set[str] = set()
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
 
@@ -57,7 +58,6 @@ class Carried:
         self._live = prepared.tensors()
         if self._marks is None:
             self._marks = {path: _mark(one) for path, one in self._variables(all_of=True)}
-        self._read_later = {path for path, _ in self._variables()}
 
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
@@ -76,27 +76,27 @@ class Carried:
                 if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
                     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
-    def state(self, *, finished: bool) -> dict[str, Any]:
-        """What a checkpoint holds; ``finished``: the function has returned."""
+    def state(self, *, finished: bool, room: list[int] | None = None) -> dict[str, Any]:
+        """What a checkpoint holds; ``finished``: the function has returned; ``room``: elements and
+        bytes that there may be in all, of which those that there are are taken off.
+        """
         return {
             'epoch': self._at_epoch or {},
-            'loop': {} if finished else self._changed(),
+            'loop': {} if finished else self._changed(room),
             'kept': {
-                name: _packed(one.state_dict(), self._live) for name, one in self._kept.items()
+                name: _packed(one.state_dict(), self._live, room=room)
+                for name, one in self._kept.items()
             },
-            'once': self._once,
+            'once': [*self._once],
         }
 
-    def in_use(self) -> bool:
-        """Whether a checkpoint holds variables that the loop changes: in the middle of a batch they
-        are no longer what they were at its beginning.
-        """
-        marks = self._marks or {}
-        now = {path: one for path, one in self._variables(all_of=True) if path in marks}
-        return bool(self._kept) or any(
-            not isinstance(now[path], torch.nn.Module) and marks[path] != _mark(now[path])
-            for path in self._read_later & now.keys()
-        )
+    def copied(self) -> dict[str, Any] | None:
+        """As :meth:`state`; None: that is too large to be copied at the end of each batch."""
+        room = [*_COPIED]
+        with suppress(_NotPlain):
+            found = self.state(finished=False, room=room)
+            return found if min(room) >= 0 else None
+        return None
 
     def keep(self, thing: Any, name: str | None) -> None:
         """As ``ctx.keep``."""
@@ -173,11 +173,13 @@ class Carried:
                 if not (ours or (callable(one) and not _has_state(one))):
                     yield f'{code.co_qualname}.{name}', one
 
-    def _changed(self) -> dict[str, Any]:
+    def _changed(self, room: list[int] | None = None) -> dict[str, Any]:
         marks, saved = self._marks or {}, (self._saved.get(one, {}) for one in ('epoch', 'loop'))
         before = {path: packed for moment in saved for path, packed in moment.items()}
         found = {}
         for path, one in self._variables():
+            if not _may_be_saved(one):
+                continue
             then, unchanged = marks.get(path), list[str]()
             if path not in before and path in marks:
                 # Modules that are not prepared must not change.
@@ -186,7 +188,7 @@ class Carried:
                 if isinstance(then, dict) and isinstance(now, dict):
                     unchanged = [key for key in now if then.get(key) == now[key]]
             with suppress(_NotPlain):
-                found[path] = _packed(one, self._live, unchanged)
+                found[path] = _packed(one, self._live, unchanged, room)
         return found
 
 
@@ -194,7 +196,8 @@ class _NotPlain(Exception):
     """Names the class of what cannot be saved."""
 
 
-def live_names(code: CodeType, at: int) -> set[str]:
+@lru_cache(maxsize=256)
+def live_names(code: CodeType, at: int) -> frozenset[str]:
     """The variables of a function whose values may be read from an instruction on, before they are
     set; those that inner functions share count always.
     """
@@ -225,7 +228,7 @@ def live_names(code: CodeType, at: int) -> set[str]:
                 found[i], changes = now, True
     # In a call, a frame is at the memory of the instruction, which is behind it.
     here = max((offset for offset in place if offset <= at), default=0)
-    return found[place[here]] | {*code.co_cellvars, *code.co_freevars}
+    return frozenset(found[place[here]] | {*code.co_cellvars, *code.co_freevars})
 
 
 def _frames() -> list[FrameType]:
@@ -266,20 +269,35 @@ def _mark(one: Any) -> Any:
     return id(one), fingerprint(one=one.state_dict() if _has_state(one) else one)
 
 
-def _packed(one: Any, live: list[torch.Tensor], unchanged: Iterable[str] = ()) -> Any:
+def _may_be_saved(one: Any) -> bool:
+    """Whether it is of a kind that checkpoints hold; what it holds may not be."""
+    kinds = *_SCALARS, torch.Tensor, np.ndarray, np.generic, dict, list, set, tuple, deque
+    return isinstance(one, kinds) or _has_state(one) or _attributes(one) is not None
+
+
+def _packed(
+    one: Any, live: list[torch.Tensor], unchanged: Iterable[str] = (), room: list[int] | None = None
+) -> Any:
     """A value in a form that checkpoints hold, without the ``unchanged`` attributes of an object.
     Of ``live`` tensors, which are saved already, it is their number. Raises _NotPlain.
     """
-    numbers = {t.data_ptr(): i for i, t in enumerate(live) if is_plain(t) and t.numel()}
-    left, room = [_MOST], [_MOST_BYTES]
+    numbers: dict[int, int] = {}
+    room = [_MOST, _MOST_BYTES] if room is None else room
 
     def pack(one: Any, top: bool = False) -> Any:
-        left[0] -= 1
         kind = type(one)
-        if left[0] < 0:
+        plain_list = kind is list and {*map(type, one)} <= {*_SCALARS}
+        room[0] -= 1 + (len(one) if plain_list else 0)
+        if room[0] < 0:
             raise _NotPlain('long list')
         if kind in _SCALARS:
             return one
+        if plain_list:
+            return 'list', [*one]
+        if isinstance(one, torch.Tensor) and not numbers:
+            numbers.update(
+                (t.data_ptr(), i) for i, t in enumerate(live) if is_plain(t) and t.numel()
+            )
         if isinstance(one, torch.Tensor) and is_plain(one) and one.data_ptr() in numbers:
             i = numbers[one.data_ptr()]
             if one.shape != live[i].shape:
@@ -287,8 +305,8 @@ def _packed(one: Any, live: list[torch.Tensor], unchanged: Iterable[str] = ()) -
             return 'live', i, one is live[i]
         if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad:
             raise _NotPlain('tensor that is trained')
-        room[0] -= getattr(one, 'nbytes', 0) if isinstance(one, (torch.Tensor, np.ndarray)) else 0
-        if room[0] < 0:
+        room[1] -= getattr(one, 'nbytes', 0) if isinstance(one, (torch.Tensor, np.ndarray)) else 0
+        if room[1] < 0:
             raise _NotPlain('large tensor')
         if isinstance(one, torch.Tensor):
             plain = one.detach().clone()

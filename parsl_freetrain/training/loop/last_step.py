@@ -70,6 +70,8 @@ class _End:
     around: Surroundings
     buffers: list[torch.Tensor]
     versions: list[int]
+    variables: dict[str, Any] | None = None  # of the function; None: not copied
+    settings: dict[str, Any] | None = None  # of modules
 
 
 class LastStep:
@@ -100,6 +102,14 @@ class LastStep:
     def _uses_state(self) -> bool:
         return self._state.user.used or (self._end is not None and self._end.user != '{}')
 
+    @property
+    def variables(self) -> dict[str, Any] | None:
+        return self._end.variables if self._end is not None else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return (self._end.settings if self._end is not None else None) or {}
+
     def begin_batch(self) -> None:
         self._in_batch = True
 
@@ -110,7 +120,10 @@ class LastStep:
         if not self.possible or of_loop:
             return
         with suppress(BadInput):  # the next checkpoint says that there is no text
-            self._end = around_models(self._state, self._model.prepared)
+            variables = self._model.carried.copied()  # the next batch may change them at once
+            settings = self._model.modules.changed_settings()
+            end = around_models(self._state, self._model.prepared)
+            self._end = replace(end, variables=variables, settings=settings)
 
     def forget(self) -> None:
         """The state is none to go on from: the loop is over, or training goes back."""
@@ -144,7 +157,7 @@ class LastStep:
     @torch.no_grad()
     def _put_back(self) -> bool:
         end, prepared = self._end, self._model.prepared
-        if end is None or (self._in_batch and self._model.steps.changed):
+        if end is None or end.variables is None or (self._in_batch and self._model.steps.changed):
             return False
         if not self.knows_all and self._model.division.whole:
             return False  # what rank 0 has in ctx.state counts

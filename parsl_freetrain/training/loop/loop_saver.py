@@ -98,13 +98,12 @@ class LoopSaver:
     def leave(self) -> StateLeft | None:
         """Leave the last batch's state in memory when a rank is lost; None if this one does not."""
         division, prepared = self._model.division, self._model.prepared
-        # Other ranks had a part of the sums; variables are not what they were after the last batch.
-        if self._state.reports.means.used or self._model.carried.in_use():
+        if self._state.reports.means.used:  # other ranks had a part of the sums
             return None
 
         def state() -> State:
             put_parts_back(prepared.models)
-            found = self._state_of(content_of(prepared, named=division.stated))
+            found = self._state_of(content_of(prepared, named=division.stated), at_end=True)
             return division.held(found, knows_all=self._last.knows_all)
 
         return self._last.leave(state)
@@ -119,7 +118,8 @@ class LoopSaver:
         content = division.collect(self._model.prepared)
         return None if content is None else division.part_of(self._state_of(content))
 
-    def _state_of(self, content: Mapping[str, Any]) -> State:
+    def _state_of(self, content: Mapping[str, Any], *, at_end: bool = False) -> State:
+        """``at_end``: variables and settings are those at the end of the last batch."""
         state = self._state
         if self._is_main:
             state.user.text()  # raises BadInput if it cannot be saved
@@ -136,8 +136,11 @@ class LoopSaver:
             resumes=state.resumes,
             verified=state.verified,
         )
-        variables = self._model.carried.state(finished=state.phase is Phase.FINISHED)
-        modules = self._model.modules.changed()
+        finished, modules = state.phase is Phase.FINISHED, self._model.modules.changed()
+        if at_end:
+            variables, modules['settings'] = self._last.variables, self._last.settings
+        else:
+            variables = self._model.carried.state(finished=finished)
         if not self._model.division.whole:  # ranks could hold different ones
             modules['buffers'] = {}
         return collect({**content, 'modules': modules, 'variables': variables}, position)
