@@ -30,7 +30,8 @@ def test_a_terminal_gets_one_line_and_anything_else_none(
     if not terminal:
         assert said == ''
         return
-    hint, _, lines = said.partition('\n')
+    rehearsal, hint, lines = said.split('\n', 2)
+    assert 'was never rehearsed' in rehearsal
     assert hint.startswith('freetrain watch --ledger ') and hint.endswith('shows more.')
     assert 'fit running on 1 node: ' in lines and ' of 1,920 samples, loss ' in lines
     assert lines.endswith('1 finished\n') and lines.count('\n') == 1

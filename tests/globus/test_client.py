@@ -175,7 +175,9 @@ def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.Mon
     with pytest.raises(BadInput, match='belongs to another|seed'):
         remote.submit(trainer(mode=Reproducible(seed=7)), trainer_name='failing').result(LIMIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr(client, 'versions_here', lambda: {**versions_here(), 'python': '3.9.1'})
+        patch.setattr(
+            client.orders, 'versions_here', lambda: {**versions_here(), 'python': '3.9.1'}
+        )
         with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
             remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
         assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']

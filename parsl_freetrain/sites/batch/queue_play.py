@@ -92,6 +92,9 @@ class QueuePlay:
         self._stood = 0  # those of blocks that jobs got a part of
         self._shares = self._shares_of(now, uses, until)
         self._taken: list[tuple[float, float, int]] = []
+        self._set_apart(now, up, reservations)
+
+    def _set_apart(self, now: float, up: int, reservations: Iterable[NodeReservation]) -> None:
         for r in reservations:
             if r.end_s > now + SOON_S:
                 members = up if r.everywhere else self._set_of(r.nodes)
