@@ -29,7 +29,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.cli.doctor.asking import ask_endpoint
 from parsl_freetrain.executor.run_lock import FILE
-from parsl_freetrain.remote import client
+from parsl_freetrain.remote import orders
 from parsl_freetrain.remote.endpoint import Desk
 from parsl_freetrain.remote.orders import (
     COMPARED,
@@ -175,9 +175,7 @@ def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.Mon
     with pytest.raises(BadInput, match='belongs to another|seed'):
         remote.submit(trainer(mode=Reproducible(seed=7)), trainer_name='failing').result(LIMIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            client.orders, 'versions_here', lambda: {**versions_here(), 'python': '3.9.1'}
-        )
+        patch.setattr(orders, 'versions_here', lambda: {**versions_here(), 'python': '3.9.1'})
         with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
             remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
         assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']
