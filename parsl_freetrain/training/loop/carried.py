@@ -8,7 +8,6 @@ import ctypes
 import dis
 import re
 import sys
-import sysconfig
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,13 +21,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.data.inside import fingerprint
+from parsl_freetrain.training.loop.changes import (
+    COPIED,
+    LIBRARIES,
+    SCALARS,
+    attributes,
+    has_state,
+    is_large,
+    mark,
+    may_be_saved,
+)
 from parsl_freetrain.training.steps.buffers import is_plain
 
-_SCALARS = (bool, int, float, str, bytes, type(None))
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))
 _MOST, _MOST_BYTES = 100_000, 2**30  # elements and bytes of what is saved of a variable
-_COPIED = 20_000, 2**24  # and of what is copied of all variables at the end of each batch
 _OURS = 'parsl_freetrain.'
 _ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
 _JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
@@ -57,7 +62,7 @@ class Carried:
         self._frames, self._known = _frames(), set(map(id, known))
         self._live = prepared.tensors()
         if self._marks is None:
-            self._marks = {path: _mark(one) for path, one in self._variables(all_of=True)}
+            self._marks = {path: mark(one) for path, one in self._variables(all_of=True)}
 
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
@@ -92,7 +97,7 @@ class Carried:
 
     def copied(self) -> dict[str, Any] | None:
         """As :meth:`state`; None: that is too large to be copied at the end of each batch."""
-        room = [*_COPIED]
+        room = [*COPIED]
         with suppress(_NotPlain):
             found = self.state(finished=False, room=room)
             return found if min(room) >= 0 else None
@@ -101,7 +106,7 @@ class Carried:
     def keep(self, thing: Any, name: str | None) -> None:
         """As ``ctx.keep``."""
         kind = type(thing).__name__
-        if not _has_state(thing):
+        if not has_state(thing):
             raise BadInput(
                 f'ctx.keep was given a {kind}; it takes objects with state_dict and '
                 'load_state_dict.'
@@ -122,9 +127,7 @@ class Carried:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of objects that have a state: given to :meth:`keep`, or found in variables."""
-        things = {
-            path.rpartition('.')[2]: one for path, one in self._variables() if _has_state(one)
-        }
+        things = {path.rpartition('.')[2]: one for path, one in self._variables() if has_state(one)}
         found: dict[str, torch.Tensor] = {}
 
         def walk(path: str, value: Any) -> None:
@@ -170,7 +173,7 @@ class Carried:
                 one = own[name]
                 ours = type(one).__module__.startswith(_OURS)
                 ours |= isinstance(one, (Dataset, DataLoader)) or id(one) in self._known
-                if not (ours or (callable(one) and not _has_state(one))):
+                if not (ours or (callable(one) and not has_state(one))):
                     yield f'{code.co_qualname}.{name}', one
 
     def _changed(self, room: list[int] | None = None) -> dict[str, Any]:
@@ -178,12 +181,14 @@ class Carried:
         before = {path: packed for moment in saved for path, packed in moment.items()}
         found = {}
         for path, one in self._variables():
-            if not _may_be_saved(one):
+            if not may_be_saved(one):
                 continue
+            if room is not None and is_large(one):
+                raise _NotPlain('large variable')
             then, unchanged = marks.get(path), list[str]()
             if path not in before and path in marks:
                 # Modules that are not prepared must not change.
-                if isinstance(one, torch.nn.Module) or then == (now := _mark(one)):
+                if isinstance(one, torch.nn.Module) or then == (now := mark(one)):
                     continue
                 if isinstance(then, dict) and isinstance(now, dict):
                     unchanged = [key for key in now if then.get(key) == now[key]]
@@ -239,40 +244,10 @@ def _frames() -> list[FrameType]:
         module = str(frame.f_globals.get('__name__', ''))
         if module in (f'{_OURS}training.loop.rank', f'{_OURS}training.loop.debugging'):
             return found
-        if not (module.startswith(_OURS) or frame.f_code.co_filename.startswith(_LIBRARIES)):
+        if not (module.startswith(_OURS) or frame.f_code.co_filename.startswith(LIBRARIES)):
             found.append(frame)
         frame = frame.f_back
     return []
-
-
-def _has_state(one: Any) -> bool:
-    if isinstance(one, (type, DataLoader, torch.optim.Optimizer, torch.amp.GradScaler)):
-        return False
-    return callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
-
-
-def _attributes(one: Any) -> dict[str, Any] | None:
-    """The attributes of an object of a user's own class; None: it is another one."""
-    file = getattr(sys.modules.get(type(one).__module__), '__file__', None) or ''
-    library = file.startswith(_LIBRARIES) or type(one).__module__ in sys.stdlib_module_names
-    return None if library or not hasattr(one, '__dict__') else vars(one)
-
-
-def _mark(one: Any) -> Any:
-    """It differs where an object has changed."""
-    if isinstance(one, _SCALARS):
-        return one if one == one else 'nan'
-    if isinstance(one, torch.Tensor):
-        return id(one), 0 if one.is_inference() else one._version
-    if not _has_state(one) and (own := _attributes(one)) is not None:
-        return {key: _mark(value) for key, value in own.items() if _attributes(value) is None}
-    return id(one), fingerprint(one=one.state_dict() if _has_state(one) else one)
-
-
-def _may_be_saved(one: Any) -> bool:
-    """Whether it is of a kind that checkpoints hold; what it holds may not be."""
-    kinds = *_SCALARS, torch.Tensor, np.ndarray, np.generic, dict, list, set, tuple, deque
-    return isinstance(one, kinds) or _has_state(one) or _attributes(one) is not None
 
 
 def _packed(
@@ -286,11 +261,11 @@ def _packed(
 
     def pack(one: Any, top: bool = False) -> Any:
         kind = type(one)
-        plain_list = kind is list and {*map(type, one)} <= {*_SCALARS}
+        plain_list = kind is list and {*map(type, one)} <= {*SCALARS}
         room[0] -= 1 + (len(one) if plain_list else 0)
         if room[0] < 0:
             raise _NotPlain('long list')
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return one
         if plain_list:
             return 'list', [*one]
@@ -324,9 +299,9 @@ def _packed(
             return kind.__name__, [pack(value) for value in one]
         if kind is tuple:
             return 'tuple', [pack(value) for value in one]
-        if top and _has_state(one):
+        if top and has_state(one):
             return 'state', pack(one.state_dict())
-        if top and (own := _attributes(one)) is not None:
+        if top and (own := attributes(one)) is not None:
             found = {}
             for key, value in own.items():
                 with suppress(_NotPlain):
@@ -363,7 +338,7 @@ def _unpacked(packed: Any, now: Any, live: list[torch.Tensor], device: torch.dev
             return now
         return array.copy()
     if kind == 'state':
-        if _has_state(now):
+        if has_state(now):
             now.load_state_dict(_unpacked(inner, None, live, device))
         return now
     if kind == 'object':

@@ -244,8 +244,8 @@ def variables(ctx: FragmentContext) -> list[Any]:
         with torch.no_grad():
             score = F.mse_loss(model(X), X[:, :1] * 3 + 1).item() * (-1) ** ctx.epoch
         note(score)
-        history.append(round(score, 4))
-        recent.append(round(score, 4))
+        history.append(round(score, 3))
+        recent.append(round(score, 3))
         if score < best:
             best, best_weights = score, copy.deepcopy(model.state_dict())
         stopper.better(score, model)

@@ -1,0 +1,48 @@
+"""Every change of a plain container or array is noticed, wherever in it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parsl_freetrain.training.loop.changes import is_large, mark
+
+
+class Own:
+    def __init__(self) -> None:
+        self.scores = [0] * 500
+
+
+CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
+    ([-1] * 1000, lambda one: one.__setitem__(900, -2)),
+    (set(range(1000)), lambda one: one.add(-5)),
+    (deque([0] * 500, 500), lambda one: one.__setitem__(400, 1)),
+    (dict.fromkeys(range(1000), 0), lambda one: one.__setitem__(900, 1)),
+    (Counter(range(900)), lambda one: one.update([899])),
+    (defaultdict(int, dict.fromkeys(range(900), 0)), lambda one: one.__setitem__(888, 3)),
+    ({'a': {i: [0] * 100 for i in range(100)}}, lambda one: one['a'][77].__setitem__(80, 1)),
+    (np.zeros(1000), lambda one: one.__setitem__(777, 1)),
+    ([np.zeros(99) for _ in range(200)], lambda one: one[150].__setitem__(50, 1)),
+    ([torch.zeros(1) for _ in range(200)], lambda one: one[150].add_(1)),
+    (Own(), lambda one: one.scores.__setitem__(400, 2)),
+]
+
+
+@pytest.mark.parametrize(('one', 'change'), CHANGES)
+def test_a_change_shows(one: Any, change: Callable[[Any], object]) -> None:
+    before = mark(one)
+    assert mark(one) == before
+    change(one)
+    assert mark(one) != before
+
+
+def test_what_refers_to_itself_or_is_large() -> None:
+    around: list[Any] = [1]
+    around.append(around)
+    mark(around)
+    assert [is_large(one) for one in (around, [0] * 30_000, np.zeros(2**22))] == [False, True, True]
