@@ -64,6 +64,10 @@ class Carried:
         if self._marks is None:
             self._marks = {path: mark(one) for path, one in self._variables(all_of=True)}
 
+    def forget(self) -> None:
+        """Let go of the user's frames, which may hold workers of a loader."""
+        self._frames = []
+
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
 

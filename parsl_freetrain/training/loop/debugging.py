@@ -57,6 +57,8 @@ def train_here(
             run = FragmentRun(begin(order, place, Peers(), channel, Inbox(channel), device))
             run.finish(function(FragmentContext(run), *args, **kwargs))
             outcome = run.outcome('finished', None)
+            if run.model is not None:
+                run.model.carried.forget()
     finally:
         world.refuse_in_body(bool)
         torch.set_num_threads(threads)
