@@ -129,7 +129,7 @@ def test_a_second_run_beside_a_live_one_is_one_sentence(
     lock = RunLock(checkpoints, 'the first')
     lock.take_folder()
     assert gpt_sharded.main(['--small', '--out', str(tmp_path)]) == 2
-    assert f'checkpoint_dir {checkpoints} is alive' in capsys.readouterr().err
+    assert f'has the checkpoint_dir {checkpoints}; give each' in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [checkpoints]
 
 

@@ -126,9 +126,8 @@ def train_ffn(
         optimizer.step()
         scheduler.step()
         ctx.report(loss=loss.item(), places=places / len(image))
-        if (
-            ctx.samples != at
-        ):  # the batch's first iteration: rank 0 has the same samples in it on any number of nodes
+        # The batch's first iteration: rank 0 has the same samples in it on any number of nodes.
+        if ctx.is_main and ctx.samples != at:
             at = ctx.samples
             recent.append(loss.item())
     if ctx.is_main:
