@@ -204,7 +204,7 @@ def test_what_this_computer_can_tell_is_refused_at_once(
         said = ask_endpoint('x', None)['error']
         assert 'globus_compute_sdk, which is not installed: pip install globus-compute-sdk' in said
     (tmp_path / 'options.json').write_text('[1]')
-    with pytest.raises(BadInput, match=r'options\.json cannot be used .*JSON object'):
+    with pytest.raises(BadInput, match=r'options\.json cannot be used .*as JSON'):
         ask_endpoint('x', tmp_path / 'options.json')
 
 
