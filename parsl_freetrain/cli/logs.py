@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.report.names import trainer_named
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def logs_in(folder: Path) -> list[LogFile]:
 
 
 def readable(line: str) -> str:
-    line = _ESCAPES.sub('', line).rstrip('\r').rpartition('\r')[2].expandtabs()
-    return ''.join(c if c.isprintable() else '?' for c in line)
+    return clean(_ESCAPES.sub('', line).rstrip('\r').rpartition('\r')[2].expandtabs())
 
 
 def lines_of(path: Path, last: int | None = None) -> list[str]:

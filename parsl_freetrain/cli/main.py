@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from parsl_freetrain import __version__
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, clean
 
 VERBS = {
     'allocate': 'Answer allocation problems: which training gets how many nodes?',
@@ -153,7 +153,7 @@ def _to_nowhere() -> None:
 
 
 def _say(sentence: str, status: int) -> int:
-    seen = ''.join(c if c.isprintable() or c == '\n' else '?' for c in sentence)
+    seen = clean(sentence, keep='\n')
     print(f'freetrain: {seen}', file=sys.stderr)
     return status
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from parsl_freetrain.cli.where import JsonOption, value
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.core.model.types import BlockRequest
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def plan(
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes
     from parsl_freetrain.replay.forecast import PlannedBlock, forecasts, trainers_at
-    from parsl_freetrain.report.cells import clean
 
     who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)

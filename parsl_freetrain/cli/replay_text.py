@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from parsl_freetrain.core.model.errors import clean
+
 if TYPE_CHECKING:
     from parsl_freetrain.replay.recorded_run import RunReplay
     from parsl_freetrain.replay.result import ReplayResult
@@ -12,7 +14,6 @@ MOST_DIFFERENCES = 20
 
 
 def of_a_run(found: RunReplay) -> list[str]:
-    from parsl_freetrain.report.cells import clean
 
     settings = found.settings
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, value
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.core.model.errors import nodes_text as nodes
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ def why(
 
     For each: what was known, what was decided, and what the alternative was.
     """
-    from parsl_freetrain.report.cells import clean
-
     if last < 0:
         raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
     found = explanation(journal_at(ledger), trainer, run, last, time.time())

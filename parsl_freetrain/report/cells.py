@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from parsl_freetrain.core.model.errors import nodes_text
+from parsl_freetrain.core.model.errors import clean, nodes_text
 from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow
 
@@ -108,8 +108,3 @@ def duration_text(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     return f'{hours}:{rest // 60:02d}:{rest % 60:02d}' if hours else f'{rest // 60}:{rest % 60:02d}'
-
-
-def clean(text: str) -> str:
-    """The text without control characters, which names and metrics must not send to a terminal."""
-    return ''.join(c if c.isprintable() else '?' for c in text)

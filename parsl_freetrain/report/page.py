@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -15,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from parsl_freetrain import __version__
+from parsl_freetrain.core.model.errors import clean
 from parsl_freetrain.report import charts
 from parsl_freetrain.report.axes import duration, number
 from parsl_freetrain.report.cells import block_cells, trainer_cells
@@ -249,7 +249,7 @@ def template(name: str) -> Template:
     environment = Environment(
         loader=PackageLoader('parsl_freetrain', 'report'),
         autoescape=True,
-        finalize=_seen,
+        finalize=_cleaned,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -260,21 +260,13 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-_UNSEEN = {
-    code: None
-    for code in range(0x2070)
-    if unicodedata.category(chr(code)) in ('Cc', 'Cf') and chr(code) not in '\n\t'
-}
-
-
-def _seen(value: Any) -> Any:
-    """What is inserted, without characters that control a terminal or the direction of text."""
-    return value.translate(_UNSEEN) if isinstance(value, str) else value
+def _cleaned(value: Any) -> Any:
+    return type(value)(clean(value, keep='\n\t')) if isinstance(value, str) else value
 
 
 def clipped(text: str, most: int = 400) -> str:
     """The text without control characters, with at most ``most`` characters."""
-    plain = ''.join(c if c.isprintable() else ' ' for c in text)
+    plain = clean(' '.join(text.split()))
     return plain if len(plain) <= most else plain[: most - 1] + '…'
 
 

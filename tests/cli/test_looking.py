@@ -26,7 +26,7 @@ from tests.support.told import Told
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
-CONTROL = re.compile(r'[\x00-\x09\x0b-\x1f\x7f]')
+CONTROL = re.compile(r'[\x00-\x09\x0b-\x1f\x7f\u202e]')
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -360,7 +360,7 @@ def test_into_a_pipe_there_are_no_control_characters(
     journal.begin_run('run-2', at=1_790_000_500.0)
     for name in ('cnn', 'mlp'):
         journal.submitted(name, at=1_790_000_500.0, total_samples=10)
-    journal.over('mlp', at=1_790_000_501.0, state='failed', why='it \x1b[2J broke')
+    journal.over('mlp', at=1_790_000_501.0, state='failed', why='it \x1b[2J \u202e broke')
     journal.end_run(at=1_790_000_502.0, how='done')
     monkeypatch.setenv('COLUMNS', str(columns))
     for verb in (['status'], ['watch'], ['why', 'mlp']):

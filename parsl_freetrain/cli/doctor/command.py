@@ -15,7 +15,7 @@ import typer
 
 from parsl_freetrain import __version__
 from parsl_freetrain.cli.where import JsonOption, value
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.host import files
 
 if TYPE_CHECKING:
@@ -141,8 +141,6 @@ def _show(found: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from parsl_freetrain.report.cells import clean
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from parsl_freetrain.report.cells import clean
+from parsl_freetrain.core.model.errors import clean
 
 WIDTH = 24
 MOST_LINES = 16

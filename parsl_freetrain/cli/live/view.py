@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parsl_freetrain.core.allocation.answer import Allocator
-from parsl_freetrain.core.model.errors import BadInput, nodes_text
+from parsl_freetrain.core.model.errors import BadInput, clean, nodes_text
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report import cells as texts
 from parsl_freetrain.report.status import (
@@ -144,9 +144,9 @@ class _Screen:
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
         lines = (*map(limit_in_words, seen.limits), *resumes_in_words(seen.trainers))
-        yield from (Text(texts.clean(line), 'dim') for line in lines)
+        yield from (Text(clean(line), 'dim') for line in lines)
         for sentence in filter(None, (seen.life.sentence, *seen.damage)):
-            yield Text(texts.clean(sentence), 'yellow')
+            yield Text(clean(sentence), 'yellow')
 
 
 def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
@@ -165,12 +165,12 @@ class _Closing:
         titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
         table = _table('trainer', *titles)
         for name, cells in rows.items():
-            table.add_row(Text(texts.clean(name)), *(cells.get(title, '') for title in titles))
+            table.add_row(Text(clean(name)), *(cells.get(title, '') for title in titles))
         if _fits(table, console, options):
             yield table
         else:
             for name, cells in rows.items():
-                yield _cut(texts.clean(name), 'bold')
+                yield _cut(clean(name), 'bold')
                 for title, cell in cells.items():
                     yield _cut(f'  {title}: {cell}')
         node_s = self._summary['node_s']
@@ -215,8 +215,8 @@ def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
         table.columns[column].justify = 'left'
     for t in trainers:
         table.add_row(
-            Text(texts.clean(t.name), overflow='ellipsis'),
-            Text(texts.clean(t.state), STATE_STYLES.get(t.state, '')),
+            Text(clean(t.name), overflow='ellipsis'),
+            Text(clean(t.state), STATE_STYLES.get(t.state, '')),
             str(t.nodes),
             ProgressBar(
                 total=t.total or 1, completed=min(t.samples, t.total) if t.total else 0, width=bar
@@ -228,9 +228,9 @@ def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
 
 def _trainer_lines(t: TrainerNow) -> RenderableType:
     name = Text(no_wrap=True, overflow='ellipsis')
-    name.append(texts.clean(t.name), 'bold')
-    name.append(f' {texts.clean(t.state)}', STATE_STYLES.get(t.state, ''))
-    name.append(texts.clean(f', {nodes_text(t.nodes)}{texts.in_shape(t)}'))
+    name.append(clean(t.name), 'bold')
+    name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
+    name.append(clean(f', {nodes_text(t.nodes)}{texts.in_shape(t)}'))
     parts: list[RenderableType] = [name]
     if t.total:
         bar = Table.grid()  # a bar alone does not end its line
@@ -250,7 +250,7 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
     table = _table('block', 'nodes', 'time left', 'trainers')
     table.columns[3].justify = 'left'
     for block in blocks:
-        cells = map(texts.clean, texts.block_cells(block).values())
+        cells = map(clean, texts.block_cells(block).values())
         table.add_row(*(Text(cell, overflow='ellipsis') for cell in cells))
     return table
 
@@ -266,7 +266,7 @@ def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
         f'fragments {t.fragments}, preempted {t.preempted}, rescaled {t.rescaled}',
         *([] if t.finish_s is None else [f'done in {texts.finish_text(t)}']),
     ]
-    return texts.clean(', '.join(parts))
+    return clean(', '.join(parts))
 
 
 def _table(*titles: str) -> Table:
@@ -278,4 +278,4 @@ def _table(*titles: str) -> Table:
 
 
 def _cut(line: str, style: str = '') -> Text:
-    return Text(texts.clean(line), style, no_wrap=True, overflow='ellipsis')
+    return Text(clean(line), style, no_wrap=True, overflow='ellipsis')

@@ -48,6 +48,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f'{text[:197]}...'
 
 
+def clean(text: str, keep: str = '') -> str:
+    """A text of others, without what controls a terminal or the direction of text."""
+    return ''.join(c if c.isprintable() or c in keep else '?' for c in text)
+
+
 def nodes_text(count: int) -> str:
     return '1 node' if count == 1 else f'{count} nodes'
 
