@@ -23,7 +23,7 @@ PACKAGES := .venv-packages
 .PHONY: help venv system-packages demo test test-long test-lowest test-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
-	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 3 to 15 minutes)'
+	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 5 minutes, more on busy cores)'
 	@echo 'make test    all promises, in their short forms (options: TEST_ARGS; 6 minutes)'
 	@echo 'make test-long  the long forms: workloads, whole clusters, other environments (options: TEST_ARGS)'
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
@@ -72,7 +72,7 @@ test-long: $(INSTALLED)
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/journal tests/executor/test_interchange.py \
-    tests/executor/test_training.py tests/replay/test_trace_intervals.py tests/sites/test_machines.py tests/training/parallel/test_sharded.py
+    tests/executor/test_training.py tests/replay/test_trace_intervals.py tests/sites/test_machines.py
 test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints-lowest.txt -e '.[test,replay]'
@@ -129,5 +129,5 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m tests.gpu.run --device $(or $(DEVICE),accelerator) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-versus $(LOWEST) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-versus $(LOWEST) $(PACKAGES) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
