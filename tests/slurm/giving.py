@@ -11,8 +11,8 @@ from tests.sites.slurm.conftest import slurm_site
 
 
 def give(folder: Path, over: Event, blocks: int = 2) -> None:
-    """So many blocks of one node; the file ``runs`` says that all have theirs."""
-    mine = Blocks(folder / 'blocks', slurm_site(start_s=1.0))
+    """So many blocks of one node, for an hour; the file ``runs`` says that all have theirs."""
+    mine = Blocks(folder / 'blocks', slurm_site(start_s=1.0, longest_s=3600.0, shrink=1.0))
     for _ in range(blocks):
         mine.running(1, walltime_s=None)
     (folder / 'runs').touch()

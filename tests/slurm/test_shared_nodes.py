@@ -11,34 +11,40 @@ import pytest
 
 from tests.slurm.giving import give
 from tests.support.slurm import Cluster
+from tests.support.waiting import under_load
 
 pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch, slurm_cluster: Cluster) -> Iterator[Cluster]:
-    """Five nodes of four CPUs and 4000 MB."""
-    with Cluster.running(5, within='/tmp', SLURM_CLUSTER_CPUS='4') as cluster:
+def shared(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slurm_cluster: Cluster
+) -> Iterator[Cluster]:
+    """Five nodes of four CPUs and 4000 MB, so many of them of twice as much."""
+    sizes = {'SLURM_CLUSTER_CPUS': '4', 'SLURM_CLUSTER_LARGE': str(request.param)}
+    with Cluster.running(5, within='/tmp', **sizes) as cluster:
         monkeypatch.setenv('SLURM_CONF', str(cluster.conf))
         yield cluster
 
 
 @pytest.mark.parametrize(
-    ('asked', 'gives'),
+    ('shared', 'asked', 'gives'),
     [
-        ('--ntasks=9', 2),
-        ('--ntasks=3', 0),
-        pytest.param('--ntasks=5', 1, marks=pytest.mark.long),
-        pytest.param('--ntasks=1 --mem=3500', 1, marks=pytest.mark.long),
-        pytest.param('--array=0-5 --ntasks=1 --mem=1', 1, marks=pytest.mark.long),
+        (0, '--ntasks=9', 2),
+        (1, '--ntasks=1 --cpus-per-task=8', 1),
+        pytest.param(0, '--ntasks=3', 0, marks=pytest.mark.long),
+        pytest.param(0, '--ntasks=5', 1, marks=pytest.mark.long),
+        pytest.param(0, '--ntasks=1 --mem=3500', 1, marks=pytest.mark.long),
+        pytest.param(0, '--array=0-5 --ntasks=1 --mem=1', 1, marks=pytest.mark.long),
     ],
+    indirect=['shared'],
 )
 def test_a_job_gets_as_few_whole_nodes_as_the_others_leave_it(
     shared: Cluster, tmp_path: Path, asked: str, gives: int
 ) -> None:
-    """Three nodes have a CPU and 1000 MB left, two are of blocks."""
+    """Three nodes have a CPU and 1000 MB left, the last two are of blocks."""
 
-    def submit(*options: str, seconds: int = 600) -> str:
+    def submit(*options: str, seconds: int = 3000) -> str:
         return shared.run(
             *('sbatch', '--parsable', '--output=/dev/null', *options),
             f'--wrap=exec sleep {seconds}',
@@ -53,7 +59,7 @@ def test_a_job_gets_as_few_whole_nodes_as_the_others_leave_it(
             giving = pool.submit(give, tmp_path, over)
             shared.wait(lambda: giving.done() or (tmp_path / 'runs').exists())
             job = submit(*asked.split(), '--time=60')
-            shared.wait(lambda: not shared.run('squeue', '-h', '-t', 'PD'))
+            shared.wait(lambda: not shared.run('squeue', '-h', '-t', 'PD'), under_load(60.0))
             blocks = shared.run('squeue', '-h', '-t', 'R', '-o', '%j').count('freetrain.')
             assert shared.run('squeue', '-h', '-t', 'R', '-o', '%F').count(job)
             assert blocks == 2 - gives

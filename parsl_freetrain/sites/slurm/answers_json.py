@@ -45,7 +45,8 @@ def _job(job: dict[str, Any]) -> BatchJob:
     gpus = gpus_of(gres) or -(-gpus_of(of_job) // max(1, nodes))
     # 22.05: one word, or nothing; later a list of words.
     shared = job.get('shared') or ()
-    whole = {'none', 'user', 'mcs'}.intersection((shared,) if isinstance(shared, str) else shared)
+    words = (shared,) if isinstance(shared, str) else shared
+    whole = {'none', 'user', 'mcs', 'topo'}.intersection(words)
     per_cpu, per_node = (_number(job.get(f'memory_per_{unit}')) or 0.0 for unit in ('cpu', 'node'))
     return BatchJob(
         str(job['job_id']),

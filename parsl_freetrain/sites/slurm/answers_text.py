@@ -39,7 +39,8 @@ _MARKS = '*~#!%$@^-+'
 
 # What is told of a job: see job_format.
 JOBS = ('squeue', '--noheader', '--all', '--states=all')
-NODES = ('sinfo', '--noheader', '--all', f'--format={_NODE_FIELDS}')
+# Without --exact, unlike nodes would be told with the fewest CPUs of all.
+NODES = ('sinfo', '--noheader', '--all', '--exact', f'--format={_NODE_FIELDS}')
 _EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
 PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')

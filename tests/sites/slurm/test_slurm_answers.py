@@ -275,7 +275,7 @@ def test_jobs_as_a_document_of_23_11() -> None:
         job_document(cpus=number(9), memory_per_cpu=number(700), minimum_cpus_per_node=number(3))
     )
     assert (job.cpus, job.step, job.memory, job.memory_per_cpu) == (9, 3, 700.0, 700.0)
-    for shared in (['none'], ['user'], 'none'):
+    for shared in (['none'], ['user'], ['topo'], 'none'):
         [job] = answers_json.parse_jobs(job_document(cpus=number(9), shared=shared))
         assert job.cpus == 0, 'it gets whole nodes'
     [job] = answers_json.parse_jobs(
