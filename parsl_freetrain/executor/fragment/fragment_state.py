@@ -20,7 +20,12 @@ from parsl_freetrain.core.model.events import Ending, FragmentProgressed, StartF
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.fragment_parts import Contact, GivenUp, Stopping
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.training.comm.device_faults import out_of_memory, storage_trouble
+from parsl_freetrain.training.comm.device_faults import (
+    ASSERT,
+    ASSERTED,
+    out_of_memory,
+    storage_trouble,
+)
 from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous
 
@@ -281,9 +286,14 @@ class RunningFragment:
                 if out_of_memory(error.type, error.message):
                     where = f'its output is in {result.log}'
                     return self._short_of_memory(f'{result} said {sentence}; {where}')
-                load = partial(self._exception, result, error)
+                notes = [ASSERTED.format(result, result.log)] if ASSERT in error.message else []
+                load = partial(self._exception, result, error, *notes)
                 return FragmentResult(
-                    Ending.FAILED, self.checkpoint, sentence, load, final=error.final
+                    Ending.FAILED,
+                    self.checkpoint,
+                    notes[0] if notes else sentence,
+                    load,
+                    final=error.final,
                 )
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
 

@@ -31,6 +31,13 @@ _NO_MEMORY = (
     'Cannot allocate memory',
     'OUT_OF_DEVICE_MEMORY',
 )
+ASSERT = 'device-side assert'
+ASSERTED = (
+    '{} said CUDA error: device-side assert triggered, which mostly is an index or a class out of '
+    'range. What the device printed of it is in {}; with worker_init="export '
+    'CUDA_LAUNCH_BLOCKING=1" the traceback there ends in the line of the function that did it.'
+)
+"""Of the rank and its log. Launches are asynchronous, so the traceback names any later line."""
 _DEVICE_LOST = 'ERROR_DEVICE_LOST'
 _STORAGE = {
     *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ENOTCONN),

@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import tblib
+import torch
 
 from parsl_freetrain import LocalSite, Timeouts
 from parsl_freetrain.core.model.events import (
@@ -177,6 +178,23 @@ def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
     fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
     load = fragment.result().exception
     assert load is not None and 'Odd: only here' in str(load())
+
+
+def test_an_assertion_of_a_device_names_the_log_and_how_to_find_the_line() -> None:
+    fragment = running_fragment()
+    said = torch.AcceleratorError('CUDA error: device-side assert triggered\nCompile with ...')
+    fragment.settled = {
+        0: [outcome(0, 'peer-lost')],
+        1: [outcome(1, 'error', 'x12', error=user_error(said))],
+    }
+    verdict = fragment.result()
+    assert verdict.ending is Ending.FAILED
+    assert verdict.exception is not None
+    assert all(
+        part in text
+        for text in (verdict.error, verdict.exception().__notes__[1])
+        for part in ('rank 1 on x12 said', '/logs/rank-1.log', 'CUDA_LAUNCH_BLOCKING=1')
+    )
 
 
 def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:

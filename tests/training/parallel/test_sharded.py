@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Subset, TensorDataset
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.checkpoint.export import export_weights, load_weights
+from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.manifest import verify
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Saved
@@ -267,6 +271,66 @@ def test_a_trainer_without_shapes_goes_on_sharded_and_back(
         all(torch.equal(tensor, one.models[0][name]) for name, tensor in found.models[0].items()),
         found.position.samples,
     ] == [True, 30]
+
+
+class Language(nn.Module):
+    """Words of the last layer are those of the first, and both know which are rare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block, self.head = Words(), Block(), Words()
+        self.head.weight, self.head.rare = self.words.weight, self.words.rare
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.block(self.words(x)), self.head.weight) * self.head.rare
+
+
+class Words(nn.Embedding):
+    rare: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(11, WIDTH)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.register_buffer('rare', torch.rand(self.num_embeddings))
+
+
+def speak(ctx: FragmentContext, stop: bool = False) -> None:
+    with torch.device('meta'):
+        whole, other = Language(), Language()
+    with pytest.raises(BadInput, match="'words.weight' and 'head.weight' are one tensor, and bloc"):
+        ctx.shard(other, blocks=(Block, Words))
+    model: Any = ctx.shard(whole, blocks=(Block,))
+    assert model.head.weight is model.words.weight
+    assert model.head.rare is model.words.rare
+    model, optimizer = ctx.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    texts = torch.randint(11, (SIZE, 2), generator=torch.Generator().manual_seed(1))
+    for x, y in ctx.loop(TensorDataset(*texts.T), BATCH):
+        if stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def test_tied_tensors_of_the_meta_device_stay_tied(fork_server: ForkClient, tmp_path: Path) -> None:
+    one = run(fork_server, tmp_path / 'one', Shape(), function=speak)
+    run(fork_server, tmp_path / 'two', Shape(shard=2), function=speak, stop=True)
+    two = run(fork_server, tmp_path / 'two', Shape(shard=2), 2, function=speak)
+    assert two.position.samples == TOTAL
+    assert tensors(one).keys() == tensors(two).keys()
+    assert all(torch.equal(tensor, tensors(two)[name]) for name, tensor in tensors(one).items())
+    weights = load_weights(two.path)
+    file = export_weights(two.path, tmp_path / 'language.safetensors')
+    assert same(load_file(file), weights)
+    torch.manual_seed(9)
+    whole = Language()
+    first = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    whole.load_state_dict(weights)
+    assert torch.equal(weights['head.weight'], weights['words.weight'])
+    assert torch.equal(whole.words.rare, weights['head.rare'])
+    assert not torch.equal(whole.words.weight, first['words.weight'])
 
 
 def in_bfloat16(ctx: FragmentContext) -> None:

@@ -64,9 +64,8 @@ class Bare(nn.Module):
 
 
 def tied() -> nn.Module:
-    with torch.device('meta'):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model[1][0].weight = model[0].weight  # type: ignore[index]
     return model
 
 
@@ -97,7 +96,11 @@ def half_on_meta() -> nn.Module:
             {'plan': {'0': ColwiseParallel()}, 'tensors': (1, 2)},
             "dimension 1 of '0.weight' has 3 elements, which 2 tensor",
         ),
-        (tied(), {}, "'0.weight' and '1.weight' are one parameter"),
+        (
+            tied(),
+            {'plan': {'0': ColwiseParallel()}, 'tensors': (1, 2)},
+            "'0.weight' and '1.0.weight' are one tensor, and blocks or plan would make it two",
+        ),
         (half_on_meta(), {}, "'1.weight' is on the meta device and '0.weight' is not"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -29,16 +30,23 @@ def on_meta(model: nn.Module) -> bool:
     return bool(meta)
 
 
-def refuse_ties(model: nn.Module) -> None:
-    """Refuse tensors that several modules share, since making them would separate them."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name:
-            raise BadInput(
-                f'ctx.shard was given a model on the meta device in which {first!r} and {name!r} '
-                'are one parameter; they would be two afterwards: make this model on the CPU.'
-            )
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters and buffers that have another name too, with the first one."""
+    first: dict[int, str] = {}
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return {name: by for name, one in named if (by := first.setdefault(id(one), name)) != name}
+
+
+def make_empty(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device memory, and keep tied what is one tensor."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tied = {name: first for name, first in tied_names(model).items() if name in buffers}
+    model.to_empty(device=device)  # torch keeps parameters tied
+    for name, first in tied.items():
+        owner, _, own = name.rpartition('.')
+        model.get_submodule(owner)._buffers[own] = model.get_buffer(first)
 
 
 def fill(
@@ -49,17 +57,19 @@ def fill(
     *,
     saved: bool,
 ) -> None:
-    """Give every parameter and buffer its first value; if a state is ``saved``, only those of
-    modules with buffers that it does not have. Raises BadInput if a module has no
-    ``reset_parameters()``, or that leaves a value unset.
+    """Give every parameter and buffer its first value, tied ones by the first module that has them;
+    if a state is ``saved``, only those of modules with buffers that it does not have. Raises
+    BadInput if a module has no ``reset_parameters()``, or that leaves a value unset.
     """
+    filled = set[int]()
     with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
         for name, module in model.named_modules():
             if saved and not module._non_persistent_buffers_set:
                 continue
-            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+            if not filled.issuperset(map(id, own)):
                 torch.manual_seed(_seed(seed, name))
-                _fill_one(name, module, device, initialise)
+                _fill_one(name, module, device, initialise, filled)
 
 
 @torch.no_grad()
@@ -68,6 +78,7 @@ def _fill_one(
     module: nn.Module,
     device: torch.device,
     initialise: Callable[[nn.Module], None] | None,
+    filled: set[int],
 ) -> None:
     reset = getattr(module, 'reset_parameters', None)
     what = f'{type(module).__name__} {name!r}'
@@ -76,44 +87,46 @@ def _fill_one(
             f'ctx.shard cannot give {what} its first values: it has no reset_parameters(); add '
             'one, pass initialise=, or make the model on the CPU.'
         )
-    with _whole(module, device) as tensors:
-        for tensor in tensors.values():
-            _unset(tensor)
+    with _whole(module, device) as made:
         if initialise is not None:
             initialise(module)
         elif reset is not None:
             reset()
-        left = [own for own, tensor in tensors.items() if _is_unset(tensor)]
-    if left:
-        by = 'reset_parameters()' if initialise is None else 'initialise'
-        raise BadInput(
-            f'ctx.shard: {by} leaves {", ".join(map(repr, left))} of {what} without a value: set '
-            'it there too, or make the model on the CPU.'
-        )
+        made.update({**module._parameters, **module._buffers})
+    parts = {**module._parameters, **module._buffers}
+    for own, part in parts.items():
+        if part is None or id(part) in filled:
+            continue
+        filled.add(id(part))
+        whole = made[own]
+        if whole is None or part.shape != whole.shape or _is_unset(whole):
+            by = 'reset_parameters()' if initialise is None else 'initialise'
+            raise BadInput(
+                f'ctx.shard: {by} leaves {own!r} of {what} without a value of the shape '
+                f'{tuple(part.shape)}: set it there too, or make the model on the CPU.'
+            )
+        _take_own_part(part, whole)
 
 
 @contextmanager
-def _whole(module: nn.Module, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """A module with whole tensors in place of its own parts, which get their values at the end."""
+def _whole(
+    module: nn.Module, device: torch.device
+) -> Iterator[dict[str, torch.Tensor | nn.Parameter | None]]:
+    """A module with whole tensors, without values, in place of its own parts."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
-    made: dict[str, torch.Tensor] = {}
-    for own, parameter in parameters.items():
-        if parameter is not None:
-            made[own] = nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
-                requires_grad=parameter.requires_grad,
-            )
-            module._parameters[own] = made[own]  # type: ignore[assignment]
-    made.update((own, buffer) for own, buffer in buffers.items() if buffer is not None)
+    for places in (module._parameters, module._buffers):
+        for own, part in places.items():
+            if part is not None:
+                whole = torch.empty(part.shape, dtype=part.dtype, device=device)
+                _unset(whole)
+                if isinstance(part, nn.Parameter):
+                    whole = nn.Parameter(whole, requires_grad=part.requires_grad)
+                places[own] = whole  # type: ignore[assignment]
     try:
-        yield made
+        yield {}
     finally:
-        filled = {own: module._parameters[own] for own in parameters if own in made}
         module._parameters.update(parameters)
-    for own, parameter in parameters.items():
-        whole = filled.get(own)
-        if parameter is not None and whole is not None:
-            _take_own_part(parameter, whole)
+        module._buffers.update(buffers)
 
 
 def _take_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.sharded.initial import fill, on_meta, refuse_ties
+from parsl_freetrain.training.parallel.sharded.initial import fill, make_empty, on_meta, tied_names
 
 
 def shard_model(
@@ -71,9 +71,7 @@ def shard_model(
                 f'ctx.shard was given blocks={block.__name__}, and the model has no module of this '
                 f'class; it has {_named(model)}.'
             )
-    was_meta = on_meta(model)
-    if was_meta:
-        refuse_ties(model)
+    was_meta, tied = on_meta(model), tied_names(model)
     whole = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     tensors = set(tensors)
     if not plan and max(tensors, default=1) > 1:
@@ -84,6 +82,8 @@ def shard_model(
         )
     for key, style in (plan or {}).items():
         planned = list(_named_by(key, model))
+        owners = {module for module, _ in planned} if max(tensors, default=1) > 1 else set[str]()
+        _refuse_apart({n: f for n, f in tied.items() if owners & {_owner(n), _owner(f)}})
         for parts in tensors:
             _check_style(style, planned, parts)
     if plan and mesh['tensor'].size() > 1:
@@ -98,9 +98,23 @@ def shard_model(
     if not isinstance(model, FSDPModule):
         fully_shard(model, **options)
     if was_meta:
-        model.to_empty(device=device)
+        make_empty(model, device)
         fill(model, device, seed, initialise, saved=saved)
+    still = tied_names(model)
+    _refuse_apart({name: first for name, first in tied.items() if name not in still})
     return model
+
+
+def _owner(name: str) -> str:
+    return name.rpartition('.')[0]
+
+
+def _refuse_apart(tied: Mapping[str, str]) -> None:
+    for name, first in tied.items():
+        raise BadInput(
+            f'ctx.shard was given a model in which {first!r} and {name!r} are one tensor, and '
+            'blocks or plan would make it two: leave out the modules that have it.'
+        )
 
 
 def _named_by(key: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
