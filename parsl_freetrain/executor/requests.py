@@ -50,7 +50,7 @@ class Cancel(msgspec.Struct, frozen=True, tag='cancel', forbid_unknown_fields=Tr
 Request = Preempt | Cancel
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True):
     done: bool
     sentence: str
 
@@ -83,7 +83,7 @@ class Requests:
             path.unlink(missing_ok=True)
         return found
 
-    def answer(self, request_id: str, answer: Answer) -> None:
+    def answer(self, request_id: str, answer: Reply) -> None:
         """Tell whoever asked what has become of it."""
         try:
             files.replace(self._folder / f'{request_id}{_ANSWER}', msgspec.json.encode(answer))
@@ -100,9 +100,9 @@ class RequestHandler:
     def look(self, at: float) -> None:
         for request_id, request in self._requests.new():
             try:
-                answer = Answer(True, self._fulfil(request, at))
+                answer = Reply(True, self._fulfil(request, at))
             except BadInput as error:
-                answer = Answer(False, str(error))
+                answer = Reply(False, str(error))
             self._requests.answer(request_id, answer)
 
     def _fulfil(self, request: Request, at: float) -> str:
@@ -151,7 +151,7 @@ def ask(
     try:
         while clock() < deadline:
             if answer.exists():
-                said = msgspec.json.decode(files.read(answer, _LARGEST), type=Answer)
+                said = msgspec.json.decode(files.read(answer, _LARGEST), type=Reply)
                 if not said.done:
                     raise BadInput(said.sentence)
                 return said.sentence

@@ -15,11 +15,11 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.fold import fold
 from parsl_freetrain.core.model.state import History, RunState
-from parsl_freetrain.journal.records import Piece, check_head, scan
+from parsl_freetrain.journal.records import Extent, check_head, scan
 
 
 @dataclass(frozen=True)
-class Batch:
+class EventBatch:
     """Events that the controller got in one call, and its answer; ``seq`` counts from 1."""
 
     seq: int
@@ -90,7 +90,7 @@ class Journal:
             self._history.latest = None
         return self._history.of(run)
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: Extent) -> None:
         try:
             if piece.content is not None:
                 fold(self._history, piece.events(), self._keep_progress)
@@ -121,13 +121,13 @@ class Journal:
                     if wanted and (run is None or run.id == number):
                         yield number, event
 
-    def batches(self, run: RunState) -> Iterator[Batch]:
+    def batches(self, run: RunState) -> Iterator[EventBatch]:
         """What the controller of a run was given, in order."""
         seq, events = 0, list[ev.Event]()
         for _, event in self.events(run=run):
             if isinstance(event, ev.Decided):
                 seq += 1
-                yield Batch(seq, tuple(events), event)
+                yield EventBatch(seq, tuple(events), event)
                 events.clear()
             elif not isinstance(event, ev.NOTES):
                 events.append(event)

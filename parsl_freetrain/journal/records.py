@@ -29,7 +29,7 @@ _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[An
 
 
 @dataclass(frozen=True)
-class Piece:
+class Extent:
     """Bytes of the file, from ``start`` to ``end``; ``content`` of a record, None: unreadable."""
 
     start: int
@@ -75,7 +75,7 @@ def is_remains(file: BinaryIO) -> bool:
     )
 
 
-def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
+def scan(file: BinaryIO, begin: int) -> Iterator[Extent]:
     """Whole records from a place on, and unreadable places between them; no incomplete last one."""
     file.seek(begin)
     data, base, at = b'', begin, 0  # the data begin at ``base`` in the file
@@ -98,9 +98,9 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
                 return
             continue
         if damaged_from is not None:
-            yield Piece(damaged_from, base + at, None)
+            yield Extent(damaged_from, base + at, None)
             damaged_from = None
-        yield Piece(base + at, base + end, data[at + _RECORD.size : end])
+        yield Extent(base + at, base + end, data[at + _RECORD.size : end])
         at = end
 
 

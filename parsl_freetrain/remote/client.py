@@ -62,7 +62,7 @@ class RemoteTraining(TrainingFuture):
             self._patience_s = min(2 * self._patience_s, LONGEST_PATIENCE_S)
         self._client.send(order).add_done_callback(lambda done: self._answered(done, order))
 
-    def _answered(self, done: Future[orders.Answer], order: orders.Order) -> None:
+    def _answered(self, done: Future[orders.OrderAnswer], order: orders.Order) -> None:
         pause_s = every_s = self._client.look_every_s
         with self._lock:
             try:
@@ -298,7 +298,7 @@ class FreeTrainClient(Executor):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer_to(self, order: orders.Order, timeout_s: float) -> orders.Answer:
+    def _answer_to(self, order: orders.Order, timeout_s: float) -> orders.OrderAnswer:
         try:
             return self.send(order).result(timeout_s)
         except TimeoutError:
@@ -308,13 +308,13 @@ class FreeTrainClient(Executor):
         except Exception as error:
             raise self.refusal(error) or error from error
 
-    def send(self, order: orders.Order) -> Future[orders.Answer]:
+    def send(self, order: orders.Order) -> Future[orders.OrderAnswer]:
         """The future of the answer. It fails if the order did not arrive, or was refused."""
-        answer: Future[orders.Answer] = Future()
+        answer: Future[orders.OrderAnswer] = Future()
 
         def decode(done: Future[Any]) -> None:
             try:
-                reply = orders.decoded(done.result(), orders.Answer)
+                reply = orders.decoded(done.result(), orders.OrderAnswer)
                 if reply.refusal:
                     raise BadInput(reply.refusal)
                 answer.set_result(reply)

@@ -91,11 +91,11 @@ class Desk:
         return self.folder / f'{name}.{kind}'
 
 
-def answer_to(order: orders.Order) -> orders.Answer:
+def answer_to(order: orders.Order) -> orders.OrderAnswer:
     """Carry out an order. Raises BadInput if it cannot be."""
     desk = Desk(order.checkpoint_dir) if order.checkpoint_dir else None
     if order.verb == 'versions' or desk is None:
-        return orders.Answer(versions=orders.versions_here())
+        return orders.OrderAnswer(versions=orders.versions_here())
     if order.verb == 'train':
         if order.payload:
             versions = orders.compare(order.versions, orders.versions_here())
@@ -117,7 +117,7 @@ def answer_to(order: orders.Order) -> orders.Answer:
     until = time.monotonic() + order.hold_s
     while names and desk.open_names() == names and time.monotonic() < until:
         time.sleep(0.2)
-    return orders.Answer(trainers=desk.statuses(order.trainer))
+    return orders.OrderAnswer(trainers=desk.statuses(order.trainer))
 
 
 def _ensure_run(desk: Desk) -> None:
@@ -154,7 +154,7 @@ def main() -> None:
     try:
         reply = answer_to(orders.decoded(sys.stdin.buffer.read(), orders.Order))
     except FreeTrainError as error:
-        reply = orders.Answer(str(error))
+        reply = orders.OrderAnswer(str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(reply))
 
 

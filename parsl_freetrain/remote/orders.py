@@ -55,7 +55,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     sentence: str = ''
 
 
-class Answer(msgspec.Struct, frozen=True):
+class OrderAnswer(msgspec.Struct, frozen=True):
     """The trainers by name; or why not."""
 
     refusal: str = ''
@@ -63,7 +63,7 @@ class Answer(msgspec.Struct, frozen=True):
     trainers: Mapping[str, TrainerStatus] = field(default_factory=dict)
 
 
-Kind = TypeVar('Kind', Order, Answer, TrainerStatus)
+Kind = TypeVar('Kind', Order, OrderAnswer, TrainerStatus)
 
 
 def decoded(content: Any, kind: type[Kind]) -> Kind:

@@ -26,7 +26,7 @@ from parsl_freetrain.solver import allocator_named
 
 
 @dataclass(frozen=True)
-class Decided:
+class Choice:
     allocation: dict[str, int]  # nodes by trainer
     # expected, over keeping everything, in the objective's unit; None: not finite
     gain_per_s: float | None
@@ -37,8 +37,8 @@ class Difference:
     batch: int  # the number of its batch of events
     at_s: float  # since the run began
     trigger: str  # the classes of the events
-    run: Decided
-    replay: Decided | None  # None: no decision there
+    run: Choice
+    replay: Choice | None  # None: no decision there
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> R
             continue
         gain = (was.objective - was.staying) / own.controller.horizon_s
         new = _decided(asked.answers[-1][1], settings) if again and asked.answers else None
-        old = Decided(was.allocation, _finite(gain))
+        old = Choice(was.allocation, _finite(gain))
         differences.append(Difference(batch.seq, batch.at - run.begun_at, was.trigger, old, new))
     if not batches:
         raise BadInput(
@@ -176,15 +176,15 @@ def _allocator(settings: DecisionSettings) -> Allocator:
     return allocator_named(settings.solver, settings.time_limit_s, isolated=False)
 
 
-def _decided(answer: Answer, settings: DecisionSettings) -> Decided:
+def _decided(answer: Answer, settings: DecisionSettings) -> Choice:
     gain = answer.objective - answer.staying
-    return Decided(dict(answer.allocation), _finite(gain / settings.controller.horizon_s))
+    return Choice(dict(answer.allocation), _finite(gain / settings.controller.horizon_s))
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _mean(decided: Sequence[Decided]) -> float | None:
+def _mean(decided: Sequence[Choice]) -> float | None:
     known = [d.gain_per_s for d in decided if d.gain_per_s is not None]
     return sum(known) / len(known) if known else None

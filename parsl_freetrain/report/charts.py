@@ -10,8 +10,8 @@ from markupsafe import Markup
 from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.intervals import Interval, clip, levels
-from parsl_freetrain.report.learned import Scaling
-from parsl_freetrain.report.losses import Loss
+from parsl_freetrain.report.learned import MeasuredScaling
+from parsl_freetrain.report.losses import Losses
 from parsl_freetrain.report.metrics import CurvePoint, MetricView, smoothed
 from parsl_freetrain.report.svg import Chart
 from parsl_freetrain.report.timeline import left_at, natural_order, offered, phases_of, struck_nodes
@@ -122,7 +122,9 @@ def _joined(boxes: Sequence[Box], least: float) -> list[Box]:
     return joined
 
 
-def losses(trainer: str, loss: Loss, kind: str, found: Figures) -> list[tuple[str, Markup | None]]:
+def losses(
+    trainer: str, loss: Losses, kind: str, found: Figures
+) -> list[tuple[str, Markup | None]]:
     """Over samples and over time, with titles; None where no loss was reported."""
     points = [p for line in loss.fragments for p in line]
     charts: list[tuple[str, Markup | None]] = []
@@ -171,7 +173,7 @@ def metric(
     return chart.svg()
 
 
-def scaling(learned: Scaling, kind: str) -> Markup | None:
+def scaling(learned: MeasuredScaling, kind: str) -> Markup | None:
     """None if a trainer's speed is not known."""
     points = [*learned.curve, *((n, rate) for n, rate, _ in learned.measured)]
     if not points:

@@ -11,11 +11,11 @@ from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report import learned
 from parsl_freetrain.report.causes import Cause, causes
-from parsl_freetrain.report.losses import Loss, losses
+from parsl_freetrain.report.losses import Losses, losses
 from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
 from parsl_freetrain.report.status import RunStatus, snapshot, state_of
-from parsl_freetrain.report.summary import Efficiency, efficiency, summary
+from parsl_freetrain.report.summary import RunEfficiency, efficiency, summary
 from parsl_freetrain.report.timeline import Clock
 
 
@@ -37,13 +37,13 @@ class Figures:
     clock: Clock
     now: float
     summary: dict[str, Any]  #: from :func:`parsl_freetrain.report.summary.summary`
-    efficiency: Efficiency  #: U, from :func:`parsl_freetrain.report.summary.efficiency`
+    efficiency: RunEfficiency  #: U, from :func:`parsl_freetrain.report.summary.efficiency`
     #: causes, scalings, rescales, losses, metrics, shapes: see the modules of these names.
     causes: tuple[Cause, ...]
     decisions: Decisions
-    losses: dict[str, Loss]
+    losses: dict[str, Losses]
     metrics: Curves
-    scalings: dict[str, list[learned.Scaling]]
+    scalings: dict[str, list[learned.MeasuredScaling]]
     rescales: list[learned.RescaleCost]
     #: Outcomes of decisions that changed a trainer's node count.
     outcomes: tuple[DecisionOutcome, ...]
@@ -71,7 +71,7 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
         clock=clock,
         now=now,
         summary=summary(history, now),
-        efficiency=efficiency(history, now, allocator) if allocator else Efficiency({}, None),
+        efficiency=efficiency(history, now, allocator) if allocator else RunEfficiency({}, None),
         causes=causes(history, now),
         decisions=_decisions([d for run in history.runs for d in run.decisions]),
         losses=losses(history, clock),

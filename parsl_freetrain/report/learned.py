@@ -16,7 +16,7 @@ MOST_POINTS = 64  # maximum number of points of a curve
 
 
 @dataclass(frozen=True)
-class Scaling:
+class MeasuredScaling:
     """A trainer's speed on one node class."""
 
     trainer: str
@@ -53,7 +53,7 @@ class ShapeTried:
     memory: int = 0  #: the most memory that a rank of its fragments needed, in bytes; 0: unknown
 
 
-def scalings(history: History) -> dict[str, list[Scaling]]:
+def scalings(history: History) -> dict[str, list[MeasuredScaling]]:
     """By trainer, for each class on which it was measured; all runs of a resumed workflow count."""
     every = ((run, one) for run in history.runs for one in run.fragments.values())
     seen = ((run, one) for run, one in every if any(report.rate for report in one.progress))
@@ -61,7 +61,7 @@ def scalings(history: History) -> dict[str, list[Scaling]]:
     trainers = {one.name: one.trainer for one in history.trainings}
     return {
         name: [
-            Scaling(
+            MeasuredScaling(
                 name,
                 node_class,
                 speed.stated is not None,

@@ -23,7 +23,7 @@ class LossPoint:
 
 
 @dataclass(frozen=True)
-class Loss:
+class Losses:
     name: str = 'loss'  #: or what the trainer has reported first in its place
     #: One line for each fragment; samples that were repeated after a preemption appear twice.
     fragments: tuple[tuple[LossPoint, ...], ...] = ()
@@ -31,7 +31,7 @@ class Loss:
     preempted: tuple[tuple[int, float], ...] = ()
 
 
-def losses(history: History, clock: Clock) -> dict[str, Loss]:
+def losses(history: History, clock: Clock) -> dict[str, Losses]:
     """By trainer; only those values of its :func:`main_metric` count that can be drawn."""
     lines: dict[str, list[list[LossPoint]]] = {one.name: [] for one in history.trainings}
     struck: dict[str, list[tuple[int, float]]] = {name: [] for name in lines}
@@ -56,7 +56,7 @@ def losses(history: History, clock: Clock) -> dict[str, Loss]:
             if reached is None:
                 reached = fragment.from_samples if fragment.seen is None else fragment.seen.samples
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
-    return {name: Loss(names[name], _thinned(lines[name]), tuple(struck[name])) for name in lines}
+    return {name: Losses(names[name], _thinned(lines[name]), tuple(struck[name])) for name in lines}
 
 
 def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:

@@ -19,7 +19,7 @@ from parsl_freetrain.report import charts
 from parsl_freetrain.report.axes import duration, number
 from parsl_freetrain.report.cells import block_cells, trainer_cells
 from parsl_freetrain.report.figures import Figures
-from parsl_freetrain.report.learned import Scaling
+from parsl_freetrain.report.learned import MeasuredScaling
 from parsl_freetrain.report.metrics import MetricView
 from parsl_freetrain.report.status import RunStatus, limit_in_words, resumes_in_words
 
@@ -184,7 +184,7 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
     return cards
 
 
-def _of_scaling(learned: Scaling) -> str:
+def _of_scaling(learned: MeasuredScaling) -> str:
     on_class = f' of {learned.node_class}' if learned.node_class else ''
     how = 'stated' if learned.stated else 'learned'
     return f'samples/s by number of nodes{on_class}; line: the {how} scaling curve'

@@ -105,14 +105,14 @@ class CachedAllocator:
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class RunEfficiency:
     """U by trainer and of the whole run; None: not known."""
 
     by_trainer: dict[str, float | None]
     of_run: float | None
 
 
-def efficiency(history: History, now: float, allocator: Allocator) -> Efficiency:
+def efficiency(history: History, now: float, allocator: Allocator) -> RunEfficiency:
     r"""Efficiency U so far, by trainer and of the whole run: what node-seconds were worth against
     a constant pool of as many.
 
@@ -142,7 +142,7 @@ def efficiency(history: History, now: float, allocator: Allocator) -> Efficiency
     counted = {name for name in above if below[name] > 0 and name not in short}
     worth, against = (sum(part[name] for name in counted) for part in (above, below))
     gains = {name: above[name] / below[name] if name in counted else None for name in above}
-    return Efficiency(gains, worth / against if counted else None)
+    return RunEfficiency(gains, worth / against if counted else None)
 
 
 def _add_efficiency(

@@ -18,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Word
 from parsl_freetrain.sites.batch.records import (
@@ -129,7 +129,7 @@ class Cobalt:
     def reservations(self) -> tuple[NodeReservation, ...]:
         return parse_reservations(self.client.ask(RESERVATIONS))
 
-    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
         """What each job's own log says; Cobalt itself forgets a job that is over."""
         found = {}
         for job_id, place in places.items():
@@ -144,7 +144,7 @@ class Cobalt:
     def needs_s(self, shape: BlockShape) -> int:
         return shape.walltime_s
 
-    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+    def render(self, shape: BlockShape, place: Output, command: str, worker_init: str = '') -> str:
         """A script for qsub, which runs on a service node: aprun starts one process on each compute
         node. Raises BadInput for a path that Cobalt's directives cannot hold.
         """
@@ -334,7 +334,7 @@ def _table(answer: str, first: str) -> Iterator[dict[str, str]]:
             yield dict(zip((name for _, name in heads), cells, strict=True))
 
 
-def _directives(options: CobaltOptions, shape: BlockShape, place: Place) -> list[str]:
+def _directives(options: CobaltOptions, shape: BlockShape, place: Output) -> list[str]:
     attrs = {**options.modes(), **options.attrs}
     if options.filesystems:
         attrs['filesystems'] = ','.join(options.filesystems)
@@ -356,7 +356,7 @@ def _directives(options: CobaltOptions, shape: BlockShape, place: Place) -> list
     return [*said, *options.cobalt_options]
 
 
-def _log_of(place: Place) -> str:
+def _log_of(place: Output) -> str:
     """Cobalt's own record of a job, which outlives it."""
     return f'{place.stdout.removesuffix(".out")}.cobaltlog'
 

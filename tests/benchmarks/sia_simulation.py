@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsl_freetrain.core.allocation.objectives import Running
-from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
 
@@ -81,7 +81,7 @@ def solve(
                 current_class=configs[kept[j]][0] if j in kept else '',
             )
         )  # fmt: skip
-    blocks = tuple(Block(name, count, node_class=name) for name, count in gpus.items())
+    blocks = tuple(Capacity(name, count, node_class=name) for name, count in gpus.items())
     problem = Problem(1.0, sum(gpus.values()), tuple(bids), blocks)
     found = ColumnAllocator(60.0).allocate(problem).by_block
     index = {config: i for i, config in enumerate(configs)}

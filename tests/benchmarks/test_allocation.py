@@ -24,7 +24,7 @@ import pytest
 from parsl_freetrain.core.allocation import solution
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
-from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import IntegerProgram, MilpAllocator
@@ -52,7 +52,7 @@ def problem(
     """
     sizes = [nodes // (ends + 1)] * ends + [nodes - nodes // (ends + 1) * ends]
     blocks = tuple(
-        Block(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
+        Capacity(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
         for b, n in enumerate(sizes)
     )
     left, bids = list(sizes), []

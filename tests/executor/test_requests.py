@@ -10,9 +10,9 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.requests import (
-    Answer,
     Cancel,
     Preempt,
+    Reply,
     Request,
     Requests,
     ask,
@@ -32,7 +32,7 @@ def serve(requests: Requests, over: threading.Event, taken: list[Request]) -> No
     while not over.wait(0.01):
         for request_id, request in requests.new():
             taken.append(request)
-            requests.answer(request_id, Answer(request.trainer == 'cnn', f'for {request.trainer}'))
+            requests.answer(request_id, Reply(request.trainer == 'cnn', f'for {request.trainer}'))
 
 
 def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:

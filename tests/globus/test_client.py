@@ -33,8 +33,8 @@ from parsl_freetrain.remote import orders
 from parsl_freetrain.remote.endpoint import Desk
 from parsl_freetrain.remote.orders import (
     COMPARED,
-    Answer,
     Order,
+    OrderAnswer,
     TrainerStatus,
     compare,
     decoded,
@@ -260,8 +260,8 @@ def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> No
 
 
 def test_what_another_version_sends_is_bad_input() -> None:
-    sent = Answer(trainers={'t': TrainerStatus('r', 'running')})
-    assert decoded(msgspec.msgpack.encode(sent), Answer) == sent
+    sent = OrderAnswer(trainers={'t': TrainerStatus('r', 'running')})
+    assert decoded(msgspec.msgpack.encode(sent), OrderAnswer) == sent
     for wrong in (None, b'', msgspec.msgpack.encode({'verb': 'train', 'speed': 3}), 7):
         with pytest.raises(BadInput, match='this order: install the same version on both ends'):
             decoded(wrong, Order)

@@ -381,7 +381,7 @@ class Member:
         self.say(ev.CheckpointSaved(0.0, Checkpoint(name, path, self.samples, number)))
         return True
 
-    def _all(self, how: msg.Ending) -> None:
+    def _all(self, how: msg.RankEnd) -> None:
         for member in self.others:
             delay = self.world.draw.uniform(0, 0.2) if member is not self else 0.0
             self.world.after(delay, partial(member._end, how))
@@ -401,11 +401,11 @@ class Member:
                 delay = self.world.draw.uniform(0, 0.6 * TIMEOUTS.hang_s)
                 self.world.after(delay, partial(member._end, 'peer-lost'))
 
-    def _end(self, how: msg.Ending) -> None:
+    def _end(self, how: msg.RankEnd) -> None:
         if not self.over and self.node.alive:
             self._unless_silent(lambda: self._ended(how))
 
-    def _ended(self, how: msg.Ending) -> None:
+    def _ended(self, how: msg.RankEnd) -> None:
         if self.over or not self.node.alive:
             return
         self.over = True

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.block_shape import Place, shape_for
+from parsl_freetrain.sites.batch.block_shape import Output, shape_for
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.named import load_site_file, site_files
 from parsl_freetrain.sites.pbspro.script import render as of_pbs
@@ -23,7 +23,7 @@ from tests.support.programs import run_to_end
 
 GOLDEN = Path(__file__).with_name('golden')
 NOW = 1_800_000_000.0
-PLACE = Place('freetrain.r1.block-0', '/project/me/block-0.out', '/project/me/block-0.err')
+PLACE = Output('freetrain.r1.block-0', '/project/me/block-0.out', '/project/me/block-0.err')
 COMMAND = "process_worker_pool.py --cert_dir '/a b'"
 RENDER: dict[str, Any] = {'PbsSite': of_pbs, 'SlurmSite': of_slurm}
 STEP_S = {'PbsSite': 1, 'SlurmSite': 60}

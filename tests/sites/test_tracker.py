@@ -12,7 +12,7 @@ import pytest
 from parsl.jobs.states import JobState as ParslState
 
 from parsl_freetrain.sites.batch import tracker as tracking
-from parsl_freetrain.sites.batch.block_shape import Place
+from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions
@@ -21,7 +21,7 @@ from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_
 from parsl_freetrain.sites.batch.tracker import BlockTracker
 from tests.support.waiting import LIMIT_S, wait_until
 
-BLOCK = BatchBlock('1', 1, 0.0, 100.0, 10_000.0, Place('n', '/o', '/e'))
+BLOCK = BatchBlock('1', 1, 0.0, 100.0, 10_000.0, Output('n', '/o', '/e'))
 
 
 class Scripted:
@@ -66,7 +66,7 @@ class Scripted:
         if not self.cancels:
             raise SchedulerSilent('scancel did not answer')
 
-    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
         self.asked_in.append(threading.current_thread())
         if threading.current_thread() is not threading.main_thread():
             assert self.answered.wait(LIMIT_S)

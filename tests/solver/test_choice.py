@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parsl_freetrain.core.allocation.problem import Block, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Capacity, Limit, Problem
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.solver import allocator_named, close_allocator
 from tests.support.allocation import bid
@@ -14,7 +14,7 @@ from tests.support.solvers import children
 
 SIMPLE = Problem(120.0, 8, (bid('a', 2), bid('b', 3), bid('c')))
 TOGETHER = replace(SIMPLE, limits=(Limit(('a', 'b'), most=4),))
-ENDING = replace(SIMPLE, blocks=(Block('x', 5, 60.0), Block('y', 3)))
+ENDING = replace(SIMPLE, blocks=(Capacity('x', 5, 60.0), Capacity('y', 3)))
 
 
 @pytest.mark.parametrize(

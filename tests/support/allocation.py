@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
-from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.solver import allocator_named
 
@@ -343,7 +343,7 @@ def problems_with_blocks(
     """
     horizon_s = draw(st.sampled_from([10.0, 120.0]))
     blocks = tuple(
-        Block(
+        Capacity(
             f'b{i}',
             draw(st.integers(0, 3)),
             draw(st.sampled_from(ends)) * horizon_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
 
 CLASSES = {'a100': (1.0, 1.0), 'a40': (0.3, 0.9), 'cpu': (0.05, 0.5)}
@@ -50,5 +50,5 @@ def class_problem(
                 current_class=names[c] if count else '',
             )
         )
-    blocks = tuple(Block(name, nodes, node_class=name) for name in names)
+    blocks = tuple(Capacity(name, nodes, node_class=name) for name in names)
     return Problem(horizon_s, classes * nodes, tuple(bids), blocks)

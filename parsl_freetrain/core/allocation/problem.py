@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.types import ScalingCurve
 
 
 @dataclass(frozen=True)
-class Block:
+class Capacity:
     """Interchangeable nodes that are there for the same time."""
 
     name: str  #: unique within a problem
@@ -157,15 +157,15 @@ class Problem:
     horizon_s: float  #: how far the decision looks ahead, in seconds
     nodes: int  #: how many nodes there are to give away, in all blocks
     bids: tuple[Bid, ...]  #: the trainers; names are unique
-    blocks: tuple[Block, ...] = ()  #: where the nodes are; empty: in one block without a known end
+    blocks: tuple[Capacity, ...] = ()  #: empty: in one block without a known end
     #: Whether a trainer may hold nodes of several blocks at once; they are of one class.
     spans_blocks: bool = True
     limits: tuple[Limit, ...] = ()  #: side constraints
 
     @cached_property
-    def places(self) -> tuple[Block, ...]:
+    def places(self) -> tuple[Capacity, ...]:
         """The blocks; where none were named, the one that holds all nodes."""
-        return self.blocks or (Block('', self.nodes),)
+        return self.blocks or (Capacity('', self.nodes),)
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 from msgspec import Meta, field
 
 from parsl_freetrain.core.allocation import constraints, objectives
-from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.model.checked_settings import Settings, read_settings
 from parsl_freetrain.core.model.checked_values import Share
 from parsl_freetrain.core.model.errors import BadInput, shown
@@ -27,7 +27,7 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Count = Annotated[int, Meta(ge=0, le=10**15)]
 AtLeast1 = Annotated[int, Meta(ge=1, le=10**15)]
-Pool = Annotated[int, Meta(ge=0, le=MOST_NODES)]
+PoolSize = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 Name = Annotated[
     str,
     Meta(
@@ -73,7 +73,7 @@ class TrainerDocument(Settings, frozen=True, kw_only=True):
 
 class BlockDocument(Settings, frozen=True, kw_only=True):
     id: Name
-    nodes: Pool
+    nodes: PoolSize
     remaining_s: Seconds | None = None
     node_class: Name | None = None
 
@@ -81,7 +81,7 @@ class BlockDocument(Settings, frozen=True, kw_only=True):
 class ProblemDocument(Settings, frozen=True, kw_only=True):
     id: str | int | None = None
     horizon_s: Positive
-    nodes: Pool | None = None
+    nodes: PoolSize | None = None
     blocks: tuple[BlockDocument, ...] | None = None
     trainers: tuple[TrainerDocument, ...]
     objective: str | None = None
@@ -149,7 +149,7 @@ def problem_of(stated: ProblemDocument, objective: objectives.Metric | None = No
     return Problem(stated.horizon_s, pool, bids, blocks, stated.spans_blocks, _limits(stated, pool))
 
 
-def _blocks(stated: ProblemDocument) -> tuple[Block, ...]:
+def _blocks(stated: ProblemDocument) -> tuple[Capacity, ...]:
     if stated.blocks is None:
         if stated.nodes is None:
             raise BadInput('the field nodes is missing (or blocks in its place).')
@@ -159,13 +159,13 @@ def _blocks(stated: ProblemDocument) -> tuple[Block, ...]:
     _refuse_twice('blocks', 'id', (block.id for block in stated.blocks))
     ends = (math.inf if b.remaining_s is None else b.remaining_s for b in stated.blocks)
     each = zip(stated.blocks, ends, strict=True)
-    return tuple(Block(b.id, b.nodes, end, b.node_class or '') for b, end in each)
+    return tuple(Capacity(b.id, b.nodes, end, b.node_class or '') for b, end in each)
 
 
 def _bid(
     stated: ProblemDocument,
     trainer: TrainerDocument,
-    blocks: tuple[Block, ...],
+    blocks: tuple[Capacity, ...],
     pool: int,
     metric: objectives.Metric,
 ) -> Bid:
@@ -223,7 +223,7 @@ def _sizes(trainer: TrainerDocument, where: str) -> tuple[int, ...]:
 
 
 def _mix(
-    trainer: TrainerDocument, blocks: tuple[Block, ...], held: tuple[int, ...], where: str
+    trainer: TrainerDocument, blocks: tuple[Capacity, ...], held: tuple[int, ...], where: str
 ) -> tuple[tuple[str, int], ...]:
     classes = Counter[str]()
     for count, block in zip(held, blocks, strict=False):
@@ -240,7 +240,7 @@ def _mix(
 
 
 def _class_curves(
-    trainer: TrainerDocument, blocks: tuple[Block, ...], where: str
+    trainer: TrainerDocument, blocks: tuple[Capacity, ...], where: str
 ) -> list[tuple[str, ScalingCurve]]:
     node_classes = list(dict.fromkeys(block.node_class for block in blocks))
     if (trainer.rate is None) == (trainer.rates is None):
@@ -309,7 +309,7 @@ def _held(stated: ProblemDocument, trainer: TrainerDocument, where: str) -> tupl
 
 
 def _check_held(
-    stated: ProblemDocument, blocks: tuple[Block, ...], pool: int, bids: tuple[Bid, ...]
+    stated: ProblemDocument, blocks: tuple[Capacity, ...], pool: int, bids: tuple[Bid, ...]
 ) -> None:
     field = 'current_nodes' if stated.blocks is None else 'current'
     for bid in bids:

@@ -19,7 +19,7 @@ from parsl_freetrain.core.controller.throughput_profile import CAUTION, speed_ra
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
-Curves = tuple[tuple[str, ScalingCurve], ...]
+ClassCurves = tuple[tuple[str, ScalingCurve], ...]
 
 LOOKS = 4
 """How often per horizon time-dependent bids are renewed: so rarely that most decisions stand."""
@@ -40,7 +40,7 @@ class Bids:
         self._current: dict[str, int] = {}
         self._all: tuple[Bid, ...] | None = ()
         # By trainer: its profiles and the node classes that there were, and the worth.
-        self._curves: dict[str, tuple[object, tuple[ScalingCurve, Curves]]] = {}
+        self._curves: dict[str, tuple[object, tuple[ScalingCurve, ClassCurves]]] = {}
         self._layout: object = ()
         self._deadlines: list[tuple[float, str]] = []  # heap of fragments' own deadlines
         # Heap of the last rescales of trainers whose bids are fixed.
@@ -161,7 +161,7 @@ class Bids:
 
     def _worth(
         self, state: ControllerState, trainer: TrainerState, at: float, here: Running | None
-    ) -> tuple[ScalingCurve, Curves]:
+    ) -> tuple[ScalingCurve, ClassCurves]:
         """The worth by node count under the objective, also for each node class where classes
         differ; cached for curves that the user stated, unless they depend on time.
 

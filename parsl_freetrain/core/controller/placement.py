@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parsl_freetrain.core.allocation.problem import Block
+from parsl_freetrain.core.allocation.problem import Capacity
 from parsl_freetrain.core.controller.controller_state import ControllerState
 from parsl_freetrain.core.controller.node_pool import Group, GroupKey
 
@@ -17,7 +17,7 @@ LASTING = 'lasting'
 @dataclass(frozen=True)
 class Places:
     nodes: int
-    blocks: tuple[Block, ...]  # as in Problem; empty if only counts matter
+    blocks: tuple[Capacity, ...]  # as in Problem; empty if only counts matter
     groups: dict[str, list[Group]]  # of the pool, by place
     layout: tuple[object, ...]  # equal where every node has the same place index
     _index: dict[GroupKey, int]
@@ -51,7 +51,7 @@ def places_of(
         names = {end: f'until {end:.3f}' for end in ends}
         named = [*names.items(), (math.inf, LASTING)]
         at_end = [(node_class, end, name) for node_class in classes for end, name in named]
-        blocks = [Block(_name(name, k), 0, end - at, k) for k, end, name in at_end]
+        blocks = [Capacity(_name(name, k), 0, end - at, k) for k, end, name in at_end]
         of = {g.key: _name(names.get(g.until_s, LASTING), g.node_class) for g in groups}
         layout: tuple[object, ...] = (*ends, *classes)
     else:
@@ -60,7 +60,7 @@ def places_of(
             key = group.block, group.node_class
             ends_of[key] = min(group.until_s, ends_of.get(key, math.inf))
         left = [(key, end - at) for key, end in sorted(ends_of.items())]
-        blocks = [Block(_name(*k), 0, s if s < horizon_s else math.inf, k[1]) for k, s in left]
+        blocks = [Capacity(_name(*k), 0, s if s < horizon_s else math.inf, k[1]) for k, s in left]
         of = {g.key: _name(g.block, g.node_class) for g in groups}
         layout = tuple(sorted(ends_of))
     return _counted(groups, blocks, of, leaving, layout)
@@ -72,7 +72,7 @@ def _name(name: str, node_class: str) -> str:
 
 def _counted(
     groups: list[Group],
-    blocks: list[Block],
+    blocks: list[Capacity],
     of: dict[GroupKey, str],
     leaving: dict[GroupKey, int],
     layout: tuple[object, ...],

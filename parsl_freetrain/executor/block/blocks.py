@@ -43,7 +43,7 @@ class GreetingReturned:
     done: Future[Greeting]
 
 
-class Inbox(Protocol):
+class Mailbox(Protocol):
     def post(self, item: GreetingReturned) -> None: ...
 
 
@@ -57,7 +57,7 @@ class BlockManager:
         self,
         provider: BackfillProvider,
         stream: Stream,
-        inbox: Inbox,
+        inbox: Mailbox,
         node_log_dir: str,
         parsl: ParslSide,
         template: str | None = None,

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from parsl_freetrain.training.spec.messages import Ending, Outcome
+from parsl_freetrain.training.spec.messages import Outcome, RankEnd
 
 _WORKER = 'DataLoader worker (pid'  # torch's words
 
@@ -26,7 +26,7 @@ class RankResult:
     out_of_memory: bool = False
 
     @property
-    def how(self) -> Ending | Literal['hung', 'died']:
+    def how(self) -> RankEnd | Literal['hung', 'died']:
         """The ending in its outcome; without an outcome, 'hung' if it was killed, else 'died'."""
         if self.outcome is not None:
             return self.outcome.how

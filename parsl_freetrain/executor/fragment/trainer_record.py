@@ -25,7 +25,7 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 logger = logging.getLogger(__name__)
 
-Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
+Launcher = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
 
 
 @dataclass
@@ -34,7 +34,7 @@ class TrainerRecord:
     spec: TrainingSpec
     store: str  #: its checkpoint folder
     #: Submits a fragment, with resources and a checkpoint, and returns its checkpoint future.
-    launch: Launch
+    launch: Launcher
     future: TrainingFuture
     checkpoint: Checkpoint  #: the newest committed checkpoint
     fragments_before: int = 0

@@ -49,7 +49,7 @@ class BlockShape:
 
 
 @dataclass(frozen=True)
-class Place:
+class Output:
     """Where a block's output goes, and its name."""
 
     name: str

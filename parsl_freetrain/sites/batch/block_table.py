@@ -12,7 +12,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.types import CORRECTED_S
 from parsl_freetrain.sites.batch import life
-from parsl_freetrain.sites.batch.block_shape import Place, class_in
+from parsl_freetrain.sites.batch.block_shape import Output, class_in
 from parsl_freetrain.sites.batch.life import BlockLife, Seen, life_of
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
@@ -45,7 +45,7 @@ class BatchBlock:
     submitted_s: float
     start_by_s: float
     latest_end_s: float
-    place: Place
+    place: Output
     seen: Seen = field(default_factory=Seen)
     node_class: str = ''
     needs_s: float = 0.0
@@ -122,7 +122,7 @@ class BlockTable:
         blocks = self._blocks.values()
         return [b.job_id for b in blocks if b.seen.missing and not life.is_over(b.life)]
 
-    def place(self, job_id: str) -> Place:
+    def place(self, job_id: str) -> Output:
         return self._blocks[job_id].place
 
     def end_of(self, job_id: str) -> float | None:
@@ -211,7 +211,7 @@ def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
     start_by_s = now + options.withdraw_s
     running = job.state is JobState.RUNNING
     latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.unplanned_s
-    block = BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Place(job.name, '', ''))
+    block = BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Output(job.name, '', ''))
     return replace(
         block,
         seen=Seen(job.state, job.end_s if running else None, running),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -69,13 +69,13 @@ class Scheduler(Protocol):
     def reservations(self) -> tuple[NodeReservation, ...]:
         """Nodes that are set aside, now or later."""
 
-    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
         """States of those that are over, of jobs not in the queue any more; raises NoHistory."""
 
     def needs_s(self, shape: BlockShape) -> int:
         """How long the nodes of a block must be free for it to start, in seconds."""
 
-    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+    def render(self, shape: BlockShape, place: Output, command: str, worker_init: str = '') -> str:
         """The batch script of a block: the lines ``worker_init``, then ``command`` on each node."""
 
     def test(self, script: Path) -> None:

@@ -14,7 +14,7 @@ from msgspec import structs
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.host import files
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, job_name, shape_for
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output, job_name, shape_for
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_request
 from parsl_freetrain.sites.batch.options import BatchOptions
@@ -79,7 +79,7 @@ class Submitter:
         block: str,
         command: str,
         worker_init: str,
-    ) -> tuple[BlockShape, Place, str]:
+    ) -> tuple[BlockShape, Output, str]:
         """What would be asked of the scheduler now, under which name, and the batch script. Raises
         BadInput if the queue can never meet the request.
         """
@@ -134,11 +134,11 @@ class Submitter:
         found = BatchBlock(job_id, shape.nodes, now, start_by_s, latest_s, place)
         return replace(found, node_class=node_class, needs_s=needs_s)
 
-    def _place(self, folder: Path, block: str, node_class: str = '') -> Place:
+    def _place(self, folder: Path, block: str, node_class: str = '') -> Output:
         name = job_name(self.run, f'{block}.{secrets.token_hex(3)}', node_class)
-        return Place(name, str(folder / f'{name}.out'), str(folder / f'{name}.err'))
+        return Output(name, str(folder / f'{name}.out'), str(folder / f'{name}.err'))
 
-    def _write(self, folder: Path, place: Place, text: str) -> Path:
+    def _write(self, folder: Path, place: Output, text: str) -> Path:
         script = folder / f'{place.name}.sh'
         files.replace(script, text.encode(), mode=self._scheduler.script_mode, durable=False)
         return script

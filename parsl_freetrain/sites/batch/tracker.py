@@ -16,7 +16,7 @@ from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.core.model.types import NodeOffer
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.host.clocks import ClockSteps
-from parsl_freetrain.sites.batch.block_shape import Place
+from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, could_use, needs, reserved, waits
 from parsl_freetrain.sites.batch.node_windows import OfferLog, windows
@@ -285,7 +285,7 @@ class BlockTracker:
         self._history.start()
         self._history.join(HISTORY_S)
 
-    def _take_history(self, missing: dict[str, Place]) -> None:
+    def _take_history(self, missing: dict[str, Output]) -> None:
         try:
             states = self._scheduler.history(missing)
         except (SchedulerSilent, NotUnderstood, NoHistory) as error:

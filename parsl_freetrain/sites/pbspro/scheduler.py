@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -107,7 +107,7 @@ class Pbs:
     def reservations(self) -> tuple[NodeReservation, ...]:
         return answers.parse_reservations(self.client.ask(answers.RESERVATIONS))
 
-    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
         """``qstat -x``, where PBS keeps a history. It does not tell a preemption that deletes from
         a qdel. Where blocks may be preempted, one that ran and was deleted counts as preempted.
         """
@@ -131,7 +131,7 @@ class Pbs:
         """The minimum walltime: blocks are shrink-to-fit jobs."""
         return shape.least_s
 
-    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+    def render(self, shape: BlockShape, place: Output, command: str, worker_init: str = '') -> str:
         return render(self._options, shape, place, command, worker_init)
 
     def test(self, script: Path) -> None:

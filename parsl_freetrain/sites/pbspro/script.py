@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 
 
 def render(
-    options: PbsOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
+    options: PbsOptions, shape: BlockShape, place: Output, command: str, worker_init: str = ''
 ) -> str:
     """The batch script of one block. Raises BadInput for a path with a quote or a line's end, which
     qsub's directives cannot hold. ``command``: what each node runs, as a shell command.
@@ -27,7 +27,7 @@ def render(
     )
 
 
-def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[str]:
+def _directives(options: PbsOptions, shape: BlockShape, place: Output) -> list[str]:
     resources = options.resources_on(shape.node_class)
     chunk = ''.join(f':{name}={value}' for name, value in resources.items())
     if options.ncpus is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -113,7 +113,7 @@ class Slurm:
     def reservations(self) -> tuple[NodeReservation, ...]:
         return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
 
-    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
         question = answers_text.history_of(list(places))
         try:
             return answers_text.parse_history(self.client.ask(question))
@@ -126,7 +126,7 @@ class Slurm:
         """The walltime, or its minimum: Slurm plans with that where a job has no deadline."""
         return shape.least_s if shape.deadline is None else shape.walltime_s
 
-    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+    def render(self, shape: BlockShape, place: Output, command: str, worker_init: str = '') -> str:
         return render(self._options, shape, place, command, worker_init)
 
     def test(self, script: Path) -> None:

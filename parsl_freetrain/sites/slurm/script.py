@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import time
 
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.shell import batch_script, on_each_node
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 
 
 def render(
-    options: SlurmOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
+    options: SlurmOptions, shape: BlockShape, place: Output, command: str, worker_init: str = ''
 ) -> str:
     """The batch script of one block. ``command``: what each node runs, as a shell command.
     ``worker_init``: shell lines after those of the options.
@@ -45,7 +45,7 @@ status=$?
     )
 
 
-def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str]:
+def _options(options: SlurmOptions, shape: BlockShape, place: Output) -> list[str]:
     said = [
         f'--job-name={place.name}',
         f'--output={_path(place.stdout)}',

@@ -15,7 +15,7 @@ from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.parts import Chunk, Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-from parsl_freetrain.training.checkpoint.transport import Block, Transport
+from parsl_freetrain.training.checkpoint.transport import FileBlock, Transport
 
 
 @dataclass
@@ -87,7 +87,7 @@ class PartReader:
         they are not what was left; OSError if the file system does not answer.
         """
         found = {one: torch.empty(box.sizes, dtype=self.dtype(one)) for one, box in wanted.items()}
-        spans: dict[Block, list[_Span]] = {}
+        spans: dict[FileBlock, list[_Span]] = {}
         for name, box in wanted.items():
             for chunk in self._contents.tensors[name].chunks:
                 if (span := _span(chunk, box, found[name])) is not None:

@@ -17,13 +17,13 @@ from parsl_freetrain.host.files import read_regular
 from parsl_freetrain.training.checkpoint import block_digests
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, verify
-from parsl_freetrain.training.checkpoint.safetensors_io import Layout, Piece, layout_of
+from parsl_freetrain.training.checkpoint.safetensors_io import FileLayout, Piece, layout_of
 from parsl_freetrain.training.checkpoint.transport import Disk
 
 CONTENTS = 'contents.json'
 _MOST = 2**34  # bytes of it
 
-Place = tuple[str, int, int]
+ByteRange = tuple[str, int, int]
 """A file, where in it the bytes begin, and their number."""
 Blocks = dict[str, tuple[str, ...]]
 """By name of a file, the digest of each of its blocks."""
@@ -34,7 +34,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    at: Place
+    at: ByteRange
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ def contents_of(rank: int) -> str:
 
 def placed(
     tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box]
-) -> tuple[Layout, dict[str, tuple[int, int]]]:
+) -> tuple[FileLayout, dict[str, tuple[int, int]]]:
     """The file of tensors of :func:`part_of`, and where in it each one's bytes are."""
     names = {one: _name_in_file(one, _box(one, tensor, boxes)) for one, tensor in tensors.items()}
     layout = layout_of(

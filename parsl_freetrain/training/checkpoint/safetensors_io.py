@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     header: bytes  #: what stands before the tensors
     pieces: tuple[Piece, ...]  #: the tensors, in the order of the file
     #: By name, where in the file the tensor's bytes begin, and their number.
@@ -68,7 +68,7 @@ class Layout:
             yield bytes_of(piece.get().detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def layout_of(pieces: Iterable[Piece]) -> Layout:
+def layout_of(pieces: Iterable[Piece]) -> FileLayout:
     # Largest elements first, since readers that map the file need each tensor to be aligned.
     ordered = tuple(sorted(pieces, key=lambda piece: -piece.dtype.itemsize))
     entries: dict[str, object] = {'__metadata__': {'format': 'pt'}}
@@ -87,7 +87,7 @@ def layout_of(pieces: Iterable[Piece]) -> Layout:
     for piece in ordered:
         places[piece.name] = at, piece.nbytes
         at += piece.nbytes
-    return Layout(_LENGTH.pack(len(header)) + header, ordered, places)
+    return FileLayout(_LENGTH.pack(len(header)) + header, ordered, places)
 
 
 def write_tensors(path: Path, pieces: Iterable[Piece]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 
-Block = tuple[str, int]
+FileBlock = tuple[str, int]
 """A file, and the number of a block in it."""
 Files = Mapping[str, tuple[int, tuple[str, ...]]]
 """By name, the size of a file in bytes, and the digests of its blocks."""
@@ -31,7 +31,7 @@ class Transport(Protocol):
     def has(self, file: str) -> bool:
         """Whether it has all of a file."""
 
-    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+    def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         """The bytes of blocks, in order. All have the digests of the state. Raises Damaged if one
         has another digest, or is missing; OSError if the file system does not answer.
         """
@@ -42,7 +42,7 @@ class Disk:
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
         self._folder, self._files = folder, files or {}
-        self._recent: dict[Block, memoryview] = {}
+        self._recent: dict[FileBlock, memoryview] = {}
         self.bytes_read = 0
 
     def put(self, file: str, image: FileImage) -> bool:
@@ -52,10 +52,10 @@ class Disk:
     def has(self, file: str) -> bool:
         return (self._folder / file).exists()
 
-    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+    def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         return map(self.get, blocks)
 
-    def get(self, block: Block) -> memoryview:
+    def get(self, block: FileBlock) -> memoryview:
         """The bytes of a block. The last ones are remembered."""
         if block not in self._recent:
             content = bytes_of(torch.empty(size_of(block, self._files), dtype=torch.uint8))
@@ -67,7 +67,7 @@ class Disk:
             self._recent = dict([*self._recent.items(), (block, content)][-_RECENT:])
         return self._recent[block]
 
-    def _read(self, block: Block, target: memoryview) -> None:
+    def _read(self, block: FileBlock, target: memoryview) -> None:
         name, number = block
         try:
             with open_regular(self._folder / name) as file:
@@ -82,9 +82,9 @@ class Disk:
             raise damage(error, self._folder / name) from error
 
 
-def size_of(block: Block, files: Files) -> int:
+def size_of(block: FileBlock, files: Files) -> int:
     return min(hashing.BLOCK, files[block[0]][0] - block[1] * hashing.BLOCK)
 
 
-def is_right(block: Block, content: memoryview, files: Files) -> bool:
+def is_right(block: FileBlock, content: memoryview, files: Files) -> bool:
     return digest(content) == files[block[0]][1][block[1]]

@@ -15,7 +15,7 @@ from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-from parsl_freetrain.training.checkpoint.transport import Block, Files, is_right
+from parsl_freetrain.training.checkpoint.transport import FileBlock, Files, is_right
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
 from parsl_freetrain.training.spec import fork_messages as fork
@@ -57,14 +57,14 @@ class NodeMemory:
             self._mapped[file] = self.map(digest_of_blocks(blocks), size)
         return self._mapped[file] is not None
 
-    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+    def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         for block in blocks:
             content = self.get(block)
             if content is None or not is_right(block, content, self._files):
                 raise Damaged(f'block {block[1]} of {block[0]} is not in memory')
             yield content
 
-    def get(self, block: Block) -> memoryview | None:
+    def get(self, block: FileBlock) -> memoryview | None:
         """The bytes of a block, not verified; None: the file is not here."""
         content = self._mapped[block[0]] if self.has(block[0]) else None
         start = block[1] * hashing.BLOCK

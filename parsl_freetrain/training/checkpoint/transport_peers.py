@@ -12,7 +12,7 @@ import torch
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks, threads
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-from parsl_freetrain.training.checkpoint.transport import Block, Disk, Files, is_right, size_of
+from parsl_freetrain.training.checkpoint.transport import Disk, FileBlock, Files, is_right, size_of
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, memory_file
 from parsl_freetrain.training.comm.peers import Peers
 
@@ -74,7 +74,7 @@ class PeerTransport:
     def has(self, file: str) -> bool:
         return self._disk is not None or bool(self._holders.get(file))
 
-    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+    def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         needed, rank = set(blocks), self._peers.rank
         with threads() as pool:
             right = {
@@ -100,7 +100,7 @@ class PeerTransport:
         if self._damage is not None:
             raise self._damage
 
-    def _plan(self, needed: set[Block]) -> Iterator[tuple[Block, list[list[int]]]]:
+    def _plan(self, needed: set[FileBlock]) -> Iterator[tuple[FileBlock, list[list[int]]]]:
         """All blocks needed, in order, with groups of ranks whose first one has or reads it."""
         blocks = ((name, len(digests)) for name, (_, digests) in self._files.items())
         every = [(name, number) for name, count in blocks for number in range(count)]
@@ -119,7 +119,7 @@ class PeerTransport:
                     groups.setdefault(one // self._per_node, []).append(one)
             yield block, [group for group in groups.values() if len(group) > 1]
 
-    def _read(self, block: Block) -> memoryview:
+    def _read(self, block: FileBlock) -> memoryview:
         """A block from disk; damage is raised at the end, since others need this rank."""
         try:
             if self._disk is None:
@@ -129,11 +129,11 @@ class PeerTransport:
             self._damage = error
             return self._room(block)
 
-    def _room(self, block: Block) -> memoryview:
+    def _room(self, block: FileBlock) -> memoryview:
         return bytes_of(torch.zeros(size_of(block, self._files), dtype=torch.uint8))
 
     def _spread(
-        self, block: Block, ranks: Sequence[int], content: memoryview | None
+        self, block: FileBlock, ranks: Sequence[int], content: memoryview | None
     ) -> memoryview | None:
         """Send a block along a tree, from the first of the ranks to all of them."""
         rank = self._peers.rank

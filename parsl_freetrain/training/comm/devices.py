@@ -21,7 +21,7 @@ _PART = 'MIG-'  # a part of a GPU
 
 
 @dataclass(frozen=True)
-class Kind:
+class Accelerator:
     """A kind of accelerator: torch's names of its devices and of the backend for their tensors, and
     the environment variables that restrict a process to some devices. One is set: ROCm applies
     HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left.
@@ -50,12 +50,12 @@ class Kind:
 
 
 ROCR = 'ROCR_VISIBLE_DEVICES'
-CUDA = Kind('cuda', ('CUDA_VISIBLE_DEVICES',), 'nccl')
-ROCM = Kind('cuda', ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES', ROCR), 'nccl')
-XPU = Kind('xpu', ('ZE_AFFINITY_MASK',), 'xccl')
+CUDA = Accelerator('cuda', ('CUDA_VISIBLE_DEVICES',), 'nccl')
+ROCM = Accelerator('cuda', ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES', ROCR), 'nccl')
+XPU = Accelerator('xpu', ('ZE_AFFINITY_MASK',), 'xccl')
 
 
-def kind_here() -> Kind | None:
+def kind_here() -> Accelerator | None:
     """What this torch is built for; None: only CPUs. It starts no device runtime."""
     found = torch.accelerator.current_accelerator()
     if found is None:
@@ -109,7 +109,7 @@ def may_share(ranks_may: bool) -> bool:
     return ranks_may or (told is not None and told[0] == SHARE)
 
 
-def backend_for(names: Sequence[str], kind: Kind | None, *, shared: bool = False) -> str:
+def backend_for(names: Sequence[str], kind: Accelerator | None, *, shared: bool = False) -> str:
     """torch.distributed's backends: gloo for tensors on CPUs, for parts of GPUs (MIG: NCCL does not
     support them) and for ranks that share a device; else the kind's own. ``names``: :func:`name_of`
     by rank; ``shared``: several may have the same. Raises BadInput if only some ranks have a
@@ -240,7 +240,7 @@ def visible_as() -> str:
     return f'{variable}={os.environ.get(variable)}'
 
 
-def _visible(kind: Kind) -> list[str]:
+def _visible(kind: Accelerator) -> list[str]:
     named = os.environ.get(kind.variable)
     if named is None:
         return [str(number) for number in range(_apart(torch.accelerator.device_count))]
@@ -264,7 +264,7 @@ def _apart(count: Callable[[], int]) -> int:
     return int(found or 0)
 
 
-def _check(kind: Kind, own: Sequence[str]) -> None:
+def _check(kind: Accelerator, own: Sequence[str]) -> None:
     """Raises BadInput if torch sees something else than the variable names."""
     count = torch.accelerator.device_count()
     found = _uuid(torch.device(kind.device, 0)) if count and own[0].startswith('GPU-') else ''

@@ -25,8 +25,8 @@ from parsl_freetrain.training.loop.save_timing import SaveTiming
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import (
-    Ending,
     Outcome,
+    RankEnd,
     RankError,
     SavingCheckpoint,
     StateLeft,
@@ -82,7 +82,7 @@ class Checkpointer:
 
     def outcome(
         self,
-        how: Ending,
+        how: RankEnd,
         error: RankError | None,
         samples: int,
         metrics: Mapping[str, float],

@@ -349,7 +349,7 @@ class FragmentRun:
         self.state.result = plain_text(returned)
         self.loop.save_last()
 
-    def outcome(self, how: msg.Ending, error: msg.RankError | None) -> msg.Outcome:
+    def outcome(self, how: msg.RankEnd, error: msg.RankError | None) -> msg.Outcome:
         left = self._leave() if how == 'peer-lost' else None
         samples, metrics = self.state.samples, self.state.metrics
         outcome = self.checkpointer.outcome(how, error, samples, metrics, left)

@@ -42,7 +42,7 @@ from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.linux import keep_freed_memory
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
+from parsl_freetrain.training.spec.messages import Outcome, RankEnd, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.steps.determinism import (
     demand_determinism,
@@ -84,7 +84,7 @@ class _Rank:
         self._device = torch.device('cpu')
         self._peers: Peers | None = None
         self._run: FragmentRun | None = None
-        self._how: Ending = 'finished'
+        self._how: RankEnd = 'finished'
         self._error: RankError | None = None
         self._said_last = threading.Lock()
 
@@ -164,7 +164,7 @@ class _Rank:
         message = device_fault(raised) or worker or where_shared(self._error.message, shared)
         self._error = replace(self._error, message=message)
 
-    def _ending(self, raised: BaseException, worker: str) -> Ending:
+    def _ending(self, raised: BaseException, worker: str) -> RankEnd:
         if self._run is not None and self._run.state.phase is Phase.STOPPED:
             with suppress(Exception):
                 self._run.checkpointer.stopped()

@@ -93,7 +93,7 @@ def leave() -> None:
         channel.close()
 
 
-class Node:
+class NodeAgent:
     """Runs one command, then those of later holders (``leased``), each after ``wait_s`` at most."""
 
     def __init__(
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _start_template(given.template)
     try:
         leased = LeasedCommands(given.holder, job) if given.holder and job else None
-        return Node(given.command, leased, given.wait).run()
+        return NodeAgent(given.command, leased, given.wait).run()
     finally:
         end_descendants()
         remove_leftovers()  # a manager that is killed does not tidy up

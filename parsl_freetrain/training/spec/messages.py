@@ -95,14 +95,14 @@ class StateLeft(msgspec.Struct, frozen=True):
 
 LEAVING_S = 10.0
 
-Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 'storage', 'error']
+RankEnd = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 'storage', 'error']
 
 
 class Outcome(Message, frozen=True):
     """The last message of a rank."""
 
     #: How it ended. 'finished' implies a committed state; 'stopped' too if there is a ``path``.
-    how: Ending
+    how: RankEnd
     samples: Count = 0  #: number of samples that this rank knows of
     #: On rank 0: the last committed checkpoint; None: there is none, or the fragment stopped and
     #: left a newer state in memory, for the next fragment to commit.

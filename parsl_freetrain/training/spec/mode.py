@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import AtLeast1, Count
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.spec.on_nan import STOP, Policy
+from parsl_freetrain.training.spec.on_nan import STOP, OnNan
 
 MEAN: Final = 'mean'
 ADASUM: Final = 'adasum'
@@ -35,7 +35,7 @@ class Mode(Settings, frozen=True, kw_only=True, tag_field='mode', tag=str.lower)
     """
 
     seed: int = 0
-    on_nan: Policy = STOP
+    on_nan: OnNan = STOP
 
     def __str__(self) -> str:
         return type(self).__name__.lower()

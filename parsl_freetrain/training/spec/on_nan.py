@@ -9,7 +9,7 @@ from parsl_freetrain.core.model.errors import BadInput
 STOP: Final = 'stop'
 SKIP: Final = 'skip'
 ROLLBACK: Final = 'rollback'
-Policy = Literal['stop', 'skip', 'rollback']
+OnNan = Literal['stop', 'skip', 'rollback']
 MOST_ROLLBACKS = 3
 MOST_SKIPPED_IN_A_ROW = 20
 

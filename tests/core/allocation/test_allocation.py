@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.block_groups import groups_of
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
-from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked, Found
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
@@ -113,7 +113,7 @@ LOSES_A_THOUSANDTH_BESIDE_MILLIONS = Problem(
         ),
         Bid('t1', 1, 1, 0, 0.0, 0.0, ScalingCurve((1,), (0.001,))),
     ),
-    (Block('b0', 0, 1.0), Block('b1', 1, 1.0)),
+    (Capacity('b0', 0, 1.0), Capacity('b1', 1, 1.0)),
     spans_blocks=False,
 )
 
@@ -148,7 +148,7 @@ def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
     draw = random.Random(seed)
     sizes = [nodes // (ends + 1)] * (ends + 1)
     blocks = tuple(
-        Block(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
+        Capacity(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
         for b, n in enumerate(sizes)
     )
     left, bids = list(sizes), []
@@ -373,7 +373,7 @@ def test_a_node_that_leaves_in_40_seconds_is_worth_40_seconds() -> None:
         (21.0, 1, 120.0 * 10),
     ):
         one = Bid('a', 1, 2, 0, 0.0, down_s, flat)
-        blocks = Block('short', 1, 40.0), Block('long', 1)
+        blocks = Capacity('short', 1, 40.0), Capacity('long', 1)
         answer = HIGHS.allocate(Problem(120.0, 2, (one,), blocks))
         assert answer.allocation == {'a': nodes}
         assert answer.objective == pytest.approx(worth)
@@ -381,7 +381,7 @@ def test_a_node_that_leaves_in_40_seconds_is_worth_40_seconds() -> None:
 
 def test_who_cannot_leave_its_block_takes_the_one_that_is_worth_more() -> None:
     one = Bid('a', 1, 8, 0, 0.0, 10.0, ScalingCurve.from_points({1: 10.0, 8: 80.0}))
-    blocks = (Block('large', 6, 30.0), Block('small', 2))
+    blocks = (Capacity('large', 6, 30.0), Capacity('small', 2))
     answer = HIGHS.allocate(Problem(120.0, 8, (one,), blocks, spans_blocks=False))
     assert answer.by_block == {'a': {'small': 2}}  # 2400 rather than (30 - 10) x 60
     answer = HIGHS.allocate(Problem(40.0, 8, (one,), blocks, spans_blocks=False))
@@ -389,7 +389,7 @@ def test_who_cannot_leave_its_block_takes_the_one_that_is_worth_more() -> None:
 
 
 def test_nodes_of_blocks_that_all_last_are_dealt_out_without_moving_anybody() -> None:
-    blocks = (Block('x', 4, 500.0), Block('y', 4), Block('z', 4, 900.0))
+    blocks = (Capacity('x', 4, 500.0), Capacity('y', 4), Capacity('z', 4, 900.0))
     curve = ScalingCurve.from_points({n: 10.0 * n**0.5 for n in range(1, 13)})
     bids = (
         Bid('a', 1, 12, 3, 1.0, 1.0, curve, (3, 0, 0)),
@@ -478,7 +478,7 @@ def test_stay_put_keeps_the_first_ones_when_nodes_are_gone() -> None:
 
 
 def test_staying_gives_up_what_ends_first() -> None:
-    blocks = (Block('short', 3, 30.0), Block('long', 3))
+    blocks = (Capacity('short', 3, 30.0), Capacity('long', 3))
     held = Bid('a', 1, 8, 5, 1.0, 1.0, bid('a').curve, (2, 3), (2, 4))
     problem = Problem(120.0, 6, (held,), blocks)
     assert stay_put(problem) == {'a': (1, 3)}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
-from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
@@ -74,7 +74,7 @@ def test_who_gains_most_gets_the_fast_nodes(solver: MilpAllocator) -> None:
 
     gpu = Bid('gpu', 1, 4, 0, 0, 0, curve(0), class_curves=(('a100', curve(9)), ('cpu', curve(1))))
     any_node = Bid('any', 1, 4, 0, 0, 0, curve(5))
-    blocks = (Block('fast', 4, node_class='a100'), Block('slow', 4, node_class='cpu'))
+    blocks = (Capacity('fast', 4, node_class='a100'), Capacity('slow', 4, node_class='cpu'))
     answer = solver.allocate(Problem(100.0, 8, (any_node, gpu), blocks))
     assert answer.by_block == {'any': {'slow': 4}, 'gpu': {'fast': 4}}
 
@@ -129,7 +129,7 @@ def test_a_trainer_on_two_classes_divides_batches_by_speed_as_far_as_the_parts_a
     def on(parts: int) -> Answer:
         fast, slow = (ScalingCurve.from_points({1: rate, 2: 2 * rate}) for rate in (1.0, 0.5))
         net = Bid('net', 1, 2, 0, 0, 0, fast, class_curves=(('a', fast), ('b', slow)))
-        blocks = Block('x', 1, node_class='a'), Block('y', 1, node_class='b')
+        blocks = Capacity('x', 1, node_class='a'), Capacity('y', 1, node_class='b')
         mixed = replace(net, mixed_parts=parts)
         return allocator_named('auto', isolated=False).allocate(Problem(100, 2, (mixed,), blocks))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.explain import Alternative, Explanation, Reason, explain
-from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -86,7 +86,10 @@ def test_what_a_trainer_gains_and_what_its_rescale_costs() -> None:
 
 def test_restarts_when_blocks_end_are_part_of_the_cost() -> None:
     problem = Problem(
-        100.0, 4, (bid('a', current=2, held=(2, 0)),), (Block('stays', 2), Block('goes', 2, 60.0))
+        100.0,
+        4,
+        (bid('a', current=2, held=(2, 0)),),
+        (Capacity('stays', 2), Capacity('goes', 2, 60.0)),
     )
     answer, explanation = explained(problem, MilpAllocator())
     assert answer.by_block == {'a': {'stays': 2, 'goes': 2}}
@@ -196,7 +199,8 @@ def problems(draw: st.DrawFn, ends: bool) -> Problem:
         )
     blocks = (
         tuple(
-            Block(f'b{i}', n, draw(st.sampled_from([math.inf, 40.0]))) for i, n in enumerate(sizes)
+            Capacity(f'b{i}', n, draw(st.sampled_from([math.inf, 40.0])))
+            for i, n in enumerate(sizes)
         )
         if ends
         else ()

@@ -8,7 +8,7 @@ import math
 from parsl_freetrain.core.allocation.problem import (
     MOST_POINTS,
     Bid,
-    Block,
+    Capacity,
     Limit,
     Problem,
     problem_in,
@@ -27,7 +27,7 @@ def test_what_is_read_is_what_was_recorded() -> None:
             Bid('a', 1, 2, 1, 0.5, 0.0, CURVE, (1, 0), (1, 2), fixed=True),
             Bid('b', 1, 2, 0, 0.0, 0.0, CURVE, class_curves=(('gpu', CURVE),), mixed_parts=2),
         ),
-        (Block('x', 3, math.inf), Block('y', 2, 30.0, 'gpu')),
+        (Capacity('x', 3, math.inf), Capacity('y', 2, 30.0, 'gpu')),
         spans_blocks=False,
         limits=(Limit(('a',), least=1, why='share of user anna'), Limit(most=4)),
     )

@@ -48,7 +48,7 @@ from parsl_freetrain.training.spec.messages import (
     StateLeft,
     Stuck,
 )
-from parsl_freetrain.training.spec.messages import Ending as Ending_
+from parsl_freetrain.training.spec.messages import RankEnd as Ending_
 from tests.support.parsl_sides import NoParsl
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites import cobalt as answers
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output, shape_for
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -159,7 +159,7 @@ def test_a_jobs_own_log(log: str, state: str | None) -> None:
     assert answers.ended(log) == state
 
 
-PLACE = Place('freetrain.r1.block-0', '/lus/me/block-0.out', '/lus/me/block-0.err')
+PLACE = Output('freetrain.r1.block-0', '/lus/me/block-0.out', '/lus/me/block-0.err')
 
 
 def test_the_script_of_theta_is_the_golden_one() -> None:
@@ -180,5 +180,5 @@ def test_the_script_of_theta_is_the_golden_one() -> None:
 def test_paths_that_directives_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(BadInput, match='another name'):
         Cobalt(CobaltOptions(queue='q')).render(
-            BlockShape(1, 60, 60), Place('n', path, '/e'), 'true'
+            BlockShape(1, 60, 60), Output('n', path, '/e'), 'true'
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, Option, Word
 from parsl_freetrain.sites.batch.records import (
@@ -125,13 +125,13 @@ class Lsf:
         """Not asked for in this example."""
         return ()
 
-    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
         raise NoHistory('bjobs shows a job for an hour after its end')
 
     def needs_s(self, shape: BlockShape) -> int:
         return shape.walltime_s
 
-    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+    def render(self, shape: BlockShape, place: Output, command: str, worker_init: str = '') -> str:
         """A script for bsub."""
         directives = [
             f'-J {place.name}',

@@ -9,13 +9,13 @@ import pytest
 
 from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Output, shape_for
 from parsl_freetrain.sites.pbspro import PbsOptions
 from parsl_freetrain.sites.pbspro.script import render, task_manager
 from tests.support.waiting import LIMIT_S
 
 NOW = 1_800_000_000.0
-PLACE = Place('freetrain.r1.block-0', '/eagle/me/block-0.out', '/eagle/me/block-0.err')
+PLACE = Output('freetrain.r1.block-0', '/eagle/me/block-0.out', '/eagle/me/block-0.err')
 
 
 def options(**settings: object) -> PbsOptions:
@@ -75,7 +75,7 @@ def test_a_block_ends_with_its_hole_whatever_the_clock_of_its_node_says(
 def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     marker = tmp_path / 'was run'
     command = f"""echo 'it''s' "$(touch '{marker}')" ; `touch '{marker}'`"""
-    place = Place('n', f'/a b/$(touch {marker})/%j.out', '/e')
+    place = Output('n', f'/a b/$(touch {marker})/%j.out', '/e')
     script = render(options(launch=('mpiexec',)), BlockShape(1, 60, 60), place, command)
     assert f'#PBS -o "/a b/$(touch {marker})/%j.out"\n' in script
     fakes = tmp_path / 'bin'
@@ -100,7 +100,7 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize('path', ["/it's", '/a"b', '/host:x', '/a\nb'])
 def test_paths_that_directives_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(BadInput, match='another name'):
-        render(options(), BlockShape(1, 60, 60), Place('n', path, '/e'), 'true')
+        render(options(), BlockShape(1, 60, 60), Output('n', path, '/e'), 'true')
 
 
 def test_a_block_of_a_class_asks_for_its_resources() -> None:

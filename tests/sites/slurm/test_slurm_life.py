@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parsl.jobs.states import JobState as ParslState
 
-from parsl_freetrain.sites.batch.block_shape import Place
+from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.life import (
     BlockLife,
@@ -33,7 +33,7 @@ def table() -> BlockTable:
             submitted_s=0.0,
             start_by_s=100.0,
             latest_end_s=400.0,
-            place=Place('n', '/o', '/e'),
+            place=Output('n', '/o', '/e'),
             needs_s=120.0,
         )
     )

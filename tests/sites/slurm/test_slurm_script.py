@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch.block_shape import (
     BlockShape,
-    Place,
+    Output,
     is_block_of,
     job_name,
     shape_for,
@@ -34,7 +34,7 @@ from tests.support.waiting import LIMIT_S
 GOLDEN = Path(__file__).with_name('golden')
 CONFIGS = Path(__file__).resolve().parents[3] / 'site_configs'
 NOW = 1_800_000_000.0
-PLACE = Place('freetrain.r1.block-0', '/scratch/me/block-0.out', '/scratch/me/block-0.err')
+PLACE = Output('freetrain.r1.block-0', '/scratch/me/block-0.out', '/scratch/me/block-0.err')
 
 
 def options(**settings: object) -> SlurmOptions:
@@ -128,7 +128,7 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     """
     marker = tmp_path / 'was run'
     command = f"""echo 'it''s' "$(touch '{marker}')" ; `touch '{marker}'`"""
-    place = Place('n', f'/a b/$(touch {marker})/%j.out', "/it's.err")
+    place = Output('n', f'/a b/$(touch {marker})/%j.out', "/it's.err")
     script = render(options(account='x;reboot'), BlockShape(1, 300, 300), place, command)
     assert "#SBATCH '--account=x;reboot'" in script
     assert '%%j.out' in script

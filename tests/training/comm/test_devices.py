@@ -18,7 +18,7 @@ from parsl_freetrain import BadInput
 from parsl_freetrain.host.slot import DEVICES_VARIABLE
 from parsl_freetrain.training.comm import devices
 from parsl_freetrain.training.comm.collectives import join
-from parsl_freetrain.training.comm.devices import CUDA, GLOO, ROCM, XPU, Kind, take_devices
+from parsl_freetrain.training.comm.devices import CUDA, GLOO, ROCM, XPU, Accelerator, take_devices
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import RankPlace
@@ -79,7 +79,7 @@ def test_every_rank_has_devices_of_its_own_or_there_are_too_few(
 class Machine:
     """What torch says of devices, and whether it was asked before the variable was set."""
 
-    def __init__(self, kind: Kind, count: int, uuid: str = '') -> None:
+    def __init__(self, kind: Accelerator, count: int, uuid: str = '') -> None:
         self.kind, self.count, self.uuid = kind, count, uuid
         self.asked_by: list[int] = []
 
@@ -120,7 +120,7 @@ class Machine:
 )
 def test_a_rank_sees_its_own_devices_before_the_runtime_starts(
     monkeypatch: pytest.MonkeyPatch,
-    kind: Kind,
+    kind: Accelerator,
     given: dict[str, str],
     count: int,
     own: dict[str, str],
@@ -246,9 +246,13 @@ def test_the_devices_of_a_node_are_counted_in_another_process(
     ],
 )
 def test_ranks_with_devices_use_their_backend_or_are_refused(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], kind: Kind | None, has: bool, backend: str
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    kind: Accelerator | None,
+    has: bool,
+    backend: str,
 ) -> None:
-    monkeypatch.setattr(Kind, 'has_backend', lambda _: has)
+    monkeypatch.setattr(Accelerator, 'has_backend', lambda _: has)
     if ' ' not in backend:
         assert devices.backend_for(names, kind) == backend
         return

@@ -27,7 +27,7 @@ from parsl_freetrain.training.parallel.pipeline.schedule_steps import (
     RUN,
     SEND,
     WAIT,
-    Action,
+    WorkerAction,
     actions_of,
     message_of,
     stuck,
@@ -166,14 +166,14 @@ def test_receiving_before_sending_is_what_keeps_them_going(method: str) -> None:
     assert not stuck(actions_of(schedule))
     naive = []
     for row in schedule.rows:
-        program: list[Action] = []
+        program: list[WorkerAction] = []
         for task in row:
             if task is not None:
                 takes = message_of(schedule, schedule.fed_by(task))
                 gives = message_of(schedule, task)
-                program += [Action(verb, takes) for verb in (POST, WAIT) if takes is not None]
-                sends = [Action(SEND, gives)] if gives is not None else []
-                program += [Action(RUN, task), *sends]
+                program += [WorkerAction(verb, takes) for verb in (POST, WAIT) if takes is not None]
+                sends = [WorkerAction(SEND, gives)] if gives is not None else []
+                program += [WorkerAction(RUN, task), *sends]
         naive.append(program)
     assert bool(stuck(naive)) == (
         method != 'gpipe'

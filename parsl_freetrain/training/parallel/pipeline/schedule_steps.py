@@ -39,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Action:
+class WorkerAction:
     """One action of a worker: :data:`RUN` a task; :data:`POST` a receive; :data:`SEND` a message,
     which waits for its receive; :data:`WAIT` for a message.
     """
@@ -73,7 +73,7 @@ def programs_of(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
     return tuple(map(tuple, programs))
 
 
-def actions_of(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
+def actions_of(schedule: PipelineSchedule) -> tuple[tuple[WorkerAction, ...], ...]:
     """By worker: its actions, in order."""
     return tuple(
         tuple(action for step in program for action in _actions(schedule, step))
@@ -81,7 +81,7 @@ def actions_of(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-def stuck(programs: Sequence[Sequence[Action]]) -> Mapping[int, Action]:
+def stuck(programs: Sequence[Sequence[WorkerAction]]) -> Mapping[int, WorkerAction]:
     """The workers that wait for ever, and in which action; empty if all finish. Sending waits until
     the target has posted the receive, waiting until the message was sent.
     """
@@ -116,11 +116,11 @@ def message_of(schedule: PipelineSchedule, task: Task | None) -> StageTransfer |
     return StageTransfer(task, source, target)
 
 
-def _actions(schedule: PipelineSchedule, step: Step) -> Iterator[Action]:
+def _actions(schedule: PipelineSchedule, step: Step) -> Iterator[WorkerAction]:
     if step.task is not None:
         before = message_of(schedule, schedule.fed_by(step.task))
         if before is not None:
-            yield Action(WAIT, before)
-        yield Action(RUN, step.task)
-    yield from (Action(POST, message) for message in step.receives)
-    yield from (Action(SEND, message) for message in step.sends)
+            yield WorkerAction(WAIT, before)
+        yield WorkerAction(RUN, step.task)
+    yield from (WorkerAction(POST, message) for message in step.receives)
+    yield from (WorkerAction(SEND, message) for message in step.sends)
