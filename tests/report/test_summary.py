@@ -11,7 +11,7 @@ from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.causes import node_seconds_of
-from parsl_freetrain.report.summary import CachedAllocator, Efficiency, efficiency, summary
+from parsl_freetrain.report.summary import CachedAllocator, RunEfficiency, efficiency, summary
 from tests.support.journals import demo_journal
 from tests.support.told import Told
 
@@ -230,7 +230,7 @@ def test_efficiency_is_unknown_where_the_pool_has_nothing_for_a_trainer(tmp_path
         assert (
             efficiency(journal.history(), 0.0, MilpAllocator())
             == efficiency(journal.history(), 50.0, MilpAllocator())
-            == Efficiency({'a': None}, None)
+            == RunEfficiency({'a': None}, None)
         )
         assert summary(journal.history())['trainers']['a']['samples_expected'] is None
     ledger.close()
