@@ -4,10 +4,12 @@ checkpoint, and a clean end of the program that submits.
 
 from __future__ import annotations
 
+import _thread
 import logging
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ from parsl_freetrain import (
     Shape,
     Throughput,
     TrainerFailed,
+    TrainingFuture,
     export_weights,
     freetrain_app,
     load_weights,
 )
+from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.training import freetrain
@@ -142,6 +146,20 @@ while not future.progress().samples:
 print('trains', flush=True)
 future.result()
 """
+
+
+def test_a_signal_that_comes_as_the_wait_begins_ends_it() -> None:
+    """It is noted, and does not interrupt the wait."""
+    stopping = StopSignals()
+    stopping.begin()
+    noting = threading.Timer(0.3, _thread.interrupt_main, [signal.SIGTERM])
+    noting.start()
+    try:
+        with pytest.raises(SystemExit):
+            TrainingFuture('t').result()
+    finally:
+        noting.join()
+        stopping.end()
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])

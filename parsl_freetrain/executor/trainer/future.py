@@ -106,6 +106,9 @@ class TrainingFuture(Future[Checkpoint]):
 
     def result(self, timeout: float | None = None) -> Checkpoint:
         """The final checkpoint, when the training has ended; with the best one as ``best``."""
+        if timeout is None:  # a signal that arrives just before a wait begins is seen after it only
+            while not wait([self], 1.0).done:
+                pass
         found = super().result(timeout)
         if found.best is None and self._best is not None:  # the files are read here, for the caller
             with suppress(OSError, FreeTrainError):
