@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 
 SIGMA = np.concatenate([[0.0], np.logspace(-3.5, 0.0, 15)])
 KAPPA = np.concatenate([[0.0], np.logspace(-6.0, -1.5, 13)])
+_SIGMA, _KAPPA = (grid.ravel() for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
 # Standard deviations of the logarithm of a rate: of one measurement, and of the model itself.
 NOISE, MISFIT = 0.1, 0.04
 
@@ -30,8 +31,8 @@ NOISE, MISFIT = 0.1, 0.04
 def shapes(nodes: Sequence[int]) -> Floats:
     """Logarithms of the speed-ups at these counts, shape (parameters, counts)."""
     n = np.asarray(nodes, dtype=np.float64)
-    sigma, kappa = (grid.ravel()[:, None] for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
-    logs: Floats = np.log(n) - np.log1p(sigma * (n - 1) + kappa * n * (n - 1))
+    lost = _SIGMA[:, None] * (n - 1) + _KAPPA[:, None] * n * (n - 1)
+    logs: Floats = np.log(n) - np.log1p(lost)
     return logs
 
 
@@ -53,8 +54,7 @@ class Evidence:
 
 def _prior() -> Floats:
     """Log probability of each pair before a measurement: all magnitudes alike, early falls less."""
-    sigma, kappa = (grid.ravel() for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
-    peak = np.sqrt((1 - np.minimum(sigma, 1)) / np.maximum(kappa, 1e-12))
+    peak = np.sqrt((1 - np.minimum(_SIGMA, 1)) / np.maximum(_KAPPA, 1e-12))
     logs: Floats = -np.log1p(8 / np.maximum(peak, 1.0))
     return logs
 
