@@ -80,21 +80,33 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Extent]:
     file.seek(begin)
     data, base, at = b'', begin, 0  # the data begin at ``base`` in the file
     damaged_from: int | None = None
+    false = 0  # bytes of what claimed to be records
     size = os.fstat(file.fileno()).st_size
     while True:
         end = _end_of_record(data, at, size - base)
         if end is None:  # more data are needed to know
-            if more := file.read(_CHUNK):
+            if more := file.read(max(_CHUNK, len(data) - at)):
                 data, base, at = data[at:] + more, base + at, 0
                 continue
             if at >= len(data):
                 return
-        if not end:
+        if end is None or end <= 0:
             if damaged_from is None:
                 damaged_from = base + at
+            false -= end or 0
+            if false > _MOST:  # it was made to take long
+                yield Piece(damaged_from, size, None)
+                return
             found = data.find(_MARK, at + 1)
-            at = found if found >= 0 else max(at + 1, len(data) - len(_MARK) + 1)
-            if end is None and found < 0:
+            if found >= 0:
+                at = found
+                continue
+            rest = base + max(at + 1, len(data) - len(_MARK) + 1)
+            if rest >= size:
+                return
+            try:
+                data, base, at = b'', file.seek(rest, os.SEEK_DATA), 0  # a hole may be terabytes
+            except OSError:  # there is only a hole
                 return
             continue
         if damaged_from is not None:
@@ -105,8 +117,9 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Extent]:
 
 
 def _end_of_record(data: bytes, at: int, size: int) -> int | None:
-    """Where the record at a place ends; 0: there is none, or it is cut; None: more is to be read.
-    ``size``: what there is to read in all. A length that is no length costs no reading.
+    """Where the record at a place ends; 0: there is none, or it is cut; None: more is to be read;
+    negative: minus its length, if its sum is wrong. ``size``: what there is to read in all. A
+    length that is no length costs no reading.
     """
     if len(data) - at < _RECORD.size:
         return None
@@ -116,4 +129,4 @@ def _end_of_record(data: bytes, at: int, size: int) -> int | None:
         return 0
     if end > len(data):
         return None
-    return end if zlib.crc32(memoryview(data)[at + _RECORD.size : end]) == crc else 0
+    return end if zlib.crc32(memoryview(data)[at + _RECORD.size : end]) == crc else -length

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Checkpoint, Trainer
-from parsl_freetrain.journal import append
+from parsl_freetrain.journal import append, records
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.journal.records import HEAD
@@ -381,15 +381,28 @@ def test_a_made_journal_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert sum(len(f.checkpoints) for f in history.fragments) > 5
 
 
-def test_lengths_that_are_none_cost_no_reading(tmp_path: Path) -> None:
-    """Somebody else's file: a thousand records that claim a gigabyte each."""
+@pytest.mark.parametrize('size', [2**28, 2**40])
+def test_lengths_that_are_none_cost_little_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Somebody else's file: a thousand records that claim more than there is, or too much."""
+    monkeypatch.setattr(records, '_MOST', 2**26)
     path = tmp_path / 'l'
     write(path, ev.Tick(9.0))
     whole = of(path)
-    false = b'\xfcFTj' + (2**30).to_bytes(4, 'little') + bytes(4)
+    lengths = (2**30, 2**26)
+    false = b''.join(b'\xfcFTj' + n.to_bytes(4, 'little') + bytes(4) for n in lengths)
     with path.open('ab') as file:
-        file.write(false * 1000)
-        file.truncate(path.stat().st_size + 2**28)
+        file.write(false * 20_000)
+        file.truncate(size)
     began = perf_counter()
     assert of(path) == whole
     assert perf_counter() - began < LIMIT_S
+
+
+def test_a_hole_of_a_terabyte_costs_no_reading(tmp_path: Path) -> None:
+    path = tmp_path / 'l'
+    write(path, ev.Tick(9.0))
+    os.truncate(path, 2**40)
+    write(path, ev.Tick(10.0), run='r1')
+    assert [run.name for run in Journal(path).history().runs] == ['r0', 'r1']
