@@ -14,7 +14,7 @@ from typing import Any
 from parsl_freetrain.host.files import make_dir
 
 log = logging.getLogger(__name__)
-_said: set[Callable[..., Any]] = set()
+_said: set[str] = set()
 
 
 def note(function: Callable[..., Any]) -> None:
@@ -28,13 +28,13 @@ def note(function: Callable[..., Any]) -> None:
 
 def say_if_never(function: Callable[..., Any]) -> None:
     """Say once, in one line, that a function was never rehearsed."""
-    if not (function in _said or was_rehearsed(function)):
-        name = function.__name__
+    name = function.__name__
+    if not (name in _said or was_rehearsed(function)):
         said = f'{name} was never rehearsed: {name}.rehearse(...) finds what a cut would change.'
         log.info(said)
         if sys.stderr.isatty():
             print(said, file=sys.stderr)
-    _said.add(function)
+    _said.add(name)
 
 
 def was_rehearsed(function: Callable[..., Any]) -> bool:
