@@ -53,8 +53,10 @@ def beside_this_thread() -> Iterator[None]:
         yield
     finally:
         del _waiting[threading.get_ident()]
-        with suppress(queue.Full):
-            waiting.put_nowait(None)
+        if waiting.full():
+            with suppress(queue.Empty):
+                waiting.get_nowait()
+        waiting.put_nowait(None)  # nobody else puts
         thread.join(LAST_S)
 
 

@@ -170,7 +170,9 @@ class ProgressLine:
                 self._on = False
             self._writing = False
 
-        self._writing = off_loop.run(write)
+        self._writing = True  # before, since it may end at once
+        if not off_loop.run(write):
+            self._writing = False
 
     def _line(self) -> str:
         ended = [future for future in self._futures if future._ended]

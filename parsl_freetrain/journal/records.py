@@ -124,9 +124,9 @@ def _end_of_record(data: bytes, at: int, size: int) -> int | None:
     if len(data) - at < _RECORD.size:
         return None
     mark, length, crc = _RECORD.unpack_from(data, at)
-    end = at + _RECORD.size + length
+    end: int = at + _RECORD.size + length
     if mark != _MARK or length > _MOST or end > size:
         return 0
     if end > len(data):
         return None
-    return end if zlib.crc32(memoryview(data)[at + _RECORD.size : end]) == crc else -length
+    return end if zlib.crc32(memoryview(data)[at + _RECORD.size : end]) == crc else at - end
