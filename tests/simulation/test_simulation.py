@@ -31,10 +31,20 @@ def test_short_runs_keep_every_promise() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('first', range(1000, 2000, 250))
-def test_many_short_runs_keep_every_promise(first: int) -> None:
-    for seed in range(first, first + 250):
+def test_many_short_runs_keep_every_promise() -> None:
+    for seed in range(1000, 1120):
         run(seed)
+
+
+def test_a_broken_promise_is_noticed_though_the_event_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(world: World, action: object) -> None:
+        raise AssertionError('planted')
+
+    monkeypatch.setattr(World, '_started', refuse)
+    with pytest.raises(AssertionError, match='planted'):
+        run(7)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -243,8 +243,9 @@ class World:
         before = [key for key in self.runner.running if key[0] == name]
         assert not before, f'fragments {before} and {number} of {name} at once'
         assert number > self.stores[name].fence, f'fragment {number} of {name} fences nobody out'
-        others = {n for f in self.runner.running.values() for n in f.action.nodes if not f.over()}
-        assert not others & set(action.nodes), f'{action.nodes} are held by two fragments'
+        for fragment in self.runner.running.values():
+            held = {fragment.action.nodes[m] for m in fragment.members if m not in fragment.lost}
+            assert not held & set(action.nodes), f'{action.nodes} are held by two fragments'
 
     def check(self) -> None:
         """What must hold after every round."""
