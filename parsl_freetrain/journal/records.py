@@ -95,7 +95,7 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Extent]:
                 damaged_from = base + at
             false -= end or 0
             if false > _MOST:  # it was made to take long
-                yield Piece(damaged_from, size, None)
+                yield Extent(damaged_from, size, None)
                 return
             found = data.find(_MARK, at + 1)
             if found >= 0:
