@@ -16,8 +16,7 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
     """
     from rich.console import Console
 
-    from parsl_freetrain.cli.live.metric_lines import metric_table
-    from parsl_freetrain.cli.live.view import screen
+    from parsl_freetrain.cli.live.view import metric_table, screen
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.report.metrics import metrics_document
     from parsl_freetrain.report.status import as_document, snapshot

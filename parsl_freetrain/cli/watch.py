@@ -128,8 +128,7 @@ def _serve(
     as_json: bool,
     pause: threading.Event,
 ) -> None:
-    from parsl_freetrain.cli.live.page import LivePage
-    from parsl_freetrain.cli.live.web import Page
+    from parsl_freetrain.cli.live.web import LivePage, Page
 
     page = Page(LivePage(journal, run, every_s).newest, port)
     try:

@@ -112,7 +112,7 @@ def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[
     """A trainer's speed in samples per second: whether its curve was stated; by node class the
     typical rate by measured count, and the count with the best; and the class that it runs on.
     """
-    from parsl_freetrain.report.speed import Speed, place_of
+    from parsl_freetrain.report.learned import Speed, place_of
 
     trainer = training.trainer
     speed = Speed(trainer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parsl_freetrain.core.model.state import History, RunState
 from parsl_freetrain.report import timeline
-from parsl_freetrain.report.intervals import Interval, intersect, length, merge, subtract
+from parsl_freetrain.report.timeline import Interval, intersect, length, merge, subtract
 
 NAMES = {
     ('starting', 'block'): 'block starting',

@@ -9,12 +9,19 @@ from markupsafe import Markup
 
 from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.figures import Figures
-from parsl_freetrain.report.intervals import Interval, clip, levels
 from parsl_freetrain.report.learned import MeasuredScaling
-from parsl_freetrain.report.losses import Losses
-from parsl_freetrain.report.metrics import CurvePoint, MetricView, smoothed
+from parsl_freetrain.report.metrics import CurvePoint, Losses, MetricView, smoothed
 from parsl_freetrain.report.svg import Chart
-from parsl_freetrain.report.timeline import left_at, natural_order, offered, phases_of, struck_nodes
+from parsl_freetrain.report.timeline import (
+    Interval,
+    clip,
+    left_at,
+    levels,
+    natural_order,
+    offered,
+    phases_of,
+    struck_nodes,
+)
 
 MOST_COLOURED = 8  # maximum number of trainers with a colour of their own; the others share one
 MOST_ROWS = 48  # maximum number of nodes with a row of their own

@@ -11,8 +11,7 @@ from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report import learned
 from parsl_freetrain.report.causes import Cause, causes
-from parsl_freetrain.report.losses import Losses, losses
-from parsl_freetrain.report.metrics import Curves, metric_curves
+from parsl_freetrain.report.metrics import Curves, Losses, losses, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
 from parsl_freetrain.report.status import RunStatus, snapshot, state_of
 from parsl_freetrain.report.summary import RunEfficiency, efficiency, summary

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
-from parsl_freetrain.report.speed import Place, Speed, place_of
+from parsl_freetrain.report.learned import Place, Speed, place_of
 
 Points = list[tuple[float, float]]
 

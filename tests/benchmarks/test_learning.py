@@ -19,9 +19,14 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, points, shapes
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.controller.throughput_profile import (
+    Evidence,
+    Posterior,
+    Profile,
+    points,
+    shapes,
+)
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.result import ReplayResult

@@ -23,8 +23,14 @@ from parsl_freetrain.replay.forecast import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs, scalings
-from parsl_freetrain.report.losses import MOST_POINTS
-from parsl_freetrain.report.metrics import CurvePoint, Curves, MetricView, smoothed, thinned
+from parsl_freetrain.report.metrics import (
+    MOST_POINTS,
+    CurvePoint,
+    Curves,
+    MetricView,
+    smoothed,
+    thinned,
+)
 from parsl_freetrain.report.page import report_page
 from tests.support.browser import DESKTOP, PHONE, tab
 from tests.support.browser import browser as browser  # a fixture

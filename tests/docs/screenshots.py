@@ -15,8 +15,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser
 
-from parsl_freetrain.cli.live.page import LivePage
 from parsl_freetrain.cli.live.view import LiveView
+from parsl_freetrain.cli.live.web import LivePage
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.journal.read import Journal
 from tests.support.browser import launched, tab

@@ -27,7 +27,7 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.cli.doctor.asking import ask_endpoint
+from parsl_freetrain.cli.doctor.measuring import ask_endpoint
 from parsl_freetrain.executor.run_lock import FILE
 from parsl_freetrain.remote import orders
 from parsl_freetrain.remote.endpoint import Desk

@@ -12,11 +12,10 @@ from matplotlib.image import imread
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import synthetic
-from parsl_freetrain.replay.pictures import draw, lanes, means
+from parsl_freetrain.replay.pictures import draw, draw_sweep, lanes, means
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.sweep import row
-from parsl_freetrain.replay.sweep_pictures import draw as draw_sweep
 from parsl_freetrain.replay.trainers import ReplayTrainer
 
 CURVE = ScalingCurve((0, 1, 16), (0.0, 10.0, 120.0))

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.model.state import Fragment, History, RunState
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.report.causes import node_seconds_of
-from parsl_freetrain.report.intervals import Interval, clip, intersect, length, merge, subtract
-from parsl_freetrain.report.timeline import struck_nodes
+from parsl_freetrain.report.timeline import (
+    Interval,
+    clip,
+    intersect,
+    length,
+    merge,
+    struck_nodes,
+    subtract,
+)
 from tests.support.properties import holds_for
 from tests.support.told import Told
 

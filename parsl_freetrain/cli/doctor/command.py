@@ -62,9 +62,8 @@ def doctor(
     With --site, every queue that the site's file states is compared with the scheduler's, and the
     line of the file that is out of date is named. Nothing is submitted unless --nodes is given.
     """
-    from parsl_freetrain.cli.doctor.asking import ask_endpoint
     from parsl_freetrain.cli.doctor.checks import findings
-    from parsl_freetrain.cli.doctor.measuring import imports
+    from parsl_freetrain.cli.doctor.measuring import ask_endpoint, imports
 
     if not checkpoints.is_dir() or not os.access(checkpoints, os.W_OK):
         raise BadInput(
@@ -107,8 +106,13 @@ def _write(out: Path, document: dict[str, Any]) -> None:
 def _facts(folder: Path, through: str) -> dict[str, Any]:
     from parsl.addresses import get_all_addresses
 
-    from parsl_freetrain.cli.doctor.asking import ask_here, ask_there
-    from parsl_freetrain.cli.doctor.measuring import file_system, free_ports, programs
+    from parsl_freetrain.cli.doctor.measuring import (
+        ask_here,
+        ask_there,
+        file_system,
+        free_ports,
+        programs,
+    )
     from parsl_freetrain.sites.registry import site_types
 
     try:

@@ -10,10 +10,9 @@ from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller import controller_state as cs
-from parsl_freetrain.core.controller.bids import Bids
+from parsl_freetrain.core.controller.bids import Bids, Places, places_of
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
 from parsl_freetrain.core.controller.node_pool import PoolNode
-from parsl_freetrain.core.controller.placement import Places, places_of
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer

@@ -18,14 +18,13 @@ from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.block_table import BatchBlock, block_from, found_from
-from parsl_freetrain.sites.batch.checks import check_classes, within
 from parsl_freetrain.sites.batch.demand import shortest_behind_s
 from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.options import BatchOptions, given_options
 from parsl_freetrain.sites.batch.queue_watch import QueueSnapshot
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
-from parsl_freetrain.sites.batch.submission import Submitter
+from parsl_freetrain.sites.batch.submission import Submitter, check_classes, within
 from parsl_freetrain.sites.batch.tracker import BlockTracker
 from parsl_freetrain.sites.protocols import FoundBlock
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.problem_document import check, problem_of
-from parsl_freetrain.solver.choice import allocator_named
+from parsl_freetrain.solver import allocator_named
 from tests.benchmarks.versus import bftrainer, environment
 from tests.support.allocation import DECISIONS
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from parsl_freetrain.cli.live.metric_lines import metric_table, sparkline
-from parsl_freetrain.cli.live.view import LiveView, closing_table, run_live
+from parsl_freetrain.cli.live.view import LiveView, closing_table, metric_table, run_live, sparkline
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import BlockEndKnown

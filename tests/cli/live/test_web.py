@@ -21,8 +21,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from parsl_freetrain.cli.live import web
-from parsl_freetrain.cli.live.page import LivePage
-from parsl_freetrain.cli.live.web import Page
+from parsl_freetrain.cli.live.web import LivePage, Page
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
@@ -246,7 +245,7 @@ def test_the_page_follows_the_run(tmp_path: Path, browser: Browser) -> None:
 def test_the_last_page_is_not_asked_for_again_and_damage_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr('parsl_freetrain.cli.live.page.SHARE', 0)
+    monkeypatch.setattr('parsl_freetrain.cli.live.web.SHARE', 0)
     path = tmp_path / 'ledger.journal'
     with live_run(tmp_path) as ledger:
         live = LivePage(Journal(path), None, 0.0)

@@ -12,8 +12,13 @@ from torch.distributed import ProcessGroup
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.pipeline import schedule as sc
 from parsl_freetrain.training.parallel.pipeline.schedule_steps import programs_of
-from parsl_freetrain.training.parallel.pipeline.stage import Stage, make_layers, through
-from parsl_freetrain.training.parallel.pipeline.traffic import Traffic, outputs_like
+from parsl_freetrain.training.parallel.pipeline.traffic import (
+    Stage,
+    Traffic,
+    make_layers,
+    outputs_like,
+    through,
+)
 
 
 class Pipeline(nn.Module):
