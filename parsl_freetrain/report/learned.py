@@ -1,4 +1,4 @@
-"""Measurements of trainers: speed by node count and class, rescale costs, shapes that were tried."""
+"""Measurements of trainers: speed by node count and class, rescale costs, shapes tried."""
 
 from __future__ import annotations
 
