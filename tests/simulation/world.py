@@ -37,7 +37,7 @@ from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.clocks import RunClock
-from parsl_freetrain.solver.choice import allocator_named
+from parsl_freetrain.solver import allocator_named
 from parsl_freetrain.training.spec import messages as msg
 from tests.support.fit import fit
 
