@@ -270,13 +270,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         future.add_done_callback(lambda _: self._futures.discard(future))
 
     def submit_trainer(self, record: TrainerRecord) -> None:
-        """Pass a trainer to the event loop. Its future reports everything else.
-
-        Raises
-        ------
-        BadInput
-            If the executor has not been started by :func:`parsl.load`, has been shut down, or its
-            metric cannot be computed for this trainer.
+        """Pass a trainer to the event loop. Its future reports everything else. Raises BadInput if
+        the executor does not run, or its metric cannot be computed for this trainer.
         """
         if self._loop is None:
             raise BadInput(

@@ -69,12 +69,7 @@ class Journal:
 
     def history(self, run: str | None = None) -> History:
         """What has become of one run or of all; cheap while nothing changes. It is the same object
-        each time, and changes with the next call.
-
-        Raises
-        ------
-        BadInput
-            The journal has no run of this name.
+        each time, and changes with the next call. Raises BadInput if there is no run of this name.
         """
         with self._open() as file:
             found = os.fstat(file.fileno())

@@ -15,22 +15,12 @@ from parsl_freetrain.replay.accounting import RecordedJob
 
 
 class CurveLearning(Settings, frozen=True, kw_only=True):
-    """How curves are learned that the controller is not told.
+    """How curves are learned that the controller is not told."""
 
-    Attributes
-    ----------
-    noise
-        Standard deviation of the logarithm of a measured rate, at most 1.
-    measure_s
-        A fragment's speed is measured after this number of seconds, then after twice, four times
-        as many, and so on.
-    seed
-        Of the noise.
-    """
-
-    noise: Share = 0.0
+    noise: Share = 0.0  #: standard deviation of the logarithm of a measured rate
+    #: a fragment's speed is measured after so long, then twice, four times ...
     measure_s: PositiveSeconds = 10.0
-    seed: Count = 0
+    seed: Count = 0  #: of the noise
 
 
 class Measuring:

@@ -71,19 +71,9 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
             )
 
     def prepare(self, checkpoint_dir: Path) -> str:
-        """Pack the environment.
-
-        Returns
-        -------
-        str
-            What comes before the command of a node, as a shell command.
-
-        Raises
-        ------
-        BadInput
-            The environment cannot be packed.
-        FreeTrainError
-            The archive cannot be written or read.
+        """Pack the environment; returns what comes before the command of a node, as a shell
+        command. Raises BadInput if it cannot be packed, FreeTrainError if the archive cannot be
+        written.
         """
         folder = checkpoint_dir.absolute() / FOLDER
         try:

@@ -16,36 +16,19 @@ _NAME = re.compile(rf'{PREFIX}\.[\w.-]+\.[\w-]+\.[0-9a-f]{{6}}(\.on-[\w-]+)?', r
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What is asked of the scheduler for one block.
-
-    Attributes
-    ----------
-    nodes
-        Their number.
-    walltime_s, least_s
-        Walltime, and the minimum with which the scheduler may start it; in seconds, as multiples of
-        the scheduler's steps.
-    deadline
-        When it must have ended, in whole seconds of ``time.time()``; None: the walltime alone
-        limits it.
-    names
-        Which nodes; empty: any.
-    avoid
-        Which nodes not.
-    node_class
-        The class of the nodes, where the site config tells them apart.
-    hole_s
-        Seconds until the deadline.
-    """
+    """What is asked of the scheduler for one block."""
 
     nodes: int
+    #: With the minimum, ``least_s``, with which the scheduler may start it: in seconds, as
+    #: multiples of its steps.
     walltime_s: int
     least_s: int
+    #: when it must have ended (``time.time()``); None: the walltime alone limits it
     deadline: int | None = None
-    names: tuple[str, ...] = ()
-    avoid: tuple[str, ...] = ()
-    node_class: str = ''
-    hole_s: int | None = field(default=None, compare=False)
+    names: tuple[str, ...] = ()  #: which nodes; empty: any
+    avoid: tuple[str, ...] = ()  #: which nodes not
+    node_class: str = ''  #: of the nodes, where the site config tells them apart
+    hole_s: int | None = field(default=None, compare=False)  #: seconds until the deadline
 
 
 @dataclass(frozen=True)
@@ -67,22 +50,12 @@ def shape_for(
     step_s: int = 60,
     shortest_s: float = 0.0,
 ) -> BlockShape:
-    """The block that fits a hole of ``hole_s`` seconds from ``now`` on.
+    """The block that fits a hole of ``hole_s`` seconds (at least one step; None: nothing is
+    planned) from ``now`` on.
 
-    Walltimes are rounded down to the scheduler's steps after what it takes to start a job, and the
-    scheduler is told when the hole ends: it drops a block that could not end before, and shortens
-    one that could.
-
-    Parameters
-    ----------
-    hole_s
-        At least one step; None: nothing is planned.
-    limit_s
-        The queue's limit in seconds; None: none.
-    step_s
-        Of walltimes, in seconds.
-    shortest_s
-        The queue takes no shorter walltime, in seconds.
+    Walltimes are rounded down to the scheduler's steps (``step_s``) after what it takes to start a
+    job, and the scheduler is told when the hole ends: it drops a block that could not end before,
+    and shortens one that could. ``limit_s``, ``shortest_s``: the queue's limits of walltimes.
     """
     least = max(step_s, math.ceil(shortest_s / step_s) * step_s)
     wanted = options.unplanned_s if hole_s is None else max(float(least), hole_s - options.start_s)

@@ -26,29 +26,17 @@ ROUNDED_S = 2.0  # times in answers are whole seconds
 
 @dataclass(frozen=True)
 class BatchBlock:
-    """A block that was submitted; times in seconds of ``time.time()``.
-
-    Attributes
-    ----------
-    start_by_s
-        If it has not started by then, it is withdrawn.
-    latest_end_s
-        By then it is certainly over.
-    node_class
-        The class of its nodes; empty: any.
-    needs_s
-        How long its nodes must be free for the scheduler to start it, in seconds.
-    """
+    """A block that was submitted; times in seconds of ``time.time()``."""
 
     job_id: str
     nodes: int
     submitted_s: float
-    start_by_s: float
-    latest_end_s: float
+    start_by_s: float  #: if it has not started by then, it is withdrawn
+    latest_end_s: float  #: by then it is certainly over
     place: Output
     seen: Seen = field(default_factory=Seen)
-    node_class: str = ''
-    needs_s: float = 0.0
+    node_class: str = ''  #: of its nodes; empty: any
+    needs_s: float = 0.0  #: how long its nodes must be free for the scheduler to start it
 
     @property
     def life(self) -> BlockLife:

@@ -33,23 +33,14 @@ MOST_TASKS = 20
 
 @dataclass(frozen=True)
 class Needs:
-    """What waiting jobs need now.
+    """What waiting jobs need now."""
 
-    Attributes
-    ----------
-    demands
-        The jobs that lack nodes of ours, in order of priority.
-    served
-        Ids of all jobs that would start now: on idle nodes, or with the help of blocks.
-    lacking
-        Of these, the jobs that lack nodes of blocks, of ours or of other runs.
-    asked
-        Ids of the blocks of other runs that have to be given back for them.
-    """
-
-    demands: tuple[NodeDemand, ...] = ()
+    demands: tuple[NodeDemand, ...] = ()  #: the jobs that lack nodes of ours, in order of priority
+    #: ids of all jobs that would start now: on idle nodes, or with the help of blocks
     served: frozenset[str] = frozenset()
+    #: of these, the jobs that lack nodes of blocks, of ours or of other runs
     lacking: frozenset[str] = frozenset()
+    #: ids of the blocks of other runs that have to be given back for them
     asked: frozenset[str] = frozenset()
 
 
@@ -104,20 +95,12 @@ def needs(
     unsuitable: Mapping[str, frozenset[str]] = {},
     unwilling: frozenset[str] = frozenset(),
 ) -> Needs:
-    """The jobs that would start now if nodes of blocks were given back, and what of ours for that.
+    """The jobs that would start ``now`` if nodes of blocks were given back, and which of ours.
 
-    Parameters
-    ----------
-    ours
-        Ids of our own jobs.
-    now
-        In seconds of ``time.time()``.
-    ignored
-        Ids of jobs that could have started for long, and did not: something else keeps them.
-    unsuitable
-        The nodes that a job, by its id, cannot use, although that is not told.
-    unwilling
-        Ids of blocks of other runs that were not given back although they should have been.
+    By ids: ``ours``, our own jobs; ``ignored``, jobs that could have started for long, and did not:
+    something else keeps them; ``unwilling``, blocks of other runs that were not given back although
+    they should have been; ``unsuitable``, the nodes that a job cannot use, although that is not
+    told.
     """
     waiting = sorted(
         (job for job in jobs if waits(job, ours) and job.job_id not in ignored),

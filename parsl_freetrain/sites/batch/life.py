@@ -65,32 +65,17 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What was last seen of a block, and what this process did to it.
-
-    Attributes
-    ----------
-    end_s
-        When it ends, in seconds of ``time.time()``; None while unknown.
-    ran
-        Whether it was ever seen running.
-    shortened
-        Whether its end was moved forward while it ran, by a preemption or by somebody.
-    cancelled, withdrawn
-        Whether this process cancelled it, and whether because it had not started in time.
-    taken
-        Whether this process cancelled it because its nodes had been taken.
-    missing
-        Answers in a row that did not know it.
-    """
+    """What was last seen of a block, and what this process did to it."""
 
     state: JobState = JobState.PENDING
-    end_s: float | None = None
-    ran: bool = False
+    end_s: float | None = None  #: when it ends, in seconds of ``time.time()``; None while unknown
+    ran: bool = False  #: whether it was ever seen running
+    #: its end was moved forward while it ran, by a preemption or by somebody
     shortened: bool = False
-    cancelled: bool = False
-    withdrawn: bool = False
-    taken: bool = False
-    missing: int = 0
+    cancelled: bool = False  #: by this process
+    withdrawn: bool = False  #: by this process, because it had not started in time
+    taken: bool = False  #: cancelled because its nodes had been taken
+    missing: int = 0  #: answers in a row that did not know it
 
 
 def life_of(seen: Seen) -> BlockLife:

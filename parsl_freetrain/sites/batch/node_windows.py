@@ -68,19 +68,10 @@ def windows(
     ours: frozenset[str],
     now: float,
 ) -> dict[str, float]:
-    """Until when each usable node can be had, in seconds of ``time.time()``.
+    """Until when each usable node can be had, in seconds of ``time.time()``; infinite where nothing
+    is planned. Our own jobs, ``ours`` by id, do not limit it; nodes that can only be had until
+    ``now`` are left out.
 
-    Infinite where nothing is planned.
-
-    Parameters
-    ----------
-    ours
-        Ids of our own jobs, which do not limit holes.
-    now
-        Nodes that can only be had until then are left out.
-
-    Notes
-    -----
     A waiting job with an expected start but without planned nodes may get any node of its
     partition, so it limits them all. Such a job waits for a date, or the scheduler does not show
     its plan.

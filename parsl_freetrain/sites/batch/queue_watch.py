@@ -57,25 +57,11 @@ class QueueSnapshot:
 
 
 class QueueWatch:
-    """Asks one question of each kind for everything.
-
-    It asks no more often than the options allow, and less often after failures.
-
-    Parameters
-    ----------
-    clock
-        Seconds of ``time.time()``.
-
-    Attributes
-    ----------
-    poll_s, nodes_s, reservations_s
-        Time between two questions, and between two about nodes and about reservations, in seconds;
-        may be changed at any time.
-    blocks_open
-        Whether blocks are open, so that it pauses for a short time only; may be changed at any
-        time.
-    error
-        Why the last question was not answered; empty if it was.
+    """Asks one question of each kind for everything, no more often than the options allow, and less
+    often after failures. Times between two questions, in seconds: ``poll_s``, about nodes
+    ``nodes_s`` and about reservations ``reservations_s``; these and ``blocks_open`` (blocks are
+    open, so that it pauses for a short time only) may be changed at any time. ``error``: why the
+    last question was not answered; empty if it was. ``clock``: ``time.time()``.
     """
 
     def __init__(

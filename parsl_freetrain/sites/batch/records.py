@@ -59,69 +59,40 @@ _GOING_ON = frozenset(
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job in the queue.
-
-    Attributes
-    ----------
-    nodes
-        Number of nodes that it has or asks for.
-    start_s, end_s
-        When it started or is expected to, and when it ends at the latest; None where the scheduler
-        does not know.
-    planned
-        The nodes that the scheduler means to give a pending job; empty where it has no plan.
-    names
-        The nodes it has; empty while pending.
-    reason
-        Why it waits, in the scheduler's words.
-    restarts
-        How often it was requeued; 0 where the form of the answer does not tell.
-    limit_s
-        The walltime that it asks for; None: unknown.
-    priority
-        The scheduler's priority; of two jobs with equal ones, the earlier in the answer is first.
-    blocked
-        Whether it waits for something that nodes would not change: another job, a date, a limit.
-    only
-        The nodes that it asks for by name: it gets all of them, and others if it wants more.
-    excluded
-        The nodes that it does not want.
-    features, gpus
-        What each of its nodes must have; see :meth:`Nodes.have`.
-    tasks
-        Number of jobs alike that a pending job array stands for.
-    cpus
-        On all of its nodes together; 0: it gets whole nodes, or that is not known.
-    step, least_nodes
-        CPUs on each node are a multiple of this, and nodes at least so many, where it shares them;
-        0: as :attr:`nodes`.
-    memory, memory_per_cpu
-        Of each node at least, and at most for each CPU where that may be meant, in MiB; 0: none.
-    """
+    """One job in the queue."""
 
     job_id: str
     state: JobState
     partition: str
-    nodes: int
+    nodes: int  #: how many it has or asks for
+    #: start_s, end_s: when it started or is expected to, and ends at the latest; None: the
+    #: scheduler does not know
     start_s: float | None = None
     end_s: float | None = None
+    #: the nodes that the scheduler means to give it while it is pending; empty: no plan
     planned: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  #: the nodes it has; empty while pending
     user: str = ''
-    reason: str = ''
+    reason: str = ''  #: why it waits, in the scheduler's words
     name: str = ''
-    restarts: int = 0
-    limit_s: float | None = None
-    priority: float = 0.0
-    blocked: bool = False
+    restarts: int = 0  #: how often it was requeued; 0 where the form of the answer does not tell
+    limit_s: float | None = None  #: the walltime that it asks for; None: unknown
+    priority: float = 0.0  #: of two jobs with equal ones, the earlier in the answer is first
+    blocked: bool = False  #: it waits for what nodes would not change: another job, a date, a limit
+    #: the nodes that it asks for by name: it gets all of them, and others if it wants more
     only: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()  #: the nodes that it does not want
+    #: with ``gpus``: what each of its nodes must have; see :meth:`Nodes.have`
     features: tuple[frozenset[str], ...] = ()
     gpus: int = 0
-    tasks: int = 1
-    cpus: int = 0
+    tasks: int = 1  #: jobs alike that a pending job array stands for
+    cpus: int = 0  #: on all of its nodes together; 0: it gets whole nodes, or that is not known
+    #: step, least_nodes: CPUs on each node are a multiple of this, and nodes at least so many,
+    #: where it shares them; 0: as :attr:`nodes`
     step: int = 1
     least_nodes: int = 0
+    #: memory, memory_per_cpu: of each node at least, and at most for each CPU where that may be
+    #: meant, in MiB; 0: none
     memory: float = 0.0
     memory_per_cpu: float = 0.0
 
@@ -140,36 +111,23 @@ _HARMLESS_MARKS = '-'
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of one partition that are alike.
-
-    Attributes
-    ----------
-    state
-        The scheduler's word in lower case. Blocks can use nodes that are ``'idle'`` or
-        ``'planned'`` (idle, but meant for a waiting job), and no others.
-    marks
-        What Slurm writes behind the state: ``'*'`` does not answer, ``'~'`` powered down, ``'$'``
-        maintenance, and so on; ``'?'`` for each such thing in a document. A node with marks other
-        than ``'-'`` is not used.
-    gpus
-        GPUs on each.
-    until_s
-        When the scheduler means to need them; None where it says so only of its jobs.
-    node_class
-        Which of the site config's node classes they are of; empty: none.
-    cpus, memory
-        CPUs, and MiB of memory, on each; 0: unknown.
-    """
+    """Nodes of one partition that are alike."""
 
     partition: str
     names: tuple[str, ...]
+    #: The scheduler's word in lower case. Blocks can use nodes that are ``'idle'`` or ``'planned'``
+    #: (idle, but meant for a waiting job), and no others.
     state: str
+    #: What Slurm writes behind the state: ``'*'`` does not answer, ``'~'`` powered down, ``'$'``
+    #: maintenance, and so on; ``'?'`` for each such thing in a document. A node with marks other
+    #: than ``'-'`` is not used.
     marks: str = ''
     features: tuple[str, ...] = ()
-    gpus: int = 0
+    gpus: int = 0  #: on each
+    #: when the scheduler means to need them; None: it says so only of its jobs
     until_s: float | None = None
-    node_class: str = ''
-    cpus: int = 0
+    node_class: str = ''  #: which of the site config's node classes; empty: none
+    cpus: int = 0  #: cpus, memory (MiB): on each; 0: unknown
     memory: float = 0.0
 
     @property
@@ -213,41 +171,22 @@ class NodeReservation:
 
 @dataclass(frozen=True)
 class Partition:
-    """What a partition, or queue, allows.
-
-    Attributes
-    ----------
-    longest_s
-        Its time limit in seconds; None: unlimited.
-    shortest_s
-        The minimum walltime of a job, in seconds.
-    least_nodes, most_nodes
-        Minimum and maximum number of nodes of a job; most None: unlimited.
-    most_waiting
-        Maximum number of one user's jobs that wait; None: unlimited.
-    tier
-        Jobs of a higher one go before those of a lower one, whatever their priority.
-    preempt_mode
-        ``'OFF'``, ``'CANCEL'``, ``'REQUEUE'``, ...
-    grace_s
-        What a preempted job gets before it is killed, in seconds.
-    accounts, denied_accounts, qos
-        Who may use it; empty: everybody.
-    """
+    """What a partition, or queue, allows."""
 
     name: str
     up: bool = True
-    longest_s: float | None = None
-    least_nodes: int = 0
+    longest_s: float | None = None  #: its time limit; None: unlimited
+    least_nodes: int = 0  #: least_nodes, most_nodes: of a job; most None: unlimited
     most_nodes: int | None = None
-    preempt_mode: str = 'OFF'
-    grace_s: float = 0.0
+    preempt_mode: str = 'OFF'  #: ``'OFF'``, ``'CANCEL'``, ``'REQUEUE'``, ...
+    grace_s: float = 0.0  #: what a preempted job gets before it is killed
+    #: accounts, denied_accounts, qos: who may use it; empty: everybody
     accounts: tuple[str, ...] = ()
     denied_accounts: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()
-    shortest_s: float = 0.0
-    most_waiting: int | None = None
-    tier: int = 0
+    shortest_s: float = 0.0  #: the minimum walltime of a job
+    most_waiting: int | None = None  #: of one user's jobs; None: unlimited
+    tier: int = 0  #: jobs of a higher one go first, whatever their priority
 
 
 class NotUnderstood(FreeTrainError, ValueError):

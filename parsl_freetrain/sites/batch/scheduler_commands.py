@@ -25,24 +25,10 @@ class SchedulerRefused(FreeTrainError, RuntimeError):
 
 
 class Commands:
-    """Runs the commands of one scheduler.
-
-    Parameters
-    ----------
-    scheduler
-        Its name, for sentences.
-    timeout_s
-        Maximum time that a command may take, in seconds.
-    environment
-        Variables that commands get in addition to those of this process.
-    meddling
-        Prefixes of variables that commands do not get, because these would change what is asked,
-        answered or submitted.
-
-    Attributes
-    ----------
-    commands
-        How often each command was run, by its name.
+    """Runs the commands of one scheduler, which sentences call ``scheduler``, each for
+    ``timeout_s`` seconds at most. ``environment``: variables that they get in addition to those of
+    this process; ``meddling``: prefixes of variables that they do not get, because these would
+    change what is asked, answered or submitted. ``commands``: how often each was run, by its name.
     """
 
     def __init__(

@@ -12,19 +12,11 @@ from parsl_freetrain.sites.batch.options import BatchOptions
 def batch_script(
     directives: Iterable[str], options: BatchOptions, worker_init: str, lifetime: str, run: str
 ) -> str:
-    """The batch script of one block.
-
-    Parameters
-    ----------
-    directives
-        Complete lines for the scheduler, such as ``#SBATCH --nodes=2``.
-    worker_init
-        Shell lines to run after those of the options.
-    lifetime
-        Shell lines that set ``left``, the number of seconds until the scheduler ends the job;
-        ``SECONDS`` counts from its beginning.
-    run
-        Shell lines that run the block for ``left`` seconds, by ``timeout``, and set ``status``.
+    """The batch script of one block: the ``directives`` (complete lines for the scheduler, such as
+    ``#SBATCH --nodes=2``), the options' shell lines and those of ``worker_init``; ``lifetime``,
+    lines that set ``left``, the seconds until the scheduler ends the job (``SECONDS`` counts from
+    its beginning); and ``run``, lines that run the block for ``left`` seconds, by ``timeout``, and
+    set ``status``.
     """
     head = '\n'.join(directives)
     inits = (options.worker_init.strip(), worker_init.strip())
@@ -73,17 +65,9 @@ wait "$running"; status=$?
 
 def on_each_node(name: str, forwards: bool = False) -> str:
     """What runs on each node of a block, with the command of the node as its first argument.
+    ``name``: a shell word that is the node's name there. ``forwards``: the scheduler's signals
+    reach only the first process of a node, which then passes them on.
 
-    Parameters
-    ----------
-    name
-        A shell word that is the node's name there.
-    forwards
-        Whether the scheduler's signals reach only the first process of a node, which then passes
-        them on.
-
-    Notes
-    -----
     The command stays in the process group in which the scheduler started this shell, since some
     schedulers stop, continue and kill only that. The node agent ends with this shell and ends what
     it has started; where it was killed, this shell kills the group, itself included. At a

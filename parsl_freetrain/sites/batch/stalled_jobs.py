@@ -35,19 +35,9 @@ class StalledJobs:
         now: float,
         asked: Collection[str] = (),
     ) -> None:
-        """Note what an answer says.
-
-        Parameters
-        ----------
-        served, lacking, pending
-            Ids of the jobs that could start now, of those among them that lack nodes of blocks, and
-            of all that wait.
-        idle
-            Names of the nodes that are idle.
-        now
-            In seconds.
-        asked
-            Ids of blocks of other runs that have to be given back.
+        """Note what an answer says. By ids: ``served``, the jobs that could start now; ``lacking``,
+        those of them that lack nodes of blocks; ``pending``, all that wait; ``asked``, blocks of
+        other runs that have to be given back. ``idle``: names of the nodes that are idle.
         """
         self._asked = {
             block: since

@@ -80,21 +80,9 @@ def check_request(request: BlockRequest, queue: Partition) -> None:
 
 
 class Submitter:
-    """Submits the blocks of one site, at most one every ``submit_every_s`` seconds.
-
-    Parameters
-    ----------
-    clock
-        Seconds of ``time.time()``.
-
-    Attributes
-    ----------
-    run
-        Names this run's jobs.
-    start_s
-        How long the scheduler takes to start a job; may be changed at any time.
-    unanswered
-        Names of submissions that the scheduler did not answer; it may have accepted them.
+    """Submits the blocks of one site, at most one every ``submit_every_s`` seconds. ``run`` names
+    this run's jobs; ``start_s``, how long the scheduler takes to start a job, may be changed at any
+    time; ``unanswered``: names of submissions that it may have accepted without an answer.
     """
 
     def __init__(

@@ -56,22 +56,11 @@ class SlotJobs:
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> str:
         """Start a block; returns the id of its job. Raises FreeTrainError if the process cannot be
-        started, or its files cannot be written.
-
-        Parameters
-        ----------
-        folder
-            Where the script and all output go.
-        nodes
-            The names of its slots.
-        end
-            When the slots are taken away, in seconds of ``time.time()``; None: never.
-        command
-            What each slot runs, as a shell command.
-        worker_init
-            Shell lines that run once, before the slots start.
-        variables
-            By slot, environment variables of its processes.
+        started, or its files cannot be written. ``folder``: for the script and all output;
+        ``nodes``: names of its slots; ``end``: when they are taken away, in seconds of
+        ``time.time()`` (None: never); ``command``: what each runs, as a shell command;
+        ``worker_init``: shell lines that run once, before the slots start; ``variables``: of the
+        environment, by slot.
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'

@@ -94,21 +94,10 @@ def _write(path: Path, document: object) -> None:
 
 
 class SlotBlock:
-    """The processes of one block.
-
-    Parameters
-    ----------
-    folder
-        Where the nodes' output and the end file go.
-    job_name
-        The block's unique name; file names begin with it.
-    end
-        When the nodes are taken, in seconds of ``time.time()``; None: never.
-    owner
-        The process for which the block runs: its id, and its
-        :func:`~parsl_freetrain.host.processes.start_of`.
-    variables
-        By node, environment variables of its processes.
+    """The processes of one block. Its files (the nodes' output, the end file) are in ``folder`` and
+    begin with its unique ``job_name``. ``end``: when the nodes are taken, in seconds of
+    ``time.time()``; None: never. ``owner``: the process for which it runs, by its id and
+    :func:`~parsl_freetrain.host.processes.start_of`. ``variables``: of the environment, by node.
     """
 
     def __init__(

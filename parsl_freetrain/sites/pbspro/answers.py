@@ -75,22 +75,13 @@ def parse_jobs(
     apart: Collection[str] = (),
     ranks: Mapping[str, int] = {},
 ) -> tuple[BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS` or :func:`history_of`.
+    """Jobs in the answer to :data:`JOBS` or :func:`history_of`; of one that is there twice nothing
+    is known. Raises NotUnderstood if it is not such a document.
 
-    Of a job that is there twice nothing is known. Raises NotUnderstood if it is not such a
-    document.
-
-    Parameters
-    ----------
-    pool
-        What is called the partition of jobs: queues share the nodes, so a planned job without
-        planned nodes may get any. Jobs that can get none of the pool's nodes have no partition.
-    features
-        All features of the pool's nodes; see :func:`parse_nodes`.
-    apart
-        Queues whose jobs get none of the pool's nodes, since theirs belong to other queues.
-    ranks
-        Priorities of queues.
+    ``pool``: what is called the partition of jobs. Queues share the nodes, so a planned job without
+    planned nodes may get any; jobs that can get none of the pool's nodes have no partition.
+    ``features``: all of the pool's nodes; see :func:`parse_nodes`. ``apart``: queues whose jobs get
+    none of the pool's nodes, since theirs belong to other queues. ``ranks``: priorities of queues.
     """
     said = document(answer, 'qstat')
     with as_documented('qstat'):

@@ -34,37 +34,20 @@ class SetAside:
 
 
 class PosixCheckpointStore:
-    """Checkpoints as directories of a file system that all nodes of the trainer see.
+    """Checkpoints of a trainer in its own ``folder`` (0700; the first write makes it) of a file
+    system that all its nodes see. ``hook``, for tests of faults: called with 'begin', 'written',
+    'manifest', 'before-commit' and 'committed' after each of these steps of a save. ``set_aside``:
+    the damaged checkpoints that this object has found, in order; ``folder/bad`` has all.
 
-    Parameters
-    ----------
-    folder
-        The trainer's own folder; the first write makes it (0700).
-    trainer
-        The trainer's name.
-    hook
-        For tests of faults: called with 'begin', 'written', 'manifest', 'before-commit' and
-        'committed' after each of these steps of a save.
-
-    Attributes
-    ----------
-    set_aside
-        The damaged checkpoints that this object has found, in order. ``folder/bad`` has all that
-        were ever found.
-
-    Notes
-    -----
-    A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``. The file system must make a
-    directory and create a file exclusively as atomic operations, make data durable by fsync, and
-    show them to whoever opens the directory or file afterwards (close-to-open, as NFS does).
-    Neither locks nor renaming over existing files are used, so NFS from version 3, Lustre and GPFS
-    are suitable.
+    A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``; they are ordered by samples,
+    then by fragment. The file system must make a directory and create a file exclusively as atomic
+    operations, make data durable by fsync, and show them to whoever opens the directory or file
+    afterwards (close-to-open, as NFS does). Neither locks nor renaming over existing files are
+    used, so NFS from version 3, Lustre and GPFS are suitable.
 
     A fence is a file. A late process of an earlier fragment can still commit if it looks for fences
     just before one is made. That does no harm: its checkpoint is complete, in its own directory,
     and a true state of the trainer at that number of samples.
-
-    Checkpoints are ordered by samples, then by fragment.
     """
 
     def __init__(

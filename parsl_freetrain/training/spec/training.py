@@ -168,30 +168,17 @@ _LIMITS = ('min_nodes', 'max_nodes')
 
 
 class TrainingSpec(Settings, frozen=True, kw_only=True):
-    """What a trainer trains, and how, with all defaults filled in.
-
-    Attributes
-    ----------
-    min_nodes, max_nodes
-        Minimum and maximum number of nodes of a fragment.
-    sizes
-        The only node counts that fragments may have; empty: all from minimum to maximum.
-    shapes
-        How the ranks share the work, by node count; several are tried in this order. Empty: each
-        rank trains its own samples.
-    goal, mode, checkpoints, ranks, scaling, owner
-        As in :func:`~parsl_freetrain.freetrain_app`.
-
-    Raises
-    ------
-    BadInput
-        If the parts contradict each other.
+    """What a trainer trains, and how, with all defaults filled in: as in
+    :func:`~parsl_freetrain.freetrain_app`. Raises BadInput if the parts contradict each other.
     """
 
-    min_nodes: int
+    min_nodes: int  #: min_nodes, max_nodes: of a fragment
     max_nodes: int
     goal: Epochs | Samples
+    #: the only node counts of fragments; empty: all from minimum to maximum
     sizes: tuple[int, ...] = ()
+    #: How the ranks share the work, by node count; several are tried in this order. Empty: each
+    #: rank trains its own samples.
     shapes: dict[int, Shapes] = field(default_factory=dict)
     mode: Reproducible | Throughput | Scaled = field(default_factory=Reproducible)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)

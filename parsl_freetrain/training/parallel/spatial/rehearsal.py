@@ -18,22 +18,11 @@ Extents = tuple[int, int, int]
 
 
 def check_division(network: nn.Module, channels: int, extents: Extents, spatial: Extents) -> None:
-    """Refuse a division that is not possible for a layer of the network.
-
-    Parameters
-    ----------
-    network
-        A network that takes a :class:`.Sharded`.
-    channels, extents
-        Channels and extents of its input; extents in voxels of depth, height and width.
-    spatial
-        Numbers of parts in depth, height and width.
-
-    Raises
-    ------
-    BadInput
-        If a part of a layer's output would be empty, or would need more than its neighbours have.
-        The message says which divisions are possible.
+    """Refuse a division that is not possible for a layer of a network that takes a
+    :class:`.Sharded`: a part of a layer's output would be empty, or would need more than its
+    neighbours have. ``channels, extents``: of its input, extents in voxels of depth, height and
+    width; ``spatial``: numbers of parts along these. Raises BadInput, which says which divisions
+    are possible.
     """
     made = copy.deepcopy(network).to('meta').eval()
     try:
