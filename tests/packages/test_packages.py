@@ -18,10 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import FragmentContext, load_weights
+from parsl_freetrain import FragmentContext, export_weights, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal
 from tests.support.ranks import order, ranks
+from tests.training.checkpoint.test_checkpoint_export import saved
 
 ROWS: dict[str, tuple[str, Callable[..., None]]] = {}
 
@@ -302,7 +303,8 @@ def pytorch_lightning_module(ctx: FragmentContext) -> None:
     _fit(ctx, pytorch_lightning)
 
 
-def run(ctx: FragmentContext, name: str, stop_at: int | None = None) -> None:
+def run(ctx: FragmentContext, name: str, where: str, stop_at: int | None = None) -> None:
+    os.chdir(where)  # some packages write into the current folder
     torch.manual_seed(0)
     if stop_at is not None:
         stop = lambda: os.kill(os.getpid(), signal.SIGTERM) if ctx.samples >= stop_at else 0  # noqa: E731
@@ -316,7 +318,9 @@ def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
 
     def ended(folder: str, fragment: int, count: int, **options: Any) -> Any:
         ordered = order(tmp_path / folder, fragment, total_epochs=2, total_samples=None)
-        with ranks(fork_server, ordered, count, tmp_path, run, name, **options) as gang:
+        with ranks(
+            fork_server, ordered, count, tmp_path, run, name, str(tmp_path), **options
+        ) as gang:
             return gang.run()[0]
 
     whole = ended('whole', 1, 1)
@@ -331,3 +335,25 @@ def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
             for one in (whole, cut)
         )
     )
+
+
+def test_adapters_in_the_format_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip('peft')
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors.torch import load_file
+
+    base = gpt()
+    given = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    how = LoraConfig(r=4, target_modules=['c_attn'], fan_in_fan_out=True, modules_to_save=['wpe'])
+    model = get_peft_model(base, how)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    folder = export_weights(saved(tmp_path / 'x', model), tmp_path / 'own', adapter_only=True)
+    model.save_pretrained(tmp_path / 'theirs')
+    name = 'adapter_model.safetensors'
+    assert equal(load_file(folder / name), load_file(tmp_path / 'theirs' / name))
+    fresh = gpt()
+    fresh.load_state_dict(given)
+    loaded, batch = PeftModel.from_pretrained(fresh, folder), texts()[0]['input_ids'][None]
+    assert torch.equal(loaded(batch).logits, model(batch).logits)

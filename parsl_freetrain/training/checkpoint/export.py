@@ -6,7 +6,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def export_weights(
     *,
     shard_bytes: int | None = None,
     best: bool | Retention = False,
+    adapter_only: bool = False,
 ) -> Path:
     """Write the model's weights in a checkpoint to a file in the safetensors format. An existing
     file is replaced atomically. One tensor at a time is in memory.
@@ -93,11 +95,14 @@ def export_weights(
         Write several files of at most this number of bytes of tensors (a larger tensor has a file
         of its own), 'model-00001-of-00003.safetensors' and so on, and the index that Hugging Face's
         libraries read, 'model.safetensors.index.json'.
+    adapter_only
+        Of a model of PEFT, write what belongs to its adapters. ``file`` is then a folder, for
+        ``PeftModel.from_pretrained``.
 
     Returns
     -------
     Path
-        The file, or the index.
+        The file, the index, or the folder.
 
     Raises
     ------
@@ -106,9 +111,12 @@ def export_weights(
     """
     folder = _checkpoint_folder(source, best)
     contents = Contents.read(folder)
-    pieces = _pieces(PartReader(contents, Disk(folder, contents.files)))
+    reader = PartReader(contents, Disk(folder, contents.files))
+    pieces = _pieces(reader)
     target = Path(file)
     try:
+        if adapter_only:
+            return _export_adapters(reader.structure()['rest'].get('adapters'), pieces, target)
         if shard_bytes is None:
             return _replace(target, lambda draft: write_tensors(draft, pieces))
         groups = _grouped(pieces, shard_bytes)
@@ -126,6 +134,27 @@ def export_weights(
             f'Weights cannot be written to {target} ({error.strerror}): name a file '
             'where you can write.'
         ) from error
+
+
+def _export_adapters(adapters: Mapping[str, str] | None, pieces: list[Piece], target: Path) -> Path:
+    """Write adapters as PEFT's ``save_pretrained`` does."""
+    if not adapters:
+        raise BadInput(
+            'The checkpoint holds no adapters, since the model was none of PEFT: leave out '
+            'adapter_only.'
+        )
+    for adapter, how in adapters.items():
+        folder = target if adapter == 'default' else target / adapter
+        folder.mkdir(parents=True, exist_ok=True)
+        own = []
+        for piece in pieces:
+            parts = piece.name.split('.')
+            if adapter in parts:
+                parts = [one for one in parts if one not in (adapter, 'modules_to_save')]
+                own.append(replace(piece, name='.'.join(parts)))
+        _replace(folder / 'adapter_model.safetensors', partial(write_tensors, pieces=own))
+        _replace(folder / 'adapter_config.json', partial(write_new, content=how.encode()))
+    return target
 
 
 def _pieces(reader: PartReader) -> list[Piece]:

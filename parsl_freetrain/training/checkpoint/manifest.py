@@ -25,6 +25,8 @@ FORMAT = 3
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
 TRAINER_FILE = 'trainer.json'
+SHARED = '../frozen/'
+"""How names of files begin that several checkpoints refer to."""
 _MARKER_MOST, _MANIFEST_MOST = 1024, 2**30  # bytes
 _MOMENT_S = 0.2
 
@@ -56,6 +58,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return Checkpoint(self.trainer, str(folder), self.samples, self.fragment, metrics)
 
 
+def path_in(folder: Path, name: str) -> Path:
+    """The path of a file of a checkpoint."""
+    return folder.parent / name.removeprefix('../') if name.startswith(SHARED) else folder / name
+
+
 def write_manifest(
     folder: Path,
     *,
@@ -71,6 +78,8 @@ def write_manifest(
     """
     values = {name: float(value) for name, value in metrics.items()}
     files = _sealed_files(folder, hashed)
+    shared = (name for name in sorted(hashed) if name.startswith(SHARED))
+    files += tuple(File(n, path_in(folder, n).stat().st_size, hashed[n]) for n in shared)
     manifest = Manifest(trainer, samples, fragment, values, files, FORMAT)
     # Python's own encoder writes metrics that are not finite.
     content = json.dumps(msgspec.to_builtins(manifest), indent=1).encode()
@@ -131,7 +140,7 @@ def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) 
     manifest = read_manifest(folder)
     for listed in manifest.files:
         try:
-            with fs.open_regular(folder / listed.name) as file:
+            with fs.open_regular(path_in(folder, listed.name)) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != listed.bytes:
                     raise Damaged(f'{listed.name} has {found} bytes, {listed.bytes} were committed')
@@ -139,7 +148,7 @@ def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) 
                 if not unread and blocks_of(file) != listed.blocks:
                     raise Damaged(f'{listed.name} does not have the digest that was committed')
         except OSError as error:
-            raise damage(error, folder / listed.name) from error
+            raise damage(error, path_in(folder, listed.name)) from error
     return manifest
 
 

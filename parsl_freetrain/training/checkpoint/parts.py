@@ -35,6 +35,7 @@ class Chunk(msgspec.Struct, frozen=True):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     at: ByteRange
+    marks: tuple[int, ...] = ()  #: its fingerprint, if later checkpoints may refer to it
 
 
 class Entry(msgspec.Struct, frozen=True):

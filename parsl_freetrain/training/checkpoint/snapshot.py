@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -53,7 +54,7 @@ class Snapshots:
         for device in _devices(state):
             torch.accelerator.synchronize(device)
         image = FileImage(bytes_of(self._arena[:size]), self._fd)
-        return State(copies, state.structure, state.boxes, image)
+        return replace(state, tensors=copies, image=image)
 
     def _replace_arena(self, size: int, *, locked: bool) -> None:
         if self._locked and torch.cuda.is_available():

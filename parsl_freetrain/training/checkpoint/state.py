@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class State:
     #: Which part of the whole a tensor is; those that are not named are whole.
     boxes: dict[str, Box] = field(default_factory=dict)
     image: FileImage | None = None  #: the tensors' file in memory, if they are views of one
+    shared: Contents | None = None  #: the tensors that are in files of several checkpoints
 
     def write(self, folder: Path) -> Blocks:
         """Write it into an empty folder, alone. Returns the digests of the blocks of the files."""
@@ -85,7 +87,11 @@ class State:
 
     def part(self, rank: int, folder: Path | None = None) -> Contents:
         """This rank's part, its tensors written into a folder with the other ranks', if any."""
-        return part_of(rank, self.tensors, self.boxes, self.structure, self.image, folder)
+        part = part_of(rank, self.tensors, self.boxes, self.structure, self.image, folder)
+        if (shared := self.shared) is None:
+            return part
+        tensors, files = {**part.tensors, **shared.tensors}, {**part.files, **shared.files}
+        return Contents(tensors, files, part.structure)
 
 
 class Source(Protocol):
@@ -138,6 +144,11 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
         )
     return {
         **content,
+        'adapters': {
+            name: json.dumps(how.to_dict(), default=_plain, indent=2)
+            for model in prepared.models
+            for name, how in getattr(model, 'peft_config', {}).items()
+        },
         'classes': {name: type(thing).__name__ for name, thing in things.items()},
         'groups': {
             name: optimizer_state.group_names(one, names) for name, one in optimizers.items()
@@ -290,6 +301,10 @@ def check_shapes(
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     every = state.items()
     return {name: tuple(one.shape) for name, one in every if isinstance(one, torch.Tensor)}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, torch.dtype]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,23 @@ class PosixCheckpointStore:
         leftovers = [path for path in earlier if not on_disk.is_committed(path)]
         for path in [*self._superfluous(keep, newest), *leftovers]:
             dirs.remove(path)
+        self._remove_unused(newest.fragment)
+
+    def _remove_unused(self, fragment: int) -> None:
+        """Remove files of earlier fragments to which no checkpoint refers."""
+        frozen = self.folder / on_disk.SHARED.removeprefix('../')
+        numbers = {name: re.match(r'f(\d+)-', name) for name in dirs.names(frozen)}
+        files = [name for name, found in numbers.items() if found and int(found[1]) < fragment]
+        if not files:
+            return
+        bad = dirs.names(self.folder / BAD)
+        used = set()
+        for path in [*self._committed(), *(self.folder / BAD / name for name in bad)]:
+            with suppress(on_disk.Damaged):
+                used |= {file.name for file in on_disk.read_manifest(path).files}
+        for name in files:
+            if on_disk.SHARED + name not in used:
+                (frozen / name).unlink(missing_ok=True)
 
     def _superfluous(self, keep: Retention, newest: Checkpoint) -> list[Path]:
         committed = self._committed()

@@ -12,7 +12,7 @@ import torch
 from parsl_freetrain.host.files import open_regular
 from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest
-from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
+from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, path_in
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 
 FileBlock = tuple[str, int]
@@ -50,7 +50,7 @@ class Disk:
         return True
 
     def has(self, file: str) -> bool:
-        return (self._folder / file).exists()
+        return path_in(self._folder, file).exists()
 
     def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         return map(self.get, blocks)
@@ -70,7 +70,7 @@ class Disk:
     def _read(self, block: FileBlock, target: memoryview) -> None:
         name, number = block
         try:
-            with open_regular(self._folder / name) as file:
+            with open_regular(path_in(self._folder, name)) as file:
                 at = number * hashing.BLOCK
                 while target:
                     got = os.preadv(file.fileno(), [target], at)
@@ -79,7 +79,7 @@ class Disk:
                     self.bytes_read += got
                     target, at = target[got:], at + got
         except OSError as error:
-            raise damage(error, self._folder / name) from error
+            raise damage(error, path_in(self._folder, name)) from error
 
 
 def size_of(block: FileBlock, files: Files) -> int:

@@ -72,7 +72,8 @@ class PeerTransport:
         return kept
 
     def has(self, file: str) -> bool:
-        return self._disk is not None or bool(self._holders.get(file))
+        here = self._disk is not None and self._disk.has(file)
+        return here or bool(self._holders.get(file))
 
     def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         needed, rank = set(blocks), self._peers.rank

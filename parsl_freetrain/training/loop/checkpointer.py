@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.frozen import Frozen
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
@@ -71,6 +72,7 @@ class Checkpointer:
         self._writers = writers or PartWriters(None, 0, 1, Path(order.store), self.patience_s)
         self._background = Background('checkpoint')
         self._snapshots, self._room = Snapshots(), Background('memory for checkpoints')
+        self._frozen = Frozen(store, order.fragment, self._writers.rank)
         self._save = 0
         self._on_disk: State | None = None  # the copy that was written last
         self._begun_with_uncommitted = self._only_in_memory = False
@@ -127,10 +129,17 @@ class Checkpointer:
         self.timing.want_soon()
         self._begun_with_uncommitted = True
 
-    def make_room(self, state: State) -> None:
-        """Make memory for copies of a large state in a thread, not when the first is taken."""
-        if self.timing.size >= LARGE_BYTES:
-            self._room.start(partial(self._snapshots.reserve, state))
+    def make_room(self, state: State, untrained: Collection[str] = ()) -> None:
+        """In a thread, write what is ``untrained`` to a file of its own, and make memory for copies
+        of a large state, not when the first is taken.
+        """
+
+        def begin() -> None:
+            self._frozen.begin(state, untrained)
+            if self.timing.size >= LARGE_BYTES:
+                self._snapshots.reserve(self._frozen.without(state))
+
+        self._room.start(begin)
 
     def save_beside(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
         """Copy the state, and commit it while training continues; otherwise as :meth:`save_now`."""
@@ -218,7 +227,7 @@ class Checkpointer:
         self._on_disk = None
         with suppress(RuntimeError, MemoryError):  # then it is tried once more
             self._room.wait()
-        return self._snapshots.take(state)
+        return self._snapshots.take(self._frozen.without(state))
 
     def _collected(self, collect: Collect) -> State | None:
         self._background.wait()

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.frozen import untrained
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.comm.peers import gather_bytes
@@ -93,7 +94,9 @@ class LoopSaver:
         division = self._model.division
         if division.saves and not division.pipelined:
             content = content_of(self._model.prepared, named=division.stated)
-            self._checkpointer.make_room(division.part_of(self._state_of(content)))
+            state = self._state_of(content)
+            names = untrained(self._model.prepared, state)
+            self._checkpointer.make_room(division.part_of(state), names)
 
     def leave(self) -> StateLeft | None:
         """Leave the last batch's state in memory when a rank is lost; None if this one does not."""

@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.block_digests import blocks_of, digest, digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
-from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.manifest import SHARED, Damaged
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
@@ -122,16 +122,16 @@ class SharedState:
     ) -> None:
         self._store, self._peers = store, peers
         self._committed = Path(path).is_absolute()
-        self._disk = Disk(Path(path), contents.files) if self._committed else None
+        self._disk = Disk(Path(path) if self._committed else store.folder / path, contents.files)
         self._memory = NodeMemory(trainer, contents.files)
         self._ways = PeerTransport(peers, self._memory, self._disk, contents.files, per_node)
         self._opened = Opened(path, contents, self._ways)
         self.path, self.position = path, self._opened.position
-        self.complete = all(map(self._ways.has, contents.files))
+        self.complete = all(n.startswith(SHARED) or self._ways.has(n) for n in contents.files)
 
     @property
     def bytes_read(self) -> int:
-        return self._disk.bytes_read if self._disk is not None else 0
+        return self._disk.bytes_read
 
     def load(self, prepared: Prepared | None = None) -> Saved:
         """Its content, divided as the prepared models are. All ranks call this together. Raises

@@ -1,0 +1,173 @@
+"""What no optimizer trains is written once; a trainer's later checkpoints refer to that file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from parsl_freetrain.host.files import make_dir, open_regular, sync_dir
+from parsl_freetrain.training.checkpoint.block_digests import blocks_of, write_hashed
+from parsl_freetrain.training.checkpoint.local_shard import Box, real
+from parsl_freetrain.training.checkpoint.manifest import SHARED, path_in
+from parsl_freetrain.training.checkpoint.parts import Chunk, Contents, Entry, placed
+from parsl_freetrain.training.checkpoint.state import State, names_of
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
+
+log = logging.getLogger(__name__)
+
+_LEAST, _LEAST_IN_ALL = 2**10, 2**16  # bytes of a tensor, and of all of them
+_ROW = 2**10  # words
+_MIX = -0x61C8864680B583EB, -0xAE502812AA7333  # of SplitMix64 and MurmurHash3
+
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A tensor's name, and where the part of it begins that a rank has, and its sizes."""
+
+
+def untrained(prepared: Prepared, state: State) -> set[str]:
+    """The names in a whole state of parameters that no optimizer changes."""
+    trained = {id(p) for one in prepared.optimizers for p in parameters_of(one) if p.requires_grad}
+    frozen = {
+        (called, name)
+        for called, model in zip(names_of('model'), prepared.models, strict=False)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in trained
+    }
+    paths = (state.structure or {'paths': {}})['paths']
+    return {name for name, path in paths.items() if path[:2] in frozen}
+
+
+class Frozen:
+    """What a rank's checkpoints need not hold, since a file in the trainer's folder does.
+
+    A name says nothing about values, which a function may change by itself: a checkpoint refers to
+    the file for what has the same fingerprint as the bytes that were written, and holds the rest.
+    """
+
+    def __init__(self, store: PosixCheckpointStore, fragment: int, rank: int) -> None:
+        self._store, self._file = store, f'{SHARED}f{fragment:06d}-r{rank}.safetensors'
+        self._entries: dict[Key, Entry] = {}
+        self._files: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._begun = False
+
+    def begin(self, state: State, names: Collection[str]) -> None:
+        """Find what earlier checkpoints refer to, or write it: in a thread beside training. If that
+        fails, checkpoints hold all.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            earlier = self._store.checkpoints()
+            known = self._find(Path(earlier[-1].path)) if earlier else set()
+            if not earlier or not earlier[-1].samples:
+                known = set(names)
+            wanted = {
+                name: tensor
+                for name, tensor in state.tensors.items()
+                if name in known
+                and tensor.nbytes >= _LEAST
+                and _key(name, state) not in self._entries
+            }
+            if sum(tensor.nbytes for tensor in wanted.values()) >= _LEAST_IN_ALL:
+                self._write(State(wanted, None, state.boxes))
+        except Exception:  # it only saves room
+            log.warning('Checkpoints also hold what is not trained', exc_info=True)
+
+    def without(self, state: State) -> State:
+        """A state that refers to the files for what is in them unchanged."""
+        keys = [_key(name, state) for name in state.tensors]
+        here = {key: state.tensors[key[0]] for key in keys if key in self._entries}
+        if not here:
+            return state
+        found: dict[str, Entry] = {}
+        for (key, tensor), marks in zip(
+            here.items(), fingerprints(list(here.values())), strict=True
+        ):
+            entry = self._entries[key]
+            if entry.chunks[0].marks == marks and entry.dtype == _called(tensor.dtype):
+                found[key[0]] = entry
+            else:
+                del self._entries[key]  # somebody changes it
+        names = {entry.chunks[0].at[0] for entry in found.values()}
+        files = {name: self._files[name] for name in names}
+        rest = {name: tensor for name, tensor in state.tensors.items() if name not in found}
+        return replace(state, tensors=rest, shared=Contents(found, files, b''))
+
+    def _find(self, newest: Path) -> set[str]:
+        """Take what a checkpoint refers to, where the files are as they were; all its names."""
+        contents, named = Contents.read(newest), set()
+        for file, (size, blocks) in contents.files.items():
+            if file.startswith(SHARED):
+                with open_regular(path_in(newest, file)) as opened:
+                    if blocks_of(opened) == blocks:
+                        self._files[file] = size, blocks
+        for name, entry in contents.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.at[0].startswith(SHARED):
+                    named.add(name)
+                if chunk.at[0] in self._files:
+                    one = Entry(entry.dtype, entry.shape, (chunk,))
+                    self._entries[name, chunk.offsets, chunk.sizes] = one
+        return named
+
+    def _write(self, state: State) -> None:
+        tensors = _Copies(state.tensors)
+        layout, places = placed(tensors, state.boxes)
+        path = path_in(self._store.folder / 'any', self._file)
+        make_dir(path.parent)
+        blocks = write_hashed(path, layout.content())
+        sync_dir(path.parent)
+        self._files[self._file] = layout.nbytes, blocks
+        for name, tensor in state.tensors.items():
+            key = _key(name, state)
+            chunk = Chunk(*key[1:], (self._file, *places[name]), tensors.marks[name])
+            box = state.boxes.get(name) or Box.whole(tuple(tensor.shape))
+            self._entries[key] = Entry(_called(tensor.dtype), box.shape, (chunk,))
+
+
+class _Copies(dict[str, torch.Tensor]):
+    """Tensors of which a copy is got, so that ``marks`` are of the bytes that are written."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.marks: dict[str, tuple[int, ...]] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        copy = super().__getitem__(name).to('cpu', copy=True).contiguous()
+        (self.marks[name],) = fingerprints([copy])
+        return copy
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Of each tensor, sums of its bits by which one notices that it, or its order, has changed."""
+    found = [torch.stack(list(_sums(one))) for one in tensors]
+    return [tuple(one) for one in torch.stack([f.to(found[0].device) for f in found]).tolist()]
+
+
+def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Integers, whose sums are the same in any order, and on all devices."""
+    flat = real(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
+    for part in (rows.sum(0), rows.sum(1), words[rows.numel() :], flat[words.numel() * 8 :].long()):
+        place = torch.arange(1, len(part) + 1, dtype=torch.int64, device=tensor.device)
+        mixed = part + place * _MIX[0]
+        mixed = (mixed ^ (mixed >> 33)) * _MIX[1]
+        yield (mixed ^ (mixed >> 33)).sum()
+
+
+def _key(name: str, state: State) -> Key:
+    box = state.boxes.get(name) or Box.whole(tuple(state.tensors[name].shape))
+    return name, box.offsets, box.sizes
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix('torch.')

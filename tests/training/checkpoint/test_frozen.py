@@ -1,0 +1,171 @@
+"""What no optimizer trains is written once; checkpoints have the size of what is trained."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain import export_weights, load_weights
+from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.checkpoint.export import same_weights
+from parsl_freetrain.training.checkpoint.frozen import fingerprints
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import order, ranks
+
+WIDTH, SIZE, BATCH, TOTAL = 200, 16, 8, 64
+BASE = 4 * WIDTH * WIDTH
+SHAPES = {1: Shape(), 2: Shape(shard=2)}
+
+
+class Tuned(nn.Module):
+    """A large layer that is given, and a small one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.own = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.own(self.base(x).tanh())
+
+
+def train(
+    ctx: FragmentContext, change_at: int = 0, sharded: bool = False, stop: bool = False
+) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Tuned()
+    if sharded:
+        model = ctx.shard(model, blocks=(nn.Linear,))
+    # All parameters, as many scripts do: those without a gradient stay as they are.
+    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+    x = torch.randn(SIZE, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def saved() -> None:
+        if change_at and ctx.samples == change_at:
+            weight = next(iter(model.parameters())).data
+            weight.copy_(weight.flip(0))  # the same bits in another order, and unseen by torch
+        ctx.checkpoint()
+
+    ctx.each_epoch(saved)
+    if stop:
+        ctx.after_step(
+            lambda: os.kill(os.getpid(), signal.SIGTERM) if ctx.samples >= 2 * SIZE else None
+        )
+    for (features,) in ctx.loop(TensorDataset(x), BATCH):
+        optimizer.zero_grad()
+        model(features).pow(2).mean().backward()
+        optimizer.step()
+
+
+def fragment(
+    server: ForkClient, folder: Path, number: int, count: int = 1, *, keep: int = 9, **how: Any
+) -> Any:
+    shapes = {'shape': SHAPES[count], 'shapes': SHAPES} if how.get('sharded') else {}
+    ordered = order(folder, number, total_samples=TOTAL, keep=keep, **shapes)
+    with ranks(server, ordered, count, folder, train, **how) as gang:
+        return gang.run()[0]
+
+
+def sizes(folder: Path) -> list[int]:
+    """Bytes of each checkpoint's own files, oldest first."""
+    every = sorted((folder / 'store').glob('ckpt-*'))
+    return [sum(file.stat().st_size for file in one.iterdir()) for one in every]
+
+
+def frozen(folder: Path) -> list[Path]:
+    return sorted((folder / 'store' / 'frozen').iterdir())
+
+
+@pytest.mark.parametrize('sharded', [False, True], ids=['whole', 'sharded'])
+def test_checkpoints_have_the_size_of_what_is_trained(
+    fork_server: ForkClient, tmp_path: Path, sharded: bool
+) -> None:
+    alone, cut = tmp_path / 'alone', tmp_path / 'cut'
+    whole = fragment(fork_server, alone, 1, sharded=sharded)
+    assert whole.how == 'finished', whole.error
+    stopped = fragment(fork_server, cut, 1, 2, stop=True, sharded=sharded)
+    assert stopped.how == 'stopped', stopped.error
+    ended = fragment(fork_server, cut, 2, sharded=sharded)
+    assert ended.how == 'finished', ended.error
+    assert same_weights(whole.path, ended.path)
+    for folder in (alone, cut):
+        own = sizes(folder)
+        assert len(own) >= 4
+        assert max(own) < BASE / 4, own
+    assert sum(file.stat().st_size for file in frozen(alone)) < 1.1 * BASE
+    # Whole again, where it is used without FreeTrain.
+    file = export_weights(whole.path, tmp_path / 'model.safetensors')
+    assert file.stat().st_size > BASE
+    assert tuple(load_weights(whole.path)['base.weight'].shape) == (WIDTH, WIDTH)
+
+
+def test_what_a_function_changes_by_itself_is_saved(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    ended = fragment(fork_server, tmp_path, 1, change_at=32)
+    first, *_, last = sorted((tmp_path / 'store').glob('ckpt-*'))
+    before, after = (load_weights(one)['base.weight'] for one in (first, last))
+    assert torch.equal(before.flip(0), after)
+    assert not torch.equal(before, after)
+    assert str(last) == ended.path
+    assert [size > BASE for size in sizes(tmp_path)][-3:] == [True] * 3
+
+
+def test_damage_of_the_shared_file_is_damage_of_what_refers_to_it(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    fragment(fork_server, tmp_path, 1)
+    (file,) = frozen(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
+    count = len(sizes(tmp_path))
+    assert store.latest() is None
+    assert len(store.set_aside) == count
+    assert 'f000001-r0.safetensors does not have the digest' in store.set_aside[0].reason
+    # Where it is right again, they can be put back.
+    content[-1] ^= 1
+    file.write_bytes(content)
+    one = Path(store.set_aside[0].path)
+    back = one.rename(tmp_path / 'store' / one.name.rpartition('-')[0])
+    assert store.latest() is not None
+    assert 'base.weight' in load_weights(back)
+
+
+def test_the_file_goes_with_the_last_checkpoint_that_refers_to_it(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    fragment(fork_server, tmp_path, 1, stop=True, keep=1)
+    assert len(frozen(tmp_path)) == 1
+    fragment(fork_server, tmp_path, 2, keep=1, change_at=64)
+    assert sizes(tmp_path)[-1] > BASE
+    assert frozen(tmp_path) == []
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+def test_fingerprints_see_every_change_and_every_exchange(dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(0)
+    tensor = torch.randint(-99, 99, (3, 1365), generator=made).to(dtype)
+    (known,) = fingerprints([tensor])
+    assert fingerprints([tensor.clone(), tensor]) == [known, known]
+    for at in range(0, tensor.numel(), 97):
+        other = tensor.clone()
+        other.view(-1)[at] += 1
+        assert fingerprints([other]) != [known]
+    for place in ((0, 1), (0, 4094), (7, 2055)):
+        other = tensor.clone()
+        flat = other.view(-1)
+        flat[list(place)] = torch.tensor([5, 7]).to(dtype)
+        swapped = other.clone()
+        swapped.view(-1)[list(place)] = flat[list(place[::-1])]
+        assert fingerprints([other]) != fingerprints([swapped])
