@@ -1,18 +1,25 @@
-"""Commands to the event loop from other threads, by :meth:`EventLoop.post`."""
+"""Commands to the event loop from other threads, by :meth:`EventLoop.post`, and how events are
+gathered that belong together for one decision.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.core.model.types import Checkpoint, NodeOffer
+from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import GreetingReturned
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.runner import MemberReturned
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.training.spec.messages import FromMember, Notice
 
 
 @dataclass(frozen=True)
@@ -63,3 +70,73 @@ class Stop:
 
 _Answer = TaskArrived | MemberReturned | GreetingReturned | SchedulerAnswered
 Command = SubmitTrainer | CancelTrainer | AdoptBlock | OrdinaryTasks | Quiesce | Stop | _Answer
+
+GATHER_S = 0.05
+"""Seconds to wait for other nodes after one has joined, so that one decision handles them all."""
+LONGEST_GATHER_S = 4 * GATHER_S
+"""Maximum seconds to wait if many nodes join one after the other."""
+
+
+def gather(
+    control: ControlServer,
+    timeout_s: float,
+    expected: Callable[[], int],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Any]:
+    """Waiting commands and members' messages, in order; waits ``timeout_s`` at most for the first.
+    ``expected``: number of nodes that have not answered their first task. If some but not all of
+    them answer, wait for more.
+    """
+    items = new = list(control.receive(timeout_s))
+    begun = clock()
+    until = begun
+    while (joined := sum(map(_joins, items))) and joined < expected():
+        if any(map(_urgent, new)):
+            break
+        if any(map(_joins, new)):
+            until = min(clock() + GATHER_S, begun + LONGEST_GATHER_S)
+        left = until - clock()
+        if left <= 0:
+            break
+        new = list(control.receive(left))
+        items = [*items, *new]
+    return items
+
+
+def _joins(item: Any) -> bool:
+    return isinstance(item, GreetingReturned) and item.done.exception() is None
+
+
+def _urgent(item: Any) -> bool:
+    """Whether this must not wait for other nodes."""
+    return isinstance(item, (co.CancelTrainer, co.Quiesce, co.Stop)) or (
+        isinstance(item, FromMember) and isinstance(item.message, Notice)
+    )
+
+
+class OfferChanges:
+    """Compares what a site says of the last while, clipped, with what it has said before. An offer
+    that is replaced by no later one is over ``stale_s`` seconds after its end.
+    """
+
+    def __init__(self, stale_s: float) -> None:
+        self._stale_s = stale_s
+        self._newest: dict[str, NodeOffer] = {}  # of each node
+        self._told: dict[str, NodeOffer] = {}
+
+    def new(
+        self, offers: Sequence[NodeOffer], now: float, *, last: bool = False
+    ) -> tuple[NodeOffer, ...]:
+        """Offers that have begun, without an end, or ended (``last``: all of them end here)."""
+        over_at = max([now - self._stale_s, *(offer.end for offer in offers)])
+        found: dict[tuple[str, float], NodeOffer] = {}
+        for offer in sorted(offers, key=lambda offer: (offer.node, offer.start)):
+            before = self._newest.get(offer.node)
+            if before is not None and offer.start <= before.end:  # it goes on, or is an older one
+                offer = NodeOffer(offer.node, before.start, max(before.end, offer.end))
+            self._newest[offer.node] = offer
+            if not last and offer.end >= over_at:
+                offer = NodeOffer(offer.node, offer.start, math.inf)
+            if self._told.get(offer.node) != offer:
+                self._told[offer.node] = found[offer.node, offer.start] = offer
+        return tuple(found.values())

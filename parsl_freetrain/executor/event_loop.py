@@ -25,7 +25,7 @@ from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.block.blocks import BlockManager, GreetingReturned
-from parsl_freetrain.executor.event_gathering import OfferChanges, gather
+from parsl_freetrain.executor.commands import OfferChanges, gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberReturned

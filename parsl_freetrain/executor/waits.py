@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from parsl_freetrain.core.controller.trainer_end import STORAGE_S
 from parsl_freetrain.executor import parsl_side, run_lock
-from parsl_freetrain.executor.block import leaving_jobs
+from parsl_freetrain.executor.block import block_record
 from parsl_freetrain.executor.fragment import control_channel, fragment_state, members
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.sites.batch.options import BatchOptions
@@ -40,7 +40,7 @@ def waits() -> tuple[Wait, ...]:
              'blocks count as unreachable; nothing is resubmitted', 'unreachable_s'),
         Wait(ex, 'a block to get its nodes', batch.withdraw_s,
              'the block is withdrawn', 'withdraw_s'),
-        Wait(ex, 'a cancelled job to be accepted as such', leaving_jobs.AGAIN_S,
+        Wait(ex, 'a cancelled job to be accepted as such', block_record.AGAIN_S,
              'the cancellation is repeated, later each time'),
         Wait(ex, 'the first node of a block that runs', t.join_s,
              'the block is given back', 'join_s'),

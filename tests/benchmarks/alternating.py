@@ -31,8 +31,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import RankGroup
 from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.sealed_store import SealedStore
+from parsl_freetrain.training.comm.peers import Peers, SealedStore
 from parsl_freetrain.training.loop import checkpointer, training_loop
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext

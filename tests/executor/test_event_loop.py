@@ -29,7 +29,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import GreetingReturned
-from parsl_freetrain.executor.event_gathering import gather
+from parsl_freetrain.executor.commands import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.journal.read import Journal
 from tests.support.training import fit, freetrain

@@ -9,7 +9,7 @@ from typing import Any
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Checkpoint, NodeOffer
-from parsl_freetrain.executor.event_gathering import OfferChanges
+from parsl_freetrain.executor.commands import OfferChanges
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.listener import THINNED_S, Listener
 from parsl_freetrain.executor.stream import Stream

@@ -16,8 +16,12 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
-from parsl_freetrain.executor.block.block_record import BlockRecord, nodes_needed
-from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs, greeting
+from parsl_freetrain.executor.block.block_record import (
+    BlockRecord,
+    LeavingJobs,
+    greeting,
+    nodes_needed,
+)
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream

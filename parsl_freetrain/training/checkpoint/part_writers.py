@@ -16,8 +16,7 @@ from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.parts import Blocks, read_part, write_contents, write_part
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import as_peer_loss
-from parsl_freetrain.training.comm.peers import PeerLost
-from parsl_freetrain.training.comm.sealed_store import SealedStore
+from parsl_freetrain.training.comm.peers import PeerLost, SealedStore
 
 _POLL_S = (0.005, 0.1)
 _LEAST_S = 60.0

@@ -22,8 +22,7 @@ from parsl_freetrain.training.comm.device_faults import causes, device_fault
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here, may_share
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import PeerLost, Peers
-from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
+from parsl_freetrain.training.comm.peers import PeerLost, Peers, SealBroken, SealedStore
 from parsl_freetrain.training.process import lazy_dynamo, liveness
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace

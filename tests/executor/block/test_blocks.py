@@ -15,8 +15,8 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.block.block_record import LeavingJobs
 from parsl_freetrain.executor.block.blocks import BlockManager
-from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.sites.batch.life import BlockLife, status_of

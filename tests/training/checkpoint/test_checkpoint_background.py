@@ -29,7 +29,7 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
-from parsl_freetrain.training.comm.sealed_store import SealedStore
+from parsl_freetrain.training.comm.peers import SealedStore
 from parsl_freetrain.training.loop import checkpointer, save_timing
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
@@ -414,8 +414,7 @@ def test_a_checkpoint_that_is_being_written_survives_the_users_error(
 
 
 def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
-    """From its second checkpoint on no file can be longer than ``limit`` bytes, as on a full disk.
-    """
+    """From its second checkpoint on no file can have more than ``limit`` bytes: the disk is full."""
     model = nn.Linear(500, 10)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     for (x,) in ctx.loop(TensorDataset(torch.ones(64, 500)), 4):

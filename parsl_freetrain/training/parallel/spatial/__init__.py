@@ -1,9 +1,13 @@
 """Layers for networks whose volumes are divided among ranks, with torch's names and arguments."""
 
-from parsl_freetrain.training.parallel.spatial.convolution import Conv3d, ConvTranspose3d
+from parsl_freetrain.training.parallel.spatial.convolution import (
+    AvgPool3d,
+    Conv3d,
+    ConvTranspose3d,
+    MaxPool3d,
+)
 from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
 from parsl_freetrain.training.parallel.spatial.normalisation import BatchNorm3d
-from parsl_freetrain.training.parallel.spatial.pooling import AvgPool3d, MaxPool3d
 from parsl_freetrain.training.parallel.spatial.rehearsal import check_division
 from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, concatenate, total
 from parsl_freetrain.training.parallel.spatial.volumes import ShardedVolumes
