@@ -414,7 +414,7 @@ def test_a_checkpoint_that_is_being_written_survives_the_users_error(
 
 
 def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
-    """From its second checkpoint on no file can have more than ``limit`` bytes: the disk is full."""
+    """From its second checkpoint on no file has more than ``limit`` bytes: the disk is full."""
     model = nn.Linear(500, 10)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     for (x,) in ctx.loop(TensorDataset(torch.ones(64, 500)), 4):
