@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 _DEPTH, _ITEMS, _MOST, _SHOWN = 8, 64, 20_000, 16
+_KEYS = (str, bytes, int, float, type(None))
 _NUMBERS = (int, float, complex, torch.Tensor)
 _PLAIN = (*_NUMBERS, str, bytes, type(None), PurePath, type, ModuleType, CodeType)
 
@@ -41,7 +42,9 @@ def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        return [(f'[{key!r}]', one) for key, one in _first(value.items())]
+        # The text of another key may be long, or be read from a device: an optimizer has tensors.
+        named = ((key if isinstance(key, _KEYS) else type(key), one) for key, one in value.items())
+        return [(f'[{key!r}]', one) for key, one in _first(named)]
     if isinstance(value, (list, tuple, deque)):
         return [(f'[{i}]', one) for i, one in enumerate(_first(value))]
     if isinstance(value, (set, frozenset)):
