@@ -164,7 +164,7 @@ def gpytorch_svgp(ctx: FragmentContext) -> None:
 
     data = numbers()
     both = nn.ModuleList([Model(data.tensors[0][:8]), gpytorch.likelihoods.GaussianLikelihood()])
-    both[0](data.tensors[0][:8])  # it initialises itself in its first pass
+    ctx.warm_up(lambda: both[0](data.tensors[0][:8]))  # it initialises itself in its first pass
     objective = gpytorch.mlls.VariationalELBO(both[1], both[0], num_data=48)
 
     def loss(models: Any, batch: Any) -> torch.Tensor:

@@ -89,7 +89,8 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             raise BadInput(
                 f'ctx.prepare was given a {type(model).__name__} that has parameters that are made '
-                'in its first forward pass: run it once with a sample before its optimizer is made.'
+                'in its first forward pass: say ctx.warm_up(lambda: model(sample)) before its '
+                'optimizer is made.'
             )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     strange = {

@@ -86,6 +86,25 @@ class ContextOfKept:
         """
         return self._carried('once').once(function)  # type: ignore[no-any-return]
 
+    def warm_up(self, function: Callable[[], T]) -> T:
+        """Call a function in which models initialise themselves, such as a first pass over a batch
+        (lazy modules, ActNorm, variational inducing points), before their optimizer is made.
+
+        Every fragment calls it, with the same random numbers on all ranks. What comes of it in the
+        first fragment, on rank 0, is trained; later :meth:`prepare` loads the checkpoint over it.
+
+        Raises
+        ------
+        BadInput
+            If :meth:`prepare` was called before.
+        """
+        if self._run.model is not None:
+            raise BadInput(
+                'ctx.warm_up was called after ctx.prepare, which makes the models of all ranks the '
+                'same and loads the checkpoint: call it before, with the model itself.'
+            )
+        return function()
+
     def _carried(self, method: str) -> Any:
         if self._run.model is None or self._run.in_body():
             raise BadInput(

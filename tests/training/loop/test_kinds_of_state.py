@@ -93,6 +93,40 @@ def buffers_of_all_kinds(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
+class ActNorm(nn.Module):
+    """Makes its numbers of the first batch, and remembers that outside of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.ready = nn.Parameter(torch.zeros(4)), False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.ready:
+            self.shift.data.copy_(x.mean(0) + torch.rand(4))
+            self.ready = True
+        return x - self.shift
+
+
+def first_pass(ctx: FragmentContext, warm: bool = True) -> None:
+    model: Any = nn.Sequential(ActNorm(), nn.LazyLinear(1))
+    if warm:
+        ctx.warm_up(lambda: model(X[:4] + ctx.rank))  # that of rank 0 counts
+    else:
+        model[1](X[:4])
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.01))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def first_pass_in_the_body(ctx: FragmentContext) -> None:
+    first_pass(ctx, warm=False)
+
+
+def warmed_up_too_late(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    ctx.prepare(model, sgd(model))
+    ctx.warm_up(lambda: model(X[:4]))
+
+
 def parameter_of_no_model(ctx: FragmentContext) -> float:
     torch.manual_seed(1)
     model, log_var = nn.Linear(4, 1), torch.zeros((), requires_grad=True)
@@ -422,6 +456,8 @@ REFUSED = {
     pruned_late: 'The models have other parameters or buffers than in ctx.prepare',
     kept_in_the_body: 'ctx.loop changed the parameter',
     lazy: 'has parameters that are made in its first forward pass',
+    first_pass_in_the_body: 'does so in ctx.warm_up(fn), before ctx.prepare',
+    warmed_up_too_late: 'ctx.warm_up was called after ctx.prepare',
     queue_of_rows: "The buffer 'queue' of a Queue changed in some of its rows only",
 }
 
@@ -479,6 +515,7 @@ BOTH = [
     variables,
     between_loops,
     kept,
+    first_pass,
 ]
 
 
