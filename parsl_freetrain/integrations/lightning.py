@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -14,7 +15,8 @@ from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.integrations import lightning_arguments as arguments
 from parsl_freetrain.integrations.extra import Memory, StepCount
 from parsl_freetrain.integrations.lightning_arguments import unsupported
-from parsl_freetrain.integrations.lightning_log import Log
+from parsl_freetrain.integrations.lightning_log import Log, take_logs
+from parsl_freetrain.integrations.lightning_metrics import Metrics
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
 
@@ -187,14 +189,21 @@ class Trainer:
         ctx.before_step(lambda: self._event('on_before_optimizer_step', configured))
         ctx.each_epoch(end_of_epoch)
         model.train()
-        self.training = True
+        self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
         for batch in data.in_loop(ctx, accumulate=self._accumulate):
             step = self.global_step
             optimizer.zero_grad()
             with self._autocast(), self._log.training():
                 loss = _run(model, prepared, batch, step % self.num_training_batches)
             loss.backward()
-            optimizer.step()
+            self._metrics.reset()
+            if own_step:
+                number = step % self.num_training_batches
+                model.optimizer_step(
+                    self.current_epoch, number, optimizer, partial(torch.Tensor.detach, loss)
+                )
+            else:
+                optimizer.step()
             for one, scheduler in zip(configs, stepped, strict=True):
                 if one.interval == 'step' and (step + 1) % one.frequency == 0:
                     scheduler.step()
@@ -240,7 +249,8 @@ class Trainer:
             datamodule, given = given, None
         arguments.check_module(model, datamodule)
         model.trainer, self._module, self.datamodule = self, model, datamodule
-        model.log = self._log
+        take_logs(arguments.base_of(model, LightningModule))
+        self._metrics = Metrics(model, self.ctx._run.peers)
         if datamodule is not None:
             datamodule.trainer = self
         for one in (datamodule, model):
@@ -259,6 +269,7 @@ class Trainer:
         if data is None:
             raise BadInput(f'Nothing to evaluate: the {stage} needs a data loader.')
         module, division, done = self._module, self.ctx._run.division, 0
+        metrics, self._log.objects = self._metrics, {}
         batches = math.ceil(len(data.dataset) / data.batch_size)
 
         def measure(_: torch.nn.Module, batch: Any) -> dict[str, Any]:
@@ -269,6 +280,7 @@ class Trainer:
             done += 1
             with self._autocast(), self._log.evaluation(batch) as sums:
                 _call(getattr(module, f'{stage}_step'), batch, number)
+            metrics.take(number)
             return sums
 
         self.validating = stage == 'validation'
@@ -276,10 +288,13 @@ class Trainer:
         self._event(f'on_{stage}_epoch_start')
         how = {name: getattr(data, name) for name in ('batch_size', 'collate_fn', 'num_workers')}
         found = self.ctx.evaluate(module, data.dataset, measure, **how)
+        metrics.unite()
+        found |= {name: float(one.compute()) for name, one in self._log.objects.items()}
         self.ctx.report(**found)
         self._log.take(found)
         self._event(f'on_{stage}_epoch_end')
         self._event(f'on_{stage}_end')
+        metrics.reset()
         self.validating = False
         return found
 

@@ -23,8 +23,8 @@ _CALLED = {
     'train_dataloader', 'val_dataloader', 'test_dataloader',
 }  # fmt: skip
 _NOT_CALLED = {
-    'backward', 'configure_callbacks', 'configure_gradient_clipping', 'log', 'log_dict',
-    'lr_scheduler_step', 'manual_backward', 'optimizer_step', 'optimizer_zero_grad',
+    'backward', 'configure_callbacks', 'configure_gradient_clipping', 'lr_scheduler_step',
+    'manual_backward', 'optimizer_zero_grad',
 }  # fmt: skip
 # Arguments of Lightning's trainer that may be there, with their values; None: any.
 _OPTIONS: dict[str, tuple[Any, ...] | None] = {
@@ -117,13 +117,6 @@ def check_module(module: Any, datamodule: Any) -> None:
             f'manual optimization in {type(module).__name__}',
             'write the loop with ctx.loop, which takes several optimizers',
         )
-    for name, part in module.named_modules():
-        if any(kind.__module__.startswith('torchmetrics') for kind in type(part).__mro__):
-            raise unsupported(
-                f'the {type(part).__name__} {name!r} of {type(module).__name__}, which is kept '
-                'between batches,',
-                'log the number of each batch, as functions of torchmetrics.functional give it',
-            )
 
 
 def check_callback(callback: Any) -> None:

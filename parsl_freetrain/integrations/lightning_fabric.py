@@ -59,6 +59,13 @@ class Fabric:
     local_rank = property(lambda self: self.ctx.local_rank)
     world_size = property(lambda self: self.ctx.world_size)
 
+    @staticmethod
+    def seed_everything(seed: int | None = None, **options: Any) -> int:
+        """As Lightning's; in the loop each micro-batch has its own seed."""
+        from lightning.fabric import seed_everything
+
+        return int(seed_everything(seed, **options))
+
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call a function with this object; the ranks are there already."""
         return None if function is None else function(self, *args, **kwargs)

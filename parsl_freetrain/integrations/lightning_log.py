@@ -5,12 +5,14 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.integrations.lightning_arguments import unsupported
+from parsl_freetrain.integrations.lightning_metrics import is_metric
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('parsl_freetrain.integrations.lightning'):
@@ -27,6 +29,7 @@ class Log:
         self._where = ''
         self._batch: Any = None
         self._sums: dict[str, tuple[float, float]] = {}
+        self.objects: dict[str, Any] = {}  # of torchmetrics, in the last evaluation
 
     def __call__(
         self,
@@ -43,11 +46,16 @@ class Log:
         """As of LightningModule."""
         if reduce_fx not in ('mean', torch.mean):
             raise unsupported(f'self.log({name!r}, reduce_fx={reduce_fx!r})', 'log the mean')
+        if is_metric(value):
+            if self._where == 'evaluation':
+                self.objects[name] = value
+                return
+            value = value.compute()  # of this batch only
         one = isinstance(value, torch.Tensor) and value.numel() == 1
         if not one and not isinstance(value, numbers.Number):
             raise unsupported(
                 f'self.log({name!r}, a {type(value).__name__})',
-                'log the number of each batch, as functions of torchmetrics.functional give it',
+                'log a number, or an object of torchmetrics that has one',
             )
         number = float(value.detach() if one else value)
         if self._where == 'training' and on_epoch:
@@ -86,3 +94,18 @@ class Log:
             yield self._sums
         finally:
             self._where = ''
+
+
+def take_logs(base: Any) -> None:
+    """Have ``LightningModule.log``, which modules may override and call, go to our trainer."""
+    theirs = base.log
+    if hasattr(theirs, 'of_fragments'):
+        return
+
+    @wraps(theirs)
+    def log(module: Any, *args: Any, **kwargs: Any) -> None:
+        ours = vars(module._trainer or object).get('_log')
+        (ours if isinstance(ours, Log) else partial(theirs, module))(*args, **kwargs)
+
+    log.of_fragments = True  # type: ignore[attr-defined]
+    base.log = log

@@ -99,12 +99,41 @@ class AfterBatch(Line):
         pass
 
 
-class Counts(Line):
+class WithMetrics(Line):
+    """Objects of torchmetrics, a ``log`` and a step of its own, as in SchNetPack and NequIP."""
+
     def __init__(self) -> None:
-        from torchmetrics import MeanMetric
+        from torchmetrics import MeanSquaredError, SpearmanCorrCoef
 
         super().__init__()
-        self.mean = MeanMetric()
+        self.error, self.ranks = MeanSquaredError(squared=False), SpearmanCorrCoef()
+        self.of_training = MeanSquaredError()
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        super().log(f'own_{name}', *args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.of_training(self.layer(batch[0]), batch[1])
+        self.log('train_error', self.of_training)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        x, y = self.layer(batch[0])[:, 0], batch[1][:, 0]
+        self.error(x, y)
+        self.ranks.update(x, y)
+        self.log('error', self.error)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log('ranks', self.ranks.compute())
+        self.ranks.reset()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        for group in optimizer.param_groups:
+            group['lr'] = 0.1 * min(1.0, (self.global_step + 1) / 5)
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 class TwoOptimizers(Line):
