@@ -12,6 +12,14 @@ from typing import Any
 from parsl_freetrain.cli.main import VERBS, command_of
 
 PAGE = Path(__file__).with_name('command-line.md')
+COMMON = {
+    '--ledger PATH': "The run's ledger, or the folder that it is in. Default: that of this folder or its "
+    'checkpoints/, or of the nearest folder above that has one.',
+    '--run NAME': 'A run of the ledger, by the beginning of its name. Default: the newest.',
+    '--timeout S': "Maximum seconds to wait for the run's answer; default: `30`.",
+    '--json': 'One JSON document on standard output.',
+}
+"""Options of several verbs, with what ``--help`` says of them."""
 BEGIN = '<!-- from here on written by docs/command_line.py -->'
 
 
@@ -20,10 +28,16 @@ def section(verb: str) -> str:
     command = command_of(verb)
     arguments = [_shown(each) for each in command.params if _is_argument(each)]
     what = inspect.cleandoc(command.help or VERBS[verb])
-    rows = [f'| `{_shown(each)}` | {_said(each)} |' for each in command.params if each.help]
-    table = '\n'.join(['| | |', '|---|---|', *rows])
+    said = {_shown(each): _said(each) for each in command.params if each.help}
+    rows = [f'| `{name}` | {text} |' for name, text in said.items() if COMMON.get(name) != text]
+    common = ', '.join(
+        f'`{name.split()[0]}`' for name, text in said.items() if COMMON.get(name) == text
+    )
+    table = '\n'.join(['| | |', '|---|---|', *rows]) if rows else ''
     usage = ' '.join(['freetrain', verb, *arguments]).replace('\\', '')
-    return f'### freetrain {verb}\n\n`{usage}`\n\n{what}\n\n{table}'
+    more = f'And {common}.' if common else ''
+    parts = f'### freetrain {verb}', f'`{usage}`', what, table, more
+    return '\n\n'.join(filter(None, parts))
 
 
 def _is_argument(param: Any) -> bool:
@@ -54,7 +68,10 @@ def _said(param: Any) -> str:
 def page(text: str) -> str:
     """The page with its end written anew."""
     kept = text.partition(BEGIN)[0]
-    return f'{kept}{BEGIN}\n\n## All options\n\n' + '\n\n'.join(map(section, VERBS)) + '\n'
+    rows = [f'| `{name}` | {text} |' for name, text in COMMON.items()]
+    common = '\n'.join(['Of several verbs:', '', '| | |', '|---|---|', *rows])
+    parts = f'{kept}{BEGIN}', '## All options', common, *map(section, VERBS)
+    return '\n\n'.join(parts) + '\n'
 
 
 if __name__ == '__main__':

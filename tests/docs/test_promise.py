@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PAGES = 'README.md', 'docs/slurm.md', 'docs/pbs.md', 'docs/guides/administrators.md'
+PAGES = 'README.md', 'docs/guides/administrators.md'
 
 
 def test_the_promise_is_the_same_on_all_pages() -> None:
