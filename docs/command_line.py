@@ -13,8 +13,8 @@ from parsl_freetrain.cli.main import VERBS, command_of
 
 PAGE = Path(__file__).with_name('command-line.md')
 COMMON = {
-    '--ledger PATH': "The run's ledger, or the folder that it is in. Default: that of this folder or "
-    'its checkpoints/, or of the nearest folder above that has one.',
+    '--ledger PATH': "The run's ledger, or the folder that it is in. Default: that of this folder "
+    'or its checkpoints/, or of the nearest folder above that has one.',
     '--run NAME': 'A run of the ledger, by the beginning of its name. Default: the newest.',
     '--timeout S': "Maximum seconds to wait for the run's answer; default: `30`.",
     '--json': 'One JSON document on standard output.',

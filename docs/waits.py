@@ -1,4 +1,4 @@
-"""Writes the table of waits of faults.md: ``python docs/waits.py``."""
+"""Writes the table of waits of evidence/waits.md: ``python docs/waits.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parsl_freetrain.executor.waits import Wait, waits
 
-PAGE = Path(__file__).with_name('faults.md')
+PAGE = Path(__file__).parent / 'evidence' / 'waits.md'
 BEGIN, END = '<!-- made by docs/waits.py -->', '<!-- end -->'
 
 

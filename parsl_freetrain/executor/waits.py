@@ -1,6 +1,6 @@
 """Who waits for whom, for how long, and what then: every wait for somebody else's answer.
 
-docs/faults.md shows the table, and tests/chaos/test_waits.py stops the partners.
+docs/evidence/waits.md shows the table, and tests/chaos/test_waits.py stops the partners.
 """
 
 from __future__ import annotations

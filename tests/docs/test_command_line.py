@@ -17,5 +17,5 @@ def test_the_options_are_those_of_help() -> None:
 
 def test_the_waits_are_those_of_the_code() -> None:
     """If not: ``python docs/waits.py``."""
-    text = (DOCS / 'faults.md').read_text()
+    text = (DOCS / 'evidence' / 'waits.md').read_text()
     assert runpy.run_path(str(DOCS / 'waits.py'))['page'](text) == text
