@@ -70,9 +70,11 @@ class BlockRecord:
         return [BlockStarted(at, name, self.waited_at)]
 
     def silent_s(self, at: float) -> float:
-        """Seconds since its start, if nothing was ever heard of its nodes; else 0."""
-        heard = self.greeted or self.unusable or self.managers
-        return at - self.started_at if self.started and not heard else 0.0
+        """Seconds since its start, if none of its nodes has joined and none may still do; else 0.
+        Those that were lost may come back; if not, the controller finds the block idle.
+        """
+        joined = any(manager not in self.left for manager in self.managers.values())
+        return at - self.started_at if self.started and not (joined or self.answering) else 0.0
 
     def look(self, name: str, status: JobStatus | None, at: float) -> list[BlockStarted]:
         """Note whether it waits, by the batch system's answer; otherwise as :meth:`start`."""

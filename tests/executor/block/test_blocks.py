@@ -161,31 +161,36 @@ def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> 
     assert sorted(site.cancelled) == ['7', '8']
 
 
-@pytest.mark.parametrize('heard', ['nothing', 'greeted', 'unusable', 'lost'])
+@pytest.mark.parametrize('heard', ['nothing', 'greeted', 'unusable', 'lost', 'left'])
 def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
-    """Its first process hangs, or a firewall is between: the nodes would be idle to its end."""
+    """Its first process hangs, or a firewall is between: the nodes would be idle to its end. So
+    would they if the others cannot be used, or if it was queued again and others have left it.
+    """
     told, nobody, site = Told(), cast(Any, None), Shared()
     provider = BackfillProvider(site)
     provider._jobs['7'] = None
     blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl(), join_s=60.0)
-    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 600.0)), 0.0)
+    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(2, 600.0)), 0.0)
     block = blocks.blocks['b1']
     waits, runs = JobStatus(JobState.PENDING), JobStatus(JobState.RUNNING)
     blocks.poll({'b1': waits}, 100.0)
     blocks.poll({'b1': runs}, 200.0)
-    if heard == 'greeted':
+    if heard in ('greeted', 'unusable'):
         block.greeted.add('n1')
+    if heard == 'greeted':
+        block.answering['n1'] = 250.0
     elif heard == 'unusable':
         block.unusable.add('n1')
-        block.greeted.add('n1')
-    elif heard == 'lost':
+    elif heard in ('lost', 'left'):
         block.managers['node01'] = 'n1'
+        block.left |= {'n1'} if heard == 'left' else set()
     blocks.poll({'b1': runs}, 260.0)
     assert 'b1' in blocks.blocks
     blocks.poll({'b1': runs}, 261.0)
-    assert ('b1' in blocks.blocks) == (heard != 'nothing')
+    useless = heard in ('nothing', 'unusable', 'left')
+    assert ('b1' in blocks.blocks) == (not useless)
     refused = [event.error for event in told.events if isinstance(event, ev.BlockRefused)]
-    if heard == 'nothing':
+    if useless:
         assert site.cancelled == ['7']
         assert refused and 'no node of block b1 has joined within 60 s of its start' in refused[0]
     else:
