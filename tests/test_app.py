@@ -415,6 +415,9 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
     for name in ('a/b', '../up', '.', '', 'a b', '-a'):
         with refused('cannot name a trainer', 'begin with no dot and no dash'):
             app()(trainer_name=name)
+    for name in ('requests', 'environment', 'ledger.journal'):
+        with refused(f'{name!r} cannot name a trainer', 'give another trainer_name'):
+            app()(trainer_name=name)
     with refused("resume is 'require'", 'no folder'):
         app(checkpoints=Checkpoints(resume='require'))(trainer_name='never-trained')
     with refused("'elsewhere'", "'freetrain'"):

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from parsl_freetrain.training.spec.fragment_order import RankPlace
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+LOGS, FRAGMENTS = 1000, 10
+"""Number of logs of ranks that a trainer keeps, and of fragments that keep theirs in any case."""
 _STOPPED_SHARE = 0.5  # of hang_s, until a stopped rank is killed; the rest is for the others
 
 
@@ -88,6 +91,8 @@ class Member:
             self._ranks[rank] = server.launch(order.fragment, place, payload, {})
             self._watches[rank] = StopWatch(self._ranks[rank].pid)
             self._results[rank] = RankResult(rank, node_fork_server.node_name(), str(log))
+        if order.member == 0:
+            prune_logs(Path(order.log_dir), order.fragment.fragment)
 
     def _relay(self, control: ControlClient, notices: Channel[msg.Notice] | None) -> None:
         poller = zmq.Poller()
@@ -206,3 +211,11 @@ class Member:
                 for rank, process in self._ranks.items():
                     if rank != 0:  # rank 0 has sent it
                         process.send(message)
+
+
+def prune_logs(folder: Path, fragment: int) -> None:
+    """Remove the oldest logs when a fragment has begun: projects have quotas of files."""
+    with suppress(OSError):
+        for log in sorted(folder.glob('fragment-*-rank-*.log'))[:-LOGS]:
+            if int(log.name.split('-')[1]) <= fragment - FRAGMENTS:
+                log.unlink(missing_ok=True)

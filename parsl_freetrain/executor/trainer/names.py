@@ -8,6 +8,7 @@ import threading
 from parsl_freetrain.core.model.errors import BadInput
 
 NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]*')
+OURS = ('environment', 'logs', 'requests', 'run.json')  # beside the folders of trainers
 
 
 def check_name(name: str) -> None:
@@ -16,6 +17,11 @@ def check_name(name: str) -> None:
         raise BadInput(
             f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, '
             'dashes and underscores, and begin with no dot and no dash.'
+        )
+    if name in OURS or name.startswith('ledger.journal'):
+        raise BadInput(
+            f'{name!r} cannot name a trainer, since a run keeps something else under this name in '
+            'its checkpoint_dir; give another trainer_name.'
         )
 
 

@@ -93,13 +93,10 @@ class SlotJobs:
         if code is None:
             return JobStatus(JobState.RUNNING)
         state, message = self._ending(job, code)
-        job.last = JobStatus(
-            state,
-            message,
-            exit_code=code,
-            stdout_path=str(_beside(job.script, '.out')),
-            stderr_path=str(_beside(job.script, '.err')),
-        )
+        out, err = (str(_beside(job.script, suffix)) for suffix in ('.out', '.err'))
+        if state is JobState.FAILED:
+            message += f'; its output is in {out} and {err}'
+        job.last = JobStatus(state, message, exit_code=code, stdout_path=out, stderr_path=err)
         return job.last
 
     def _ending(self, job: _SlotJob, code: int) -> tuple[JobState, str]:

@@ -21,6 +21,7 @@ from parsl_freetrain.training.spec.retention import Retention
 log = logging.getLogger(__name__)
 
 BAD = 'bad'
+FENCES_KEPT = 10  # so that whoever lists them while one is made and one removed sees some
 
 
 class Fenced(FreeTrainError):
@@ -76,6 +77,9 @@ class PosixCheckpointStore:
         except FileExistsError:
             return
         sync_dir(fences)
+        for name in dirs.names(fences):
+            if name.isdecimal() and int(name) < fragment - FENCES_KEPT:
+                (fences / name).unlink(missing_ok=True)
 
     def save(
         self,

@@ -159,6 +159,7 @@ def test_a_block_whose_own_process_is_killed_takes_its_nodes_along(blocks: Block
     os.kill(int(job), signal.SIGKILL)
     wait_until(lambda: blocks.status(job).terminal)
     assert blocks.status(job).state == JobState.FAILED
+    assert Path(blocks.status(job).message.split(' and ')[-1]).suffix == '.err'
     assert gone(pids)
 
 

@@ -279,6 +279,15 @@ def test_an_earlier_fragment_cannot_begin_after_a_fence(store: PosixCheckpointSt
     saved(store, 200, fragment=3)
 
 
+def test_of_many_fences_the_last_ones_stay(store: PosixCheckpointStore) -> None:
+    for fragment in range(1, 40):
+        store.fence(fragment)
+    assert len(list((store.folder / 'fences').iterdir())) <= 11
+    assert store.last_fragment() == 39
+    with pytest.raises(Fenced, match='Fragment 3 .* fragment 39 has begun'):
+        saved(store, 100, fragment=3)
+
+
 @pytest.mark.parametrize('step', STEPS[:-1])
 def test_a_fence_made_while_saving_holds(store: PosixCheckpointStore, step: str) -> None:
     def hook(reached: str) -> None:
