@@ -20,7 +20,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign
-from parsl_freetrain.journal.records import HEAD, check_head, is_remains, record, scan
+from parsl_freetrain.journal.records import HEAD, NAME, check_head, is_remains, record, scan
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
         with os.fdopen(os.dup(fd), 'rb') as file:
             if found.st_size == 0:
                 os.write(fd, HEAD)
-            if is_remains(file):
+            if is_remains(file, path.name == NAME):
                 raise _Remains
             check_head(file, path)
             for piece in scan(file, len(HEAD)):

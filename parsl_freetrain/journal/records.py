@@ -17,6 +17,8 @@ import msgspec
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import AnyEvent, Event
 
+NAME = 'ledger.journal'
+"""In a checkpoint_dir."""
 VERSION = 1
 _KIND = b'FreeTrain journal '
 HEAD = _KIND + b'%d\n' % VERSION
@@ -64,14 +66,16 @@ def check_head(file: BinaryIO, path: Path) -> None:
         )
 
 
-def is_remains(file: BinaryIO) -> bool:
-    """Whether a file is what remains of a journal that was cut, or whose beginning is gone."""
+def is_remains(file: BinaryIO, ours: bool) -> bool:
+    """Whether a file is what remains of a journal that was cut, or whose beginning is gone; if it
+    is ``ours`` by its name, of any.
+    """
     file.seek(0)
     begins = file.read(_CHUNK)
     return not begins.startswith(HEAD) and (
         HEAD.startswith(begins)
         or not begins.strip(b'\0')
-        or (_MARK in begins and _KIND not in begins)
+        or (_KIND not in begins and (ours or _MARK in begins))
     )
 
 

@@ -183,12 +183,12 @@ def test_after_kill_9_all_that_was_flushed_is_there(tmp_path: Path) -> None:
     assert not reader.history().alive(run)
 
 
-@pytest.mark.parametrize('cut', [0, 5, len(HEAD) - 1, 'zeros', 'head'])
+@pytest.mark.parametrize('cut', [0, 5, len(HEAD) - 1, 'zeros', 'head', 'overwritten'])
 def test_what_remains_of_a_journal_is_set_aside_at_the_start(
     tmp_path: Path, cut: int | str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was cut just before its writer died: a restart must not need a person."""
-    path = tmp_path / 'l'
+    path = tmp_path / ('ledger.journal' if cut == 'overwritten' else 'l')
     demo_journal(path)
     whole = path.read_bytes()
     path.write_bytes(
@@ -196,6 +196,8 @@ def test_what_remains_of_a_journal_is_set_aside_at_the_start(
         if isinstance(cut, int)
         else bytes(1000)
         if cut == 'zeros'
+        else b'x' * 5000
+        if cut == 'overwritten'
         else bytes(len(HEAD)) + whole[len(HEAD) :]
     )
     writer = JournalWriter(path)
@@ -204,7 +206,7 @@ def test_what_remains_of_a_journal_is_set_aside_at_the_start(
     runs = [run.name for run in Journal(path).history().runs]
     assert runs[-1] == 'next'
     assert (len(runs) > 1) is (cut == 'head'), 'what can be read is kept'
-    assert (tmp_path / 'l.damaged-1').exists() is (cut != 0)
+    assert (tmp_path / f'{path.name}.damaged-1').exists() is (cut != 0)
     assert ('has lost its beginning' in caplog.text) is (cut != 0)
 
 
