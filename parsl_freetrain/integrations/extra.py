@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ class Memory:
 
     def restore(self) -> dict[str, Any]:
         """Returns what else was kept."""
-        kept = self._ctx.state.get(self._key, {})
+        kept = copy.deepcopy(self._ctx.state.get(self._key, {}))
         for name, attributes in kept.get('callbacks', {}).items():
             for attribute, value in attributes.items():
                 old = getattr(self._callbacks[name], attribute, None)
@@ -90,8 +91,8 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         number = value.item() if getattr(value, 'ndim', None) == 0 else value
         try:
-            if json.loads(json.dumps(number)) == number:
-                found[name] = number
+            if (kept := json.loads(json.dumps(number))) == number:
+                found[name] = kept  # which does not change when the value does
         except (TypeError, ValueError):
             continue  # it is not plain
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Sized
 from typing import Any
@@ -256,6 +257,7 @@ class InFragments(_Any):
             self._determine_best_metric(metrics, None)
             if (best := self.args.metric_for_best_model) is not None:
                 self.ctx.checkpoint(best=metrics[f'eval_{best.removeprefix("eval_")}'])
+        self.state.log_history = self._of_rank_0(self.state.log_history)  # each measured its times
         self._remember(memory)
 
     def _recall(self, memory: Memory) -> None:
@@ -265,6 +267,10 @@ class InFragments(_Any):
 
     def _remember(self, memory: Memory) -> None:
         memory.keep({name: getattr(self.state, name) for name in _REMEMBERED})
+
+    def _of_rank_0(self, log: list[dict[str, float]]) -> Any:
+        text = json.dumps(log, default=repr) if self.ctx.is_main else ''
+        return json.loads(gather_bytes(self.ctx._run.peers, text.encode())[0])
 
     def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
         """Predictions and labels of all batches, in order."""

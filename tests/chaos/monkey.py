@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,8 @@ from tests.support.waiting import LIMIT_S, looks
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = 'FREETRAIN_CHAOS_RUN'
 SLOW_S = 15.0
+SENTENCES = r'^(parsl_freetrain\.core\.model\.errors\.\w+: |KeyboardInterrupt)'
+"""With which the submitting process may end by itself: without an interchange, on a full disk."""
 
 
 class Broken(AssertionError):
@@ -69,13 +72,17 @@ class Run:
         return self.folder / 'checkpoints' / NAME
 
     @property
+    def output(self) -> Path:
+        return self.folder.parent / 'output'
+
+    @property
     def orders(self) -> Path:
         return orders_in(self.folder)
 
     def start(self, epochs: int, *, faults: bool = True) -> None:
         self.starts += 1
         self.orders.mkdir(parents=True, exist_ok=True)
-        with (self.folder.parent / 'output').open('ab') as output:
+        with self.output.open('ab') as output:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
@@ -197,9 +204,13 @@ class Monkey:
 
     def keep_going(self, epochs: int, since: float, kind: str) -> None:
         if not self.run.running():
-            self.counts['ends of the submitting process by itself'] += (
-                self.run.process is not None and self.run.process.returncode >= 0
-            )
+            if self.run.process is not None and (status := self.run.process.returncode) >= 0:
+                self.counts['ends of the submitting process by itself'] += 1
+                said = self.run.output.read_text(errors='replace')[-1500:]
+                ended = f'it ended by itself after {kind!r}, with status {status}'
+                if not re.search(SENTENCES, said.rpartition('Traceback')[2], re.MULTILINE):
+                    raise Broken(f'{ended}, without a sentence')
+                self.say(f'{ended}: {said[-300:]}')
             self.run.start(epochs)
         if time.monotonic() > since + LIMIT_S:
             history = self.run.history()

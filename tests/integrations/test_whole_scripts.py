@@ -67,8 +67,14 @@ def test_killed_ranks_and_nodes_do_not_change_what_whole_scripts_train(run_dir: 
                 mode=Reproducible(shards=4, seed=7),
                 checkpoints=Checkpoints(every_s=0.05),
             )(struck(app.function, run_dir))(trainer_name=name)
-        there = [run_dir / f'{name} waits' for name in SCRIPTS]
-        wait_until(lambda: all(file.exists() for file in there), 'not all go on after a kill')
+
+        def all_wait() -> bool:
+            for future in futures.values():
+                if future.done():
+                    future.result()  # says why
+            return all((run_dir / f'{name} waits').exists() for name in SCRIPTS)
+
+        wait_until(all_wait, 'not all go on after a kill')
         for node in victims('manager', started.processes()):
             node.kill()
         (run_dir / 'go').touch()
