@@ -30,11 +30,11 @@ def struck(function: Callable[..., Any], folder: Path) -> Callable[[FragmentCont
     """
 
     def train(ctx: FragmentContext) -> Any:
-        steps = 0
-
         def after_step() -> None:
-            nonlocal steps
-            steps += 1
+            # In a file, since variables of the function go on with the next fragment.
+            with (folder / f'{ctx.trainer} {ctx.fragment} {ctx.rank}').open('ab') as done:
+                done.write(b'.')
+                steps = done.tell()
             if (ctx.fragment, ctx.rank, steps) == (1, 1, 5):
                 os.kill(os.getpid(), signal.SIGKILL)
             while (ctx.fragment, steps) == (2, 4) and not (folder / 'go').exists():
