@@ -83,8 +83,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file)
         self._trainer, self._values = trainer, values
         self.waits_for: list[Future[Any]] = []
+        self._by_value = {'__main__', *cloudpickle.list_registry_pickle_by_value()}
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is functools._lru_cache_wrapper and obj.__module__ in self._by_value:
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         if not isinstance(obj, Future):
             return super().reducer_override(obj)
         value = None
@@ -135,6 +138,11 @@ def _by_value(defined: Any) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _cached(function: Any, how: dict[str, Any]) -> Any:
+    """A function with a cache of its own, which pickle knows by name only."""
+    return functools.lru_cache(**how)(function)
 
 
 def _by_import(module: ModuleType) -> tuple[Callable[[str], ModuleType], tuple[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import cloudpickle
 import torch
 
@@ -10,6 +12,21 @@ from parsl_freetrain.executor.fragment.payload import pack
 
 def tunes() -> bool:
     return bool(torch.backends.cudnn.benchmark)
+
+
+@cache
+def fibonacci(n: int) -> int:
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+
+def counts() -> int:
+    return fibonacci(20)
+
+
+def test_a_function_may_use_one_with_a_cache() -> None:
+    function, _, _ = cloudpickle.loads(pack(counts, (), {}, 'cnn').payload)
+    assert function.__globals__['fibonacci'] is not fibonacci
+    assert function() == 6765
 
 
 def test_a_function_may_use_modules_that_are_of_their_own_class() -> None:
