@@ -9,7 +9,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.integrations import lightning_arguments as arguments
@@ -19,6 +18,7 @@ from parsl_freetrain.integrations.lightning_log import Log, take_logs
 from parsl_freetrain.integrations.lightning_metrics import Metrics
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.steps.replica import is_replica
 
 with needs('parsl_freetrain.integrations.lightning'):
     from lightning.pytorch import LightningModule
@@ -351,7 +351,7 @@ def _run(module: Any, prepared: Any, batch: Any, number: int) -> torch.Tensor:
     def step(*_: Any) -> Any:
         return _call(module.training_step, batch, number)
 
-    if isinstance(prepared, DistributedDataParallel):
+    if is_replica(prepared):
 
         def instead(*_: Any) -> Any:
             del module.forward  # the step calls the real one

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
@@ -129,11 +128,10 @@ def with_moving_average(
     model: Model, averaged: torch.nn.Module, decay: float, saved: Source | None
 ) -> tuple[Model, torch.nn.Module]:
     """The model with one more average, and that average; as of ``ctx.ema``."""
-    source = averaged.module if isinstance(averaged, DistributedDataParallel) else averaged
-    if not any(source is one for one in model.prepared.models):
+    if not any(averaged is one for one in model.prepared.models):
         raise BadInput('ctx.ema was given a model that was not given to ctx.prepare.')
     _check_whole(model)
-    average, before = MovingAverage(source, decay), model.prepared.averages
+    average, before = MovingAverage(averaged, decay), model.prepared.averages
     if isinstance(saved, Saved):
         restore_average(average.model, saved, len(before))
     model.hooks.averages.append(average.update)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import gc
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
-from types import CodeType, GeneratorType
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from inspect import CO_GENERATOR
+from itertools import chain, pairwise
+from types import CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.loss import refuse_sum
@@ -24,27 +29,11 @@ from parsl_freetrain.training.loop.unknown_state import frame_around, variables
 from parsl_freetrain.training.spec.mode import ADASUM, Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK
 from parsl_freetrain.training.spec.training import TrainingSpec
+from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.mesh import Division
 
 _OURS = 'parsl_freetrain'
-_passes = 0  # calls of backward() in this process
-_looking: Callable[[Any], None] | None = None
-
-
-def count_backward() -> None:
-    plain = torch.autograd.backward
-    if hasattr(plain, '__wrapped__'):
-        return
-
-    @wraps(plain)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        global _passes
-        _passes += 1
-        if _looking is not None:
-            _looking(tensors)
-        plain(tensors, *args, **kwargs)
-
-    torch.autograd.backward = backward
+_FILLING = ('append', 'appendleft', 'extend', 'clear', 'update')
 
 
 def has_whole_models(spec: TrainingSpec, division: Division, peers: Peers) -> bool:
@@ -90,29 +79,33 @@ class Body:
         parts = spec.shards if reproducible else spec.max_nodes * (spec.ranks.per_node or 1)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
         self._anew, self._around = anew, frame_around()
+        self._asked: tuple[FrameType | None, int] | None = None
         self._iterations = self._before = 0
         variables = self._around.f_locals if self._around is not None else {}
-        _refuse_loaders(variables)
+        self._read = _loaders(variables)
+        _refuse_loaders(variables, self._read)
         self._sizes = {name: len(one) for name, one in _containers(variables)}
-        count_backward()
+        backward.watch()
 
-    def begin(self) -> None:
-        global _looking
-        self._before, self._iterations = _passes, self._iterations + 1
-        _looking = refuse_sum if self._mean and self._iterations == 1 else None
+    def begin(self, data: Any) -> None:
+        self._before, self._iterations = backward.calls, self._iterations + 1
+        first = self._iterations == 1
+        backward.looking = partial(refuse_sum, batch=data) if self._mean and first else None
+        self._asked = _asker() if first and self._anew and _holds(data) else None
 
     def end(self, data: Any, stepped: bool) -> None:
         """Raises BadInput if the batch was not used, or a variable would be lost."""
-        global _looking
-        _looking = None
-        trained = _passes > self._before
+        backward.looking = None
+        trained = backward.calls > self._before
         if self._together and not trained:
             raise BadInput(
                 'An iteration of ctx.loop ended without backward() on this rank, for which the '
                 'other ranks wait: train every batch, with a loss times 0 where it is to be '
                 'skipped, and leave samples out by a sampler or in the dataset.'
             )
-        if self._anew and self._iterations == 1 and not (trained or stepped) and _holds(data):
+        asked, self._asked = self._asked, None
+        left_out = asked is not None and asked == _asker() and _has(asked[0], data)
+        if asked and not (trained or stepped or left_out):
             raise BadInput(
                 'ctx.loop was asked for the next batch before the first one was trained, by '
                 'backward() and optimizer.step(). If something looks ahead in it, leave that out, '
@@ -120,14 +113,25 @@ class Body:
                 '; leave samples out by a sampler or in the dataset.'
             )
         if self._around is not None and self._iterations == 2:
-            variables, self._around = self._around.f_locals, None
-            _refuse_loaders(variables)
-            self._refuse_memories(variables)
+            frame, self._around = self._around, None
+            _refuse_loaders(frame.f_locals, self._read)
+            self._refuse_memories(frame, frame.f_locals)
 
-    def _refuse_memories(self, variables: Mapping[str, Any]) -> None:
+    def _refuse_memories(self, frame: FrameType, variables: Mapping[str, Any]) -> None:
         for name, one in _containers(variables):
             last = next(reversed(one.values() if isinstance(one, dict) else one), None)
-            if len(one) > self._sizes.get(name, len(one)) and _is_data(last):
+            if len(one) <= self._sizes.get(name, len(one)) or not _is_data(last):
+                continue
+            whose, _, own = name.rpartition('.')
+            steps = _steps(frame.f_code, frame.f_lasti)
+            called = {step.argval for step in steps if isinstance(step.argval, str)}
+            inner = [c for c in frame.f_code.co_consts if getattr(c, 'co_name', '') in called]
+            methods = vars(type(variables[whose])).values() if whose else ()
+            codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
+            every = [[*steps, *chain(*map(_steps, inner))], *map(_steps, codes)]
+            uses = [_fills(each, own) for each in every]
+            # What is only filled, as predictions for an accuracy, is not trained with.
+            if not any(map(any, uses)) or any({*each} == {True, False} for each in uses):
                 raise BadInput(
                     f'{name} is filled with tensors in the body of ctx.loop, which are of this '
                     "rank's samples only and would be lost at the end of a fragment: keep them in "
@@ -136,9 +140,50 @@ class Body:
                 )
 
 
-def _refuse_loaders(variables: Mapping[str, Any]) -> None:
-    for name, value in _variables(variables):
-        if isinstance(value, Iterator) and _reads_loader(value):
+def _steps(code: CodeType, at: int = -1) -> list[dis.Instruction]:
+    """The instructions of a function, or of its loop whose head is at one of them."""
+    steps = [*dis.get_instructions(code)]
+    loop = next((one for one in reversed(steps) if one.offset <= at), None)
+    if loop is not None and loop.opname == 'FOR_ITER':
+        return [one for one in steps if at < one.offset < loop.argval]
+    return steps
+
+
+def _fills(steps: Sequence[dis.Instruction], name: str) -> list[bool]:
+    """Of each use of a container, whether it fills it."""
+    return [
+        then.argval in _FILLING
+        for this, then in pairwise(steps)
+        if this.argval == name and this.opname.startswith('LOAD')
+    ]
+
+
+def _asker() -> tuple[FrameType | None, int]:
+    """The function, outside of iterators, that asks for a batch, and where in it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_flags & CO_GENERATOR
+        or str(frame.f_globals.get('__name__', '')).startswith(_OURS)
+    ):
+        frame = frame.f_back
+    return frame, -1 if frame is None else frame.f_lasti
+
+
+def _has(frame: FrameType | None, batch: Any) -> bool:
+    parts = [batch, *(one for _, one in parts_of(batch) if isinstance(one, torch.Tensor))]
+    here = frame.f_locals.values() if frame is not None else ()
+    return not {*map(id, parts)}.isdisjoint(map(id, here))
+
+
+def _loaders(variables: Mapping[str, Any]) -> dict[str, int]:
+    """By name: how many batches an iterator over a DataLoader has given."""
+    found = {n: _given(one) for n, one in _variables(variables) if isinstance(one, Iterator)}
+    return {name: given for name, given in found.items() if given is not None}
+
+
+def _refuse_loaders(variables: Mapping[str, Any], before: Mapping[str, int]) -> None:
+    for name, given in _loaders(variables).items():
+        if not given or given != before.get(name):
             raise BadInput(
                 f'{name} reads a DataLoader beside ctx.loop: its position would be lost at the end '
                 'of each fragment, and its order would depend on the nodes. Give ctx.loop all '
@@ -146,15 +191,15 @@ def _refuse_loaders(variables: Mapping[str, Any]) -> None:
             )
 
 
-def _reads_loader(value: Any, depth: int = 4) -> bool:
+def _given(value: Any, depth: int = 4) -> int | None:
     if isinstance(value, GeneratorType) and f'/{_OURS}/' in value.gi_code.co_filename:
-        return False
+        return None
     if isinstance(value, (_BaseDataLoaderIter, DataLoader)):
-        return True
-    inner = isinstance(value, (Iterator, list, tuple)) and depth
-    return bool(inner) and any(
-        _reads_loader(one, depth - 1) for one in gc.get_referents(value)[:64]
-    )
+        return getattr(value, '_num_yielded', 0)
+    if not (isinstance(value, (Iterator, list, tuple)) and depth):
+        return None
+    inner = [_given(one, depth - 1) for one in gc.get_referents(value)[:64]]
+    return max((one for one in inner if one is not None), default=None)
 
 
 def _variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from msgspec import structs
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
@@ -303,8 +302,6 @@ class FragmentRun:
         if self.division.pipelined:
             raise BadInput('ctx.evaluate cannot evaluate a model that is divided into stages.')
         mode = self.order.spec.mode
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
         if self.division.alike and not isinstance(mode, Reproducible):
             self.peers.broadcast(plain_buffers(model))  # rank 0's are saved
         data = data if self._rehearsed is None else self._rehearsed.shortened(data)

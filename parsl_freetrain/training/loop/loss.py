@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any, Literal
 
 import msgspec
@@ -12,10 +14,10 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.data.inside import inside, parts_of
 from parsl_freetrain.training.data.loader import MicroBatch
 
 Loss = Literal['mean', 'sum'] | Callable[[Any], float]
-_REDUCTIONS = ('none', 'mean', 'sum')
 _LINEAR = {'Add', 'Sub', 'Mul', 'Neg', 'Squeeze', 'View', 'Alias', 'ToCopy'}
 _ELEMENTWISE = {'Pow', 'Abs', 'Exp', 'Log', 'Sqrt', 'Clamp', 'Where', 'Sum', 'MaskedFill', 'Cat'}
 _ELEMENTWISE |= {*_LINEAR, 'Unsqueeze', 'Stack'}
@@ -55,9 +57,9 @@ def with_shares(
         yield replace(one, share=count / total), batch
 
 
-def refuse_sum(loss: Any) -> None:
-    """Raises BadInput if a loss is plainly a sum over its samples."""
-    if isinstance(loss, torch.Tensor) and _kinds(loss.grad_fn) == {'sum'}:
+def refuse_sum(loss: Any, batch: Any) -> None:
+    """Raises BadInput if a loss is plainly a sum over the samples of a batch."""
+    if isinstance(loss, torch.Tensor) and _kinds(loss.grad_fn, _sizes(batch)) == {'sum'}:
         raise BadInput(
             'The loss in the body of ctx.loop is a sum over samples, and each part of a global '
             'batch counts with its share of the samples, as is right for a mean: say ctx.loop(..., '
@@ -65,30 +67,59 @@ def refuse_sum(loss: Any) -> None:
         )
 
 
-def _kinds(node: Any, depth: int = 0) -> set[str]:
+def _sizes(batch: Any) -> set[int]:
+    """How long what belongs to the samples may be: the tensors of a batch, or as many dimensions of
+    them in one. A sum over anything else, such as parameters or points of an equation, is none over
+    samples.
+    """
+    found = [one for _, each in inside({'': [batch]}) for _, one in parts_of(each)]
+    shapes = [one.shape for one in found if isinstance(one, torch.Tensor)]
+    return {size for shape in shapes for size in accumulate(shape, mul)}
+
+
+def _kinds(node: Any, sizes: set[int]) -> set[str]:
     """What the terms of a loss are: 'mean', 'sum', or 'other'."""
-    if depth > 50:
-        return {'other'}
-    name = node.name() if node is not None else ''
-    reduction = getattr(node, '_saved_reduction', None)
+    return {_kind(one, sizes) for one in _walk(node, lambda n: not _kind(n, sizes))} - {''}
+
+
+def _kind(node: Any, sizes: set[int]) -> str:
+    """Of a term; empty: it only passes on others."""
+    operation, reduction = _operation(node), getattr(node, '_saved_reduction', None)
     if reduction is not None:
-        return {_REDUCTIONS[reduction] if reduction in (1, 2) else 'other'}
-    below = [one for one, _ in node.next_functions if one is not None] if node is not None else []
-    below = [one for one in below if 'AccumulateGrad' not in one.name()]
-    if name.startswith('SumBackward'):
-        return {'other'} if any(_has_mean(one) for one in below) else {'sum'}
-    passes = name.removesuffix('0').removesuffix('1').removesuffix('Backward')
-    if below and passes in _LINEAR:
-        return set().union(*(_kinds(one, depth + 1) for one in below))
-    return {'mean' if name.startswith('MeanBackward') else 'other'}
+        of_samples = reduction == 2 and _is_over(node._saved_self.shape, sizes)
+        return 'mean' if reduction == 1 else 'sum' if of_samples else 'other'
+    if operation == 'Sum':
+        added = [*_walk(node, lambda one: _operation(one) in _ELEMENTWISE)]
+        weights = [one.variable.shape for one in added if hasattr(one, 'variable')]
+        shapes = [one._saved_self_sym_sizes for one in added if _operation(one) == 'Sum']
+        of_samples = any(_is_over(one, sizes) and one not in weights for one in shapes)
+        return 'other' if any(map(_is_mean, added)) or not of_samples else 'sum'
+    factor: Any = getattr(node, '_saved_other', None) if operation == 'Mul' else None
+    plain = isinstance(factor, (int, float))
+    if isinstance(factor, torch.Tensor):
+        plain = factor.numel() == 1 and factor.device.type == 'cpu'
+    if plain and any(math.isclose(float(factor) * size, 1) for size in sizes - {1}):
+        return 'mean'
+    return '' if operation in _LINEAR else 'mean' if operation == 'Mean' else 'other'
 
 
-def _has_mean(node: Any, depth: int = 0) -> bool:
-    """Whether a mean is among what a sum adds up, apart from layers."""
-    name = node.name()
-    mean = name.startswith(('MeanBackward', 'DivBackward'))
-    if mean or getattr(node, '_saved_reduction', 0) == 1 or depth > 50:
-        return True
-    if name.rstrip('01').removesuffix('Backward') not in _ELEMENTWISE:
-        return False
-    return any(_has_mean(one, depth + 1) for one, _ in node.next_functions if one is not None)
+def _is_mean(node: Any) -> bool:
+    return _operation(node) in ('Mean', 'Div') or getattr(node, '_saved_reduction', 0) == 1
+
+
+def _is_over(shape: Sequence[int], sizes: set[int]) -> bool:
+    return not sizes or (len(shape) > 0 and shape[0] in sizes)
+
+
+def _operation(node: Any) -> str:
+    return str(node.name()).rstrip('01').removesuffix('Backward')
+
+
+def _walk(node: Any, passes: Callable[[Any], bool]) -> Iterator[Any]:
+    """A graph from a node on, below those that pass on others: each node once."""
+    seen, waiting = set[Any](), [node]
+    for one in waiting:
+        if one is not None and one not in seen:
+            seen.add(one)
+            yield one
+            waiting += [below for below, _ in one.next_functions] if passes(one) else []

@@ -211,7 +211,7 @@ class TrainingLoop:
                 demand_determinism(warn_only=mode.warn_only)
             state.reports.begin_micro_batch(state.reached)
             self._guard.begin_micro_batch()
-            self._body.begin()
+            self._body.begin(data)
             yield data
             self._body.end(data, self._steps.stepped)
             self._guard.end_micro_batch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -81,16 +80,15 @@ class ThroughputSteps:
             from parsl_freetrain.training.steps.sharded import MeanOfParts
 
             self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
-        self.models = tuple(
-            self._wrapped(model, find_unused_parameters) for model in prepared.models
-        )
+        self.models = tuple(prepared.models)
+        self._replicas = [*self._wrapped(find_unused_parameters)]
         # Hooks run in this order: averaging first, so that all ranks check and clip the same.
         if self._at_step:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
         elif division.shape.data > 1 and self._mean is None:
             how = self._buffers, division.data_group, self._combine, self._weights
-            self._rest = MeanAtSteps(prepared, self.models, *how)
+            self._rest = MeanAtSteps(prepared, self._replicas, *how)
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = prepared.scales  # it may skip steps
@@ -164,9 +162,8 @@ class ThroughputSteps:
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
         self._own_share = len(own) / len(batch.indices)
         self._accumulation.begin(self._number_of_micro_batches(batch))
-        for model in self.models:
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = not self._accumulation.on
+        for replica in self._replicas:
+            replica.ddp.require_backward_grad_sync = not self._accumulation.on
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Call before a micro-batch."""
@@ -231,7 +228,7 @@ class ThroughputSteps:
         elif not self._hooks:
             self._hooks = [
                 parameter.register_hook(partial(self._counted, replica))
-                for replica in (self._rest.replicas if self._rest is not None else ())
+                for replica in self._replicas
                 for parameter in replica.trained
                 if parameter.requires_grad
             ]
@@ -245,11 +242,13 @@ class ThroughputSteps:
         factor = 1.0 if replica.at_steps else self._factor
         return gradient * factor if factor else torch.zeros_like(gradient)  # 0 x inf is not 0
 
-    def _weights(self) -> tuple[float, float] | None:
+    def _weights(self) -> tuple[float, float, float] | None:
         """As of :class:`MeanAtSteps`. Adasum takes gradients as they are."""
         if self._accumulation is not None and self._accumulation.on:
             return None
-        return float(bool(self._weight)) if self._adasum else self._weight, self._weight
+        if self._adasum:
+            return float(bool(self._weight)), self._weight, 1.0
+        return self._weight, self._weight, 1 / self._division.shape.data
 
     def _begins_to_change(self, *_: object) -> None:
         self.changed = True
@@ -261,22 +260,25 @@ class ThroughputSteps:
             for hook in self.before_step:
                 hook()
 
-    def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
-        alone = self._division.shape.data == 1 or self._at_step or self._mean is not None
-        frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        if alone or frozen or any(model is m for m in with_shared_parts(self._prepared.models)):
-            return model
-        # With views, gradients need not be copied to and from the buffers that are exchanged.
-        wrapped = Replica(
-            model,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=True,
-            process_group=self._division.data_group,
-        )
-        if self._adasum:
-            # A lambda, since DDP checks annotations and rejects texts, as they are here.
-            wrapped.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
-        return wrapped
+    def _wrapped(self, find_unused_parameters: bool) -> Iterator[Replica]:
+        if self._division.shape.data == 1 or self._at_step or self._mean is not None:
+            return
+        shared = with_shared_parts(self._prepared.models)
+        for model in self._prepared.models:
+            frozen = not any(parameter.requires_grad for parameter in model.parameters())
+            if frozen or any(model is m for m in shared):
+                continue
+            # With views, gradients need not be copied to and from the buffers that are exchanged.
+            replica = Replica(
+                model,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=True,
+                process_group=self._division.data_group,
+            )
+            if self._adasum:
+                # A lambda, since DDP checks annotations and rejects texts, as they are here.
+                replica.ddp.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
+            yield replica
 
     @torch.no_grad()
     def _unscale(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -4,8 +4,7 @@ DistributedDataParallel does not see.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,73 +14,90 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
+from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.accumulation import weigh
 from parsl_freetrain.training.steps.buffers import Buffers
 
 
-class Replica(DistributedDataParallel):
-    """Has the methods, items and names of the model itself, so that a script is the same for any
-    number of ranks. ``trained``: the parameters whose gradients DistributedDataParallel averages.
+class Replica:
+    """A model whose passes go through DistributedDataParallel. ``trained``: the parameters whose
+    gradients it averages, all of which must take part in each pass. Where they may not (some were
+    frozen), gradients are averaged when optimizers step, from then on: ``at_steps``.
 
-    It does so only for passes through ``forward``, and all of these parameters must take part.
-    Where that may not hold (a method of the model was used, a parameter was frozen), gradients are
-    averaged when optimizers step, from then on: ``at_steps``.
+    The model stays what it is, with a class of its own as FSDP does it, so that a script is the
+    same for any number of ranks, whatever it sets, and wherever it holds the model.
     """
 
-    at_steps = False
+    at_steps = in_pass = False
+    waits = False  # for the backward pass of a forward pass
+    partly = False  # in this batch gradients came by other ways, after its mean was taken or never
 
-    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
         # DDP cannot exchange buffers that are sparse, or have grown on one rank.
-        module._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+        model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
             f'{name}.{key}' if name else key
-            for name, inner in module.named_modules()
+            for name, inner in model.named_modules()
             for key in inner._buffers
         ]
-        super().__init__(module, **options)
-        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.ddp = DistributedDataParallel(model, **options)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        object.__setattr__(model, '__class__', _passing(type(model), self))
 
     def average_at_steps(self) -> None:
         """Call on all ranks at the same point of the training."""
         if not self.at_steps:
             self.at_steps = True
-            self.reducer._remove_autograd_hooks()
+            self.ddp.reducer._remove_autograd_hooks()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.module if self.at_steps else super().forward)(*args, **kwargs)
-
-    state_dict: Any = property(lambda self: self.module.state_dict)
-    load_state_dict: Any = property(lambda self: self.module.load_state_dict)
-    named_parameters: Any = property(lambda self: self.module.named_parameters)
-    named_buffers: Any = property(lambda self: self.module.named_buffers)
-
-    def __getattr__(self, name: str) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.in_pass = self.waits = True
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == 'module':
-                raise
-        found = getattr(self.module, name)
-        if callable(found):
-            self.average_at_steps()
-        return found
+            return self.ddp(*args, **kwargs)
+        finally:
+            self.in_pass = False
 
-    def __iter__(self) -> Iterator[Any]:
-        self.average_at_steps()
-        return iter(self.module)
+    def gradients(self) -> int:
+        """Another number where gradients were added up."""
+        found = [parameter.grad for parameter in self.trained]
+        return sum(1 + one._version for one in found if one is not None)
 
-    def __getitem__(self, key: Any) -> Any:
-        self.average_at_steps()
-        return self.module[key]
+    def check(self) -> None:
+        """Raises BadInput if a mean of gradients was begun that cannot be ended."""
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            name = type(self.ddp.module).__name__
+            raise BadInput(
+                f'The last backward() did not reach all parameters of {name}, for which the ranks '
+                'wait: tell ctx.prepare find_unused_parameters=True; or, if the model was called '
+                'only to look at what it says and a part of it was trained, call it within '
+                'torch.no_grad() there.'
+            ) from None
 
-    def __len__(self) -> int:
-        return len(self.module)
 
-    def __bool__(self) -> bool:
-        return True
+def _passing(plain: Any, by: Replica) -> Any:
+    """The class of a model whose passes go through a replica; a copy is a plain model again."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        copied: torch.nn.Module = copy.deepcopy(self.module, memo)
-        return copied  # which is not trained
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        direct = by.at_steps or by.in_pass or by.ddp.module is not self
+        if direct or not torch.is_grad_enabled():
+            return plain.__call__(self, *args, **kwargs)
+        return by.run(*args, **kwargs)
+
+    def reduce(self: Any, _: Any) -> Any:
+        # With later protocols, pickle demands the class that is here.
+        function, args, *rest = plain.__reduce_ex__(self, 1)
+        made = [plain if one is own else one for one in (function, *args)]
+        return made[0], tuple(made[1:]), *rest
+
+    names = {name: getattr(plain, name) for name in ('__module__', '__qualname__', '__doc__')}
+    of_its_own = {'__call__': call, '__reduce_ex__': reduce, '_replica': by}
+    own = type(plain)(plain.__name__, (plain,), {**names, **of_its_own})
+    return own
+
+
+def is_replica(model: torch.nn.Module) -> bool:
+    return hasattr(type(model), '_replica')
 
 
 def with_shared_parts(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -91,6 +107,9 @@ def with_shared_parts(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module
     own = [set(map(id, model.parameters())) for model in models]
     others = [[o for j, o in enumerate(own) if j != i] for i in range(len(own))]
     return [model for i, model in enumerate(models) if any(own[i] & o for o in others[i])]
+
+
+_Rest = tuple[list[torch.nn.Parameter], set[Replica]]
 
 
 class MeanAtSteps:
@@ -104,34 +123,54 @@ class MeanAtSteps:
     combine
         Adds up weighted gradients of all ranks, in place.
     weights
-        This rank's weight of its gradients and of its loss; None: nothing is averaged now.
+        This rank's weight of its gradients, of its loss, and of gradients that are weighted as
+        DistributedDataParallel needs them; None: nothing is averaged now.
     """
 
     def __init__(
         self,
         prepared: Prepared,
-        models: Sequence[torch.nn.Module],
+        replicas: Sequence[Replica],
         buffers: Buffers,
         group: ProcessGroup | None,
         combine: Callable[[Sequence[torch.nn.Parameter]], None],
-        weights: Callable[[], tuple[float, float] | None],
+        weights: Callable[[], tuple[float, float, float] | None],
     ) -> None:
-        self.replicas = [model for model in models if isinstance(model, Replica)]
+        self.replicas = replicas
         self._buffers = buffers
         self._group, self._combine, self._weights = group, combine, weights
         self._scaled = prepared.scales
         self._known: tuple[Any, ...] = ()
-        self._of: dict[int, list[torch.nn.Parameter]] = {}
+        self._of: dict[int, _Rest] = {}
         self._optimizers = prepared.optimizers
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
+        if replicas:
+            backward.around[:] = [self._backward]
+            backward.watch()
 
     def begin(self) -> None:
         """Call before the micro-batches of a global batch, on all ranks."""
         for replica in self.replicas:
+            replica.check()
+            replica.partly = replica.waits = False
             if not (replica.at_steps or all(p.requires_grad for p in replica.trained)):
                 replica.average_at_steps()
         self._buffers.share(self._group)
+
+    def _backward(self) -> Callable[[], None]:
+        """Notice which replicas get gradients that DistributedDataParallel does not average: of a
+        part by itself, of weights, or of a second backward pass for the same forward pass.
+        """
+        several = len(self.replicas) > 1
+        seen = [(one, one.gradients() if several or not one.waits else -1) for one in self.replicas]
+
+        def after() -> None:
+            for one, before in seen:
+                if before == -1 or one.gradients() != before:
+                    one.partly, one.waits = one.partly or not one.waits, False
+
+        return after
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._average(optimizer)
@@ -148,7 +187,9 @@ class MeanAtSteps:
 
     @torch.no_grad()
     def _average(self, optimizer: torch.optim.Optimizer) -> None:
-        rest, weights = self._rest(optimizer), self._weights()
+        (rest, replicas), weights = self._rest(optimizer), self._weights()
+        for replica in replicas:
+            replica.check()
         if not rest or weights is None:
             return
         if self._scaled:
@@ -157,23 +198,29 @@ class MeanAtSteps:
                 'with parameters that belong to no model or to several, were unfrozen later, or '
                 'are used by other methods than forward: use bfloat16, which needs no scaler.'
             )
+        weighted = {id(p) for one in self.replicas if not one.at_steps for p in one.trained}
+        # A mean that DistributedDataParallel has taken already stays as it is.
         for parameter in rest:
             if parameter.grad is not None:
-                weigh(parameter.grad, weights[0])
+                weigh(parameter.grad, weights[2 if id(parameter) in weighted else 0])
         self._combine(rest)
 
-    def _rest(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-        """What is averaged here; the same on all ranks."""
+    def _rest(self, optimizer: torch.optim.Optimizer) -> _Rest:
+        """What is averaged here, the same on all ranks; and the replicas of the others."""
         groups = [len(g['params']) for one in self._optimizers for g in one.param_groups]
-        known = *groups, *(replica.at_steps for replica in self.replicas)
+        known = *groups, *(one.at_steps or one.partly for one in self.replicas)
         if known != self._known:
-            trained = [one.trained for one in self.replicas if not one.at_steps]
-            by_passes = {id(p) for own in trained for p in own}
             self._known = known
-            self._of = {
-                id(one): [p for p in parameters_of(one) if id(p) not in by_passes]
-                for one in self._optimizers
+            by = {
+                id(p): one
+                for one in self.replicas
+                if not (one.at_steps or one.partly)
+                for p in one.trained
             }
+            for each in self._optimizers:
+                rest = [p for p in parameters_of(each) if id(p) not in by]
+                replicas = {by[id(p)] for p in parameters_of(each) if id(p) in by}
+                self._of[id(each)] = rest, replicas
         return self._of[id(optimizer)]
 
     def _mean(self, loss: Any) -> torch.Tensor:

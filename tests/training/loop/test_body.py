@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,24 @@ def test_any_part_of_a_batch_counts_as_the_loss_says(
 
 
 def plain_losses() -> Iterator[tuple[str, torch.Tensor, bool]]:
-    x = torch.rand(4, 3, requires_grad=True)
+    weight = torch.rand(4, 3, requires_grad=True)
+    x, points = torch.eye(4) @ weight, torch.rand(5, 3) * weight[0]
+    growth = x.amax(1)
+    for _ in range(40):
+        growth = growth + 0.1 * growth * (1 - growth)
+    yield 'steps in time', growth.square().sum(), True
+    yield 'sum over the first axis', x.square().sum(0).sum(), True
+    yield 'flat', x.flatten().square().sum(), True
+    yield 'penalty by itself', weight.square().sum(), False
+    yield 'points of an equation', points.square().sum(), False
+    yield 'points, reduced', F.mse_loss(points, torch.ones(5, 3), reduction='sum'), False
+    yield 'energies of atoms', (x.sum(1) - 1).square().mean(), False
+    yield 'times a share', x.square().sum() * (1 / 4), False
+    yield (
+        'times a number',
+        F.cross_entropy(x, torch.zeros(4).long(), label_smoothing=0.1, reduction='sum'),
+        True,
+    )
     yield 'sum of squares', 0.5 * x.pow(2).sum() + x.abs().sum(), True
     yield 'reduction', F.binary_cross_entropy(x, torch.ones(4, 3), reduction='sum'), True
     yield 'cross entropy', F.cross_entropy(x, torch.zeros(4).long(), reduction='sum'), True
@@ -88,7 +106,7 @@ def plain_losses() -> Iterator[tuple[str, torch.Tensor, bool]]:
 def test_a_plain_sum_is_told_from_a_mean() -> None:
     for name, loss, is_sum in plain_losses():
         try:
-            refuse_sum(loss)
+            refuse_sum(loss, [torch.ones(4, 3), {'y': torch.ones(4)}])
         except BadInput as error:
             found = is_sum and "say ctx.loop(..., loss='sum')" in str(error)
         else:
@@ -113,7 +131,53 @@ def remembers(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
     memory: Any = deque(maxlen=100)
     for (x,) in ctx.loop(DATA, 8):
         memory.append((x, 0))
+        step(model, optimizer, memory[0][0])
+
+
+def prefetched(batches: Any) -> Iterator[Any]:
+    before = next(batches)
+    for now in batches:
+        yield before
+        before = now
+
+
+def prefetches(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    for (x,) in prefetched(ctx.loop(DATA, 8)):
         step(model, optimizer, x)
+
+
+def takes_two(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    batches = ctx.loop(DATA, 8)
+    first = next(batches)
+    for second in batches:
+        step(model, optimizer, *first)
+        first = second
+
+
+class Replay:
+    def __init__(self) -> None:
+        self.memory: list[Any] = []
+
+    def train(self, model: Any, optimizer: Any, x: torch.Tensor) -> None:
+        self.memory.append(x)
+        step(model, optimizer, self.memory[0])
+
+
+def replays(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    replay = Replay()
+    for (x,) in ctx.loop(DATA, 8):
+        replay.train(model, optimizer, x)
+
+
+def remembers_within(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    memory: list[Any] = []
+
+    def recalled() -> Any:
+        return memory[-1]
+
+    for (x,) in ctx.loop(DATA, 8):
+        memory.append(x)
+        step(model, optimizer, recalled())
 
 
 def adds_up(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
@@ -127,6 +191,13 @@ def skips(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
         if ctx.rank == 1 and ctx.samples == 8:
             continue
         step(model, optimizer, x)
+
+
+def only_looks(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    for (x,) in ctx.loop(DATA, 8):
+        model(x)
+        (x @ model.weight.T).square().mean().backward()
+        optimizer.step()
 
 
 def step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
@@ -143,8 +214,13 @@ def body(ctx: FragmentContext, function: Callable[..., None]) -> None:
     [
         (looks_ahead, 'If something looks ahead in it, leave that out', {}),
         (reads_beside, 'others reads a DataLoader beside ctx.loop', {}),
+        (prefetches, 'If something looks ahead in it, leave that out', {}),
+        (takes_two, 'If something looks ahead in it, leave that out', {}),
         (remembers, 'memory is filled with tensors', {}),
+        (remembers_within, 'memory is filled with tensors', {}),
+        (replays, 'replay.memory is filled with tensors', {}),
         (adds_up, 'is a sum over samples', {}),
+        (only_looks, 'not reach all', {'mode': 'throughput', 'world_size': 2}),
         (skips, 'ended without backward() on this rank', {'mode': 'throughput', 'world_size': 2}),
     ],
 )
@@ -152,6 +228,41 @@ def test_what_would_be_lost_or_wrong_is_refused(
     fork_server: ForkClient, tmp_path: Path, function: Any, sentence: str, options: Any
 ) -> None:
     assert sentence in refused(fork_server, tmp_path, body, function, **options)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def add(self, output: torch.Tensor) -> None:
+        self.seen.append(output)
+
+    def accuracy(self) -> float:
+        return float((torch.cat(self.seen) > 0).float().mean())
+
+
+def collects(ctx: FragmentContext, at: int) -> None:
+    """Predictions for an accuracy, a batch for a look, and a first batch that is left out."""
+    model, optimizer = made(ctx)
+    peek = iter(DataLoader(OTHERS, batch_size=4))
+    width = next(peek)[0].shape[1]
+    for _ in ctx.epochs():
+        meter, outputs, targets = Meter(), [], []
+        for (x,) in ctx.loop(DATA, 8):
+            if ctx.samples == 8 * width:
+                continue
+            output = model(x)
+            output.square().mean().backward()
+            optimizer.step()
+            meter.add(output.detach())
+            outputs.append(output.detach().numpy())
+            targets.append(x[:, :1])
+            cut(ctx, at)
+        ctx.report(accuracy=meter.accuracy(), mean=float(np.concatenate(outputs).mean()))
+
+
+def test_what_is_only_collected_or_left_out(fork_server: ForkClient, tmp_path: Path) -> None:
+    assert equal(*whole_and_cut(fork_server, tmp_path, collects, at=40, total_samples=96))
 
 
 class Cached(Dataset[Any]):
