@@ -95,12 +95,15 @@ class LastStep:
 
     @property
     def knows_all(self) -> bool:
-        """Whether this rank has what is not a tensor: of ctx.state, what rank 0 has counts."""
+        """Whether this rank has what is not a tensor: of ctx.state and variables, which may differ
+        from rank to rank, what rank 0 has counts.
+        """
         return self._parts.place.rank == 0 or not self._uses_state
 
     @property
     def _uses_state(self) -> bool:
-        return self._state.user.used or (self._end is not None and self._end.user != '{}')
+        used = self._state.user.used or any((self.variables or {}).values())
+        return used or (self._end is not None and self._end.user != '{}')
 
     @property
     def variables(self) -> dict[str, Any] | None:
@@ -160,7 +163,7 @@ class LastStep:
         if end is None or end.variables is None or (self._in_batch and self._model.steps.changed):
             return False
         if not self.knows_all and self._model.division.whole:
-            return False  # what rank 0 has in ctx.state counts
+            return False
         buffers = _buffers(prepared)
         if end.versions != versions(prepared, averages=True) or not _alike(end.buffers, buffers):
             return False

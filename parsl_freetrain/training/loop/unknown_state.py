@@ -9,35 +9,44 @@ several steps and finds those of other libraries.
 from __future__ import annotations
 
 import sys
-import sysconfig
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 
+from parsl_freetrain.training.data.inside import parts_of
+from parsl_freetrain.training.loop.changes import LIBRARIES, has_state, is_ours, mark, may_be_saved
+
 _PACKAGE, _ROOM = 'parsl_freetrain.', 'parsl_freetrain.training.'
 _RANK = ('parsl_freetrain.training.loop.rank', 'parsl_freetrain.training.loop.debugging')
-_LIBRARIES = tuple({'<', *(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))})
-_LONGEST = 1000  # elements of a container that are looked at
-_SHOWN, _MARKED = 6, 16
+_LIBRARIES = ('<', *LIBRARIES)
+_SHOWN = 6
 T = TypeVar('T')
 
 
-def names_around() -> Mapping[str, Any]:
-    """The variables of the function that has called us: the nearest one outside of this room."""
-    frame = frame_around()
-    return frame.f_locals if frame is not None else {}
-
-
 def frame_around() -> FrameType | None:
+    """The function that has called us: the nearest one outside of this room."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _module(frame).startswith(_ROOM):
         frame = frame.f_back
     return frame
+
+
+def names_around() -> Mapping[str, Any]:
+    """The variables of that function."""
+    frame = frame_around()
+    return frame.f_locals if frame is not None else {}
+
+
+def frames() -> Iterator[FrameType]:
+    """The functions around us up to the user's, the nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module(frame) not in _RANK:
+        if not _module(frame).startswith(_PACKAGE):
+            yield frame
+        frame = frame.f_back
 
 
 def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
@@ -46,19 +55,17 @@ def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
     equal names, the nearest counts.
     """
     found: dict[str, Any] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _module(frame) not in _RANK:
-        if not _module(frame).startswith(_PACKAGE):
-            found = {**_used(frame.f_code, frame.f_globals), **frame.f_locals, **found}
-        frame = frame.f_back
+    for frame in frames():
+        its = frame.f_globals
+        found = {**{n: its[n] for n in used(frame.f_code, its)}, **frame.f_locals, **found}
     waiting, seen = [*functions, *found.values()], set[int]()
     for one in waiting:
         function = getattr(getattr(one, 'func', one), '__func__', getattr(one, 'func', one))
-        if isinstance(function, FunctionType) and id(function) not in seen and _is_users(function):
+        if isinstance(function, FunctionType) and id(function) not in seen and is_users(function):
             seen.add(id(function))
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            theirs = _used(function.__code__, function.__globals__)
-            for name, cell in cells:
+            code, its = function.__code__, function.__globals__
+            theirs = {name: its[name] for name in used(code, its)}
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 with suppress(ValueError):  # it is empty
                     theirs[name] = cell.cell_contents
             found = {**theirs, **found}
@@ -66,10 +73,21 @@ def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
     return found
 
 
+def used(code: CodeType, its_globals: Mapping[str, Any]) -> set[str]:
+    """The global variables that a function uses, or another of its module that it calls."""
+    found, waiting = set[str](), [code]
+    for one in waiting:
+        waiting += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+        for name in {*one.co_names} & its_globals.keys() - found:
+            found.add(name)
+            function = its_globals[name]
+            if isinstance(function, FunctionType) and function.__globals__ is its_globals:
+                waiting.append(function.__code__)
+    return found
+
+
 def marks(names: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, what shows a later change: of numbers and texts their value, of containers the
-    length and some numbers and texts in them, of tensors how often they were changed.
-    """
+    """By name, what shows a later change of plain values and of the user's own objects."""
     return {name: _mark(value) for name, value in names.items()}
 
 
@@ -77,21 +95,10 @@ def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
     """The objects of a kind among variables, in containers there, and in attributes of objects."""
     found: dict[str, T] = {}
     for name, value in names.items():
-        for inner, one in inside(value):
+        for inner, one in _inside(value):
             if isinstance(one, kind):
                 found.setdefault(f'{name}{inner}', one)
     return found
-
-
-def inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """A value, and what is in it if it is a container or an object, with how to write that."""
-    yield '', value
-    if isinstance(value, (list, tuple)):
-        yield from ((f'[{i}]', one) for i, one in enumerate(value))
-    elif isinstance(value, Mapping):
-        yield from ((f'[{key!r}]', one) for key, one in value.items())
-    elif not isinstance(value, (type, torch.nn.Module)) and hasattr(value, '__dict__'):
-        yield from ((f'.{key}', one) for key, one in vars(value).items())
 
 
 def unknown(
@@ -106,10 +113,10 @@ def unknown(
     found: list[tuple[int, str, str]] = []
     for name in names.keys() & before.keys():
         value = names[name]
-        if isinstance(value, (ModuleType, type)) or _is_ours(value) or id(value) in ids:
+        if isinstance(value, (ModuleType, type)) or is_ours(value) or id(value) in ids:
             continue
-        for inner, one in islice(inside(value), _LONGEST):
-            if id(one) not in ids and not _is_ours(one) and (kind := _kind(one)) is not None:
+        for inner, one in _inside(value):
+            if id(one) not in ids and not is_ours(one) and (kind := _kind(one)) is not None:
                 found.append((kind[0], f'{name}{inner}', kind[1]))
                 break
         else:
@@ -138,7 +145,7 @@ def _kind(value: Any) -> tuple[int, str] | None:
     if isinstance(value, torch.nn.Module):
         holds = any(True for _ in (*value.parameters(), *value.buffers()))
         return (1, f'a module, {called}') if holds else None
-    if hasattr(value, 'state_dict') and hasattr(value, 'load_state_dict'):
+    if has_state(value):
         return 2, f'an object with a state_dict, {called}'
     if isinstance(value, Iterator):
         return 4, f'an iterator, {called}'
@@ -147,26 +154,16 @@ def _kind(value: Any) -> tuple[int, str] | None:
 
 
 def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return id(value), -1 if value.is_inference() else value._version
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, dict, set, deque)):
-        some = list(islice(value.values() if isinstance(value, dict) else value, _MARKED))
-        return len(value), [one for one in some if isinstance(one, (bool, int, float, str))]
-    return None
+    return mark(value) if may_be_saved(value) and not has_state(value) else None
 
 
-def _used(code: CodeType, its_globals: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: its_globals[name] for name in code.co_names if name in its_globals}
+def _inside(value: Any) -> list[tuple[str, Any]]:
+    inner = () if isinstance(value, (type, torch.nn.Module, FunctionType)) else parts_of(value)
+    return [('', value), *inner]
 
 
-def _is_users(function: FunctionType) -> bool:
+def is_users(function: Any) -> bool:
     return not function.__code__.co_filename.startswith(_LIBRARIES)
-
-
-def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith(_PACKAGE)
 
 
 def _module(frame: FrameType) -> str:

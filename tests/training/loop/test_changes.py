@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from parsl_freetrain.training.loop.changes import is_large, mark
 
 class Own:
     def __init__(self) -> None:
-        self.scores = [0] * 500
+        self.scores, self.inner = [0] * 500, Counter[str]()
 
 
 CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
@@ -29,6 +30,10 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     (np.zeros(1000), lambda one: one.__setitem__(777, 1)),
     ([np.zeros(99) for _ in range(200)], lambda one: one[150].__setitem__(50, 1)),
     ([torch.zeros(1) for _ in range(200)], lambda one: one[150].add_(1)),
+    (cycle([1, 2, 3]), next),
+    (iter([1, 2]), next),
+    ((i for i in range(3)), next),
+    (Own(), lambda one: one.inner.update(a=1)),
     (Own(), lambda one: one.scores.__setitem__(400, 2)),
 ]
 

@@ -8,8 +8,10 @@ import copy
 import dis
 import os
 import signal
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,59 @@ def by_methods(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model.head(model.encode(x)), y), optimizer)
 
 
+class Counting(nn.Linear):
+    """Has attributes of its own, one with a name that DistributedDataParallel has too."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(4, 1)
+        self.calls, self.dim, self.last = 0.0, 4, nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(super().forward(x)) / (1 + self.calls)
+        return found
+
+    def described(self) -> str:
+        return f'{self.weight.norm():.2f}'
+
+
+def attributes_of_the_model(ctx: FragmentContext) -> Any:
+    model = Counting()
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.002))
+    assert isinstance(model, Counting)
+    optimizer_of_model = {id(p) for p in model.eval().train().parameters()}
+    for x, y in ctx.loop(DATA, 3):  # not the same number on both ranks
+        model.calls += 0.01
+        optimizer.zero_grad()
+        if ctx.is_main:
+            assert model.described() and f'{model.last.weight.norm()}'
+        (F.mse_loss(model(x), y) / model.dim).backward()
+        optimizer.step()
+        cut(ctx)
+    assert optimizer_of_model == {id(p) for p in optimizer.param_groups[0]['params']}
+    return round(model.calls, 4)
+
+
+def by_weights_alone(ctx: FragmentContext) -> None:
+    model = Counting()
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.002))
+    fit(ctx, lambda x, y: F.mse_loss(F.linear(x, model.weight, model.last.bias), y), optimizer)
+
+
+def backward_beside_passes(ctx: FragmentContext) -> None:
+    """The second backward() is for the same pass, the third one for a part."""
+    model = Counting()
+    part, (_, optimizer) = model.last, ctx.prepare(model, sgd(model, lr=0.002))
+    for x, y in ctx.loop(DATA, 3):
+        optimizer.zero_grad()
+        said = model(x)
+        F.mse_loss(said, y).backward(retain_graph=True)
+        said.square().mean().backward()
+        part(y).square().mean().backward()
+        optimizer.step()
+        cut(ctx)
+
+
 def models_that_share(ctx: FragmentContext) -> None:
     torch.manual_seed(1)
     body, a, b = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
@@ -296,6 +351,55 @@ def variables(ctx: FragmentContext) -> list[Any]:
         seen,
         scores.round(3).tolist(),
     ]
+
+
+@dataclass
+class Record:
+    turn: int
+
+
+class Penalty:
+    """Is called, and has another object in it."""
+
+    def __init__(self) -> None:
+        self.patience, self.data = Patience(), DATA
+
+    def __call__(self) -> float:
+        return 0.1 * self.patience.bad
+
+
+TURNS, LOG = 0, [0.5]
+
+
+def took_turns() -> float:
+    return TURNS + sum(LOG)
+
+
+def variables_elsewhere(ctx: FragmentContext) -> list[Any]:
+    """Of the module, in objects in objects, beside a model in a dict, in a long list."""
+    global TURNS
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.1))
+    things, arguments, penalty = {'model': model, 'scale': 1.0}, Namespace(power=1), Penalty()
+    records: list[Record] = []
+    long: list[float] = []
+    for _ in ctx.epochs():
+        for x, y in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            known = len(long) / 1e5 + sum(one.turn for one in records) + took_turns() + penalty()
+            loss = F.mse_loss(model(x), y) * things['scale'] / (2 + known) ** arguments.power
+            loss.backward()
+            optimizer.step()
+            cut(ctx)
+        TURNS += 1
+        LOG.append(TURNS / 8)
+        things['scale'] *= 1.5
+        arguments.power = 2 - TURNS % 2
+        penalty.patience.bad += 1
+        records.append(Record(TURNS))
+        long += [TURNS / 8] * 150_000
+    return [TURNS, LOG, things['scale'], len(records), len(long)]
 
 
 def between_loops(ctx: FragmentContext) -> list[float]:
@@ -513,6 +617,7 @@ BOTH = [
     by_methods,
     models_that_share,
     variables,
+    variables_elsewhere,
     between_loops,
     kept,
     first_pass,
@@ -526,6 +631,9 @@ BOTH = [
         (optimizers_that_share, 'reproducible'),
         (handler_of_its_own, 'reproducible'),
         (with_a_closure, 'throughput'),
+        (attributes_of_the_model, 'throughput'),
+        (by_weights_alone, 'throughput'),
+        (backward_beside_passes, 'throughput'),
     ],
 )
 def test_the_weights_depend_on_neither_cuts_nor_ranks(

@@ -308,12 +308,14 @@ def train_by_variables(ctx: FragmentContext, faults: dict[int, list[Fault]], siz
         optimizer.step()
 
 
-@pytest.mark.parametrize(('size', 'following'), [(1, 40), (50_000, 0)])
+@pytest.mark.parametrize(('killed', 'size', 'following'), [(1, 1, 40), (1, 50_000, 0), (0, 1, 0)])
 def test_variables_are_those_at_the_end_of_the_last_batch(
-    nodes: list[ForkClient], tmp_path: Path, size: int, following: int
+    nodes: list[ForkClient], tmp_path: Path, killed: int, size: int, following: int
 ) -> None:
-    """Where there are too many to copy them in each batch, the checkpoint is used."""
-    told: dict[str, dict[int, list[Fault]]] = {'without': {}, 'with': {1: [(1, 40, '')]}}
+    """Where there are too many to copy them in each batch, or rank 0 is lost, whose count, the
+    checkpoint is used.
+    """
+    told: dict[str, dict[int, list[Fault]]] = {'without': {}, 'with': {1: [(killed, 40, '')]}}
     found = {}
     for name, faults in told.items():
         training = Training(nodes, tmp_path / name, 'throughput')
