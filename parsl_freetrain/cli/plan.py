@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from parsl_freetrain.cli.where import JsonOption, value
-from parsl_freetrain.core.model.errors import BadInput, clean
+from parsl_freetrain.core.model.errors import BadInput, clean, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _show(provider: BackfillProvider, blocks: list[dict[str, Any]]) -> None:
         if block['exempt_s']:
             lasts += f' after {block["exempt_s"]:g} s'
         print(
-            f'### block {number}: {block["nodes"]} nodes of {block["queue"]} '
+            f'### block {number}: {nodes_text(block["nodes"])} of {block["queue"]} '
             f'{of_class}{lasts}; it costs {block["cost"][0]:.3g} to {block["cost"][1]:.3g} '
             f'{UNIT}\n{block["script"]}'
         )

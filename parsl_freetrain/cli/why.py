@@ -134,7 +134,7 @@ def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[
     }
 
 
-def _speed_in_words(speed: Mapping[str, Any], nodes: int) -> list[str]:
+def _speed_in_words(speed: Mapping[str, Any], count: int) -> list[str]:
     if speed['stated']:
         return ['Its scaling curve was stated; decisions use it whatever is measured.']
     if not speed['classes']:
@@ -146,14 +146,15 @@ def _speed_in_words(speed: Mapping[str, Any], nodes: int) -> list[str]:
     for name, found in speed['classes'].items():
         on_class = f' of class {name}' if name else ''
         measured = ', '.join(f'{rate:.4g} on {n}' for n, rate in found['measured'].items())
+        s = 's' * (list(found['measured']) != ['1'])
         lines.append(
-            f'Its speed in samples/s is known: {measured} nodes{on_class}. Other counts follow a '
+            f'Its speed in samples/s is known: {measured} node{s}{on_class}. Other counts follow a '
             f'model fitted to these; it should be fastest on {found["fastest"]}.'
         )
     here = speed['classes'].get(speed['on'], {'measured': {}})
-    if nodes and str(nodes) not in here['measured']:
+    if count and str(count) not in here['measured']:
         on_class = f' of class {speed["on"]}' if speed['on'] else ''
-        lines[-1] += f' {nodes} nodes{on_class} are being tried.'
+        lines[-1] += f' {nodes(count)}{on_class} {"is" if count == 1 else "are"} being tried.'
     if speed['not_tried']:
         lines.append(
             f'It has not been measured on nodes of class {", ".join(speed["not_tried"])}: there it '
@@ -189,7 +190,7 @@ def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
         now = ', in use' if one.newest else ''
         by_count.setdefault(one.nodes, []).append(f'{one.shape} ({rate}{now})')
     return [
-        f'On {count} nodes it has tried the shapes {", ".join(shapes)}; the fastest is kept.'
+        f'On {nodes(count)} it has tried the shapes {", ".join(shapes)}; the fastest is kept.'
         for count, shapes in by_count.items()
     ]
 
@@ -221,8 +222,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         most = ', '.join(f'{size / 1e9:.3g} GB on {nodes(int(n))}' for n, size in sizes)
         lines.append(f'The most memory that a rank needed: {most}.')
     if found['short_of_memory_on']:
-        counts = ', '.join(map(str, found['short_of_memory_on']))
-        lines.append(f'Memory did not suffice on {counts} nodes.')
+        counts = ', '.join(map(nodes, found['short_of_memory_on']))
+        lines.append(f'Memory did not suffice on {counts}.')
     took = found['pauses'].items()
     lines += [f'Its last rescale to {way} nodes paused it for {s:.2f} s.' for way, s in took]
     if found['last_failure']:

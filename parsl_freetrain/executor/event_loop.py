@@ -20,7 +20,7 @@ from parsl_freetrain.core.controller.controller import Controller, DecisionFaile
 from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.controller.runtime import carry_out
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import TrainerFailed
+from parsl_freetrain.core.model.errors import TrainerFailed, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor import off_loop
@@ -347,8 +347,8 @@ class LiveRuntime:
         self._blocks.close([one.block for one in blocks], at)
 
     def release(self, nodes: ev.ReleaseNodes, at: float) -> None:
-        count = len(nodes.nodes)
-        logger.info('Giving %d nodes of block %s back: %s', count, nodes.block, nodes.why)
+        count = nodes_text(len(nodes.nodes))
+        logger.info('Giving %s of block %s back: %s', count, nodes.block, nodes.why)
         self._blocks.release(nodes.block, nodes.nodes, at)
 
     def launch(self, fragment: ev.StartFragment, at: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
+from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import MeasuredScaling
@@ -80,7 +81,8 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
     if not 0 < len(names) <= MOST_ROWS:
         return None
     row = {name: i for i, name in enumerate(names)}
-    label, size = f'what each of {len(names)} nodes did', 'tall' if len(names) > 12 else 'middle'
+    label = f'what each of {nodes_text(len(names))} did'
+    size = 'tall' if len(names) > 12 else 'middle'
     chart = Chart(seconds(clock.length), None, label, size)
     boxes: dict[tuple[str, str, str], list[Box]] = defaultdict(list)
 
@@ -191,7 +193,7 @@ def scaling(learned: MeasuredScaling, kind: str) -> Markup | None:
     name = 'the stated curve, scaled' if learned.stated else 'the learned curve'
     chart.line([(0, 0.0), *learned.curve], f'{kind} thin', name)
     for n, rate, count in learned.measured:
-        speed = f'{number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}'
+        speed = f'{number(rate)} samples/s on {nodes_text(n)}'
         times = f'{count} {"fragment" if count == 1 else "fragments"}'
         chart.dot((n, rate), kind, f'measured: {speed}, median, in {times}')
     return chart.svg()
@@ -214,7 +216,7 @@ def predicted_and_actual(found: Figures) -> Markup | None:
         chart.dot(
             (expected, max(trained, low)),
             of.get(outcome.trainer, 'others'),
-            f'{outcome.trainer}, {outcome.nodes_before} to {outcome.nodes} nodes for '
+            f'{outcome.trainer}, {outcome.nodes_before} to {nodes_text(outcome.nodes)} for '
             f'{duration(outcome.until - outcome.at)}: '
             f'predicted {number(expected)} samples, trained {number(trained)}',
         )

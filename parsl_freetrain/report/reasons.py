@@ -120,13 +120,13 @@ def describe(action: ev.Action) -> str:
     match action:
         case ev.OpenBlock(request):
             on_class = f' on {request.node_class}' if request.node_class else ''
-            return f'open a block of {request.nodes} nodes{on_class}'
+            return f'open a block of {nodes(request.nodes)}{on_class}'
         case ev.CloseBlock(block, why):
             return f'close block {block}: {why}'
-        case ev.ReleaseNodes(block, nodes, why):
-            return f'give {len(nodes)} nodes of block {block} back: {why}'
-        case ev.StartFragment(trainer, fragment, nodes):
-            return f'start fragment {fragment} of {trainer!r} on {len(nodes)} nodes'
+        case ev.ReleaseNodes(block, given, why):
+            return f'give {nodes(len(given))} of block {block} back: {why}'
+        case ev.StartFragment(trainer, fragment, on):
+            return f'start fragment {fragment} of {trainer!r} on {nodes(len(on))}'
         case ev.StopFragment(trainer, fragment, why):
             return f'stop fragment {fragment} of {trainer!r}: {why}'
         case ev.AbandonFragment(trainer, fragment):

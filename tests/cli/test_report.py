@@ -234,7 +234,7 @@ def test_speeds_of_two_node_classes_are_told_apart(
     assert main(['why', 't', '--ledger', str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert 'is known: 10 on 1, 20 on 2 nodes of class fast.' in out
-    assert 'is known: 3 on 1 nodes of class slow.' in out
+    assert 'is known: 3 on 1 node of class slow.' in out
     assert 'It has not been measured on nodes of class cpu' in out
     found = read(tmp_path / 'ledger.journal')
     assert [(s.node_class, s.measured) for s in found.scalings['t']] == [

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from parsl_freetrain.core.allocation.constraints import EVERYBODY, keys_of
+from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
 
 INSTANT_S = 1e-6
@@ -121,7 +122,8 @@ class Charges:
         cost, lasts_s = min(costs)
         return (
             f'{self.charged:.6g} of charge_budget={self.limit:.6g} are charged, and the cheapest '
-            f'block that can be had ({least:g} nodes for {lasts_s:.0f} s) may cost {cost:.6g}; '
+            f'block that can be had ({nodes_text(int(least))} for {lasts_s:.0f} s) may cost '
+            f'{cost:.6g}; '
             'raise the budget, or make blocks shorter (longest_s), and run the program again to '
             'go on from the last checkpoint'
         )

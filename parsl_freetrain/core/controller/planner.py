@@ -15,6 +15,7 @@ from parsl_freetrain.core.controller.node_assignment import Order, Want, assign,
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.core.model.types import Trainer
 
 
@@ -121,7 +122,7 @@ class Planner:
                 trainer.rescaled_at = at
                 now, count = current[name], sum(then.values())
                 same = f'go on with {count} other nodes'
-                why = same if now == count else f'rescale from {now} to {count} nodes'
+                why = same if now == count else f'rescale from {now} to {nodes_text(count)}'
                 actions.append(ev.StopFragment(name, running.number, why, expected.get(name, ())))
             if then:
                 plan.waiting[name] = then

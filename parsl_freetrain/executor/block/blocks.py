@@ -13,7 +13,7 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.errors import FreeTrainError, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_record import (
@@ -94,8 +94,8 @@ class BlockManager:
         except Exception as error:
             self._not_before = at + self._backoff.failed()
             next_try_s = self._not_before - at
-            said = 'A block of %d nodes was refused, next try in %.0f s: %s'
-            logger.warning(said, request.nodes, next_try_s, error)
+            said = 'A block of %s was refused, next try in %.0f s: %s'
+            logger.warning(said, nodes_text(request.nodes), next_try_s, error)
             self._stream.emit(ev.BlockRefused(at, request.nodes, next_try_s, str(error)))
             return
         self.adopt(AdoptedBlock(block, job_id, request), at)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from parsl.jobs.states import JobStatus
 
+from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.core.model.types import CORRECTED_S
 from parsl_freetrain.sites.batch import life
 from parsl_freetrain.sites.batch.block_shape import Output, class_in
@@ -172,7 +173,8 @@ class BlockTable:
         latest_s = block.latest_end_s if latest_end_s is None else latest_end_s
         changed = replace(block, seen=seen, latest_end_s=latest_s)
         if changed.life is not block.life:
-            logger.info('Block %s of %d nodes %s', block.job_id, block.nodes, changed.life.words)
+            of = nodes_text(block.nodes)
+            logger.info('Block %s of %s %s', block.job_id, of, changed.life.words)
         self._blocks[block.job_id] = changed
 
     def status(self, job_id: str, now: float, silence: str = '') -> JobStatus:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.host import files
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output, job_name, shape_for
@@ -69,8 +69,8 @@ def check_request(request: BlockRequest, queue: Partition) -> None:
         )
     if request.nodes < queue.least_nodes or request.nodes > (queue.most_nodes or request.nodes):
         raise BadInput(
-            f'A block of {request.nodes} nodes was asked for; the queue {queue.name!r} allows '
-            f'{queue.least_nodes} to {queue.most_nodes or "any number of"} nodes.'
+            f'A block of {nodes_text(request.nodes)} was asked for; the queue {queue.name!r} '
+            f'allows {queue.least_nodes} to {queue.most_nodes or "any number of"} nodes.'
         )
     if request.walltime_s is not None and request.walltime_s < queue.shortest_s:
         raise BadInput(

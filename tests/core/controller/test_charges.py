@@ -75,7 +75,7 @@ def test_trainers_end_with_a_sentence_when_nothing_can_be_paid_any_more() -> Non
     made.state.charges.charged = 2.5
     [end] = made.handle(ev.HolesSeen(0.0, (Hole(8, 3600.0, charge=Charge(1.0)),))).actions
     assert isinstance(end, ev.EndTrainer) and end.state == 'failed'
-    assert '2.5 of charge_budget=3 are charged' in end.why and '1 nodes for 3600 s' in end.why
+    assert '2.5 of charge_budget=3 are charged' in end.why and '1 node for 3600 s' in end.why
     [end] = (
         controller(max_price=0.5)
         .handle(ev.HolesSeen(0.0, (Hole(8, 3600.0, charge=Charge(1.0)),)))
