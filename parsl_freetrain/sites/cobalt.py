@@ -11,7 +11,7 @@ import calendar
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,6 @@ from parsl_freetrain.sites.batch.records import (
     as_documented,
     seconds_of,
 )
-from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.scheduler_commands import Commands, offered
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.batch.site import BatchSite
@@ -108,8 +107,8 @@ class Cobalt:
     nodes_every_s = 0.0  # they tell until when they can be had
     history_every_s = 0.0  # it is in files of the block's own
 
-    def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:
-        self._options, self._clock = options, clock
+    def __init__(self, options: CobaltOptions) -> None:
+        self._options = options
         self.client = Commands('Cobalt', options.command_s, meddling=('QSTAT_', 'COBALT_'))
 
     def queue(self) -> Partition:
@@ -124,7 +123,7 @@ class Cobalt:
         return parse_jobs(self.client.ask(JOBS), self._options.queue)
 
     def nodes(self) -> tuple[Nodes, ...]:
-        return parse_nodes(self.client.ask(NODES), self._options.queue, self._clock())
+        return parse_nodes(self.client.ask(NODES), self._options.queue, time.time())
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         return parse_reservations(self.client.ask(RESERVATIONS))
@@ -176,22 +175,14 @@ class CobaltSite(BatchSite):
     those of :class:`~parsl_freetrain.sites.cobalt.CobaltOptions`.
     """
 
-    name = 'cobalt'
-    job_variable = 'COBALT_JOBID'
-    options_type = CobaltOptions
+    name, job_variable = 'cobalt', 'COBALT_JOBID'
+    options_type, scheduler_type = CobaltOptions, Cobalt
     options: CobaltOptions
 
-    def scheduler(self, clock: Callable[[], float]) -> Scheduler:
-        return Cobalt(self.options, clock)
 
-
+PROGRAMS = 'qsub', 'qstat', 'qdel', 'nodelist', 'showres'
 SITE_TYPE = SiteType(
-    'cobalt',
-    'Cobalt',
-    CobaltSite,
-    CobaltOptions,
-    programs=('qsub', 'qstat', 'qdel', 'nodelist', 'showres'),
-    version=('qstat', '--version'),
+    'cobalt', 'Cobalt', CobaltSite, CobaltOptions, PROGRAMS, ('qstat', '--version')
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
@@ -49,6 +49,9 @@ class Scheduler(Protocol):
     script_mode: int
     nodes_every_s: float
     history_every_s: float
+
+    def __init__(self, options: Any) -> None:
+        """``options``: the site's, of its ``options_type``."""
 
     @property
     def client(self) -> Commands:

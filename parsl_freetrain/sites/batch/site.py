@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from parsl_freetrain.sites.batch.tracker import BlockTracker
 from parsl_freetrain.sites.protocols import FoundBlock
 
 
-class BatchSite(ABC):
+class BatchSite:
     """One queue of a machine with a batch scheduler.
 
     Each scheduler has a subclass that only names its parts. Raises BadInput for a setting that
@@ -51,6 +50,7 @@ class BatchSite(ABC):
     name: str
     job_variable: str
     options_type: type[BatchOptions]
+    scheduler_type: type[Scheduler]
     is_local = False
 
     def __init__(
@@ -65,7 +65,7 @@ class BatchSite(ABC):
         self.spans_blocks = self.options.spans_blocks
         self.interface: str | None = self.options.interface
         self.script_dir: str | None = None
-        self._scheduler = scheduler = self.scheduler(clock)
+        self._scheduler = scheduler = self.scheduler_type(self.options)
         self.client = scheduler.client
         self._clock, self._named = clock, run is not None
         self._submitter = Submitter(scheduler, self.options, clock, run or secrets.token_hex(4))
@@ -73,10 +73,6 @@ class BatchSite(ABC):
         self._partition: Partition | None = None
         self._closed = False
         self._cannot_shrink: set[str] = set()  # blocks that could not be made smaller
-
-    @abstractmethod
-    def scheduler(self, clock: Callable[[], float]) -> Scheduler:
-        """What asks, submits and cancels, made from ``self.options``."""
 
     def __repr__(self) -> str:
         said = ', '.join(f'{name}={value!r}' for name, value in given(self.options).items())

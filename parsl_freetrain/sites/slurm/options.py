@@ -22,7 +22,7 @@ Features = Annotated[
         description='feature names joined by & or |, without brackets or counts',
     ),
 ]
-Form = Literal['text', 'json']
+Form = Literal['auto', 'text', 'json']
 
 
 class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
@@ -56,8 +56,8 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
         of being given back as a whole. Slurm kills what runs there. None: where it tracks processes
         by control groups, and has an accounting database.
     form
-        The form of Slurm's answers on jobs. Text tells the same as JSON in less time; the JSON of
-        releases before 23.02 leaves out which nodes are planned for a waiting job.
+        The form of Slurm's answers on jobs. 'auto' is text, which tells the same as JSON in less
+        time; the JSON of releases before 23.02 leaves out nodes planned for a waiting job.
     """
 
     partition: Word
@@ -71,7 +71,7 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
     srun_options: tuple[Option, ...] = ()
     node_classes: dict[ClassName, Features] = field(default_factory=dict)
     shrink_blocks: bool | None = None
-    form: Form = 'text'
+    form: Form = 'auto'
 
     def __post_init__(self) -> None:
         for name, wanted in self.node_classes.items():

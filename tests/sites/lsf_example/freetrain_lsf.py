@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from parsl_freetrain.sites.batch.records import (
     NotUnderstood,
     Partition,
 )
-from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler
+from parsl_freetrain.sites.batch.scheduler import NoHistory
 from parsl_freetrain.sites.batch.scheduler_commands import Commands
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.batch.site import BatchSite
@@ -79,9 +80,8 @@ class Lsf:
     nodes_every_s = 0.0
     history_every_s = 60.0
 
-    def __init__(self, options: LsfOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, options: LsfOptions) -> None:
         self._options = options
-        self._clock = clock
         self.client = Commands('LSF', options.command_s, meddling=('LSB_DEFAULT',))
 
     def _records(self, command: Sequence[str]) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class Lsf:
 
     def jobs(self) -> tuple[BatchJob, ...]:
         """``bjobs``, which also shows jobs that ended in the last hour."""
-        now = self._clock()
+        now = time.time()
         return tuple(_job(record, now) for record in self._records(JOBS))
 
     def nodes(self) -> tuple[Nodes, ...]:
@@ -199,13 +199,9 @@ def _job(record: dict[str, Any], now: float) -> BatchJob:
 class LsfSite(BatchSite):
     """One queue of a machine with LSF."""
 
-    name = 'lsf'
-    job_variable = 'LSB_JOBID'
-    options_type = LsfOptions
+    name, job_variable = 'lsf', 'LSB_JOBID'
+    options_type, scheduler_type = LsfOptions, Lsf
     options: LsfOptions
-
-    def scheduler(self, clock: Callable[[], float]) -> Scheduler:
-        return Lsf(self.options, clock)
 
 
 SITE_TYPE = SiteType(
