@@ -32,7 +32,7 @@ def say_if_never(function: Callable[..., Any]) -> None:
     if not (name in _said or was_rehearsed(function)):
         said = f'{name} was never rehearsed: {name}.rehearse(...) finds what a cut would change.'
         log.info(said)
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():  # it may be closed
             print(said, file=sys.stderr)
     _said.add(name)
 

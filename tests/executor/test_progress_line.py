@@ -23,16 +23,17 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize('terminal', [True, False])
+@pytest.mark.parametrize('terminal', [None, True, False])
 def test_a_terminal_gets_one_line_and_anything_else_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool | None
 ) -> None:
-    out = Terminal() if terminal else io.StringIO()
+    """None: standard error is closed."""
+    out = None if terminal is None else Terminal() if terminal else io.StringIO()
     monkeypatch.setattr('sys.stderr', out)
     monkeypatch.setenv('COLUMNS', '120')
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
         freetrain_app(max_nodes=1, total_epochs=20)(fit)(pause_s=0.01).result(LIMIT_S)
-    said = out.getvalue()
+    said = '' if out is None else out.getvalue()
     if not terminal:
         assert said == ''
         return
