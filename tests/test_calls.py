@@ -5,6 +5,7 @@ checkpoint, and a clean end of the program that submits.
 from __future__ import annotations
 
 import _thread
+import cProfile
 import logging
 import signal
 import subprocess
@@ -128,6 +129,21 @@ def test_a_schedule_that_is_over_fails_who_waits_and_may_repeat(tmp_path: Path) 
     assert idle == [False, True, False, True, False, True]
     offers = [(one.start - 100, one.end - 100) for one in again.offers(100.0, 111.0)]
     assert offers == [(2, 4), (6, 8), (10, 11)] and again.over_at is None and not again.over
+
+
+def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: Path) -> None:
+    site = LocalSite(nodes=1, schedule=Schedule([IdleInterval(1e6, 1e6 + 1.0, 'a')]))
+    with freetrain(tmp_path, site), cProfile.Profile() as profile:
+        profile.disable()
+        train(), train()  # the first call imports modules
+        profile.enable()
+        train()
+        profile.disable()
+    calls = {getattr(e.code, 'co_name', e.code): e.callcount for e in profile.getstats()}
+    files = {name: n for name, n in calls.items() if 'posix.' in str(name) and 'fspath' not in name}
+    assert calls['_home'] == 1, 'that of the function; modules were looked at'
+    assert files['<built-in method posix.fsync>'] <= 2
+    assert sum(files.values()) <= 50, files
 
 
 PROGRAM = """

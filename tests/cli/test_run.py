@@ -118,6 +118,33 @@ def test_a_script_needs_no_configuration(folder: Path) -> None:
     assert freetrain_run(folder, 'leaves.py', '--site', 'site.py').returncode == 3
 
 
+BESIDE = """
+from parsl.executors import HighThroughputExecutor
+alone = config
+def config():
+    ordinary = HighThroughputExecutor('ordinary', max_workers_per_node=1, address='127.0.0.1')
+    return Config(executors=[*alone().executors, ordinary], strategy='none')
+"""
+APPS = """
+import parsl
+from neighbour import twice
+@parsl.python_app(executors=['ordinary'])
+def own(x):
+    import neighbour
+    return neighbour.total * x
+print('apps', parsl.python_app(twice, executors=['ordinary'])(3).result(), own(3).result())
+"""
+
+
+def test_apps_on_an_executor_beside_find_the_modules_of_the_files_folder(folder: Path) -> None:
+    (folder / 'site.py').write_text(SITE + BESIDE)
+    (folder / 'sub').mkdir()
+    (folder / 'sub' / 'neighbour.py').write_text('total = 3\ndef twice(x):\n    return 2 * x')
+    (folder / 'sub' / 'mine.py').write_text(APPS)
+    done = freetrain_run(folder, 'sub/mine.py', '--site', 'site.py')
+    assert 'apps 6 9' in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize('times', [1, pytest.param(3, marks=pytest.mark.long)])
 def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path, times: int) -> None:
     workflow = folder / 'mine.py'

@@ -115,22 +115,7 @@ def _packed(what: object, trainer: str, values: bool) -> Packed:
 def _by_value(defined: Any) -> Iterator[None]:
     home = _home(sys.modules.get(defined.__module__.partition('.')[0]))
     known = cloudpickle.list_registry_pickle_by_value()  # whatever the user has registered stays so
-    loaded = list(sys.modules.items())
-    for _, module in loaded:
-        # cloudpickle knows plain modules only; torch.backends.cudnn is of its own class.
-        if isinstance(module, ModuleType) and type(module) is not ModuleType:
-            copyreg.pickle(type(module), _by_import)
-    # There are thousands of modules, and few packages.
-    ours = {OURS, '__main__'}
-    tops = {name.partition('.')[0] for name, _ in loaded if home is not None} - ours
-    beside = {top for top in tops if _home(sys.modules.get(top)) == home}
-    modules = [
-        module
-        for name, module in loaded
-        if name.partition('.')[0] in beside
-        and name not in known
-        and getattr(module, '__name__', None) == name
-    ]
+    modules = [m for m in _loaded.beside(home) if m.__name__ not in known]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -143,6 +128,35 @@ def _by_value(defined: Any) -> Iterator[None]:
 def _cached(function: Any, how: dict[str, Any]) -> Any:
     """A function with a cache of its own, which pickle knows by name only."""
     return functools.lru_cache(**how)(function)
+
+
+class _Loaded:
+    """The modules of the program. There are thousands, and calls may be many: they are looked at
+    when one has come or gone.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: list[tuple[str, ModuleType]] = []
+        self._in: dict[Path | None, list[ModuleType]] = {}
+
+    def beside(self, home: Path | None) -> list[ModuleType]:
+        """Those of a folder that nodes may lack."""
+        if (loaded := list(sys.modules.items())) != self._loaded:
+            packages: dict[str, list[ModuleType]] = {}
+            for name, module in loaded:
+                # cloudpickle knows plain modules only; torch.backends.cudnn is of its own class.
+                if isinstance(module, ModuleType) and type(module) is not ModuleType:
+                    copyreg.pickle(type(module), _by_import)
+                if getattr(module, '__name__', None) == name:
+                    packages.setdefault(name.partition('.')[0], []).append(module)
+            self._in = {}
+            for top in packages.keys() - {OURS, '__main__'}:
+                self._in.setdefault(_home(sys.modules.get(top)), []).extend(packages[top])
+            self._loaded = loaded
+        return [] if home is None else self._in.get(home, [])
+
+
+_loaded = _Loaded()
 
 
 def _by_import(module: ModuleType) -> tuple[Callable[[str], ModuleType], tuple[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 from parsl.dataflow.dependency_resolvers import DEEP_DEPENDENCY_RESOLVER
 
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.host.files import read_regular, write_new
+from parsl_freetrain.host.files import read_regular, replace
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,7 @@ def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str,
     file = folder / FILE
     try:
         before = json.loads(read_regular(file, 2**20)) if file.exists() else {}
-        draft = folder / f'.{FILE}'
-        draft.unlink(missing_ok=True)
-        write_new(draft, json.dumps(now).encode())
-        draft.rename(file)
+        replace(file, json.dumps(now).encode(), durable=False)
     except (OSError, ValueError):
         return  # nothing depends on it
     differ = [

@@ -67,8 +67,7 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
         draft = folder / f'.freetrain-{secrets.token_hex(8)}'
         write_new(draft, json.dumps(wanted, indent=1, sort_keys=True).encode() + b'\n')
         draft.rename(path)
-        sync_dir(folder)
-        return
+        return  # the first fragment's fence makes the folder's entries durable
     owner, theirs = _read(path)
     if owner != trainer:
         raise BadInput(
