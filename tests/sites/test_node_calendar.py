@@ -32,6 +32,7 @@ def test_the_first_time_at_which_enough_nodes_are_free(
 ) -> None:
     calendar = NodeCalendar(NOW, free_from)
     for begin, end, members in taken:
+        calendar.first_time(eligible, 1, 0, 1.0)  # what it finds is remembered
         calendar.take(begin, end, members)
 
     def free(time: float) -> int:
@@ -53,3 +54,13 @@ def test_the_first_time_at_which_enough_nodes_are_free(
         expected[0] if expected else (math.inf, 0)
     )
     assert calendar.free(eligible, NOW, length_s) == free(NOW)
+
+
+def test_jobs_alike_are_not_each_looked_for_from_the_beginning() -> None:
+    ends, jobs = 1000, 500
+    calendar = NodeCalendar(NOW, {NOW + end: 1 << end for end in range(ends)})
+    everywhere = (1 << ends) - 1
+    for _ in range(jobs):
+        begin, free = calendar.first_time(everywhere, 2, 0, 10.0)
+        calendar.take(begin, math.inf, free)
+    assert calendar.looks <= ends + 20 * jobs

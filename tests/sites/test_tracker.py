@@ -186,6 +186,18 @@ def test_a_clock_that_was_set_back_makes_no_pause(
     assert len(scheduler.cancelled) > tries
 
 
+def test_the_queue_is_played_through_before_an_answer_is_told_of(
+    scheduler: Scripted, tracker: BlockTracker
+) -> None:
+    """Not by the event loop, which that may hold up for a second."""
+    tracker.snapshot()
+    scheduler.now += 60.0
+    answered = threading.Event()
+    assert tracker.ask(answered.set)
+    assert answered.wait(LIMIT_S)
+    assert tracker.snapshot() is tracker._needs[0]
+
+
 def test_how_long_a_start_takes_is_measured(scheduler: Scripted, tracker: BlockTracker) -> None:
     """After three blocks, and never longer than was assumed."""
     took = [4.0, 6.0, 5.0, 1000.0]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 class NodeCalendar:
     """Which nodes are free, from now on. Sets of nodes are integers, one bit for each node.
     ``now``: in seconds. ``free_from``: sets of nodes by the time from which on they are free. Nodes
-    in none of them never are.
+    in none of them never are. ``looks``: at how many times it had to be counted which are free.
     """
 
     def __init__(self, now: float, free_from: Mapping[float, int]) -> None:
@@ -21,6 +21,9 @@ class NodeCalendar:
         # Between two times, and after the last one, the same nodes are free.
         self._times = sorted(known)
         self._free: list[int] = []
+        # What was asked for nodes like these: how many, how long, and when that could begin.
+        self._found: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
+        self.looks = 0
         free = 0
         for time in self._times:
             free |= known[time]
@@ -28,8 +31,9 @@ class NodeCalendar:
 
     def take(self, begin: float, end: float, members: int) -> None:
         """These nodes are not free between two times; ``end`` may be infinite."""
+        keep = ~members
         for place in range(self._index(begin), self._index(end)):
-            self._free[place] &= ~members
+            self._free[place] &= keep
 
     def _index(self, time: float) -> int:
         """The place at which this time begins; that is made unless it is there."""
@@ -58,20 +62,32 @@ class NodeCalendar:
         """When ``count`` of the eligible nodes are first free for ``length_s`` seconds, those that
         are ``named`` among them, and all that are free then; infinite: never.
         """
-        # First of all, where too few are free at that time alone: nothing can go on there.
-        too_few = [
-            place
-            for place, members in enumerate(self._free)
-            if (free := eligible & members).bit_count() < count or named & ~free
-        ]
-        begin = 0
-        for obstacle in (*too_few, len(self._times)):
-            for place in range(begin, obstacle):
-                end = bisect_left(self._times, self._times[place] + length_s)
-                if end > obstacle:
+        # Nodes are only ever taken: no job begins before one that asked for less.
+        before = self._found.setdefault((eligible, named), [])
+        not_before = (at for less, short_s, at in before if less <= count and short_s <= length_s)
+        begin, free = self._first(
+            max(not_before, default=-math.inf), eligible, count, named, length_s
+        )
+        before.append((count, length_s, begin))
+        return begin, free
+
+    def _first(
+        self, not_before: float, eligible: int, count: int, named: int, length_s: float
+    ) -> tuple[float, int]:
+        """As :meth:`first_time`, and at that time or later."""
+        place = looked = bisect_left(self._times, not_before)  # up to where enough are free at each
+        while place < len(self._times):
+            end = max(place + 1, bisect_left(self._times, self._times[place] + length_s))
+            while looked < end:
+                self.looks += 1
+                free = eligible & self._free[looked]
+                looked += 1
+                if free.bit_count() < count or named & ~free:
+                    place = looked  # nothing can go on there
                     break
+            else:
                 free = self.free(eligible, self._times[place], length_s)
                 if free.bit_count() >= count and not named & ~free:
                     return self._times[place], free
-            begin = obstacle + 1
+                place += 1
         return math.inf, 0

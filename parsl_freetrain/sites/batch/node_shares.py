@@ -41,29 +41,35 @@ class NodeShares:
         self._times = ends[:half] + ends[half :: max(1, len(ends) // half)]
         self._used = np.zeros((len(self._times), size, 3))
         for job, members, end in uses:
-            self.take(now, end, members, None if not job.cpus else self.amounts(job, members))
+            self.take(now, end, members, job if job.cpus else None)
         self.take(now, math.inf, unknown)
         self._from: dict[tuple[object, ...], int] = {}  # when jobs alike could begin last
 
-    def take(self, begin: float, end: float, members: int, amounts: Amounts | None = None) -> None:
-        """These nodes are in use between two times, as far as the amounts say: as a whole."""
+    def take(
+        self,
+        begin: float,
+        end: float,
+        members: int,
+        job: BatchJob | None = None,
+        caps: Caps | None = None,
+    ) -> None:
+        """These nodes are in use between two times: as far as a job uses them, or as a whole."""
         places = slice(max(0, bisect_right(self._times, begin) - 1), bisect_left(self._times, end))
-        self._used[places] += (
-            self._total * self._row(members)[:, None] if amounts is None else amounts
-        )
+        bits = np.flatnonzero(self._row(members))
+        amounts = self._total[bits] if job is None else self._amounts(job, bits, caps)
+        self._used[places, bits] += amounts
 
-    def amounts(self, job: BatchJob, members: int, caps: Caps | None = None) -> Amounts:
+    def _amounts(self, job: BatchJob, bits: NDArray[np.int64], caps: Caps | None) -> Amounts:
         """What a job uses of its nodes: as evenly as ``caps`` allows."""
-        row = self._row(members).astype(float)
-        cpus = row * job.cpus / max(1, members.bit_count())
+        cpus = np.full(len(bits), job.cpus / max(1, len(bits)))
         if caps is not None:
-            cpus = row * np.minimum(caps, cpus)
-            for bit in np.flatnonzero(row):
-                cpus[bit] += min(caps[bit] - cpus[bit], job.cpus - cpus.sum())
-        memory = np.maximum(row * job.memory, cpus * job.memory_per_cpu)
+            cpus = np.minimum(caps[bits], cpus)
+            for place, bit in enumerate(bits):
+                cpus[place] += min(caps[bit] - cpus[place], job.cpus - cpus.sum())
+        memory = np.maximum(job.memory, cpus * job.memory_per_cpu)
         # More than a node has: it was not asked for each CPU.
-        memory = np.where(memory > self._total[:, 1], row * job.memory, memory)
-        return np.stack((cpus, memory, row * job.gpus), axis=1)
+        memory = np.where(memory > self._total[bits, 1], job.memory, memory)
+        return np.stack((cpus, memory, np.full(len(bits), float(job.gpus))), axis=1)
 
     def caps(self, job: BatchJob, eligible: int, begin: float, length_s: float) -> Caps:
         """How many CPUs of each eligible node the job could have from a time on, for so long."""
@@ -113,11 +119,15 @@ class Missing:
     def __bool__(self) -> bool:
         return self.nodes > 0 or self.cpus > 0
 
-    def first_of(self, *sets: int) -> int:
+    def first_of(self, sets: Iterable[int]) -> int:
         """The first nodes of the first set, then of the next, until nothing is missing."""
         chosen = 0
         for members in sets:
+            if not self:
+                break
             rest = members & ~chosen
+            if self._caps is None and (count := rest.bit_count()) <= self.nodes:
+                chosen, self.nodes, rest = chosen | rest, self.nodes - count, 0
             while rest and self:
                 bit = rest & -rest
                 rest &= rest - 1

@@ -5,9 +5,11 @@ for a job, and when; pure. Where jobs share nodes, what is left of each counts: 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import reduce
+from itertools import chain
 from operator import or_
 
 from parsl_freetrain.core.model.node_demand import NodeDemand
@@ -159,13 +161,13 @@ class QueuePlay:
             return
         named, told = self._set_of(job.only), self._set_of(job.planned) & free
         caps = self._caps(job, free, begin)
-        got = Missing(job, caps).first_of(named, *self._least_useful_first(free, told))
+        got = Missing(job, caps).first_of(chain((named,), self._least_useful_first(free, told)))
         # Nodes of blocks that the scheduler does not count as free then.
         freed = got & self._any_of(names for end, names in self._blocks.values() if end > begin)
         if freed:
             self._moved.append((told & ~got, freed))
         else:
-            got = Missing(job, caps).first_of(named, told, free)
+            got = Missing(job, caps).first_of((named, told, free))
         self._reserve(got, begin, begin + _length_s(job), job=job, caps=caps)
         self._spare |= got
 
@@ -176,7 +178,7 @@ class QueuePlay:
         among = self._calendar.free(eligible, self._now, length_s) & self._ours
         caps = self._caps(job, free, self._now)
         missing = Missing(job, caps)
-        got = missing.first_of(named, free & ~self._given, free & self._stood)
+        got = missing.first_of((named, free & ~self._given, free & self._stood))
         for members in (free & self._given & self._spare, free & self._given):
             got |= self._of_few_blocks(members & ~got, missing)
         # Which others of ours it gets is decided elsewhere: any of them stand for these here.
@@ -211,7 +213,7 @@ class QueuePlay:
                 for _, members in self._blocks.values()
                 if (use := members & among & ~chosen) and (size := members.bit_count())
             ]
-            chosen |= missing.first_of(min(useful)[-1])
+            chosen |= missing.first_of((min(useful)[-1],))
         self._begun |= chosen
         return chosen
 
@@ -222,8 +224,8 @@ class QueuePlay:
     def _least_useful_first(self, free: int, told: int) -> Iterator[int]:
         """Nodes that nobody can have now, then those that are soonest taken again."""
         now = self._calendar.free(free, self._now, 0.0)
-        taken = sorted(each for each in self._taken if each[1] > self._now)
-        for members in (free & ~now, *(free & each for _, _, each in taken), free):
+        taken = (free & each for _, end, each in self._taken if end > self._now)
+        for members in chain((free & ~now,), taken, (free,)):
             yield from (members & told, members)
 
     def _hides(self, got: int) -> int:
@@ -254,10 +256,9 @@ class QueuePlay:
         to ``end``: for a job where it shares them, and as a whole otherwise.
         """
         if self._shares:
-            shared = job is not None and caps is not None
-            amounts = self._shares.amounts(job, members | own, caps) if job and shared else None
-            self._shares.take(begin, end, members | own, amounts)
-        self._taken.append((begin, end, members))
+            of = None if caps is None else job
+            self._shares.take(begin, end, members | own, of, caps)
+        insort(self._taken, (begin, end, members))
         self._calendar.take(begin, end, members)
         self._beside.take(begin, end, members | own)
 

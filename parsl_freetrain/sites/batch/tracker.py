@@ -66,7 +66,7 @@ class BlockTracker:
         self._watch = QueueWatch(scheduler, options, clock)
         self._wanted = scheduler.wanted()
         self._user = own_name()
-        self._lock = threading.Lock()
+        self._lock, self._playing = threading.Lock(), threading.Lock()
         self._blocks = BlockTable()
         self._stalled = StalledJobs(4 * options.start_s)
         self._needs: tuple[QueueSnapshot, Needs] = (QueueSnapshot(), Needs())
@@ -130,12 +130,13 @@ class BlockTracker:
 
     def needs(self, snapshot: QueueSnapshot) -> Needs:
         """What waiting jobs of others need, by these answers."""
-        with self._lock:
+        with self._playing:
             if snapshot is not self._needs[0]:
-                ours, now = self._blocks.ids(), snapshot.jobs_at
+                with self._lock:
+                    ours, leaving, now = self._blocks.ids(), set(self._leaving), snapshot.jobs_at
                 jobs = [
                     replace(job, state=JobState.ENDING)
-                    if job.job_id in self._leaving and job.state is JobState.RUNNING
+                    if job.job_id in leaving and job.state is JobState.RUNNING
                     else job
                     for job in snapshot.jobs
                 ]
@@ -178,18 +179,30 @@ class BlockTracker:
 
     def ask(self, done: Callable[[], None]) -> bool:
         """Ask beside for all that was looked at since the last time; ``done`` is called, in another
-        thread, when it is answered. False if nothing is asked.
+        thread, when it is answered, and played through: that may take a second with thousands of
+        nodes and jobs. False if nothing is asked.
         """
+
+        def answered() -> None:
+            try:
+                last = self._watch.last
+                if not self._watch.failures and last.nodes_at >= last.jobs_at > NEVER:
+                    self.needs(last)
+            finally:
+                done()
+
         looked, self._looked = self._looked, set()
-        return bool(looked) and self._watch.ask(True in looked, self._changed, done)
+        return bool(looked) and self._watch.ask(True in looked, self._changed, answered)
 
     def snapshot(self) -> QueueSnapshot | None:
-        """Queue and nodes as they are now; None if the scheduler is silent or slow."""
+        """Queue and nodes as they are now; None if the scheduler is silent or slow, or while what
+        it said is played through.
+        """
         snapshot = self._look(with_nodes=True)
         slow_s = 3 * self._options.poll_s + self._options.command_s  # an answer may take that long
         fresh = snapshot.nodes_at >= max(self._changed, self._clock() - slow_s)
         fresh = fresh and not snapshot.reservations_old
-        return snapshot if fresh and not self._watch.failures else None
+        return snapshot if fresh and not (self._watch.failures or self._playing.locked()) else None
 
     def first_snapshot(self) -> QueueSnapshot:
         """As :meth:`snapshot`, but wait for the answer; for the command line. Raises FreeTrainError
@@ -332,7 +345,8 @@ class BlockTracker:
                 shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
                 shortest_s += self.start_s + self._options.limit_margin_s
                 late += self._blocks.stranded(lengths_s, shortest_s, before)
-            if self._needs[1].lacking and self._needs[0].jobs_at >= before:
+            at, now_needed = self._needs
+            if now_needed.lacking and at.jobs_at >= before:
                 # What is given back must not become one of these.
                 late += [b.job_id for b in self._blocks.waiting() if not b.seen.withdrawn]
             taken = self._blocks.taken(self._options.requeue)
