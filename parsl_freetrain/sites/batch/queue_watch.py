@@ -6,6 +6,7 @@ A scheduler that hangs must not stop the process that listens to nodes.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, NodeReservation, Nodes, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
+from parsl_freetrain.sites.batch.shared_answers import shared
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,12 @@ class QueueWatch:
             at = self._clock()
             old = snapshot.jobs_at <= newer_than or at - jobs_answered > self.poll_s / 4
             if old or not with_nodes:
-                jobs = self._scheduler.jobs()
+                # Other runs' answers will do if they are newer than half the time between
+                # questions; the first question is asked in any case.
+                least = math.inf if jobs_answered == NEVER else at - self.poll_s / 2
+                with shared(self._clock, max(newer_than, least)) as told:
+                    jobs = self._scheduler.jobs()
+                at = min(at, told.asked_at)
                 since = snapshot.waiting_since if snapshot.waiting_since != NEVER else at
                 waiting = any(waits(job, frozenset()) for job in jobs)
                 since = since if waiting else NEVER
@@ -152,10 +159,12 @@ class QueueWatch:
             if with_nodes:
                 late = at - snapshot.reservations_at >= self.reservations_s
                 if late or snapshot.reservations_old:
-                    said = self._scheduler.reservations()
+                    with shared(self._clock, at):
+                        said = self._scheduler.reservations()
                     snapshot = replace(snapshot, reservations=said, reservations_at=at)
                 if at - self._nodes_said >= min(self.nodes_s, self._scheduler.nodes_every_s):
-                    self._nodes, self._nodes_said = self._scheduler.nodes(), at
+                    with shared(self._clock, at):
+                        self._nodes, self._nodes_said = self._scheduler.nodes(), at
                     self._had = frozenset()
                 self._had |= held(snapshot.jobs)
                 nodes = as_jobs_say(self._nodes, self._had - held(snapshot.jobs))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.sites.batch.shared_answers import answer
 
 T = TypeVar('T')
 
@@ -44,19 +45,31 @@ class Commands:
         self._lock = threading.Lock()
         self.commands: Counter[str] = Counter()
 
-    def ask(self, command: Sequence[str], accepted: Collection[int] = (0,)) -> str:
-        """Run a command; returns its standard output. Raises SchedulerSilent if it took too long or
-        failed; BadInput if there is no such command. ``accepted``: exit statuses that are no
-        failure.
+    def ask(
+        self, command: Sequence[str], accepted: Collection[int] = (0,), **environment: str
+    ) -> str:
+        """Run a command, or take its answer to another run of this user where that may be; returns
+        its standard output. Raises SchedulerSilent if it took too long or failed; BadInput if there
+        is no such command. ``accepted``: exit statuses that are no failure. ``environment``: more
+        of it.
         """
-        done = self.run(command)
-        if done.returncode not in accepted:
-            what, said = ' '.join(command[:3]), in_one_line(done.stderr)
-            raise SchedulerSilent(f'{what} failed with status {done.returncode}: {said}')
-        return done.stdout
+
+        def run() -> str:
+            done = self.run(command, None, environment)
+            if done.returncode not in accepted:
+                what, said = ' '.join(command[:3]), in_one_line(done.stderr)
+                raise SchedulerSilent(f'{what} failed with status {done.returncode}: {said}')
+            return done.stdout
+
+        begins = 'PATH', self._scheduler.upper()
+        which = {name: value for name, value in os.environ.items() if name.startswith(begins)}
+        return answer(command, which, run, self._timeout_s)
 
     def run(
-        self, command: Sequence[str], folder: str | None = None
+        self,
+        command: Sequence[str],
+        folder: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever its exit status; in ``folder`` if that is given.
         Raises SchedulerSilent if it took too long; BadInput if there is no such command.
@@ -67,7 +80,7 @@ class Commands:
         try:
             return subprocess.run(
                 command,
-                env={**kept, **self._environment},
+                env={**kept, **self._environment, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

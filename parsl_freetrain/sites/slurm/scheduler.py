@@ -79,10 +79,9 @@ class Slurm:
 
     def _jobs_as_text(self) -> tuple[BatchJob, ...]:
         """The queue, in a format that nobody else knows, and how our jobs have ended."""
-        told = {**_ENVIRONMENT, 'SQUEUE_FORMAT': answers_text.job_format(secrets.token_hex(8))}
-        client = Commands('Slurm', self._options.command_s, told, _MEDDLING)
-        client.commands = self.client.commands  # counted together
-        return self._with_ends(answers_text.parse_jobs(client.ask(answers_text.JOBS)))
+        form = answers_text.job_format(secrets.token_hex(8))
+        said = self.client.ask(answers_text.JOBS, SQUEUE_FORMAT=form)
+        return self._with_ends(answers_text.parse_jobs(said))
 
     def _ranked(self, job: BatchJob) -> BatchJob:
         """With its priority among jobs of all partitions."""
