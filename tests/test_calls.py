@@ -140,7 +140,9 @@ def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: 
         train()
         profile.disable()
     calls = {getattr(e.code, 'co_name', e.code): e.callcount for e in profile.getstats()}
-    files = {name: n for name, n in calls.items() if 'posix.' in str(name) and 'fspath' not in name}
+    files = {
+        name: n for name, n in calls.items() if 'posix.' in str(name) and 'fspath' not in str(name)
+    }
     assert calls['_home'] == 1, 'that of the function; modules were looked at'
     assert files['<built-in method posix.fsync>'] <= 2
     assert sum(files.values()) <= 50, files
