@@ -357,11 +357,20 @@ def test_nodes_that_are_set_aside_while_a_block_has_them_are_given_back_before()
     course = NodeReservation('course', NOW + 100, NOW + 900, ('a', 'c'))
     held = running('mine', 'a', 'b'), running('5', 'c', 'd')
     demand = NodeDemand('reservation course', 1, frozenset('a'), shared=True)
-    assert reserved(held, [course], OURS, NOW + 101) == (demand,)
-    assert reserved(held, [course], OURS, NOW + 100) == (), 'it is not yet time'
-    assert reserved(held, [course], OURS, NOW + 901) == (), 'it is over'
+    assert reserved(held, [course], [], OURS, NOW + 101) == (demand,)
+    assert reserved(held, [course], [], OURS, NOW + 100) == (), 'it is not yet time'
+    assert reserved(held, [course], [], OURS, NOW + 901) == (), 'it is over'
     in_time = running('mine', 'a', 'b', end_s=NOW + 90)
-    assert reserved([in_time], [course], OURS, NOW + 101) == ()
+    assert reserved([in_time], [course], [], OURS, NOW + 101) == ()
+
+
+def test_drained_nodes_are_given_back() -> None:
+    held = running('mine', 'a', 'b'), running('5', 'c', 'd')
+    for state in ('draining', 'job-exclusive+offline', 'allocated'):
+        nodes = Nodes('batch', ('a', 'c'), state), Nodes('batch', ('b', 'd'), 'allocated')
+        found = reserved(held, [], nodes, OURS, NOW)
+        drained = NodeDemand('drained a', 1, frozenset('a'), shared=True)
+        assert found == (() if state == 'allocated' else (drained,))
 
 
 def test_broken_nodes_serve_nobody() -> None:
@@ -453,5 +462,5 @@ def test_a_later_job_does_not_keep_the_first_from_its_node() -> None:
 
 def test_two_reservations_of_a_node_need_it_once() -> None:
     both = [NodeReservation(name, NOW + 5, NOW + 900, ('a',)) for name in ('m', 'n')]
-    demands = reserved([running('mine', 'a', 'b')], both, OURS, NOW + 10)
+    demands = reserved([running('mine', 'a', 'b')], both, [], OURS, NOW + 10)
     assert nodes_to_give(demands, [BlockNodes('mine', ('a', 'b'))], {}, {}) == {'a', 'b'}

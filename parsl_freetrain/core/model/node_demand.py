@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """A waiting job of others that would start now if some nodes of our blocks were given back; or
-    a reservation of such nodes that begins soon.
+    """A waiting job of others that would start now if some nodes of our blocks were given back; a
+    reservation of such nodes that begins soon; or those that were drained.
     """
 
-    job: str  # its id, or 'reservation' and its name
+    job: str  # its id, or 'reservation' and its name, or 'drained' and the nodes
     nodes: int  # how many of ours it lacks
     among: frozenset[str]  # our nodes that would serve it
     # of these, what a reservation or a planned job takes later: fewer jobs could use them
@@ -25,7 +25,10 @@ class NodeDemand:
 
 def in_need(jobs: Iterable[str]) -> str:
     """The :attr:`NodeDemand.job` of several demands in words, each once."""
-    named = (job if job.startswith('reservation ') else f'job {job}' for job in sorted(set(jobs)))
+    named = (
+        job if job.startswith(('reservation ', 'drained ')) else f'job {job}'
+        for job in sorted(set(jobs))
+    )
     return ', '.join(named)
 
 

@@ -137,11 +137,12 @@ def needs(
 def reserved(
     jobs: Iterable[BatchJob],
     reservations: Iterable[NodeReservation],
+    nodes: Iterable[Nodes],
     ours: frozenset[str],
     by_s: float,
 ) -> tuple[NodeDemand, ...]:
-    """Nodes of ours that are set aside from a time before ``by_s`` on, and that we would still have
-    then: the reservation was made after the block had begun.
+    """Nodes of ours that are set aside: from a time before ``by_s`` on, if we would still have them
+    then (the reservation was made after the block had begun), or drained by an administrator.
     """
     holding = [state for state in HOLDING if state is not JobState.ENDING]
     held = [job for job in jobs if job.job_id in ours and job.state in holding]
@@ -153,4 +154,8 @@ def reserved(
             if names := names if each.everywhere else names.intersection(each.nodes):
                 name = f'reservation {each.name}'
                 demands.append(NodeDemand(name, len(names), names, shared=True))
+    drained = chain(*(group.names for group in nodes if group.drained))
+    if names := frozenset(chain(*(job.names for job in held))).intersection(drained):
+        name = f'drained {", ".join(sorted(names))}'
+        demands.append(NodeDemand(name, len(names), names, shared=True))
     return tuple(demands)

@@ -146,6 +146,11 @@ class Nodes:
         return self.marked or any(word in self.state for word in _BROKEN)
 
     @property
+    def drained(self) -> bool:
+        """Whether an administrator wants them empty."""
+        return 'drain' in self.state or 'offline' in self.state
+
+    @property
     def marked(self) -> bool:
         """Whether something is wrong with them beside their state."""
         return bool(self.marks.strip(_HARMLESS_MARKS))

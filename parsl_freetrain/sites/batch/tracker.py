@@ -173,7 +173,7 @@ class BlockTracker:
     def reserved(self, snapshot: QueueSnapshot) -> tuple[NodeDemand, ...]:
         jobs = [job for job in snapshot.jobs if job.job_id not in self._leaving]
         by_s = self._clock() + self._options.margin_s
-        return reserved(jobs, snapshot.reservations, self.ids(), by_s)
+        return reserved(jobs, snapshot.reservations, snapshot.nodes, self.ids(), by_s)
 
     # --- the scheduler's answers
 
