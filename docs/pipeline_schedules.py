@@ -10,8 +10,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from parsl_freetrain.training.parallel.pipeline import METHODS, PipelineSchedule, activations
+from parsl_freetrain.training.parallel.pipeline import METHODS, PipelineSchedule
 from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD
+from workflows.pipeline_facts import activations
 
 STAGES, MICRO_BATCHES = 4, 8
 COLORS = {('F', 0): '#a6cee3', ('B', 0): '#1f78b4', ('F', 1): '#fdbf6f', ('B', 1): '#d96c06'}

@@ -24,10 +24,11 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.parallel.pipeline import Pipeline, activations
+from parsl_freetrain.training.parallel.pipeline import Pipeline
 from parsl_freetrain.training.parallel.pipeline.pipeline import MicroBatches
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import all_finish, finish, order, ranks
+from workflows.pipeline_facts import activations
 
 STEPS = 20
 SIZES = [

@@ -12,24 +12,24 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.pipeline import (
     METHODS,
     PipelineSchedule,
-    activations,
-    bubbles,
     chimera,
-    faults,
     gpipe,
     make_schedule,
-    makespan,
     one_f_one_b,
 )
 from parsl_freetrain.training.parallel.pipeline.schedule import Task, split_layers
-from parsl_freetrain.training.parallel.pipeline.schedule_steps import (
+from parsl_freetrain.training.parallel.pipeline.schedule_steps import message_of
+from workflows.pipeline_facts import (
     POST,
     RUN,
     SEND,
     WAIT,
     WorkerAction,
     actions_of,
-    message_of,
+    activations,
+    bubbles,
+    faults,
+    makespan,
     stuck,
 )
 

@@ -4,7 +4,7 @@ slot.
 A model is cut into stages, and a batch into micro-batches, each of which goes forward through all
 stages and backward again. In each slot a worker computes one pass of one micro-batch through one of
 its stages. Here forward and backward passes take one slot each; for other lengths see
-:func:`parsl_freetrain.training.parallel.pipeline.schedule_facts.makespan`.
+``makespan`` in ``workflows/pipeline_facts.py``.
 
 - GPipe: Huang et al., NeurIPS 2019. All forward passes, then all backward passes.
 - 1F1B: Narayanan et al., SOSP 2019, with a flush after each batch as in PipeDream-Flush. Backward

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from parsl_freetrain.training.parallel.pipeline import schedule as sc
-from parsl_freetrain.training.parallel.pipeline.schedule_steps import actions_of, stuck
+from parsl_freetrain.training.parallel.pipeline.schedule_steps import (
+    StageTransfer,
+    Step,
+    message_of,
+    programs_of,
+)
+
+RUN, POST, SEND, WAIT = 'run', 'post', 'send', 'wait'
 
 
 def faults(schedule: sc.PipelineSchedule) -> tuple[str, ...]:
@@ -100,3 +109,57 @@ def _completed(schedule: sc.PipelineSchedule, stage: int, direction: int) -> int
     last = sc.BACKWARD, stage, direction
     tasks = ((slot, task) for slot, task in enumerate(row) if task is not None)
     return max((i for i, t in tasks if (t.kind, t.stage, t.direction) == last), default=None)
+
+
+@dataclass(frozen=True)
+class WorkerAction:
+    """One action of a worker: :data:`RUN` a task; :data:`POST` a receive; :data:`SEND` a message,
+    which waits for its receive; :data:`WAIT` for a message.
+    """
+
+    verb: str
+    what: sc.Task | StageTransfer
+
+
+def actions_of(schedule: sc.PipelineSchedule) -> tuple[tuple[WorkerAction, ...], ...]:
+    """By worker: its actions, in order."""
+    return tuple(
+        tuple(action for step in program for action in _actions(schedule, step))
+        for program in programs_of(schedule)
+    )
+
+
+def stuck(programs: Sequence[Sequence[WorkerAction]]) -> Mapping[int, WorkerAction]:
+    """The workers that wait for ever, and in which action; empty if all finish. Sending waits until
+    the target has posted the receive, waiting until the message was sent.
+    """
+    at = [0] * len(programs)
+    posted: set[StageTransfer] = set()
+    sent: set[StageTransfer] = set()
+    moved = True
+    while moved:
+        moved = False
+        for worker, program in enumerate(programs):
+            while at[worker] < len(program):
+                action = program[at[worker]]
+                if isinstance(action.what, StageTransfer):
+                    if action.verb == POST:
+                        posted.add(action.what)
+                    elif action.what not in (posted if action.verb == SEND else sent):
+                        break
+                    elif action.verb == SEND:
+                        sent.add(action.what)
+                at[worker] += 1
+                moved = True
+    left = ((worker, program[at[worker] :]) for worker, program in enumerate(programs))
+    return {worker: actions[0] for worker, actions in left if actions}
+
+
+def _actions(schedule: sc.PipelineSchedule, step: Step) -> Iterator[WorkerAction]:
+    if step.task is not None:
+        before = message_of(schedule, schedule.fed_by(step.task))
+        if before is not None:
+            yield WorkerAction(WAIT, before)
+        yield WorkerAction(RUN, step.task)
+    yield from (WorkerAction(POST, message) for message in step.receives)
+    yield from (WorkerAction(SEND, message) for message in step.sends)
