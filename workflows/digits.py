@@ -41,7 +41,7 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.cli.live.view import closing_table, run_live
+from parsl_freetrain.cli.live.view import closing_table
 from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -54,6 +54,7 @@ from parsl_freetrain.sites.idle_schedule import Schedule, read_schedule, write_s
 from parsl_freetrain.sites.synthetic_schedule import generate
 from workflows.command import add_site_option, output_folder, result, set_aside
 from workflows.digits_models import train_digits
+from workflows.live_view import run_live
 
 NETWORKS = ('cnn', 'mlp')
 SHARDS = 4

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from parsl_freetrain.core.allocation.answer import Allocator
-from parsl_freetrain.core.model.errors import BadInput, clean, nodes_text
+from parsl_freetrain.core.model.errors import clean, nodes_text
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report import cells as texts
 from parsl_freetrain.report.status import (
@@ -85,14 +81,6 @@ class LiveView:
     def snapshot(self, now: float) -> RunStatus:
         return snapshot(self._journal.history(), now, self._allocator, self._run)
 
-    def render(self, now: float) -> RenderableType:
-        """The view at ``now`` (epoch seconds); fits any console from 40 columns on."""
-        return screen(self.snapshot(now))
-
-    def lines(self, now: float) -> list[str]:
-        """One plain line per trainer, without any control character."""
-        return plain_lines(self.snapshot(now))
-
 
 def screen(seen: RunStatus) -> RenderableType:
     """A snapshot for a console; fits any from 40 columns on."""
@@ -103,59 +91,11 @@ def plain_lines(seen: RunStatus) -> list[str]:
     return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
 
 
-def run_live(
-    path: str | Path,
-    stop: threading.Event,
-    console: Console,
-    allocator: Allocator | None = None,
-    *,
-    refresh_s: float = 0.5,
-    plain_s: float = 10.0,
-    clock: Callable[[], float] = time.time,
-) -> None:
-    """Show a ledger until ``stop`` is set; the ledger need not exist yet. On a terminal the view is
-    redrawn every ``refresh_s`` seconds. Elsewhere one plain line per trainer is printed every
-    ``plain_s`` seconds, and at the end. Raises BadInput if the file is no ledger or too new.
-    """
-    journal = _wait_for(Path(path), stop, refresh_s)
-    if journal is None:
-        return
-    view = LiveView(journal, allocator)
-    if not console.is_terminal:
-        while not stop.wait(plain_s):
-            _print_lines(console, view.lines(clock()))
-        _print_lines(console, view.lines(clock()))
-        return
-    with Live(
-        view.render(clock()), console=console, auto_refresh=False, vertical_overflow='ellipsis'
-    ) as live:
-        while not stop.wait(refresh_s):
-            live.update(view.render(clock()), refresh=True)
-        live.update(view.render(clock()), refresh=True)
-
-
 def closing_table(summary: Mapping[str, Any]) -> RenderableType:
     """The closing table of a :func:`~parsl_freetrain.report.summary.summary`, with accuracies
     (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) if a workflow added them.
     """
     return _Closing(summary)
-
-
-def _wait_for(path: Path, stop: threading.Event, every_s: float) -> Journal | None:
-    while True:
-        try:
-            return Journal(path, keep_progress=False)
-        except BadInput:
-            # A new ledger is empty for a moment.
-            if path.exists() and path.stat().st_size > 0:
-                raise
-        if stop.wait(every_s):
-            return None
-
-
-def _print_lines(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
 
 
 class _Screen:
