@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parsl_freetrain.core.model.types import Checkpoint, NodeOffer
 from parsl_freetrain.executor import commands as co
@@ -22,23 +21,19 @@ from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
 
-@dataclass(frozen=True)
-class SubmitTrainer:
+class SubmitTrainer(NamedTuple):
     record: TrainerRecord
 
 
-@dataclass(frozen=True)
-class CancelTrainer:
+class CancelTrainer(NamedTuple):
     trainer: str
 
 
-@dataclass(frozen=True)
-class AdoptBlock:
+class AdoptBlock(NamedTuple):
     block: AdoptedBlock
 
 
-@dataclass(frozen=True)
-class TaskArrived:
+class TaskArrived(NamedTuple):
     """Parsl has passed on a fragment's task; ``outer`` is the future that Parsl waits for."""
 
     context: Mapping[str, Any]
@@ -46,25 +41,21 @@ class TaskArrived:
     outer: Future[Checkpoint]
 
 
-@dataclass(frozen=True)
-class SchedulerAnswered:
+class SchedulerAnswered(NamedTuple):
     """The scheduler has answered; the blocks can be polled."""
 
 
-@dataclass(frozen=True)
-class OrdinaryTasks:
+class OrdinaryTasks(NamedTuple):
     change: int
 
 
-@dataclass(frozen=True)
-class Quiesce:
+class Quiesce(NamedTuple):
     """Stop every fragment with a checkpoint; ``quiet`` is set when the last one has ended."""
 
     quiet: threading.Event
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """End the event loop."""
 
 

@@ -13,6 +13,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.stream import Subscriber
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -22,15 +23,12 @@ MOST_TRAINERS = 3
 _CLEAR = '\r\x1b[K'
 
 
-class FutureUpdater:
+class FutureUpdater(Subscriber):
     """A subscriber that updates the progress of all trainers' futures and settles them."""
 
     def __init__(self, records: Mapping[str, TrainerRecord]) -> None:
         self._records = records
         self._nodes: dict[str, int] = {}  # of the last fragment of each trainer
-
-    def flush(self) -> None:
-        """Nothing is ever pending."""
 
     def take(self, event: ev.Event) -> None:
         match event:

@@ -111,19 +111,14 @@ def refuse_live(folder: Path) -> None:
     try:
         other = block_lease.read_holder(path)
     except BadInput:
-        _set_damaged_aside(path)
-        other = None
+        # If a run lives whose file it was, it gives the folder up at its next sign of life, and its
+        # late checkpoints are fenced.
+        aside, other = path.with_name(f'{path.name}.damaged-{secrets.token_hex(4)}'), None
+        path.rename(aside)
+        said = '%s is damaged, so which run has the folder is unknown; kept as %s'
+        logger.warning(said, path, aside)
     if other is not None and (left_s := _lives_s(other, path)) > 0:
         raise BadInput(_refusal(other, path, left_s))
-
-
-def _set_damaged_aside(path: Path) -> None:
-    """Set a damaged file aside; if a run lives whose file it was, it gives the folder up at its
-    next sign of life, and its late checkpoints are fenced.
-    """
-    aside = path.with_name(f'{path.name}.damaged-{secrets.token_hex(4)}')
-    path.rename(aside)
-    logger.warning('%s is damaged, so which run has the folder is unknown; kept as %s', path, aside)
 
 
 def _lives_s(other: block_lease.Holder, path: Path) -> float:

@@ -21,7 +21,8 @@ class Subscriber(Protocol):
         """Handle one event; ignore those of no interest."""
 
     def flush(self) -> None:
-        """Write down what is pending, since no more events are known now."""
+        """Write down what is pending, since no more events are known now; by default, nothing."""
+        return
 
 
 class Stream:

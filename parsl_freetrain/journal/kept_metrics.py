@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parsl_freetrain.core.model.events import FragmentProgressed
 from parsl_freetrain.core.model.state import Fragment, History
 from parsl_freetrain.core.model.types import Checkpoint
 
 
-@dataclass(frozen=True)
-class MetricPoint:
+class MetricPoint(NamedTuple):
     samples: int
     run: int  #: run, at: when they were reported: number of the run, epoch seconds
     at: float
@@ -21,8 +20,7 @@ class MetricPoint:
     mark: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(NamedTuple):
     number: int
     fragment: Fragment
     event: FragmentProgressed

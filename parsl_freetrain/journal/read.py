@@ -7,9 +7,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
@@ -18,8 +17,7 @@ from parsl_freetrain.core.model.state import History, RunState
 from parsl_freetrain.journal.records import Extent, check_head, scan
 
 
-@dataclass(frozen=True)
-class EventBatch:
+class EventBatch(NamedTuple):
     """Events that the controller got in one call, and its answer; ``seq`` counts from 1."""
 
     seq: int

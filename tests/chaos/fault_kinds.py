@@ -18,7 +18,7 @@ import psutil
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.directories import directories
 from parsl_freetrain.training.checkpoint.manifest import MANIFEST, MARKER, is_committed
-from tests.chaos import points
+from tests.chaos import limits, points
 from tests.chaos.disks import full_inodes
 from tests.chaos.training import PAUSE_S, SILENCES
 from tests.support import file_system_shim as fs
@@ -106,6 +106,20 @@ def _trouble(run: Run, draw: random.Random, calls: int, error: int) -> None:
         time.sleep(PAUSE_S)
 
 
+def _clock(run: Run, draw: random.Random, sign: int) -> None:
+    """The clock of a node differs from now on."""
+    if run.shim is None:
+        raise FileNotFoundError
+    node = f'slot{draw.randrange(run.nodes):02d}'
+    run.shim.set_clock(node, sign * draw.choice([3, 20, 600, 86_400]))
+
+
+def _limited(run: Run, draw: random.Random, kind: str, most: int) -> None:
+    """All processes of the run together get no more than a little for some seconds."""
+    with limits.limited(kind, most, [process.pid for process in run.processes()]):
+        time.sleep(PAUSE_S)
+
+
 _KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
 KINDS: dict[str, tuple[int, Fault]] = {
     'rank': (8, partial(_one, kind='rank', number=_KILL)),
@@ -145,11 +159,19 @@ KINDS: dict[str, tuple[int, Fault]] = {
     'file system full': (1, partial(_trouble, calls=fs.WRITE | fs.SYNC, error=errno.ENOSPC)),
     'stale handles': (1, partial(_trouble, calls=fs.OPEN | fs.READ, error=errno.ESTALE)),
     'short reads and writes': (1, partial(_trouble, calls=fs.READ | fs.WRITE, error=0)),
+    "a node's clock ahead": (1, partial(_clock, sign=1)),
+    "a node's clock behind": (1, partial(_clock, sign=-1)),
+    'no more processes': (1, partial(_limited, kind='pids', most=2)),
+    'little memory': (1, partial(_limited, kind='memory', most=150 << 20)),
     **{kind: (1, partial(_ordered, kind=kind)) for kind in (*SILENCES, *points.FAULTS)},
 }
 """How often each kind is caused relative to the others, and how."""
 
-ON_SMALL_DISK = ('full disk', 'full inodes')
+ON_SMALL_DISK, IN_GROUPS = ('full disk', 'full inodes'), ('no more processes', 'little memory')
+WITH_SHIM = (
+    'file system fails', 'file system full', 'stale handles', 'short reads and writes',
+    "a node's clock ahead", "a node's clock behind",
+)  # fmt: skip
 
 
 def strike(run: Run, draw: random.Random, kind: str) -> bool:

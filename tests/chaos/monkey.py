@@ -33,8 +33,9 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from tests.chaos import limits
 from tests.chaos.disks import small_disk
-from tests.chaos.fault_kinds import KINDS, ON_SMALL_DISK, strike
+from tests.chaos.fault_kinds import IN_GROUPS, KINDS, ON_SMALL_DISK, WITH_SHIM, strike
 from tests.chaos.training import BATCH, MODE, NAME, SAMPLES, counted, orders_in
 from tests.support import template
 from tests.support.file_system_shim import Shim, compiler
@@ -296,7 +297,10 @@ def chaos(
     with small_disk(folder / 'struck' / 'checkpoints') as disk:
         shim = Shim(folder) if compiler() else None
         run = Run(folder / 'struck', nodes, faults_every, seed, shim=shim)
-        possible = {kind for kind in kinds if disk or kind not in ON_SMALL_DISK}
+        left_out: tuple[str, ...] = () if disk else ON_SMALL_DISK
+        left_out += () if shim else WITH_SHIM
+        left_out += () if limits.possible() else IN_GROUPS
+        possible = {kind for kind in kinds if kind not in left_out}
         monkey = Monkey(run, seed, possible, say, pairs)
         try:
             monkey.strike_until(fragments, faults, 10**6)

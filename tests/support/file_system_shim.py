@@ -1,5 +1,6 @@
 """A file system in trouble, for programs that a test starts: calls on some files fail, or read and
-write less, in all processes that are started with :attr:`Shim.environment`.
+write less, in all processes that are started with :attr:`Shim.environment`; and a node whose clock
+differs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ SOURCE = Path(__file__).with_suffix('.c')
 OPEN, READ, WRITE, SYNC, NAMES = 1, 2, 4, 8, 16
 ALL = OPEN | READ | WRITE | SYNC | NAMES
 _RULE = struct.Struct('<IiII240s')
+_CLOCK, _CLOCK_AT = struct.Struct('<i60s'), 1024
 
 
 def compiler() -> str | None:
@@ -48,6 +50,10 @@ class Shim:
             yield
         finally:
             self._page[:4] = bytes(4)
+
+    def set_clock(self, node: str, ahead_s: int) -> None:
+        """The clock of one node (FREETRAIN_NODE) differs by whole seconds, from now on."""
+        self._page[_CLOCK_AT : _CLOCK_AT + _CLOCK.size] = _CLOCK.pack(ahead_s, node.encode())
 
     @property
     def struck(self) -> int:

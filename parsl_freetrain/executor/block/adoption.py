@@ -6,8 +6,8 @@ import hashlib
 import logging
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.parsl_side import ParslSide
@@ -22,8 +22,7 @@ TEMPLATE = ' --template {}'
 """Option of it: the nodes import torch themselves, and write the logs of that into a folder."""
 
 
-@dataclass(frozen=True)
-class AdoptedBlock:
+class AdoptedBlock(NamedTuple):
     """A block of an earlier run under the id that it has in this one."""
 
     block: str

@@ -6,8 +6,8 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
@@ -40,8 +40,7 @@ EQUAL_FAILURES = 3
 AVOID_S = 600.0  # a node with a broken device is not used for so long
 
 
-@dataclass(frozen=True)
-class GreetingReturned:
+class GreetingReturned(NamedTuple):
     block: str
     manager: str
     done: Future[Greeting]

@@ -12,12 +12,12 @@ import queue
 import random
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from parsl import curvezmq
@@ -39,8 +39,7 @@ SEND_S = 15
 MemberKey = tuple[str, int, int]  # trainer, fragment, member
 
 
-@dataclass(frozen=True)
-class MemberDisconnected:
+class MemberDisconnected(NamedTuple):
     """The connection of a fragment's member has ended. It may come back by itself."""
 
     trainer: str
@@ -48,8 +47,7 @@ class MemberDisconnected:
     member: int
 
 
-@dataclass(frozen=True)
-class _ConnectionEnded:
+class _ConnectionEnded(NamedTuple):
     fd: int
 
 
@@ -110,14 +108,8 @@ class _ConnectionLimit:
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             return
         drop_all = ctypes.create_string_buffer(b'\x06\0\0\0\0\0\0\0', 8)  # BPF: return 0
-        program = _Program(1, ctypes.addressof(drop_all))
-        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
-
-
-class _Program(ctypes.Structure):
-    """``struct sock_fprog``."""
-
-    _fields_ = (('length', ctypes.c_ushort), ('filter', ctypes.c_void_p))
+        program = struct.pack('HP', 1, ctypes.addressof(drop_all))  # struct sock_fprog
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 class ControlServer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 LOGS, FRAGMENTS = 1000, 10
 """Number of logs of ranks that a trainer keeps, and of fragments that keep theirs in any case."""
+_LOG = re.compile(r'(?:fragment|ahead-of)-(\d+)-.+\.log')
 _STOPPED_SHARE = 0.5  # of hang_s, until a stopped rank is killed; the rest is for the others
 
 
@@ -216,6 +218,7 @@ class Member:
 def prune_logs(folder: Path, fragment: int) -> None:
     """Remove the oldest logs when a fragment has begun: projects have quotas of files."""
     with suppress(OSError):
-        for log in sorted(folder.glob('fragment-*-rank-*.log'))[:-LOGS]:
-            if int(log.name.split('-')[1]) <= fragment - FRAGMENTS:
+        named = ((_LOG.fullmatch(log.name), log) for log in folder.iterdir())
+        for number, log in sorted((int(match[1]), log) for match, log in named if match)[:-LOGS]:
+            if number <= fragment - FRAGMENTS:
                 log.unlink(missing_ok=True)

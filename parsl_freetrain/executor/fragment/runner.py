@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
@@ -28,7 +28,7 @@ from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilen
 from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.settings import Timeouts
-from parsl_freetrain.executor.stream import Stream
+from parsl_freetrain.executor.stream import Stream, Subscriber
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import Abandon, Alive, FromMember, Hello
 
@@ -39,15 +39,14 @@ SETTLED_S = 0.5
 FRAGMENT = 'freetrain_fragment'  # key of the resource specification that marks a fragment's task
 
 
-@dataclass(frozen=True)
-class MemberReturned:
+class MemberReturned(NamedTuple):
     trainer: str
     fragment: int
     member: int
     done: Future[Any]
 
 
-class FragmentRunner:
+class FragmentRunner(Subscriber):
     """Carries out StartFragment, StopFragment and AbandonFragment, and emits the results. As a
     subscriber, it ends the members of a node that is gone. ``records``: all trainers, by name;
     ``running``: fragments that have not ended, by trainer and number. ``clock``: as of all times.
@@ -221,9 +220,6 @@ class FragmentRunner:
                         fragment.job_out_of_memory(node)
                 if fragment.over():
                     self._conclude(fragment, event.at)
-
-    def flush(self) -> None:
-        """Nothing is ever pending."""
 
     def returned(self, back: MemberReturned, at: float) -> None:
         fragment = self.running.get((back.trainer, back.fragment))

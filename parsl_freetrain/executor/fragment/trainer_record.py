@@ -152,10 +152,4 @@ def _outcomes(fragment: RunningFragment) -> Iterator[tuple[str, Outcome, int]]:
 
 def furthest(fragment: RunningFragment) -> int:
     """The largest number of samples that a rank has trained, as far as it is known."""
-    said = (
-        rank.outcome.samples
-        for member in fragment.settled
-        for rank in fragment.results(member)
-        if rank.outcome is not None
-    )
-    return max((fragment.reached, *said))
+    return max((fragment.reached, *(outcome.samples for _, outcome, _ in _outcomes(fragment))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import overdue
@@ -15,23 +15,20 @@ SOON_S = 0.1
 """Maximum seconds between two checks while a member has been asked whether it is there."""
 
 
-@dataclass(frozen=True)
-class GiveUp:
+class GiveUp(NamedTuple):
     """End the fragment at once."""
 
     fragment: RunningFragment
     why: str
 
 
-@dataclass(frozen=True)
-class StopNow:
+class StopNow(NamedTuple):
     """Ask the fragment to stop now, without waiting any longer for standby ranks."""
 
     fragment: RunningFragment
 
 
-@dataclass(frozen=True)
-class NodeSilent:
+class NodeSilent(NamedTuple):
     """Count the node as lost."""
 
     node: str

@@ -6,8 +6,7 @@ import importlib
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parsl.executors.execute_task import execute_task
 
@@ -58,8 +57,7 @@ def _executing(execute: str | None) -> Callable[..., Any]:
     return run
 
 
-@dataclass(frozen=True)
-class Greeting:
+class Greeting(NamedTuple):
     """The name of a node, the number of its accelerators, and its clock when it was greeted."""
 
     name: str

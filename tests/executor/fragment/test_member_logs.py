@@ -17,6 +17,7 @@ def test_old_logs_go_but_never_those_of_the_last_fragments(
     for fragment in range(first, 1201):
         for rank in range(ranks):
             (tmp_path / f'fragment-{fragment:06d}-rank-{rank}.log').touch()
+    (tmp_path / f'ahead-of-{first:06d}-n0-0.log').touch()
     prune_logs(tmp_path, 1200)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept[0] == f'fragment-{oldest:06d}-rank-0.log' and kept[-1] == 'notes'
