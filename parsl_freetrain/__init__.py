@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         same_weights,
     )
     from parsl_freetrain.training.loop.context import FragmentContext
+    from parsl_freetrain.training.spec.diloco import DiLoCo, Nesterov
     from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
     from parsl_freetrain.training.spec.retention import Checkpoints, Retention
     from parsl_freetrain.training.spec.training import Epochs, Owner, Ranks, Samples, Scaling
@@ -55,6 +56,7 @@ _MODULES = {
     'sites.slurm': ('SlurmSite',),
     'training.checkpoint.export': ('export_weights', 'load_weights', 'same_weights'),
     'training.loop.context': ('FragmentContext',),
+    'training.spec.diloco': ('DiLoCo', 'Nesterov'),
     'training.spec.mode': ('Reproducible', 'Scaled', 'Throughput'),
     'training.spec.retention': ('Checkpoints', 'Retention'),
     'training.spec.training': ('Epochs', 'Owner', 'Ranks', 'Samples', 'Scaling'),
@@ -69,6 +71,7 @@ __all__ = [
     'Checkpoint',
     'Checkpoints',
     'CobaltSite',
+    'DiLoCo',
     'Epochs',
     'FragmentContext',
     'FreeTrainApp',
@@ -77,6 +80,7 @@ __all__ = [
     'FreeTrainExecutor',
     'HtexOptions',
     'LocalSite',
+    'Nesterov',
     'Owner',
     'PackedEnvironment',
     'PbsSite',

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -22,7 +23,7 @@ from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
-from parsl_freetrain.executor.fragment.payload import Packed, definition, pack
+from parsl_freetrain.executor.fragment.payload import Packed, definition, name_of, pack, unfit
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
@@ -30,8 +31,9 @@ from parsl_freetrain.executor.trainer import arguments
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.names import check_name
 from parsl_freetrain.host.rehearsals import say_if_never
-from parsl_freetrain.training.checkpoint.folder_claim import claim
+from parsl_freetrain.training.checkpoint.folder_claim import claim, round_samples
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.spec.diloco import DiLoCo, replica_folder, replica_name
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints
 from parsl_freetrain.training.spec.shapes import identity_of
@@ -115,14 +117,20 @@ class FreeTrainApp:
         called = self.name if trainer_name is None else trainer_name
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
+        others: list[Checkpoint | None] = []
         try:
             packed = pack(self.function, args, kwargs, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
             folder = Path(executor.checkpoint_dir) / name
             resume = self.spec.checkpoints.resume or executor.resume
             checkpoint = claim(folder, name, self.identity(), resume)
+            for replica in range(1, self.spec.diloco.replicas if self.spec.diloco else 1):
+                own = executor.names.take(replica_name(name, replica), explicit=True)
+                place = replica_folder(folder, replica)
+                others.append(claim(place, own, self.identity(), 'auto'))
         except BaseException:
-            executor.names.free(name)
+            for replica in range(1 + len(others)):
+                executor.names.free(replica_name(name, replica))
             raise
         future = TrainingFuture(name)
         executor.await_arguments(future)
@@ -139,7 +147,8 @@ class FreeTrainApp:
                     arguments.when_done(packed.waits_for, functools.partial(start, packed))
                 else:
                     arguments.compare(folder, checkpoint, self._named(args, kwargs))
-                    self._start(future, executor, dfk, folder, checkpoint, packed.payload)
+                    newest = checkpoint, *others
+                    self._start(future, executor, dfk, folder, newest, packed.payload)
             except Exception as error:
                 executor.names.free(name)
                 future._settle_failed(error)
@@ -156,6 +165,7 @@ class FreeTrainApp:
         from parsl_freetrain.training.loop.debugging import train_here
 
         app, kwargs = self._seeded(kwargs)
+        app = app.with_options(mode=app.spec.mode)  # without rounds
         args, kwargs = arguments.values_of(args, kwargs)
         return train_here(app.name, app.spec, self.function, args, kwargs)
 
@@ -169,7 +179,7 @@ class FreeTrainApp:
         left = kwargs if own else {key: value for key, value in kwargs.items() if key != 'seed'}
         if seed == self.spec.mode.seed:
             return self, left
-        app = self.with_options(mode=structs.replace(self.spec.mode, seed=seed))
+        app = self.with_options(mode=self.spec.seeded(seed))
         return app, left
 
     def rehearse(self, *args: Any, steps: int = 12, plain: Any = None, **kwargs: Any) -> Rehearsal:
@@ -181,6 +191,7 @@ class FreeTrainApp:
         from parsl_freetrain import rehearsal  # torch is slow to import
 
         app, kwargs = self._seeded(kwargs)
+        app = app.with_options(mode=app.spec.mode)  # without rounds
         self._check_arguments(args, kwargs)
         args, kwargs = arguments.values_of(args, kwargs)
         return rehearsal.rehearse(app, args, kwargs, steps, plain)
@@ -201,7 +212,10 @@ class FreeTrainApp:
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for a trainer to continue from a checkpoint."""
         mode, shapes = self.spec.mode, self.spec.shapes
-        return {'function': _name_of(self.function), **mode.identity(), **identity_of(shapes, mode)}
+        diloco = self.spec.diloco
+        rounds = {} if diloco is None else {'diloco': diloco.identity()}
+        same = {**mode.identity(), **identity_of(shapes, mode), **rounds}
+        return {'function': name_of(self.function), **same}
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         signature = inspect.signature(self.function)
@@ -231,7 +245,7 @@ class FreeTrainApp:
         executor: FreeTrainExecutor,
         dfk: DataFlowKernel,
         folder: Path,
-        checkpoint: Checkpoint | None,
+        newest: Sequence[Checkpoint | None],
         payload: bytes,
     ) -> None:
         if dfk.monitoring is not None:
@@ -247,17 +261,27 @@ class FreeTrainApp:
             )
             return task
 
-        executor.submit_trainer(
-            TrainerRecord(
-                trainer=self.spec.trainer(future.name, _name_of(self.function)),
-                spec=self.spec,
-                store=str(folder),
-                launch=launch,
-                future=future,
-                checkpoint=checkpoint or Checkpoint(future.name, '', 0, 0),
-                fragments_before=PosixCheckpointStore(folder, future.name).last_fragment(),
+        known = round_samples(folder, future.name) if self.spec.diloco else None
+        futures = [future]
+        for replica in range(1, len(newest)):
+            futures.append(TrainingFuture(replica_name(future.name, replica)))
+        future._replicas = futures[1:]
+        for replica, checkpoint in enumerate(newest):
+            spec = structs.replace(self.spec, replica=replica)
+            trainer = spec.trainer(future.name, name_of(self.function))
+            name, store = trainer.name, replica_folder(folder, replica)
+            executor.submit_trainer(
+                TrainerRecord(
+                    trainer=replace(trainer, round_samples=known),
+                    spec=spec,
+                    store=str(store),
+                    launch=launch,
+                    future=futures[replica],
+                    checkpoint=checkpoint or Checkpoint(name, '', 0, 0),
+                    fragments_before=PosixCheckpointStore(store, name).last_fragment(),
+                )
             )
-        )
+        checkpoint, *_ = newest
         if checkpoint is None:
             say_if_never(definition(self.function))
         else:
@@ -272,37 +296,12 @@ def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
 
 
-_NOT_CALLED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    defined = definition(function)
-    return f'{defined.__module__}.{defined.__qualname__}'
-
-
-def _unfit(function: Callable[..., Any]) -> str:
-    """Why it cannot train; empty if it may."""
-    first = next(iter(inspect.signature(function).parameters.values()), None)
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        return 'it takes no positional argument; the first must be the fragment context'
-    if isinstance(function, functools.partial) and function.args:
-        return (
-            'its first argument, the fragment context, is bound already; bind arguments by their '
-            'names'
-        )
-    called = definition(function), getattr(function, '__call__', None)  # noqa: B004
-    if any(kind(one) for kind in _NOT_CALLED for one in called):
-        return (
-            'it is a coroutine or a generator, whose body no call runs; it must be a plain function'
-        )
-    return ''
-
-
 @checked_arguments(
     '@freetrain_app',
     ('goal=Samples', Samples),
     ('mode=Reproducible', Reproducible),
     ('mode=Scaled', Scaled),
+    ('mode=DiLoCo', DiLoCo),
     ('checkpoints=Checkpoints', Checkpoints),
     ('ranks=Ranks', Ranks),
     ('scaling=Scaling', Scaling),
@@ -316,7 +315,7 @@ def freetrain_app(
     total_epochs: Optional[Positive] = None,
     total_samples: Optional[AtLeast1] = None,
     goal: Optional[Epochs | Samples] = None,
-    mode: Reproducible | Throughput | Scaled = Reproducible(),
+    mode: Reproducible | Throughput | Scaled | DiLoCo = Reproducible(),
     checkpoints: Checkpoints = Checkpoints(),
     ranks: Ranks = Ranks(),
     scaling: Scaling = Scaling(),
@@ -351,7 +350,9 @@ def freetrain_app(
     mode
         :class:`~parsl_freetrain.Reproducible`: the same weights to the last bit for any sequence of
         node counts; :class:`~parsl_freetrain.Throughput`: torch's DistributedDataParallel;
-        :class:`~parsl_freetrain.Scaled`: the same with a global batch that grows with the ranks.
+        :class:`~parsl_freetrain.Scaled`: the same with a global batch that grows with the ranks;
+        :class:`~parsl_freetrain.DiLoCo`: rounds of independent pieces on nodes that need not reach
+        each other, each on ``min_nodes`` to ``max_nodes``.
     checkpoints
         When checkpoints are written, and which are kept and read.
     ranks
@@ -372,7 +373,7 @@ def freetrain_app(
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:
         name = definition(function).__name__
         where = f'@freetrain_app on {name!r}'
-        if wrong := _unfit(function):
+        if wrong := unfit(function):
             raise BadInput(f'{where}: {wrong}.')
         try:
             spec = TrainingSpec.of(

@@ -19,7 +19,7 @@ from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.process import fork_server
 from site_configs import laptop
 from tests.support import template
-from workflows import chimera_gpt, cosmoflow, gpt_sharded, hpo, nas, unet3d
+from workflows import chimera_gpt, cosmoflow, gpt_apart, gpt_sharded, hpo, nas, unet3d
 
 
 def test_every_architecture_is_a_network() -> None:
@@ -133,10 +133,19 @@ def test_a_second_run_beside_a_live_one_is_one_sentence(
     assert list(tmp_path.iterdir()) == [checkpoints]
 
 
-@pytest.mark.parametrize('workflow', [chimera_gpt, cosmoflow, gpt_sharded, unet3d])
+@pytest.mark.parametrize('workflow', [chimera_gpt, cosmoflow, gpt_apart, gpt_sharded, unet3d])
 def test_an_output_folder_that_cannot_be_made_is_one_sentence(
     workflow: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert workflow.main(['--small', '--out', '/proc/nothing']) == 2
     [sentence] = capsys.readouterr().err.strip().splitlines()
     assert 'cannot be made' in sentence
+
+
+@pytest.mark.long
+def test_replicas_that_are_killed_at_every_stage_train_the_same_gpt(tmp_path: Path) -> None:
+    assert gpt_apart.main(['--small', '--out', str(tmp_path / 'out')]) == 0
+    summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())
+    assert summary['weights_equal'] and summary['loss'] == summary['loss_alone']
+    assert (summary['rounds'], summary['pieces']) == (3, 12) and summary['kills'] >= 8
+    assert summary['loss'] < 4.3 and abs(summary['loss'] - summary['loss_synchronous']) < 1.0

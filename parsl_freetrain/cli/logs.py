@@ -17,6 +17,7 @@ import typer
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.report.names import trainer_named
+from parsl_freetrain.training.spec.diloco import replica_folder
 
 if TYPE_CHECKING:
     from parsl_freetrain.journal.read import Journal
@@ -79,7 +80,11 @@ def _folder(journal: Journal, trainer: str) -> Path:
     trainer_named(dict.fromkeys(name for run in reversed(runs) for name in run.trainers), trainer)
     kept = runs[-1].began.checkpoint_dir
     folders = [*([Path(kept)] if kept else []), journal.path.parent]
-    places = [folder / trainer / 'logs' for folder in folders]
+    one = next(run.trainers[trainer] for run in reversed(runs) if trainer in run.trainers).trainer
+    own = Path(trainer)
+    if one.training not in ('', trainer):
+        own = replica_folder(Path(one.training), int(trainer.rpartition('.replica')[2]))
+    places = [folder / own / 'logs' for folder in folders]
     return next((place for place in places if place.is_dir()), places[0])
 
 

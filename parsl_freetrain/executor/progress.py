@@ -55,6 +55,12 @@ class FutureUpdater(Subscriber):
             ):
                 self._progressed(name, event)
 
+    def _of_training(self, record: TrainerRecord) -> list[TrainerRecord]:
+        """A trainer's record, and those of the other replicas of its training."""
+        training = record.trainer.training
+        others = [one for one in self._records.values() if one.trainer.training == training]
+        return [record, *(others if training else ())]
+
     def _open(self, name: str) -> TrainerRecord | None:
         record = self._records.get(name)
         return None if record is None or record.future._ended else record
@@ -63,7 +69,7 @@ class FutureUpdater(Subscriber):
         record = self._open(name)
         if record is None:
             return
-        progress = record.future.progress()
+        progress = record.future._progress
         match event:
             case ev.TotalKnown(total_samples=total_samples):
                 _show(record, total_samples=total_samples)
@@ -98,7 +104,8 @@ class FutureUpdater(Subscriber):
         if state == 'cancelled':
             record.future._settle_cancelled()
         elif state == 'failed':
-            record.future._settle_failed(record.failure or error)
+            known = (one.failure for one in self._of_training(record) if one.failure)
+            record.future._settle_failed(next(known, error))
         else:
             store = PosixCheckpointStore(Path(record.store), name)
             keep = record.spec.checkpoints.retention
@@ -142,6 +149,8 @@ class ProgressLine:
         """Note a trainer; end the line with the run."""
         match event:
             case ev.TrainerSubmitted(trainer=trainer) if record := self._records.get(trainer.name):
+                if trainer.training not in ('', trainer.name):
+                    return  # the first replica's future shows them all
                 if self._on and not self._futures:
                     self._write(f'freetrain watch --ledger {self._ledger} shows more.\n')
                 self._futures.append(record.future)

@@ -67,7 +67,11 @@ def heading_words(seen: RunStatus) -> str:
 
 
 def in_shape(t: TrainerNow) -> str:
-    return f' ({t.shape})' if t.shape else ''
+    said = [t.shape] if t.shape else []
+    if t.rounds is not None:
+        rounds, pieces, replicas = t.rounds
+        said.append(f'round {rounds + 1}, {pieces} of {replicas} pieces done')
+    return f' ({"; ".join(said)})' if said else ''
 
 
 def metric_text(t: TrainerNow) -> str:

@@ -96,7 +96,8 @@ def _of_trainer(
             expected = max(0.0, curve.rate_at(count) * seconds - cost)
             staying = old.rate_at(was) * seconds
         then = at + seconds
-        done = trained.until(then) - trained.until(at)
+        # Replicas count in samples of all of them, and each trains its share.
+        done = (trained.until(then) - trained.until(at)) / training.trainer.replicas
         yield DecisionOutcome(name, run.id, number, at, then, was, count, expected, staying, done)
 
 

@@ -27,6 +27,7 @@ TRIGGERS = {
     'BlockEndKnown': 'the end of a block became known',
     'TrainerSubmitted': 'a trainer was submitted',
     'TotalKnown': 'the length of a training became known',
+    'RoundKnown': 'the length of a round became known',
     'FragmentProgressed': 'a trainer made progress',
     'FragmentEnded': 'a fragment ended',
     'TrainerCancelled': 'a trainer was cancelled',
@@ -140,6 +141,12 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
     fragment = training.last()
     if training.over or (fragment is not None and fragment.ended is None):
         return None
+    late = [one for one in run.replicas(training) if not one.over and one.rounds < training.rounds]
+    if late:
+        return (
+            f'It waits at the end of round {training.rounds} for {len(late)} other replicas: '
+            f'{", ".join(one.name for one in late[:MOST_OTHERS])}.'
+        )
     if all(node.left_at is not None for node in run.nodes.values()):
         return _for_nodes(run, now) + _given_back(run, now)
     last = run.decisions[-1] if run.decisions else None

@@ -43,6 +43,9 @@ class TrainerNow:
     shape: str | None = None  # how its ranks share the work; None: no nodes, or no shapes
     resumes: int = 0  # with verified: as of its last checkpoint
     verified: int = 0
+    # of a training in replicas: the rounds that all have ended, and those that have ended one more;
+    # None: it has no rounds, or their length is not known yet
+    rounds: tuple[int, int, int] | None = None
 
     @property
     def loss(self) -> float | None:
@@ -130,8 +133,9 @@ def snapshot(
         silent_s=max(0.0, now - run.last_at) if going else 0.0,
         ended=None if run.ended is None else run.how or 'ended',
         trainers=tuple(
-            _trainer(one, fragments[name], going, until, gains.get(name))
+            _trainer(run.replicas(one), fragments, going, until, gains.get(name))
             for name, one in run.trainers.items()
+            if one.trainer.training in ('', name)
         ),
         blocks=_blocks(run, now) if going else (),
         decision=_last_decision(run, now) if going else None,
@@ -171,15 +175,25 @@ def _last_decision(run: RunState, now: float) -> DecisionNow | None:
 
 
 def _trainer(
-    training: Training, fragments: list[Fragment], going: bool, now: float, gain: float | None
+    replicas: list[Training],
+    of: Mapping[str, list[Fragment]],
+    going: bool,
+    now: float,
+    gain: float | None,
 ) -> TrainerNow:
-    running = [f for f in training.fragments if f.ended is None] if going else []
+    training, each = replicas[0], [of[one.name] for one in replicas]
+    fragments = sorted((f for mine in each for f in mine), key=lambda f: (f.run, f.decided_at))
+    open_ones = [f for one in replicas for f in one.fragments if f.ended is None]
+    running = open_ones if going else []
     seen = [f.seen for f in running if f.seen is not None]
     rates = [report.rate for report in seen if report.rate is not None]
     said = next((f.seen.metrics for f in reversed(fragments) if f.seen and f.seen.metrics), {})
     endings = [ending_of(f, f.run == training.run and going) for f in fragments]
-    samples = max([training.samples, *(report.samples for report in seen)])
-    state = state_of(training, going)
+    reached = {one.name: one.samples for one in replicas}
+    for report in seen:
+        reached[report.trainer] = max(reached[report.trainer], report.samples)
+    samples = sum(reached.values()) // len(replicas)
+    state = 'running' if running and not training.over else state_of(training, going)
     return TrainerNow(
         name=training.name,
         state=state,
@@ -191,13 +205,19 @@ def _trainer(
         efficiency=gain,
         fragments=len(fragments),
         preempted=endings.count('preempted'),
-        rescaled=sum(len(a.nodes) != len(b.nodes) for a, b in pairwise(fragments)),
+        rescaled=sum(len(a.nodes) != len(b.nodes) for mine in each for a, b in pairwise(mine)),
         finish_s=_finish_s(training, samples, now) if going and not training.over else None,
         why=training.why,
         shape=running[-1].shape or None if running else None,
-        resumes=training.resumes,
-        verified=training.verified,
+        resumes=sum(one.resumes for one in replicas),
+        verified=sum(one.verified for one in replicas),
+        rounds=_rounds(replicas) if training.trainer.round_samples else None,
     )
+
+
+def _rounds(replicas: list[Training]) -> tuple[int, int, int]:
+    done = [one.rounds for one in replicas]
+    return min(done), sum(one > min(done) for one in done), len(done)
 
 
 def _finish_s(training: Training, samples: int, now: float) -> float | None:

@@ -45,12 +45,12 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
 def _trainers(history: History) -> dict[str, dict[str, Any]]:
     living = {r.id for r in history.runs if history.alive(r)}
     fragments: dict[str, list[Fragment]] = defaultdict(list)
-    table: dict[str, dict[str, Any]] = {}
+    table: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # by training and replica
     for one in history.trainings:  # in order of runs: what a later run says counts
         mine = fragments[one.name]
         mine += one.fragments
         endings = [ending_of(f, f.run in living) for f in mine]
-        table[one.name] = {
+        table[one.trainer.training or one.name][one.name] = {
             'fragments': len(mine),
             'fragments_started': sum(f.started_at is not None for f in mine),
             'preempted': endings.count('preempted'),
@@ -65,7 +65,17 @@ def _trainers(history: History) -> dict[str, dict[str, Any]]:
             'state': one.state,
             'why': one.why,
         }
-    return table
+    return {name: _of_all(list(replicas.values())) for name, replicas in table.items()}
+
+
+def _of_all(replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a training: the first replica's with the counts of all, each with its share."""
+    first = dict(replicas[0])
+    for key in first.keys() - {'samples_expected', 'state', 'why'}:
+        first[key] = sum(row[key] for row in replicas)
+    for key in ('samples', 'samples_repeated'):
+        first[key] //= len(replicas)
+    return first
 
 
 def _repeated(fragments: list[Fragment], living: set[int]) -> int:

@@ -30,6 +30,7 @@ WITH_PYTHON = [page for page in pages() if blocks(page, 'python')]
 CALLED = {'README.md', 'replay.md', 'parallel.md', 'chimera.md', 'guides/first-site.md'}
 NOT_CALLED = {
     'app.md': 'shapes of several ranks: tests/training/loop/test_shapes.py',
+    'diloco.md': 'replicas on several nodes: tests/executor/test_replicas.py',
     'command-line.md': 'a workflow without a training in it; tests/cli/test_run.py runs whole ones',
     'tuning.md': 'a search of many trainers: tests/tuning/test_tune.py',
     'sharding.md': 'shapes of several ranks: tests/training/parallel/test_sharded.py',

@@ -286,7 +286,9 @@ def candidate_of(
         trainer.max_nodes,
         trainer.priority,
         None if trainer.finish_by_s is None else trainer.finish_by_s - at,
-        None if trainer.total_samples is None else max(trainer.total_samples - samples, 1),
+        None
+        if trainer.total_samples is None
+        else max((trainer.total_samples - samples) // trainer.replicas, 1),
         trainer.efficiency,
         waited_s,
     )

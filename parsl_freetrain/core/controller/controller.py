@@ -226,6 +226,8 @@ class Controller:
         profiles = self.state.profiles_of(trainer)
         new = cs.TrainerState(trainer, samples, event.fragments, profiles, submitted_at=at)
         new.waiting_since, new.reached = at, samples
+        for one in self.state.siblings(trainer):
+            new.measured = one.measured
         self.state.submit(trainer.name, new)
         return [], True
 
@@ -233,6 +235,15 @@ class Controller:
     def _(self, event: ev.TotalKnown) -> tuple[list[ev.Action], bool]:
         if known := self.state.trainers.get(event.trainer):
             known.trainer = replace(known.trainer, total_samples=event.total_samples)
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.RoundKnown) -> tuple[list[ev.Action], bool]:
+        if known := self.state.trainers.get(event.trainer):
+            for one in (known, *self.state.siblings(known.trainer)):
+                one.trainer = replace(one.trainer, round_samples=event.round_samples)
+                if one.running is None:
+                    self.state.check_gate(one)
         return [], False
 
     @_take_in.register
@@ -244,7 +255,8 @@ class Controller:
         if event.rate is None:
             return [], False
         if not trainer.profiles.stated:
-            self.state.changed[event.trainer] = None
+            for one in (trainer, *self.state.siblings(trainer.trainer)):
+                self.state.changed[one.trainer.name] = None
         learned = trainer.learn(event.rate)
         running, nodes = trainer.running, len(trainer.running.nodes)
         why = trainer.shapes.change(nodes, running.shape)
@@ -275,14 +287,17 @@ class Controller:
         trainer.waiting_since = event.at
         if progressed:
             trainer.stalled = trainer.fruitless = trainer.failures = 0
+        self.state.check_gate(trainer)
         if event.ending is ev.Ending.FINISHED:
-            return [trainer_end.end_trainer(self.state, trainer, 'finished')], True
+            return trainer_end.end_trainer(self.state, trainer, 'finished'), True
         if trainer.dismissed:
             end = trainer.dismissed
-            return [trainer_end.end_trainer(self.state, trainer, end.state, end.why)], True
+            return trainer_end.end_trainer(self.state, trainer, end.state, end.why), True
         if why := trainer_end.why_it_fails(trainer, ended, event, self.settings):
-            return [trainer_end.end_trainer(self.state, trainer, 'failed', why)], True
-        accident = event.ending is not ev.Ending.STOPPED and not event.out_of_memory
+            return trainer_end.end_trainer(self.state, trainer, 'failed', why), True
+        # A replica stops where a checkpoint of another one has turned out to be damaged.
+        stopped = event.ending is ev.Ending.STOPPED and not trainer.trainer.training
+        accident = not stopped and not event.out_of_memory
         if accident and not ended.broken and not progressed:
             self._pause(trainer, event.at)
         return [], True
@@ -310,7 +325,7 @@ class Controller:
         if trainer.running is not None:
             actions.append(ev.AbandonFragment(event.trainer, trainer.running.number))
             self.state.end(event.trainer, trainer, event.at)
-        return [*actions, trainer_end.end_trainer(self.state, trainer, 'failed', event.why)], True
+        return [*actions, *trainer_end.end_trainer(self.state, trainer, 'failed', event.why)], True
 
     @_take_in.register
     def _(self, event: ev.OrdinaryWork) -> tuple[list[ev.Action], bool]:

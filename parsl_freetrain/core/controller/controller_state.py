@@ -164,6 +164,28 @@ class Yielded:
     by_s: float
 
 
+class Rounds:
+    """How far the replicas of trainings are: by training and name, samples of the whole order."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[str, float]] = {}
+
+    def see(self, trainer: Trainer, samples: float) -> None:
+        if trainer.training:
+            self._samples.setdefault(trainer.training, {})[trainer.name] = samples
+
+    def forget(self, trainer: Trainer) -> None:
+        self._samples.pop(trainer.training, None)
+
+    def waits(self, trainer: Trainer, samples: int) -> bool:
+        """Whether it is at the end of a round that others have not trained yet."""
+        if not trainer.training or not trainer.round_samples:
+            return False
+        known = self._samples[trainer.training].values()
+        slowest = min(known) if len(known) == trainer.replicas else 0
+        return samples // trainer.round_samples > slowest // trainer.round_samples
+
+
 class ControllerState:
     """Everything that has not ended; trainers in order of submission."""
 
@@ -190,6 +212,8 @@ class ControllerState:
         self._functions: dict[tuple[str, str], list[Profile]] = {}
         self._pausing: dict[str, float] = {}  # trainers that wait after failures, and until when
         self._leaving: dict[str, TrainerState] = {}
+        self._rounds = Rounds()
+        self._at_gate: dict[str, TrainerState] = {}  # replicas that wait for others of their round
 
     def timed(self) -> None:
         """Update the shortest useful times (seconds, two digits: changes renew all bids)."""
@@ -209,6 +233,8 @@ class ControllerState:
 
     def profiles_of(self, trainer: Trainer) -> ClassProfiles:
         """The profiles of a new trainer, which learns from others of its function."""
+        if replicas := self.siblings(trainer):
+            return replicas[0].profiles  # so that no two of them change places
         if not trainer.function:
             return ClassProfiles(trainer)
         function = trainer.function
@@ -223,8 +249,10 @@ class ControllerState:
 
     def submit(self, name: str, trainer: TrainerState) -> None:
         """Add a trainer; it gets its turn if fewer than the allowed number are before it."""
-        self.trainers[name] = self._queue[name] = trainer
-        self._admit()
+        self.trainers[name] = trainer
+        self._rounds.see(trainer.trainer, trainer.samples)
+        self._queue_up(name)
+        self.open_gates(trainer.trainer)
 
     def dismiss(self, end: EndTrainer) -> None:
         name = end.trainer
@@ -244,7 +272,7 @@ class ControllerState:
         over = [name for name, until_s in self._pausing.items() if until_s <= at]
         for name in over:
             del self._pausing[name]
-            self._queue[name] = self.trainers[name]
+            self._queue_up(name)
         self._admit()
         return bool(over)
 
@@ -253,9 +281,40 @@ class ControllerState:
         return min([self.budgets.next_spent(), *self._pausing.values()])
 
     def remove(self, name: str) -> None:
-        del self.trainers[name]
+        trainer = self.trainers.pop(name).trainer
+        self._rounds.see(trainer, math.inf)
+        if not self.siblings(trainer):
+            self._rounds.forget(trainer)
         self._leaving.pop(name, None)
         self._withdraw(name)
+
+    def siblings(self, trainer: Trainer) -> list[TrainerState]:
+        """The other replicas of its training."""
+        others = self.trainers.values() if trainer.training else ()
+        same = [one for one in others if one.trainer.training == trainer.training]
+        return [one for one in same if one.trainer.name != trainer.name]
+
+    def check_gate(self, trainer: TrainerState) -> None:
+        """A replica that ends a round waits for the others, which may go on with the last one."""
+        spec = trainer.trainer
+        self._rounds.see(spec, trainer.samples)
+        bids = spec.name in self.active or spec.name in self._queue
+        if bids and self._rounds.waits(spec, trainer.samples):
+            self._withdraw(spec.name)
+            self._at_gate[spec.name] = trainer
+        self.open_gates(spec)
+
+    def open_gates(self, of: Trainer) -> None:
+        for name, waiting in list(self._at_gate.items()):
+            if waiting.trainer.training == of.training:
+                del self._at_gate[name]
+                self._queue_up(name)
+        self._admit()
+
+    def _queue_up(self, name: str) -> None:
+        trainer = self.trainers[name]
+        waits = self._rounds.waits(trainer.trainer, trainer.samples)
+        (self._at_gate if waits else self._queue)[name] = trainer
 
     def start(self, name: str, trainer: TrainerState, running: FragmentState, at: float) -> None:
         trainer.running = running
@@ -314,6 +373,7 @@ class ControllerState:
     def _withdraw(self, name: str) -> None:
         self._queue.pop(name, None)
         self._pausing.pop(name, None)
+        self._at_gate.pop(name, None)
         if self.active.pop(name, None):
             self.changed[name] = None
         self._admit()

@@ -119,12 +119,22 @@ def dismiss(
     name = trainer.trainer.name
     state.dismiss(ev.EndTrainer(name, ending, why))
     if trainer.running is None:
-        return [end_trainer(state, trainer, ending, why)]
+        return end_trainer(state, trainer, ending, why)
     return list(state.ask_to_stop(name, why or ending))
 
 
 def end_trainer(
     state: cs.ControllerState, trainer: cs.TrainerState, ending: str, why: str = ''
-) -> ev.EndTrainer:
-    state.remove(trainer.trainer.name)
-    return ev.EndTrainer(trainer.trainer.name, ending, why)
+) -> list[ev.Action]:
+    """End a trainer now; the other replicas of its training cannot go on without it."""
+    spec = trainer.trainer
+    state.remove(spec.name)
+    actions: list[ev.Action] = [ev.EndTrainer(spec.name, ending, why)]
+    if ending == 'finished':
+        state.open_gates(spec)
+        return actions
+    because = f'its replica {spec.name!r} has ended: {why}' if why else ''
+    others = [one for one in state.siblings(spec) if not one.dismissed]
+    for one in others:  # each ends itself only
+        one.dismissed = ev.EndTrainer(one.trainer.name, ending, because)
+    return actions + [action for one in others for action in dismiss(state, one, ending, because)]

@@ -154,6 +154,14 @@ class TotalKnown(Event, frozen=True):
     total_samples: Count
 
 
+class RoundKnown(Event, frozen=True):
+    """A replica has seen how many samples a round of its training has."""
+
+    at: Seconds
+    trainer: str
+    round_samples: Count
+
+
 class FragmentLaunched(Event, frozen=True):
     """A fragment was submitted to Parsl."""
 
@@ -388,7 +396,8 @@ NOTES = (
 AnyEvent = (
     HolesSeen | BlockOpened | BlockRefused | BlockStarted | NodesJoined | NodeUnusable
     | BlockEndKnown | NodesNeeded | NodesLeft | BlockRequeued | BlockClosed | OffersSeen
-    | TrainerSubmitted | TotalKnown | FragmentLaunched | FragmentStarted | FragmentProgressed
-    | CheckpointSaved | Rescaled | FragmentEnded | TrainerCancelled | TrainerAborted
-    | TrainerInterrupted | OrdinaryWork | Tick | ShutdownRequested | RunBegan | RunEnded | Decided
+    | TrainerSubmitted | TotalKnown | RoundKnown | FragmentLaunched | FragmentStarted
+    | FragmentProgressed | CheckpointSaved | Rescaled | FragmentEnded | TrainerCancelled
+    | TrainerAborted | TrainerInterrupted | OrdinaryWork | Tick | ShutdownRequested | RunBegan
+    | RunEnded | Decided
 )  # fmt: skip

@@ -92,6 +92,12 @@ def _total_known(run: st.RunState, event: ev.TotalKnown) -> None:
         training.trainer = replace(training.trainer, total_samples=event.total_samples)
 
 
+def _round_known(run: st.RunState, event: ev.RoundKnown) -> None:
+    if training := run.trainers.get(event.trainer):
+        for one in run.replicas(training):
+            one.trainer = replace(one.trainer, round_samples=event.round_samples)
+
+
 def _launched(run: st.RunState, event: ev.FragmentLaunched) -> None:
     training = run.trainers.get(event.trainer)
     if training is None:
@@ -178,6 +184,7 @@ _STEPS: dict[type[ev.Event], Callable[[st.RunState, Any], None]] = {
     ev.OffersSeen: _offers_seen,
     ev.TrainerSubmitted: _submitted,
     ev.TotalKnown: _total_known,
+    ev.RoundKnown: _round_known,
     ev.FragmentLaunched: _launched,
     ev.FragmentStarted: _started,
     ev.FragmentProgressed: _progressed,

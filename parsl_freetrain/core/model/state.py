@@ -144,6 +144,12 @@ class Training:
         """Whether it can get no more nodes in this run."""
         return self.state in FINAL_STATES or self.state == 'interrupted'
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that it has trained, as a replica of a training."""
+        length = self.trainer.round_samples
+        return self.samples // length if length else 0
+
     def last(self) -> Fragment | None:
         return self.fragments[-1] if self.fragments else None
 
@@ -166,6 +172,12 @@ class RunState:
     unusable: list[ev.NodeUnusable] = field(default_factory=list)
     needed: ev.NodesNeeded | None = None  # what others' jobs needed last
     keeps_progress: bool = True  # fragments keep all reports
+
+    def replicas(self, of: Training) -> list[Training]:
+        """All of its training, in order; itself only where there are none."""
+        training = of.trainer.training
+        same = [one for one in self.trainers.values() if one.trainer.training == training]
+        return same if training else [of]
 
     @property
     def name(self) -> str:

@@ -203,6 +203,11 @@ class Trainer:
     #: If above 0, it may run on nodes of several classes at once, among which each batch is divided
     #: by speed, in this number of parts for each rank of a node.
     mixed_parts: int = 0
+    #: With ``replicas``, ``round_samples``: it is one of so many replicas of a training, which go
+    #: on to the next round (samples of all of them; None: not known yet) together.
+    training: str = ''
+    replicas: checked.AtLeast1 = 1
+    round_samples: checked.AtLeast1 | None = None
 
     def __post_init__(self) -> None:
         checked.check_fields(f'Trainer {self.name!r}', self)

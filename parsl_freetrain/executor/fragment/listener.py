@@ -50,6 +50,8 @@ class Listener:
             case ev.TotalKnown(total_samples=total_samples) as known:
                 record.trainer = replace(record.trainer, total_samples=total_samples)
                 self._stream.emit(known)
+            case ev.RoundKnown() as known:
+                self._stream.emit(known)
             case ev.FragmentStarted() as started:
                 fragment.keeps = fragment.keeps or started.keeps
                 if started.rank == 0:
@@ -116,7 +118,7 @@ class Listener:
 def _is_its_own(said: msg.FromMember, fragment: RunningFragment) -> bool:
     """Whether an event is about the fragment of the rank that sends it."""
     match said.message:
-        case ev.TotalKnown(trainer=trainer):
+        case ev.TotalKnown(trainer=trainer) | ev.RoundKnown(trainer=trainer):
             return trainer == fragment.name
         case ev.FragmentStarted() | ev.FragmentProgressed() as event:
             return (event.trainer, event.fragment) == (fragment.name, fragment.number)

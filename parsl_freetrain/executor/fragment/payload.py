@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import importlib
+import inspect
 import io
 import operator
 import sys
@@ -201,3 +202,29 @@ def _culprit(
             return what
     name = definition(function).__qualname__
     return f'the function {name!r} or something that it uses from around it'
+
+
+_NOT_CALLED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    defined = definition(function)
+    return f'{defined.__module__}.{defined.__qualname__}'
+
+
+def unfit(function: Callable[..., Any]) -> str:
+    """Why it cannot train; empty if it may."""
+    first = next(iter(inspect.signature(function).parameters.values()), None)
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        return 'it takes no positional argument; the first must be the fragment context'
+    if isinstance(function, functools.partial) and function.args:
+        return (
+            'its first argument, the fragment context, is bound already; bind arguments by their '
+            'names'
+        )
+    called = definition(function), getattr(function, '__call__', None)  # noqa: B004
+    if any(kind(one) for kind in _NOT_CALLED for one in called):
+        return (
+            'it is a coroutine or a generator, whose body no call runs; it must be a plain function'
+        )
+    return ''

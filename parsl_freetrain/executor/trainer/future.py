@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,9 @@ class Progress:
     rescaled: int = 0  #: changes of the node count in this run
     #: The last values given to ``ctx.report``.
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+_COUNTS = ('samples', 'nodes', 'fragments', 'preempted', 'rescaled')
 
 
 class TrainingFuture(Future[Checkpoint]):
@@ -54,6 +57,7 @@ class TrainingFuture(Future[Checkpoint]):
         self.checkpoint: Checkpoint | None = None
         self.checkpoints: list[Future[Checkpoint]] = []
         self._progress = Progress()
+        self._replicas: Sequence[TrainingFuture] = ()  # the others of its training
         self._best: Callable[[], Checkpoint | None] | None = None
         self._on_cancel: Callable[[], None] | None = None
         self._lock = threading.RLock()
@@ -61,12 +65,14 @@ class TrainingFuture(Future[Checkpoint]):
         self._ended = False  # and settled, or about to be
 
     def progress(self) -> Progress:
-        """The progress of the training, as of now."""
-        return self._progress
+        """The progress of the training, as of now; of all its replicas, if it has any."""
+        every = [self._progress, *(one._progress for one in self._replicas)]
+        sums = {name: sum(getattr(one, name) for one in every) for name in _COUNTS}
+        return replace(self._progress, **{**sums, 'samples': sums['samples'] // len(every)})
 
     def _repr_html_(self) -> str:
         """The representation in a notebook."""
-        now = self._progress
+        now = self.progress()
         shown = self.name, self.state, now.nodes, now.samples, now.total_samples, now.metrics
         counts = now.fragments, now.preempted, now.rescaled
         return trainer_html(TrainerNow(*(*shown, None, None, *counts)))
@@ -145,7 +151,7 @@ class TrainingFuture(Future[Checkpoint]):
         in_thread(settle, f'FreeTrain-{self.name}')
 
     def __repr__(self) -> str:
-        progress = self._progress
+        progress = self.progress()
         why = ''
         if self.done() and not self.cancelled() and (error := self.exception()) is not None:
             # Parsl names the cause of an app's failure by this text.

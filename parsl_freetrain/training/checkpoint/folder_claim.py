@@ -9,6 +9,7 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import identity as ids
 from parsl_freetrain.training.checkpoint.store import BAD, PosixCheckpointStore
+from parsl_freetrain.training.spec.diloco import OUTER, ROUND_SAMPLES
 from parsl_freetrain.training.spec.retention import Resume
 
 
@@ -51,3 +52,9 @@ def claim(
             f"use resume='auto' to start from the beginning."
         )
     return found
+
+
+def round_samples(folder: Path, training: str) -> int | None:
+    """Number of samples in a round of a training in replicas, of its last one; None: not known."""
+    last = PosixCheckpointStore(folder / OUTER, training).newest()
+    return int(last.metrics.get(ROUND_SAMPLES, 0)) or None if last is not None else None

@@ -24,6 +24,11 @@ class GlobalBatch:
     samples_before: int
     epoch: int  # from 0
     indices: Sequence[int]
+    others: int = 0  # samples of it that other replicas train
+
+    @property
+    def samples_after(self) -> int:
+        return self.samples_before + len(self.indices) + self.others
 
 
 @dataclass(frozen=True)

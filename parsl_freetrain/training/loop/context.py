@@ -323,7 +323,7 @@ class FragmentContext(ContextOfKept):
         """End the training before the total; the trainer counts as finished. One rank suffices. At
         the end of an epoch it ends there, elsewhere after this or one of the next global batches.
         """
-        self._run.state.finishing = reason or 'no reason was given'
+        self._run.finish_early(reason or 'no reason was given')
 
     def checkpoint(self, best: float | None = None) -> None:
         """Write a checkpoint at the end of this epoch.

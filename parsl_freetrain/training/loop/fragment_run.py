@@ -39,12 +39,20 @@ from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, 
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, put_back_changes
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
-from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
+from parsl_freetrain.training.loop.loop_state import (
+    FragmentEnd,
+    LoopState,
+    Phase,
+    UserState,
+    plain_text,
+)
 from parsl_freetrain.training.loop.loss import Loss, check
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.rehearsed import RehearsedSteps
-from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
+from parsl_freetrain.training.loop.rounds import begin_rounds, next_round, tell_round
+from parsl_freetrain.training.loop.rounds import refuse as refuse_in_rounds
+from parsl_freetrain.training.loop.training_loop import TrainingLoop
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.spec import messages as msg
@@ -82,6 +90,10 @@ class FragmentRun:
     def in_body(self) -> bool:
         return self.state.reports.in_micro_batch
 
+    def finish_early(self, reason: str) -> None:
+        refuse_in_rounds(self.order, 'ctx.finish_early', 'replicas end with the total')
+        self.state.finishing = reason
+
     def user_state(self) -> UserState:
         if not self.state.user.used and self.is_main:
             self.parts.channel.send(msg.StateUsed())
@@ -98,7 +110,10 @@ class FragmentRun:
             )
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
         others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
+        self.saved = next_round(self.parts, self.state)
+        self.parts = replace(self.parts, saved=self.saved)
         self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
+        begin_rounds(self.parts, self.model.prepared)
         prepared, steps = self.model.prepared, self.model.steps
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
@@ -171,7 +186,9 @@ class FragmentRun:
         check(loss, plain=body.has_whole_models(self.order.spec, self.division, self.peers))
         data = data_of(dataset, batch_size, own, accumulate)
         if accumulate > 1 and not isinstance(self.order.spec.mode, Reproducible):
-            each = math.ceil(data.batch_size / accumulate / self.division.parts)
+            diloco = self.order.spec.diloco
+            parts = self.division.parts * (diloco.replicas if diloco is not None else 1)
+            each = math.ceil(data.batch_size / accumulate / parts)
             micro_batch = min(each, micro_batch or each)
         if self._rehearsed is None:
             return self._loop(self.model, data, micro_batch, epochs, samples, loss)
@@ -234,7 +251,8 @@ class FragmentRun:
         batches = source.batches(self.state.samples, span, spec)
         if self._epochs is not None:
             self._look = batches.look
-        model.steps.limit(micro_batch, batches.order.batch_size)
+        tell_round(self.parts, batches, span.total)
+        model.steps.limit(micro_batch, batches.order.batch_size // batches.replicas)
         base, in_epoch, order_at = batches.base, batches.order.epoch_size, source.order_at
 
         # Not a method of the batches: a stream's own workers run for as long as it is held.
@@ -263,24 +281,29 @@ class FragmentRun:
 
     def _go_on(self, model: Model, saved: Source, position: Position) -> None:
         """Raises BadInput if something has changed since, FragmentEnd if it is the last one."""
+        there = saved.position
         if isinstance(saved, Saved):
             check_averages(saved, model.prepared.averages)
         check_position(position, saved)
         put_back_changes(self._at_prepare, self.state, model, saved, self.peers)
         model.carried.put_back('loop')
-        self.state.epoch_due = saved.position.epoch_due
+        self.state.epoch_due = there.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)
-        if saved.position.finished and saved.position.total_samples == position.total_samples:
-            self.state.phase, self.state.result = Phase.FINISHED, saved.position.result
+        if there.finished and there.total_samples == position.total_samples:
+            self.state.phase, self.state.result = Phase.FINISHED, there.result
             raise FragmentEnd
-        self.verification.goes_on(saved)
+        if self.state.round_begins:  # that is no cut
+            self.state.resumes, self.state.verified = there.resumes, there.verified
+        else:
+            self.verification.goes_on(saved)
 
     def _look_around(self, *data: Any) -> None:
         if self.model is not None and self.division.whole:  # else ranks hold different parts
             self.model.carried.look((*self._handed, *data), self.model.prepared)
 
     def begin_epochs(self) -> EpochLoop:
+        refuse_in_rounds(self.order, 'ctx.epochs', 'say ctx.loop once, and ctx.each_epoch(fn)')
         if self.model is None or self.loop is not None or self._epochs is not None:
             raise BadInput(
                 'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '

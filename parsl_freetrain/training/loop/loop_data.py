@@ -226,7 +226,12 @@ class LoopData:
             sampler=self._chosen,
             drop_last=self.read.drop_last,
         )
-        return BatchSource(order, self.dataset, self.read, span.base, self.looks)
+        diloco, length = spec.diloco, 0
+        if diloco is not None:
+            length = diloco.round_samples(batch_size, span.total, self.in_epoch)
+        replicas = diloco.replicas if diloco is not None else 1
+        rounds = spec.replica, replicas, length
+        return BatchSource(order, self.dataset, self.read, span.base, self.looks, *rounds)
 
 
 class Restarted:
@@ -242,6 +247,7 @@ class Restarted:
 class BatchSource:
     """The batches of a loop: the order of the samples, what has them, and how it is read. Earlier
     loops of the function have trained ``base`` samples, which the order does not count.
+    ``round_samples``: those of a round, if this is one of the ``replicas`` of a training; else 0.
     """
 
     order: GlobalOrder
@@ -249,6 +255,9 @@ class BatchSource:
     read: LoaderData
     base: int
     looks: Looks
+    replica: int = 0
+    replicas: int = 1
+    round_samples: int = 0
 
     @property
     def end(self) -> int:
@@ -266,7 +275,9 @@ class BatchSource:
             if isinstance(self.dataset, Together):
                 indices = self.dataset.indices(indices, batch.samples_before)
             before = self.base + batch.samples_before
-            yield replace(batch, samples_before=before, indices=indices)
+            own = indices[self.replica :: self.replicas] if self.replicas > 1 else indices
+            others = len(indices) - len(own)
+            yield replace(batch, samples_before=before, indices=own, others=others)
 
     def loader(
         self, micro_batches: Iterable[MicroBatch], seed: int | None, device: torch.device
@@ -281,6 +292,11 @@ class BatchSource:
         """Look at the dataset again, after an end of an epoch that may have changed it."""
         if self.looks:
             self.looks.update(looks_of(self.read.dataset))
+
+    def round_ended(self, samples: int) -> int:
+        """The number of the round that ends there, from 1; 0: none does."""
+        rounds, left = divmod(samples, self.round_samples) if self.round_samples else (0, 1)
+        return 0 if left else rounds
 
     def epochs_before(self, samples: int) -> int:
         return (samples - self.base) // self.order.epoch_size

@@ -13,6 +13,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.frozen import untrained
+from parsl_freetrain.training.checkpoint.outer import weights_of
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.comm.peers import gather_bytes
@@ -138,6 +139,8 @@ class LoopSaver:
             fragment=self._fragment,
             resumes=state.resumes,
             verified=state.verified,
+            round_ended=state.round_ended,
+            weights=dict(weights_of(self._model.prepared)) if state.round_ended else {},
         )
         finished, modules = state.phase is Phase.FINISHED, self._model.modules.changed()
         if at_end:

@@ -137,6 +137,10 @@ class EpochMeans:
         self._sums = {}
 
 
+class FragmentEnd(BaseException):
+    """Ends the user's function when the fragment stops before the total; the state is saved."""
+
+
 class Phase(Enum):
     TRAINING = auto()
     EPOCH_END = auto()
@@ -192,6 +196,8 @@ class LoopState:
     result: str = ''  # what the function has returned, as JSON
     resumes: int = 0  # as of Position
     verified: int = 0
+    round_ended: int = 0
+    round_begins: bool = False  # with new weights, which no checkpoint has yet
 
     @classmethod
     def at_start(
@@ -213,6 +219,7 @@ class LoopState:
             UserState(dict(there.user)),
             there.epoch,
             finishing=there.finishing,
+            round_begins=bool(there.round_ended),
         )
 
     @property

@@ -35,10 +35,9 @@ from parsl_freetrain.training.data.loader import seed_everything, worker_died
 from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
-from parsl_freetrain.training.loop.loop_state import Phase
+from parsl_freetrain.training.loop.loop_state import FragmentEnd, Phase
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
 from parsl_freetrain.training.loop.start import begin
-from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.linux import keep_freed_memory
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace

@@ -22,7 +22,7 @@ from parsl_freetrain.training.loop.body import Body
 from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
 from parsl_freetrain.training.loop.loop_data import BatchSource, Restarted
 from parsl_freetrain.training.loop.loop_saver import LoopSaver
-from parsl_freetrain.training.loop.loop_state import LoopState, Phase
+from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.loss import Loss, with_shares
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
@@ -42,10 +42,6 @@ been trained, and when its end is done.
 """
 
 
-class FragmentEnd(BaseException):
-    """Ends the user's function when the fragment stops before the total; the state is saved."""
-
-
 class TrainingLoop:
     """Trains one loop of a fragment, and keeps ``state`` up to date. ``position_at``: the position
     at a number of samples, as it is saved.
@@ -63,7 +59,8 @@ class TrainingLoop:
         loss: Loss | None,
     ) -> None:
         order, self._mode = parts.order, parts.order.spec.mode
-        self._key = order.key
+        self._key, self._replica = order.key, order.spec.replica
+        self._seed = self._mode.seed + (self._replica << 32)  # of what a replica draws for itself
         self._reproducible = isinstance(self._mode, Reproducible)
         self._rank, self._device, self._peers = parts.place.rank, parts.device, parts.peers
         self._channel, self._checkpointer = parts.channel, parts.checkpointer
@@ -99,6 +96,8 @@ class TrainingLoop:
             yield from self._end_epoch()
             data.look()
             self._saver.save_wanted()
+        if state.round_begins and state.samples < data.end:
+            self._saver.save(self._checkpointer.save_beside)
         while not state.loop_over:
             yield from self._until_end(data)
             ended = state.phase is Phase.ENDED_EARLY or state.samples == data.end
@@ -135,7 +134,7 @@ class TrainingLoop:
             decision = self._take_step(batch, data, began_at)
             needed = self._end_batch(decision, data)
             self._verification.conclude()
-            notable = self._at_end or state.epoch_due
+            notable = self._at_end or state.epoch_due or state.round_ended
             if decision is Agreed.SPOILT or (
                 (notable or decision >= Agreed.SAVE) and self._rollback.due()
             ):
@@ -143,6 +142,8 @@ class TrainingLoop:
             if notable or decision >= Agreed.REPORT:
                 state.reports.gather(self._peers)
                 self._wishes.report(wait=self._at_end)
+            if state.round_ended:
+                yield from self._end_round()
             if decision is Agreed.STOP and not needed:
                 yield from self._stop(None if state.epoch_due else batches)
             ended = state.epoch_due
@@ -177,7 +178,7 @@ class TrainingLoop:
             if loader is None or now != before:
                 # Ranks that train the same samples must also draw the same random numbers for them.
                 alike = self._reproducible or self._division.grouped
-                loader = data.loader(ahead, self._mode.seed if alike else None, self._device)
+                loader = data.loader(ahead, self._seed if alike else None, self._device)
                 before = now
             loaded = iter(loader)
             for batch, micro_batches in here:
@@ -185,7 +186,7 @@ class TrainingLoop:
 
     def _begin(self, batch: GlobalBatch) -> None:
         state = self._state
-        state.reached = batch.samples_before + len(batch.indices)
+        state.reached = batch.samples_after
         state.epoch = batch.epoch
         self._guarded = self._policy.looks_at_every_step(state.samples)
         self._last.begin_batch()
@@ -207,7 +208,7 @@ class TrainingLoop:
             data = to_device(read, self._device)
             self._steps.begin_micro_batch(micro_batch)
             if isinstance(mode, Reproducible):
-                seed_everything(micro_batch.seed(mode.seed, 'model'))
+                seed_everything(micro_batch.seed(self._seed, 'model'))
                 demand_determinism(warn_only=mode.warn_only)
             state.reports.begin_micro_batch(state.reached)
             self._guard.begin_micro_batch()
@@ -247,7 +248,7 @@ class TrainingLoop:
         self._checkpointer.timing.step_took(now - began_at)
         if batch.samples_before == samples:
             self._saver.make_room()
-        self._wishes.rate = (state.samples - samples) / (now - since)
+        self._wishes.rate = (state.samples - samples) / data.replicas / (now - since)
         return decision
 
     def _end_batch(self, decision: Agreed, data: BatchSource) -> bool:
@@ -257,8 +258,9 @@ class TrainingLoop:
         state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
         if by_epochs:  # a part of an epoch at the end is one, too
             state.epoch_due |= self._at_end or decision is Agreed.FINISH
+        state.round_ended = data.round_ended(state.samples)
         needed = self._at_end or (by_epochs and state.epoch_due)
-        self._last.end_batch(of_loop=needed or decision is Agreed.FINISH)
+        self._last.end_batch(of_loop=needed or decision is Agreed.FINISH or state.round_ended > 0)
         return needed
 
     def _end_epoch(self) -> Iterator[Any]:
@@ -307,7 +309,7 @@ class TrainingLoop:
         """In throughput and scaled mode, from here on each rank draws random numbers of its own."""
         if not self._reproducible:
             micro_batch = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
-            seed_everything(micro_batch.seed(self._mode.seed, 'fragment'))
+            seed_everything(micro_batch.seed(self._seed, 'fragment'))
 
     def _stop(self, batches: Iterator[Batch] | None = None, *before: object) -> Iterator[Any]:
         """End the fragment here, with a checkpoint: raises FragmentEnd, on all ranks together.
@@ -316,7 +318,8 @@ class TrainingLoop:
         to repeat, if that does not delay the end. ``before``: what to yield first.
         """
         state, checkpointer = self._state, self._checkpointer
-        wanted, epoch_s = state.wanted is not None, self._between_epochs_s if before else 0.0
+        wanted = state.wanted is not None or state.round_ended > 0
+        epoch_s = self._between_epochs_s if before else 0.0
         self._saver.save(partial(checkpointer.save_and_stop, wanted=wanted))
         state.phase = Phase.STOPPED  # whatever the function and the other ranks come to
         following = next(batches, None) if batches is not None else None
@@ -335,6 +338,14 @@ class TrainingLoop:
             state.phase = Phase.TRAINING
             raise
         raise FragmentEnd
+
+    def _end_round(self) -> Iterator[Any]:
+        """End the fragment with the piece. What is behind the loop is the first replica's."""
+        try:
+            yield from self._stop()
+        finally:
+            if self._at_end and self._replica and self._state.phase is Phase.STOPPED:
+                self._state.phase = Phase.FINISHED
 
     def _look_ahead(
         self, batch: GlobalBatch, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]

@@ -125,7 +125,9 @@ class Exit(Message, frozen=True):
     status: Status
 
 
-_Events = ev.TotalKnown | ev.FragmentStarted | ev.FragmentProgressed | ev.CheckpointSaved
+_Events = (
+    ev.TotalKnown | ev.RoundKnown | ev.FragmentStarted | ev.FragmentProgressed | ev.CheckpointSaved
+)
 _PassedOn = _Events | Rendezvous | SavingCheckpoint | Stuck | StateUsed
 FromRank = _PassedOn | RankPid | Waiting | LeavingState | Outcome | Exit
 

@@ -14,11 +14,13 @@ from parsl_freetrain.core.model.checked_values import AtLeast1, Positive, Second
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, ScalingCurve, Trainer
+from parsl_freetrain.training.spec.diloco import DiLoCo, replica_name
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints
 from parsl_freetrain.training.spec.shapes import Shapes, all_shapes, check_mixed, check_shapes
 
 C = TypeVar('C', ScalingCurve, ScalingCurve | None)
+Modes = Reproducible | Throughput | Scaled | DiLoCo
 Sizes = Literal['auto'] | Sequence[int] | Mapping[int, Literal['auto'] | Shape | Sequence[Shape]]
 
 
@@ -185,6 +187,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
     ranks: Ranks = field(default_factory=Ranks)
     scaling: Scaling = field(default_factory=Scaling)
     owner: Owner = field(default_factory=Owner)
+    diloco: DiLoCo | None = None  #: rounds of pieces, of which ``mode`` is the inner mode
+    replica: int = 0  #: which one it is, from 0
 
     def __post_init__(self) -> None:
         if self.ranks.per_node is None and self.shapes:
@@ -204,6 +208,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         if self.scaling.mixed:
             check_mixed(self.mode, self.shapes, ahead=self.ranks.ahead)
         check_shapes(self.shapes, self.mode, stated)
+        if self.diloco is not None:
+            self.diloco.check(self)
 
     @classmethod
     def of(
@@ -215,11 +221,13 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         total_epochs: float | None,
         total_samples: int | None,
         goal: Epochs | Samples | None,
-        mode: Reproducible | Throughput | Scaled,
+        mode: Modes,
         ranks: Ranks,
         **others: Any,
     ) -> TrainingSpec:
         """From the decorator's arguments. Raises BadInput if they contradict each other."""
+        diloco = mode if isinstance(mode, DiLoCo) else None
+        mode = mode.inner if isinstance(mode, DiLoCo) else mode
         goals: list[Epochs | Samples] = [] if goal is None else [goal]
         goals += [] if total_epochs is None else [Epochs(total_epochs)]
         goals += [] if total_samples is None else [Samples(total_samples)]
@@ -250,6 +258,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             goal=goals[0],
             mode=mode,
             ranks=ranks,
+            diloco=diloco,
             **others,
         )
 
@@ -257,12 +266,19 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         """The decorator's arguments that make it, but for what others are given in place of."""
         found: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
         found['sizes'] = found.pop('shapes') or found['sizes'] or None
+        found['mode'] = found.pop('diloco') or found['mode']
+        del found['replica']
         for own, *others in (('goal', 'total_epochs', 'total_samples'), ('sizes', *_LIMITS)):
             if any(name in instead_of for name in others):
                 del found[own]
         if 'sizes' in instead_of:
             found = {name: value for name, value in found.items() if name not in _LIMITS}
         return found
+
+    def seeded(self, seed: int) -> Modes:
+        """Its mode with another seed."""
+        mode = structs.replace(self.mode, seed=seed)
+        return mode if self.diloco is None else structs.replace(self.diloco, inner=mode)
 
     @property
     def total_samples(self) -> int | None:
@@ -304,8 +320,9 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         scaling, owner = self.scaling, self.owner
         costs = {'up': scaling.rescale_up_s, 'down': scaling.rescale_down_s}
         up_s, down_s = (ASSUMED_RESCALE_S if s is None else s for s in costs.values())
+        replicas = self.diloco.replicas if self.diloco is not None else 0
         return Trainer(
-            name,
+            replica_name(name, self.replica),
             self.min_nodes,
             self.max_nodes,
             total_samples=self.total_samples,
@@ -328,6 +345,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 for name, curve in scaling.class_curves()
             ),
             mixed_parts=self._shards_per_rank if scaling.mixed else 0,
+            training=name if replicas else '',
+            replicas=max(replicas, 1),
         )
 
     @property

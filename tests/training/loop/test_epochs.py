@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.training_loop import FragmentEnd
+from parsl_freetrain.training.loop.loop_state import FragmentEnd
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.notes import mean

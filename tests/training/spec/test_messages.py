@@ -43,6 +43,7 @@ RENDEZVOUS = ms.Rendezvous('10.0.0.1', 29400, 'secret')
 NEWS: list[Any] = [
     RENDEZVOUS,
     ev.TotalKnown(1.0, 'a', 100),
+    ev.RoundKnown(1.0, 'a', 20),
     ev.FragmentStarted(1.0, 'a', 1, 0),
     ev.FragmentProgressed(3.0, 'a', 1, 10, 2.0, METRICS),
     ms.SavingCheckpoint(),

@@ -1,0 +1,308 @@
+"""The weights with which a round of pieces begins, and the outer step that makes the next ones.
+
+They are in a folder of their own, a checkpoint for each round, made by whoever needs it first from
+what all replicas have committed at the end of the round. It consists of single operations of IEEE
+arithmetic on the CPU, in the order of the replicas: two who make it at once write the same bytes.
+Tensors are read and written one by one, so that memory is needed for a few only.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.training.checkpoint import directories as dirs
+from parsl_freetrain.training.checkpoint import state as st
+from parsl_freetrain.training.checkpoint.block_digests import write_hashed
+from parsl_freetrain.training.checkpoint.fault_hooks import saving
+from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed
+from parsl_freetrain.training.checkpoint.optimizer_state import every_parameter
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.parts import Blocks, Chunk, Contents, Entry, write_contents
+from parsl_freetrain.training.checkpoint.safetensors_io import Piece, layout_of
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import OwnParameters, Prepared
+from parsl_freetrain.training.checkpoint.transport import Disk
+from parsl_freetrain.training.spec.diloco import OUTER, ROUND_SAMPLES, Nesterov
+
+T = TypeVar('T')
+_FILE, _MOMENTUM, _KINDS = 'outer.safetensors', 'momentum ', ('model', 'ema', 'own')
+Weights = Mapping[str, str]
+"""All names of the trained parameters, each with the first name of the same one (tied ones)."""
+
+
+class EndDamaged(FreeTrainError):
+    """A replica's state at the end of a round, in ``path``, is not what was committed."""
+
+    def __init__(self, path: Path, damage: Damaged) -> None:
+        super().__init__(str(damage))
+        self.path = path
+
+
+class OuterWeights:
+    """Those of a training whose folder is ``root``, as one of its replicas sees them."""
+
+    def __init__(self, root: Path, training: str, replica: int) -> None:
+        self._replica = replica
+        self._store = PosixCheckpointStore(
+            root / OUTER, training, hook=lambda stage: saving(f'outer-{stage}')
+        )
+
+    def find(self, samples: int) -> Path | None:
+        """Those after the round that ends at a number of samples; None: they are not there yet."""
+        for path in dirs.directories(self._store.folder):
+            if dirs.key(path)[0] == samples and is_committed(path):
+                try:
+                    Contents.read(path)
+                except Damaged as damage:
+                    self._store.put_aside(path, str(damage))
+                else:
+                    return path
+        return None
+
+    def begin(self, prepared: Prepared) -> None:
+        """Keep what the first round begins with; BadInput if another replica begins otherwise."""
+        weights, tensors = weights_of(prepared), _tensors_of(prepared)
+        found = {name: tensors[name].detach().cpu() for name in _once(tensors, weights)}
+        found |= {n: t.to(_precise(t.dtype)) for n, t in found.items() if n in weights}
+        if (there := self.find(0)) is None:
+            get = found.__getitem__
+            what = found.items()
+            self._commit(
+                [Piece(n, t.dtype, tuple(t.shape), partial(get, n)) for n, t in what], 0, 0
+            )
+            return
+        reader = _reader(there)
+        shapes = reader.shapes()
+        for name, tensor in found.items():
+            same = shapes.get(name) == tuple(tensor.shape)
+            if not same or not torch.equal(reader.whole(name), tensor):
+                raise BadInput(
+                    f'Replica {self._replica} begins with another {name!r} than one before it: '
+                    'let initial weights be the same in every call of the function, drawn from '
+                    'torch, random or numpy, which are seeded, or read from a file.'
+                )
+
+    def step(self, ends: Sequence[Path], samples: int, outer: Nesterov | None, length: int) -> None:
+        """Make those after a round of ``length`` samples from the states of all replicas at its
+        end, in order. Raises EndDamaged.
+        """
+        before = self.find(samples - length)
+        if before is None:
+            raise FreeTrainError(
+                f'The weights with which the round after {samples - length} samples began are not '
+                f'in {self._store.folder}: put them back, or start anew in another folder.'
+            )
+        states = [_End(path) for path in ends]
+        if any(state.round != samples // length for state in states):
+            return  # another replica has made them and goes on
+        made = _Made(_reader(before), states, outer)
+        self._commit(made.pieces(), samples, length)
+        for old in dirs.directories(self._store.folder):
+            if dirs.key(old)[0] < samples - length:
+                dirs.remove(old)
+
+    def _commit(self, pieces: Sequence[Piece], samples: int, length: int) -> None:
+        def write(folder: Path) -> Blocks:
+            layout = layout_of(pieces)
+            blocks = write_hashed(folder / _FILE, layout.content())
+            places = {name: (_FILE, *place) for name, place in layout.places.items()}
+            entries = {
+                p.name: Entry(
+                    str(p.dtype).removeprefix('torch.'),
+                    p.shape,
+                    (Chunk((0,) * len(p.shape), p.shape, places[p.name]),),
+                )
+                for p in pieces
+            }
+            torch.save({}, rest := io.BytesIO())
+            files = {_FILE: (layout.nbytes, blocks)}
+            return write_contents(folder, [Contents(entries, files, rest.getvalue())])
+
+        made = self._store.save(
+            write,
+            samples=samples,
+            fragment=self._replica + 1,
+            metrics={ROUND_SAMPLES: float(length)} if length else {},
+        )
+        first = self.find(samples)
+        if first and Contents.read(first).files != Contents.read(Path(made.path)).files:
+            raise FreeTrainError(
+                f'The weights in {first} and {made.path} differ, and both are those after '
+                f'{samples} samples: initial weights, or what the nodes compute, are not the same.'
+            )
+
+
+def with_weights(saved: st.Saved, path: Path) -> st.Saved:
+    """A replica's state at the end of a round, with the weights after the outer step."""
+    reader = _reader(path)
+    changed = replace(
+        saved,
+        models=[dict(one) for one in saved.models],
+        averages=[dict(one) for one in saved.averages],
+        own=[dict(one) for one in saved.own],
+    )
+    things = {
+        name: state
+        for kind, states in _kinds(changed.models, changed.averages, changed.own)
+        for name, state in zip(st.names_of(kind), states, strict=False)
+    }
+    names: dict[str, list[str]] = {}
+    for name, first in saved.position.weights.items():
+        names.setdefault(first, []).append(name)
+    for first in reader.shapes():
+        if not first.startswith(_MOMENTUM):
+            value = reader.whole(first)
+            for name in names.get(first, [first]):
+                thing, _, key = name.partition('.')
+                things[thing][key] = torch.empty_like(things[thing][key]).copy_(value)
+    return changed
+
+
+def weights_of(prepared: Prepared) -> Weights:
+    """Raises BadInput if a parameter that an optimizer trains is in no state of a model."""
+    trained = {id(p) for one in prepared.optimizers for p in every_parameter(one)}
+    found: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in _tensors_of(prepared).items():
+        if id(tensor) in trained:
+            found[name] = first.setdefault(id(tensor), name)
+    if trained - first.keys():
+        raise BadInput(
+            'An optimizer of ctx.prepare trains a parameter that is in the state_dict() of no '
+            'model, so replicas cannot share it: register it in a module.'
+        )
+    return found
+
+
+def _tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
+    """What models and their averages hold in floating point numbers, by name in a state."""
+    kinds = _kinds(prepared.models, prepared.averages, prepared.own)
+    things = {
+        name: thing
+        for kind, several in kinds
+        for name, thing in zip(st.names_of(kind), several, strict=False)
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, thing in things.items():
+        own = isinstance(thing, OwnParameters)
+        state = thing.tensors if own else thing.state_dict(keep_vars=True)
+        found.update((f'{name}.{key}', one) for key, one in state.items())
+    return {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and _is_real(t.dtype)}
+
+
+def _kinds(*several: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """What takes part: models, averages of models, and parameters of none."""
+    return zip(_KINDS, several, strict=True)
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class _End:
+    """A replica's state at the end of a round."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        reader = self._reader = self._guarded(lambda: _reader(path))
+        position = st.Position(**reader.structure()['rest']['position'])
+        self.weights, self.round = position.weights, position.round_ended
+        shapes = reader.shapes()
+        self.held = {
+            name: (dtype, shapes[name])
+            for name in _once(shapes, self.weights)
+            if name.partition('.')[0].partition('_')[0] in _KINDS
+            and _is_real(dtype := reader.dtype(name))
+        }
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._guarded(lambda: self._reader.whole(name))
+
+    def _guarded(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except Damaged as damage:
+            raise EndDamaged(self._path, damage) from damage
+
+
+class _Made:
+    """What an outer step makes, tensor by tensor, as it is written."""
+
+    def __init__(self, before: PartReader, ends: list[_End], outer: Nesterov | None) -> None:
+        self._before, self._ends, self._outer = before, ends, outer
+        self._had_momentum = before.shapes(_MOMENTUM)
+        self._momentum: dict[str, torch.Tensor] = {}
+        first = ends[0]
+        self._weights = first.weights
+        if not set(first.weights.values()) <= first.held.keys():
+            raise BadInput(
+                'A trained parameter is of a subclass of Tensor that consists of several tensors, '
+                'of which no mean can be taken: use plain parameters with mode=DiLoCo(...).'
+            )
+        for number, end in enumerate(ends):
+            if (end.weights, end.held) != (first.weights, first.held):
+                raise FreeTrainError(
+                    f'Replica {number} has trained other parameters than replica 0: the function '
+                    'must build the same model in each, whatever its samples.'
+                )
+
+    def pieces(self) -> list[Piece]:
+        found = []
+        for name, (dtype, shape) in self._ends[0].held.items():
+            if name not in self._weights:
+                found.append(Piece(name, dtype, shape, partial(self._mean, name)))
+                continue
+            dtype = _precise(dtype)
+            found.append(Piece(name, dtype, shape, partial(self._weight, name)))
+            if self._outer is not None:  # written next, since it has the same type
+                get = partial(self._momentum.pop, name)
+                found.append(Piece(_MOMENTUM + name, dtype, shape, get))
+        return found
+
+    def _weight(self, name: str) -> torch.Tensor:
+        mean = _mean([end.whole(name) for end in self._ends])
+        if self._outer is None:
+            return mean
+        before = self._before.whole(name).to(mean.dtype)
+        gradient = before - mean
+        momentum = gradient
+        if _MOMENTUM + name in self._had_momentum:
+            momentum = self._before.whole(_MOMENTUM + name) * self._outer.momentum + gradient
+        self._momentum[name] = momentum
+        return before - (momentum * self._outer.momentum + gradient) * self._outer.lr
+
+    def _mean(self, name: str) -> torch.Tensor:
+        """Of what is not trained, such as batch statistics. What all have alike stays."""
+        first, *others = every = [end.whole(name) for end in self._ends]
+        same = all(torch.equal(first, other) for other in others)
+        return first if same else _mean(every).to(first.dtype)
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0].to(_precise(tensors[0].dtype))
+    for one in tensors[1:]:
+        total = total + one.to(total.dtype)
+    return total / len(tensors)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """What outer steps compute in, and keep: float32, or what is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _once(names: Iterable[str], weights: Weights) -> list[str]:
+    """The names of different tensors."""
+    return [name for name in names if weights.get(name, name) == name]
+
+
+def _reader(path: Path) -> PartReader:
+    contents = Contents.read(path)
+    return PartReader(contents, Disk(path, contents.files))

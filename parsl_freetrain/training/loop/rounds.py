@@ -1,0 +1,98 @@
+"""Rounds of pieces, in a rank: with which weights a piece begins, and what it cannot do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import RoundKnown
+from parsl_freetrain.training.checkpoint.outer import EndDamaged, OuterWeights, with_weights
+from parsl_freetrain.training.checkpoint.state import Saved, Source
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.loop.loop_data import BatchSource
+from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
+from parsl_freetrain.training.loop.rank_parts import RankParts
+from parsl_freetrain.training.spec.diloco import DiLoCo, replica_folder, replica_name, root_of
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
+
+_TRIES = 3  # another replica may make the weights meanwhile
+
+
+def refuse(order: FragmentOrder, what: str, instead: str) -> None:
+    if order.spec.diloco is not None:
+        raise BadInput(f'{what} is not possible with mode=DiLoCo(...): {instead}.')
+
+
+def begin_rounds(parts: RankParts, prepared: Prepared) -> None:
+    """Keep the weights that the training begins with; BadInput if another replica has others."""
+    order = parts.order
+    if order.spec.diloco is not None and parts.saved is None and parts.place.rank == 0:
+        root, name = _training(order)
+        OuterWeights(root, name, order.spec.replica).begin(prepared)
+
+
+def tell_round(parts: RankParts, batches: BatchSource, total: int) -> None:
+    """Tell how long a round is; BadInput if the function has several loops."""
+    if batches.order.total_samples < total:
+        refuse(parts.order, 'A second ctx.loop', 'train in one')
+    if batches.round_samples and parts.place.rank == 0:
+        length = batches.round_samples
+        parts.channel.send(RoundKnown(time.time(), parts.order.trainer, length))
+
+
+def next_round(parts: RankParts, state: LoopState) -> Source | None:
+    """What the fragment goes on from: at the end of a round with the weights after its outer step.
+    All ranks call this. Raises FragmentEnd where others have not ended the round, or training is
+    over for this replica: the first one does what is behind the loop.
+    """
+    order, saved = parts.order, parts.saved
+    diloco = order.spec.diloco
+    if diloco is None or saved is None or not saved.position.round_ended:
+        return saved
+    there = saved.position
+    length = diloco.steps * there.batch_size
+    if parts.place.rank == 0:
+        parts.channel.send(RoundKnown(time.time(), order.trainer, length))
+    if order.spec.replica and there.samples == there.total_samples:
+        state.phase = Phase.FINISHED
+        raise FragmentEnd
+    path = parts.peers.broadcast_object(
+        'outer', lambda: _weights_after(order, diloco, there.samples, length)
+    )
+    if not path:
+        print(f'Not all replicas have ended round {there.round_ended}')
+        state.phase = Phase.STOPPED
+        raise FragmentEnd
+    print(f'Round {there.round_ended + 1} begins with {path}')
+    assert isinstance(saved, Saved)
+    return with_weights(saved, Path(path))
+
+
+def _weights_after(order: FragmentOrder, diloco: DiLoCo, samples: int, length: int) -> str:
+    """Where they are, made here if need be; empty: not all replicas are there."""
+    root, name = _training(order)
+    weights = OuterWeights(root, name, order.spec.replica)
+    stores = [
+        PosixCheckpointStore(replica_folder(root, k), replica_name(name, k))
+        for k in range(diloco.replicas)
+    ]
+    for _ in range(_TRIES):
+        if found := weights.find(samples):
+            return str(found)
+        ends = [store.newest() for store in stores]
+        if all(end is not None and end.samples == samples for end in ends):
+            paths = [Path(end.path) for end in ends if end is not None]
+            try:
+                weights.step(paths, samples, diloco.outer, length)
+            except EndDamaged as damaged:
+                stores[paths.index(damaged.path)].put_aside(damaged.path, str(damaged))
+    return ''
+
+
+def _training(order: FragmentOrder) -> tuple[Path, str]:
+    """The folder and the name of the whole training."""
+    replica = order.spec.replica
+    name = order.trainer.removesuffix(replica_name('', replica))
+    return root_of(Path(order.store), replica), name

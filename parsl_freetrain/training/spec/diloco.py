@@ -1,0 +1,138 @@
+"""Training in rounds of independent pieces: local SGD, and DiLoCo, which is local SGD with an outer
+optimizer (Douillard et al. 2023, arXiv 2311.08105).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, to_builtins
+
+from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.spec.mode import Reproducible, Throughput
+from parsl_freetrain.training.spec.on_nan import ROLLBACK
+
+if TYPE_CHECKING:
+    from parsl_freetrain.training.spec.training import TrainingSpec
+
+OUTER, _REPLICAS = 'outer', 'replicas'
+"""Folders in a training's own: the weights after each round, and the other replicas'."""
+ROUND_SAMPLES = 'round_samples'
+"""The metric of the weights after a round that says how many samples one has."""
+
+
+class Nesterov(Settings, frozen=True, kw_only=True):
+    """An outer step of SGD with Nesterov momentum, as of ``torch.optim.SGD(nesterov=True)``. Its
+    gradient is the mean over the replicas of what a round has changed, with the sign turned.
+
+    Attributes
+    ----------
+    lr
+        Learning rate of the outer step.
+    momentum
+        Its momentum.
+    """
+
+    lr: Positive = 0.7
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+
+
+class DiLoCo(Settings, frozen=True, kw_only=True):
+    """Rounds of independent pieces, which need no connection to each other: each replica trains
+    ``steps`` steps from the weights of the round on its part of each global batch, on whatever
+    nodes there are; an outer step then makes the weights of the next round from all of them.
+
+    Attributes
+    ----------
+    replicas
+        Number of replicas, each of which trains an equal part of each global batch.
+    steps
+        Number of steps (global batches) of a round.
+    outer
+        The outer optimizer; None: the next weights are the mean of the replicas' weights, which is
+        local SGD.
+    inner
+        :class:`Reproducible` or :class:`Throughput`: how the ranks of one replica work together.
+
+    Raises
+    ------
+    BadInput
+        If one of these is not as described.
+    """
+
+    replicas: AtLeast1 = 8
+    steps: AtLeast1 = 500
+    outer: Nesterov | None = Nesterov()
+    inner: Reproducible | Throughput = Reproducible()
+
+    def __post_init__(self) -> None:
+        if self.inner.on_nan == ROLLBACK:
+            raise BadInput(
+                "DiLoCo: on_nan is 'rollback', but a replica cannot go back behind the round that "
+                "all have begun; say 'stop' or 'skip'."
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a training's folder to be usable."""
+        found: dict[str, Any] = to_builtins(self)
+        return {name: found[name] for name in ('replicas', 'steps', 'outer')}
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises BadInput, as part of a sentence, for what replicas cannot be."""
+        if spec.shapes:
+            raise BadInput(
+                'sizes has shapes, but the replicas of mode=DiLoCo(...) hold whole models: give '
+                'node counts without shapes.'
+            )
+        total = spec.total_samples
+        if total is not None and total % self.steps:
+            raise BadInput(
+                f'total_samples is {total}, which is no whole number of rounds of {self.steps} '
+                f'steps, whatever the batch size: say {near(total, self.steps)}.'
+            )
+
+    def round_samples(self, batch_size: int, total: int, in_epoch: int) -> int:
+        """Samples of a round over all replicas. Raises BadInput if the data cannot be divided."""
+        if batch_size % self.replicas:
+            raise BadInput(
+                f'The batch_size of ctx.loop is {batch_size}, which {self.replicas} replicas '
+                f'cannot share evenly; say {near(batch_size, self.replicas)}.'
+            )
+        if total > in_epoch and in_epoch % batch_size:
+            raise BadInput(
+                f'An epoch of {in_epoch} samples ends with a short batch of '
+                f'{in_epoch % batch_size}, and rounds have full batches of {batch_size}: say '
+                'ctx.loop(..., drop_last=True).'
+            )
+        samples = self.steps * batch_size
+        if total % samples:
+            raise BadInput(
+                f'The total to train is {total} samples, which is no whole number of rounds of '
+                f'{self.steps} steps with {batch_size} samples each: say total_samples='
+                f'{near(total, samples)}.'
+            )
+        return samples
+
+
+def near(number: int, unit: int) -> str:
+    """The multiples of a unit that are next to a number."""
+    below = number // unit * unit
+    return f'{below} or {below + unit}' if below else str(unit)
+
+
+def replica_name(name: str, replica: int) -> str:
+    """The name of a replica as a trainer; the first one is the training itself."""
+    return f'{name}.replica{replica}' if replica else name
+
+
+def replica_folder(root: Path, replica: int) -> Path:
+    """The checkpoint folder of a replica of the training whose folder is ``root``."""
+    return root / _REPLICAS / str(replica) if replica else root
+
+
+def root_of(folder: Path, replica: int) -> Path:
+    """The folder of the training, from that of a replica."""
+    return folder.parent.parent if replica else folder

@@ -1,0 +1,106 @@
+"""Replicas of one training: who wants nodes when, and how they end."""
+
+from __future__ import annotations
+
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.events import Ending, EndTrainer, StartFragment, StopFragment
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from tests.core.controller.test_controller import ClockedController
+
+ONE = ScalingCurve.from_points({1: 10.0})
+ROUND, TOTAL = 20, 40
+
+
+def submit(
+    history: ClockedController, samples: tuple[int, ...] = (0, 0, 0), known: int | None = None
+) -> None:
+    for replica, there in enumerate(samples):
+        trainer = Trainer(
+            f'r{replica}',
+            1,
+            1,
+            TOTAL,
+            ONE,
+            training='gpt',
+            replicas=len(samples),
+            round_samples=known,
+        )
+        history.tell(ev.TrainerSubmitted(history.at, trainer, there))
+
+
+def started(actions: tuple[ev.Action, ...]) -> list[str]:
+    return [action.trainer for action in actions if isinstance(action, StartFragment)]
+
+
+def test_pieces_of_a_round_take_turns_and_the_next_round_waits_for_all() -> None:
+    history = ClockedController()
+    submit(history)
+    (first,) = started(history.join('b', 'n1'))
+    history.tell(ev.RoundKnown(1.0, first, ROUND))
+    (second,) = started(history.ended(first, 1, samples=ROUND))
+    (third,) = started(history.join('c', 'n2'))
+    assert {first, second, third} == {'r0', 'r1', 'r2'}
+    assert started(history.ended(second, 1, samples=ROUND)) == []
+    assert history.controller.state.active.keys() == {third}  # so one node is wanted
+    history.submit('other', 1, 1)
+    assert 'other' in history.held()  # the end of a round is not lost
+    assert started(history.ended(third, 1, Ending.PREEMPTED, samples=10)) == [third]
+    assert len(started(history.ended(third, 2, samples=ROUND))) == 1
+
+
+def test_the_first_replica_ends_the_training_after_the_others() -> None:
+    history = ClockedController(ControllerSettings(trainers_at_a_time=1))
+    submit(history, samples=(ROUND, ROUND), known=ROUND)
+    assert started(history.join('b', 'n1')) == ['r1']  # r0 had to wait for its submission
+    assert history.ended('r1', 1, Ending.FINISHED, samples=TOTAL) == (
+        EndTrainer('r1', 'finished'),
+        StartFragment('r0', 1, ('n1',), None, ROUND),
+    )
+    assert started(history.ended('r0', 1, samples=TOTAL)) == ['r0']  # what is behind its loop
+    assert history.ended('r0', 2, Ending.FINISHED, samples=TOTAL) == (EndTrainer('r0', 'finished'),)
+
+
+def test_resumed_replicas_wait_whatever_they_know_of_the_round() -> None:
+    history = ClockedController()
+    history.join('b', 'n1', 'n2', 'n3')
+    submit(history, samples=(ROUND, 5, 10), known=ROUND)
+    assert history.held().keys() == {'r1', 'r2'}
+    history = ClockedController()
+    history.join('b', 'n1')
+    submit(history, samples=(ROUND, 5), known=None)
+    history.tell(ev.RoundKnown(1.0, 'r0', ROUND))
+    assert started(history.ended('r0', 1, samples=ROUND)) == ['r1']
+
+
+def test_replicas_that_cannot_go_on_pause_ever_longer() -> None:
+    history = ClockedController()
+    submit(history, samples=(ROUND, ROUND), known=ROUND)
+    history.join('b', 'n1')
+    begun = []
+    for _ in range(4):
+        (name,) = history.held()
+        begun += started(history.ended(name, history.controller.state.trainers[name].fragments))
+    assert len(begun) < 4 and not history.held()
+    assert started(history.tick(after=10))
+
+
+def test_one_that_fails_or_is_cancelled_ends_all() -> None:
+    history = ClockedController()
+    submit(history)
+    history.join('b', 'n1', 'n2')
+    history.tell(ev.RoundKnown(1.0, 'r0', ROUND))
+    actions = history.tell(ev.TrainerAborted(1.0, 'r1', 'no way'))
+    because = "its replica 'r1' has ended: no way"
+    assert EndTrainer('r1', 'failed', 'no way') in actions
+    assert EndTrainer('r2', 'failed', because) in actions
+    assert StopFragment('r0', 1, because) in actions
+    assert history.ended('r0', 1, samples=8) == (EndTrainer('r0', 'failed', because),)
+
+    submit(history, samples=(ROUND,) * 30, known=ROUND)
+    actions = history.tell(ev.TrainerCancelled(2.0, 'r29'))
+    ended = [action.trainer for action in actions if isinstance(action, EndTrainer)]
+    assert len(ended) == 28 and len(history.held()) == 2  # these two save first
+    for name in list(history.held()):
+        assert history.ended(name, 1, samples=ROUND) == (EndTrainer(name, 'cancelled'),)
+    assert not history.controller.state.trainers

@@ -1,0 +1,156 @@
+"""Outer steps: torch's SGD on the mean change, from files, tensor by tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parsl_freetrain import BadInput, FreeTrainError, Nesterov
+from parsl_freetrain.training.checkpoint.outer import (
+    EndDamaged,
+    OuterWeights,
+    weights_of,
+    with_weights,
+)
+from parsl_freetrain.training.checkpoint.parts import Contents
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+
+LENGTH = 10
+
+
+def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Prepared:
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(2, 2))
+    model[2].weight = nn.Parameter(model[0].weight.T.contiguous())
+    model.tied = model[0].weight
+    model[3].requires_grad_(False)
+    model = model.to(dtype)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sort_out((model, torch.optim.AdamW(trained, lr=0.01)))
+
+
+def save(folder: Path, prepared: Prepared, replica: int, rounds: int) -> Path:
+    weights = dict(weights_of(prepared))
+    samples = rounds * LENGTH
+    position = Position(samples, 100, 0, 50, 5, 1, round_ended=rounds, weights=weights)
+    state = collect(content_of(prepared), position)
+    store = PosixCheckpointStore(folder / str(replica), f'r{replica}')
+    return Path(store.save(state.write, samples=samples, fragment=1, metrics={}).path)
+
+
+@torch.no_grad()
+def trained(prepared: Prepared, replica: int, rounds: int) -> None:
+    generator = torch.Generator().manual_seed(10 * rounds + replica)
+    model: Any = prepared.models[0]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model[1].running_mean.fill_(replica)
+    model[1].num_batches_tracked.fill_(rounds)
+
+
+@pytest.mark.parametrize('outer', [Nesterov(lr=0.7, momentum=0.9), Nesterov(momentum=0.0), None])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
+    tmp_path: Path, outer: Nesterov | None, dtype: torch.dtype
+) -> None:
+    replicas = [made(dtype=dtype) for _ in range(3)]
+    expected = [p.detach().to(torch.promote_types(dtype, torch.float32)).clone().requires_grad_()
+                for p in replicas[0].models[0].parameters() if p.requires_grad]  # fmt: skip
+    sgd = torch.optim.SGD(expected, lr=outer.lr, momentum=outer.momentum,
+                          nesterov=outer.momentum > 0) if outer else None  # fmt: skip
+    weights = OuterWeights(tmp_path, 'gpt', 0)
+    for prepared in replicas:
+        weights.begin(prepared)
+    for rounds in (1, 2, 3):
+        ends = []
+        for replica, prepared in enumerate(replicas):
+            trained(prepared, replica, rounds)
+            ends.append(save(tmp_path, prepared, replica, rounds))
+        weights.step(ends, rounds * LENGTH, outer, LENGTH)
+        path = weights.find(rounds * LENGTH)
+        assert path is not None
+        every = [[p for p in one.models[0].parameters() if p.requires_grad] for one in replicas]
+        for held, *those in zip(expected, *every, strict=True):
+            mean = torch.stack([one.detach().to(held.dtype) for one in those]).mean(0)
+            held.grad = held.detach() - mean
+            if sgd is None:
+                held.data = mean
+        if sgd is not None:
+            sgd.step()
+        for prepared, end in zip(replicas, ends, strict=True):
+            saved = with_weights(read_state(str(end)), path)
+            prepared.models[0].load_state_dict(saved.models[0])
+            held = [p for p in prepared.models[0].parameters() if p.requires_grad]
+            for one, other in zip(held, expected, strict=True):
+                torch.testing.assert_close(one.detach(), other.detach().to(dtype))
+            model: Any = prepared.models[0]
+            norm, same = model[1], vars(made(dtype=dtype))['models'][0][3]
+            assert norm.running_mean.tolist() == [1.0] * 4
+            assert norm.num_batches_tracked == rounds
+            assert torch.equal(model[3].weight, same.weight)
+    assert weights.find(LENGTH) is None and weights.find(2 * LENGTH) is not None
+
+
+def two_ends(folder: Path) -> Sequence[Path]:
+    ends = []
+    for replica in (0, 1):
+        prepared = made()
+        OuterWeights(folder, 'gpt', replica).begin(prepared)
+        trained(prepared, replica, 1)
+        ends.append(save(folder, prepared, replica, 1))
+    return ends
+
+
+def test_several_at_once_write_the_same_bytes(tmp_path: Path) -> None:
+    ends = two_ends(tmp_path)
+    together = threading.Barrier(3)
+    errors: list[BaseException] = []
+
+    def step(replica: int) -> None:
+        weights = OuterWeights(tmp_path, 'gpt', replica)
+        together.wait()
+        try:
+            weights.step(ends, LENGTH, Nesterov(), LENGTH)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=step, args=(replica,)) for replica in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    paths = sorted((tmp_path / 'outer').glob(f'*{LENGTH:06d}-f*'))
+    assert len(paths) == 3
+    assert len({repr(Contents.read(path).files) for path in paths}) == 1
+
+
+def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
+    ends = two_ends(tmp_path)
+    weights = OuterWeights(tmp_path, 'gpt', 1)
+    with pytest.raises(BadInput, match="Replica 1 begins with another 'model"):
+        weights.begin(made(seed=1))
+    weights.step(ends, LENGTH, Nesterov(), LENGTH)
+    with pytest.raises(FreeTrainError, match='differ, and both are those after 10 samples'):
+        weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
+    data = next(ends[1].glob('*.safetensors'))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(EndDamaged) as raised:
+        weights.step(ends, LENGTH, None, LENGTH)
+    assert raised.value.path == ends[1]
+    for path in (tmp_path / 'outer').glob('ckpt-*'):
+        (path / 'COMMITTED').unlink()
+    with pytest.raises(FreeTrainError, match='put them back'):
+        weights.step(ends[:1], LENGTH, None, LENGTH)

@@ -1,0 +1,207 @@
+"""Rounds of pieces, trained by real ranks: the same bits whatever happens to the pieces."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain import DiLoCo, FragmentContext, Nesterov
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.testing import Fault, kill_at, with_faults
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.spec.diloco import replica_folder, replica_name
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
+from tests.support.ranks import KILLED, order, ranks
+
+BATCH, STEPS, ROUNDS = 16, 2, 3
+TOTAL = BATCH * STEPS * ROUNDS
+DILOCO = DiLoCo(replicas=2, steps=STEPS, outer=Nesterov(lr=0.7, momentum=0.9))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.outside = nn.Linear(4, 4)
+        self.outside.weight = self.inside.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outside(nn.functional.dropout(self.norm(self.inside(x)), 0.2, self.training))
+
+
+def train(ctx: FragmentContext, drop_last: bool = True, early: bool = False) -> float:
+    model = Tied()
+    model, optimizer = ctx.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
+    seen = []
+    for features, target in ctx.loop(TensorDataset(x, x**2), BATCH, drop_last=drop_last):
+        if early:
+            ctx.finish_early('enough')
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(features), target)
+        loss.backward()
+        optimizer.step()
+        ctx.report(loss=loss.item())
+        seen.append(loss.item())
+    assert seen
+    return float(model.inside.weight.detach().double().sum())
+
+
+def piece(folder: Path, replica: int, fragment: int, **changes: Any) -> FragmentOrder:
+    own = {'total_samples': TOTAL, 'checkpoint_every_s': 1e-9, **changes}
+    diloco = own.pop('diloco', DILOCO)
+    whole = order(folder, fragment, **own)
+    return replace(
+        whole,
+        trainer=replica_name('digits', replica),
+        store=str(replica_folder(folder / 'store', replica)),
+        spec=structs.replace(whole.spec, diloco=diloco, replica=replica),
+    )
+
+
+def run(
+    fork_server: ForkClient, ordered: FragmentOrder, size: int = 1, function: Any = train
+) -> Any:
+    """Its first rank's outcome."""
+    with ranks(fork_server, ordered, size, Path(ordered.store), function) as gang:
+        outcome, *_ = gang.run()
+        return outcome
+
+
+def undisturbed(fork_server: ForkClient, folder: Path, size: int = 1, **changes: Any) -> Any:
+    hows = []
+    for fragment in range(1, ROUNDS + 1):
+        for replica in (0, 1):
+            hows.append(run(fork_server, piece(folder, replica, fragment, **changes), size).how)
+    assert hows == ['stopped'] * (2 * ROUNDS - 1) + ['finished']
+    last = run(fork_server, piece(folder, 0, ROUNDS + 1, **changes), size)
+    assert last.how == 'finished', last.error
+    return last
+
+
+def final(folder: Path) -> Any:
+    checkpoint = PosixCheckpointStore(folder / 'store', 'digits').latest()
+    assert checkpoint is not None
+    saved = read_state(checkpoint.path)
+    assert saved.position.finished
+    assert torch.equal(saved.models[0]['inside.weight'], saved.models[0]['outside.weight'])
+    return saved
+
+
+def killed(stage: str) -> Any:
+    strike = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    begun = 0 if stage.startswith('outer') else 1
+    return with_faults(train, Fault(None, None, strike, stage=stage, checkpoint=begun))
+
+
+def test_kills_ranks_and_zombies_do_not_change_a_bit(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    expected = undisturbed(fork_server, tmp_path / 'calm')
+    folder = tmp_path / 'holes'
+    # replica, fragment, number of ranks, what is run, how it ends
+    for replica, fragment, size, function, how in (
+        (1, 1, 2, with_faults(train, kill_at(0, 1)), KILLED.how),
+        (1, 2, 1, train, 'stopped'),
+        (1, 3, 1, train, 'stopped'),  # the other replica has not begun
+        (0, 1, 3, killed('before-commit'), KILLED.how),
+        (0, 2, 1, with_faults(train, kill_at(0, 1, fragment=None)), KILLED.how),
+        (0, 1, 1, train, 'fenced'),  # a zombie of the same piece
+        (0, 3, 1, train, 'stopped'),
+        (0, 4, 1, killed('outer-written'), KILLED.how),
+        (1, 4, 2, killed('outer-before-commit'), KILLED.how),
+        (1, 5, 1, killed('outer-committed'), KILLED.how),
+        (1, 6, 2, with_faults(train, kill_at(1, 3, fragment=None)), 'peer-lost'),
+        (0, 5, 4, train, 'stopped'),
+        (1, 7, 1, train, 'stopped'),
+        (0, 6, 2, train, 'stopped'),
+        (1, 8, 1, train, 'finished'),
+        (0, 7, 2, killed('outer-manifest'), KILLED.how),
+        (0, 8, 3, train, 'finished'),
+    ):
+        outcome = run(fork_server, piece(folder, replica, fragment), size, function)
+        assert outcome.how == how, (replica, fragment, outcome)
+    assert outcome.result == expected.result
+    calm, holes = final(tmp_path / 'calm'), final(folder)
+    for name, tensor in calm.models[0].items():
+        assert torch.equal(tensor, holes.models[0][name]), name
+
+
+def test_the_other_settings_train_something_else_and_one_replica_is_enough(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    others: list[dict[str, Any]] = [
+        {'mode': 'throughput', 'size': 2},
+        {'diloco': structs.replace(DILOCO, outer=None)},
+    ]
+    found = {
+        undisturbed(fork_server, tmp_path / str(number), **changes).result
+        for number, changes in enumerate(others)
+    }
+    assert len(found) == 2
+    alone = structs.replace(DILOCO, replicas=1)
+    hows = [
+        run(fork_server, piece(tmp_path / 'one', 0, fragment, diloco=alone)).how
+        for fragment in range(1, ROUNDS + 2)
+    ]
+    assert hows == ['stopped'] * ROUNDS + ['finished']
+
+
+def test_a_damaged_end_of_a_round_is_trained_once_more(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    for replica in (0, 1):
+        run(fork_server, piece(tmp_path, replica, 1))
+    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
+    newest = store.newest()
+    assert newest is not None
+    data = Path(newest.path, 'rank-0.safetensors')
+    data.write_bytes(data.read_bytes()[:-1] + b'\0')
+    assert run(fork_server, piece(tmp_path, 1, 2)).how == 'stopped'
+    now = store.newest()
+    assert now is None or now.path != newest.path
+    for replica, fragment, samples in ((0, 2, 32), (1, 3, 64), (0, 3, 64)):
+        outcome = run(fork_server, piece(tmp_path, replica, fragment))
+        assert (outcome.how, outcome.samples) == ('stopped', samples)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'function', 'sentence'),
+    [
+        ({'total_samples': 80}, train, 'no whole number of rounds of 2 steps with 16 samples'),
+        ({'diloco': structs.replace(DILOCO, replicas=3)}, train, '3 replicas cannot share evenly'),
+        ({}, lambda ctx: train(ctx, early=True), 'ctx.finish_early is not possible'),
+        ({}, lambda ctx: [*ctx.epochs()], 'ctx.epochs is not possible'),
+    ],
+)
+def test_what_replicas_cannot_do_is_a_sentence(
+    fork_server: ForkClient, tmp_path: Path, changes: Any, function: Any, sentence: str
+) -> None:
+    outcome = run(fork_server, piece(tmp_path, 0, 1, **changes), 1, function)
+    assert sentence in outcome.error.message
+
+
+def test_another_beginning_is_refused_and_the_length_of_a_round_is_told(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    with ranks(fork_server, piece(tmp_path, 0, 1), 1, tmp_path / 'logs', train) as gang:
+        gang.run()
+        assert [told.round_samples for told in gang.ranks[0].said(ev.RoundKnown)] == [32]
+
+    def other(ctx: FragmentContext) -> None:
+        torch.manual_seed(99)
+        train(ctx)
+
+    outcome = run(fork_server, piece(tmp_path, 1, 1), 1, other)
+    assert "begins with another 'model.inside.weight'" in outcome.error.message
