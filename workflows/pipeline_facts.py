@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parsl_freetrain.training.parallel.pipeline import schedule as sc
-from parsl_freetrain.training.parallel.pipeline.schedule_steps import (
+from parsl_freetrain.training.parallel.pipeline.schedule import (
     StageTransfer,
     Step,
     message_of,

@@ -20,9 +20,9 @@ from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
     from parsl_freetrain.replay.scenario import Scenario
-    from parsl_freetrain.replay.speed_measuring import CurveLearning
     from parsl_freetrain.replay.trace import Trace
     from parsl_freetrain.replay.trainers import ReplayTrainer
+    from parsl_freetrain.replay.world import CurveLearning
 
 KINDS = ('idle', 'swf', 'sacct', 'pbs')
 OF_A_TRACE = (*KINDS, 'synthetic', 'machine_nodes', 'nodes', 'since', 'until')
@@ -193,7 +193,7 @@ class Study(Settings, frozen=True, kw_only=True):
         stated = {name: getattr(self, name) for name in ('noise', 'measure_s', 'seed')}
         told = {name: value for name, value in stated.items() if value is not None}
         if self.curves == 'learned':
-            from parsl_freetrain.replay.speed_measuring import CurveLearning
+            from parsl_freetrain.replay.world import CurveLearning
 
             return CurveLearning(**told)
         if told:

@@ -9,9 +9,8 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.replay.accounting import Accounts, RecordedJob
 from parsl_freetrain.replay.result import PoolResult
-from parsl_freetrain.replay.speed_measuring import CurveLearning, Measuring
 from parsl_freetrain.replay.trace import PoolChange, Trace
-from parsl_freetrain.replay.world import World
+from parsl_freetrain.replay.world import CurveLearning, Measuring, World
 
 EVERYTHING = 'idle'
 

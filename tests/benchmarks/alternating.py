@@ -29,9 +29,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import RankGroup
-from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Peers, SealedStore
+from parsl_freetrain.training.comm.peers import Agreement, Peers, SealedStore
 from parsl_freetrain.training.loop import checkpointer, training_loop
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext

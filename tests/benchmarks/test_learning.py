@@ -31,9 +31,9 @@ from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
-from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from parsl_freetrain.replay.world import CurveLearning
 from tests.benchmarks.workload import MACHINE
 
 DATA = Path(__file__).resolve().parents[3] / 'shared/data'

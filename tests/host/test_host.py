@@ -13,7 +13,7 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
-from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.host.clocks import Backoff
 from parsl_freetrain.host.processes import is_stopped, process_ids, start_of, status, tcp_sockets
 
 

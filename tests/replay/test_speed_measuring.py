@@ -10,8 +10,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import synthetic
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
-from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trainers import ReplayTrainer
+from parsl_freetrain.replay.world import CurveLearning
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 TRACE = synthetic(seed=3, nodes=400).window(None, 0, 40_000)

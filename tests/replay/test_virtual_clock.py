@@ -15,9 +15,9 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.result import PoolResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
-from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
+from parsl_freetrain.replay.world import CurveLearning
 from tests.support.properties import holds_for
 
 LINEAR = ScalingCurve((0, 1, 8), (0.0, 10.0, 80.0))

@@ -28,8 +28,7 @@ from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
-from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
-from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint, RankResult
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S

@@ -12,8 +12,11 @@ import pytest
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.sites.batch.demand import (
+    FORGET_S,
     MOST_JOBS,
+    UNWILLING_S,
     Needs,
+    StalledJobs,
     could_use,
     needs,
     reserved,
@@ -21,7 +24,6 @@ from parsl_freetrain.sites.batch.demand import (
 )
 from parsl_freetrain.sites.batch.queue_play import ENDING_S, SOON_S
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
-from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, UNWILLING_S, StalledJobs
 
 NOW = 1000.0
 OURS = frozenset({'mine', 'other'})

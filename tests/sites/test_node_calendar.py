@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
+from parsl_freetrain.sites.batch.node_shares import NodeCalendar
 
 NOW = 10.0
 times = st.sampled_from((0.0, 10.0, 11.0, 12.5, 15.0, 20.0, math.inf))

@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from parsl_freetrain.core.model.shards_by_speed import rate_together
-from parsl_freetrain.core.model.types import ScalingCurve
+from parsl_freetrain.core.model.types import ScalingCurve, rate_together
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
-from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.host.clocks import Backoff
 from parsl_freetrain.sites.protocols import Yielding
 from parsl_freetrain.sites.provider import BackfillProvider
 

@@ -25,8 +25,7 @@ from parsl_freetrain.executor.block.block_record import (
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.host.clocks import NodeClocks, RunClock
+from parsl_freetrain.host.clocks import Backoff, NodeClocks, RunClock
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
 from parsl_freetrain.sites.provider import BackfillProvider

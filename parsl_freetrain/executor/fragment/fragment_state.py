@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import Ending, FragmentProgressed, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.fragment_parts import Contact, GivenUp, Stopping
-from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.member_order import RankResult
 from parsl_freetrain.training.comm.device_faults import (
     ASSERT,
     ASSERTED,

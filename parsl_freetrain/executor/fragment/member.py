@@ -15,12 +15,11 @@ import zmq
 
 from parsl_freetrain.executor.fragment import node_fork_server
 from parsl_freetrain.executor.fragment.control_channel import ControlClient
-from parsl_freetrain.executor.fragment.member_order import MemberOrder
-from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.member_order import MemberOrder, RankResult
 from parsl_freetrain.host.memory import OomWatch
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import RankProcess
-from parsl_freetrain.training.process.liveness import StopWatch
+from parsl_freetrain.training.process.linux import StopWatch
 from parsl_freetrain.training.process.node_agent import NOTICES, ignore_notices, listen_for_notices
 from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.fragment_order import RankPlace

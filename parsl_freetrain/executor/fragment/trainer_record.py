@@ -17,7 +17,7 @@ from parsl_freetrain.executor.fragment.fragment_state import (
     LeftState,
     RunningFragment,
 )
-from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.member_order import RankResult
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import Outcome, StateLeft

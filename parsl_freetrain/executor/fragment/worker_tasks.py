@@ -12,8 +12,7 @@ from parsl.executors.execute_task import execute_task
 
 from parsl_freetrain.executor.fragment import node_fork_server
 from parsl_freetrain.executor.fragment.member import Member
-from parsl_freetrain.executor.fragment.member_order import MemberOrder
-from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.member_order import MemberOrder, RankResult
 from parsl_freetrain.training.process.node_agent import heed_notices, ignore_notices
 from parsl_freetrain.training.process.node_agent import leave as end_node
 

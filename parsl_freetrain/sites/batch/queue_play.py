@@ -14,8 +14,7 @@ from operator import or_
 
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.sites.batch.block_shape import is_block
-from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
-from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeShares
+from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeCalendar, NodeShares
 from parsl_freetrain.sites.batch.node_windows import HOLDING
 from parsl_freetrain.sites.batch.records import (
     SET_ASIDE,

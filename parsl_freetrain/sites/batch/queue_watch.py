@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.host.clocks import ClockSteps
+from parsl_freetrain.host.clocks import Backoff, ClockSteps
 from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.node_windows import as_jobs_say, held
 from parsl_freetrain.sites.batch.options import BatchOptions

@@ -14,11 +14,10 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.core.model.types import NodeOffer
-from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.host.clocks import ClockSteps
+from parsl_freetrain.host.clocks import Backoff, ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
-from parsl_freetrain.sites.batch.demand import Needs, could_use, needs, reserved, waits
+from parsl_freetrain.sites.batch.demand import Needs, StalledJobs, could_use, needs, reserved, waits
 from parsl_freetrain.sites.batch.node_windows import OfferLog, windows
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.queue_watch import (
@@ -33,7 +32,6 @@ from parsl_freetrain.sites.batch.queue_watch import (
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
-from parsl_freetrain.sites.batch.stalled_jobs import StalledJobs
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here, 
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import PeerLost, Peers, SealBroken, SealedStore
-from parsl_freetrain.training.process import lazy_dynamo, liveness
+from parsl_freetrain.training.process import lazy_dynamo, linux
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
@@ -95,7 +95,7 @@ class RankGroup(Subgroup):
         self._hang_s = order.hang_s
         # Divided models exchange by what gloo has for CPUs only.
         shared = may_share(order.spec.ranks.share_devices) and not order.spec.shapes
-        backend, earlier = self._agree_on_backend(gpu, shared), liveness.connections()
+        backend, earlier = self._agree_on_backend(gpu, shared), linux.connections()
         self.exchanges_on_cpu = backend == GLOO
         with as_peer_loss(), lazy_dynamo.hidden():
             dist.init_process_group(
@@ -106,8 +106,8 @@ class RankGroup(Subgroup):
                 timeout=EXCHANGE_TIMEOUT,
             )
         self._group = dist.group.WORLD
-        self._connections = liveness.connections() - earlier
-        liveness.guard_connections(order.hang_s)
+        self._connections = linux.connections() - earlier
+        linux.guard_connections(order.hang_s)
 
     def _agree_on_backend(self, gpu: str, shared: bool) -> str:
         with as_peer_loss():
@@ -164,7 +164,7 @@ class RankGroup(Subgroup):
     def store(self) -> SealedStore | None:
         with as_peer_loss():
             store = self._texts.clone()
-        liveness.guard_connections(self._hang_s)
+        linux.guard_connections(self._hang_s)
         return store
 
     def barrier(self) -> bool:
@@ -182,10 +182,10 @@ class RankGroup(Subgroup):
 
     def abort(self) -> None:
         # Otherwise a rank that waits for this one would wait until this process ends.
-        liveness.end_connections(self._connections)
+        linux.end_connections(self._connections)
 
     def broken(self) -> bool:
-        return not self._connections <= liveness.connections()
+        return not self._connections <= linux.connections()
 
 
 @contextmanager

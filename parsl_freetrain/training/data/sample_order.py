@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
-from parsl_freetrain.core.model.shards_by_speed import deal
+from parsl_freetrain.core.model.types import deal
 
 
 @dataclass(frozen=True)

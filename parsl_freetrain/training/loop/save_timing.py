@@ -7,8 +7,8 @@ import time
 from collections import deque
 
 from parsl_freetrain.core.controller.overheads import FLOOR_S
-from parsl_freetrain.training.comm.consensus import EVERY_S
 from parsl_freetrain.training.comm.exchange_watch import exchanges
+from parsl_freetrain.training.comm.peers import EVERY_S
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 ASSUMED_BYTES_PER_S = 200e6  # of a trainer's first checkpoint; most file systems are faster

@@ -14,8 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.host.slot import wait_as_slow
 from parsl_freetrain.training.checkpoint.state import Position
-from parsl_freetrain.training.comm.consensus import Agreed
-from parsl_freetrain.training.comm.peers import on_any_rank
+from parsl_freetrain.training.comm.peers import Agreed, on_any_rank
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop.body import Body

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from parsl_freetrain.core.model.events import FragmentProgressed
-from parsl_freetrain.training.comm.consensus import Agreed, Agreement
+from parsl_freetrain.training.comm.peers import Agreed, Agreement
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback

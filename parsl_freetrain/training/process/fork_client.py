@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.files import open_log
 from parsl_freetrain.training.process.channel import Channel, connect, is_ours, listen
 from parsl_freetrain.training.process.fork_request import request_of_this_process, start_environment
-from parsl_freetrain.training.process.liveness import StopWatch
+from parsl_freetrain.training.process.linux import StopWatch
 from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace

@@ -1,4 +1,4 @@
-"""Functions of the Linux kernel that Python does not provide."""
+"""Functions of the Linux kernel that Python does not provide, and whether processes live."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-from parsl_freetrain.host.processes import ProcessStatus, process_ids, status
+from parsl_freetrain.host.processes import (
+    ProcessStatus,
+    is_stopped,
+    process_ids,
+    status,
+    tcp_sockets,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -110,3 +118,60 @@ def _kill_if(pid: int, condition: Callable[[ProcessStatus], bool]) -> bool:
         finally:
             os.close(pidfd)
     return False
+
+
+_TIMEOUT_SHARE = 0.6  # of hang_s; the rest is for the end of the other ranks
+
+
+class StopWatch:
+    """For how long a process has been stopped. A short stop (a suspended job) does no harm."""
+
+    def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pid, self._clock = pid, clock
+        self._since: float | None = None
+
+    def stopped_s(self) -> float:
+        """Check once more: seconds since the first check in a row that found it so, or 0."""
+        now = self._clock()
+        if not is_stopped(self._pid):
+            self._since = None
+            return 0.0
+        self._since = now if self._since is None else self._since
+        return now - self._since
+
+
+def connections() -> set[tuple[object, object]]:
+    """The TCP connections of this process, by the addresses of both ends."""
+    found: set[tuple[object, object]] = set()
+    for sock in tcp_sockets():
+        with suppress(OSError):  # it only listens, or was closed meanwhile
+            found.add((sock.getsockname(), sock.getpeername()))
+    return found
+
+
+def end_connections(which: Collection[tuple[object, object]]) -> None:
+    """Shut down some of :func:`connections`; the other ends notice it at once."""
+    for sock in tcp_sockets():
+        with suppress(OSError):
+            if (sock.getsockname(), sock.getpeername()) in which:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def guard_connections(hang_s: float) -> int:
+    """Have the kernel break TCP connections of this process, and return their number. One counts as
+    dead when data or probes are not acknowledged for about 0.6 ``hang_s`` seconds, which are at
+    least 2. A computing or stopped peer's kernel still acknowledges, so slow steps break nothing; a
+    lost node or network does not.
+    """
+    guarded = 0
+    patience_s = _TIMEOUT_SHARE * hang_s
+    probe_s = max(1, int(patience_s / 3))
+    for sock in tcp_sockets():
+        with suppress(OSError):  # closed meanwhile
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+            # Also for unacknowledged data, which the kernel would repeat for a quarter of an hour.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience_s))
+            guarded += 1
+    return guarded

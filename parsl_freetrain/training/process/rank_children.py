@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.liveness import StopWatch
+from parsl_freetrain.training.process.linux import StopWatch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import Exit
 

@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.consensus import Agreed, Agreement
-from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.comm.peers import Agreed, Agreement, Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.steps import row_norm

@@ -24,7 +24,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.process.liveness import guard_connections
+from parsl_freetrain.training.process.linux import guard_connections
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.mode import Mode
 from parsl_freetrain.training.spec.shapes import check_shape

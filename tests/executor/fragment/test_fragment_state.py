@@ -29,8 +29,8 @@ from parsl_freetrain.executor.fragment.fragment_state import (
     RunningFragment,
 )
 from parsl_freetrain.executor.fragment.listener import Listener
+from parsl_freetrain.executor.fragment.member_order import RankResult
 from parsl_freetrain.executor.fragment.members import Members
-from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import furthest, left_states
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, Watchdog

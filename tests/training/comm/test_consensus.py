@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from parsl_freetrain.training.comm.consensus import EVERY_S, Agreed, Agreement, steps_between
-from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.comm.peers import EVERY_S, Agreed, Agreement, Peers, steps_between
 
 DIFFERENT, GO_ON, SAVE = Agreed.DIFFERENT, Agreed.GO_ON, Agreed.SAVE
 SPOILT, STOP = Agreed.SPOILT, Agreed.STOP

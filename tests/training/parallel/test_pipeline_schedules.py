@@ -17,8 +17,7 @@ from parsl_freetrain.training.parallel.pipeline import (
     make_schedule,
     one_f_one_b,
 )
-from parsl_freetrain.training.parallel.pipeline.schedule import Task, split_layers
-from parsl_freetrain.training.parallel.pipeline.schedule_steps import message_of
+from parsl_freetrain.training.parallel.pipeline.schedule import Task, message_of, split_layers
 from workflows.pipeline_facts import (
     POST,
     RUN,

@@ -18,7 +18,7 @@ import pytest
 from parsl_freetrain.host.processes import is_stopped
 from parsl_freetrain.testing import with_faults
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.process.liveness import StopWatch, guard_connections
+from parsl_freetrain.training.process.linux import StopWatch, guard_connections
 from tests.support.computers import INTERFACE, Computer, computers
 from tests.support.faults import slow_rank
 from tests.support.ranks import all_finish, order

@@ -23,8 +23,7 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
 from parsl_freetrain.executor.fragment.member import Member
-from parsl_freetrain.executor.fragment.member_order import MemberOrder
-from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.member_order import MemberOrder, RankResult
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec import fork_messages as fm

@@ -27,13 +27,13 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from parsl_freetrain.training.comm import consensus
+    from parsl_freetrain.training.comm import peers
     from parsl_freetrain.training.loop import wishes
     from parsl_freetrain.training.steps import nonfinite
 
     # What is done a few times a second: a look at the state, for whose answer nobody waits on a
     # device, and agreements and reports of the ranks, which are on the CPU.
-    nonfinite.LOOK_EVERY_S = consensus.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
+    nonfinite.LOOK_EVERY_S = peers.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
     found = {'operations': 0, 'reads': 0}
     users = [False]
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.pipeline import schedule as sc
-from parsl_freetrain.training.parallel.pipeline.schedule_steps import programs_of
+from parsl_freetrain.training.parallel.pipeline.schedule import programs_of
 from parsl_freetrain.training.parallel.pipeline.traffic import (
     Stage,
     Traffic,

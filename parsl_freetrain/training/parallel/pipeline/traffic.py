@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD, Task
-from parsl_freetrain.training.parallel.pipeline.schedule_steps import StageTransfer
+from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD, StageTransfer, Task
 
 
 class Stage:
