@@ -81,7 +81,7 @@ class FreeTrainApp:
     def __call__(
         self, *args: Any, trainer_name: str | None = None, **kwargs: Any
     ) -> TrainingFuture:
-        """Start a trainer.
+        """Start a trainer. Raises BadInput if the trainer can never run; nothing is submitted then.
 
         Parameters
         ----------
@@ -94,11 +94,6 @@ class FreeTrainApp:
         seed
             In place of the seed of the mode: of the order of the data and of all random numbers.
             If the function has a parameter of this name, it gets it, too.
-
-        Raises
-        ------
-        BadInput
-            If the trainer can never run; nothing is submitted then.
         """
         app, kwargs = self._seeded(kwargs)
         if app is not self:
@@ -363,11 +358,6 @@ def freetrain_app(
         User and group, to which the limits of the executor's policy apply, and priority.
     executor
         Label of the FreeTrainExecutor; default the first of the configuration.
-
-    Raises
-    ------
-    BadInput
-        If a setting is invalid.
     """
 
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:

@@ -100,11 +100,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Instead of ``provider``: the name of a site in ``site_configs/``, the account to charge, and
         the queue; None: the site's default. The executor builds its ``provider`` from them and then
         sets them to None.
-
-    Raises
-    ------
-    BadInput
-        If a setting cannot be used.
     """
 
     @checked_arguments(

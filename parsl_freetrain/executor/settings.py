@@ -53,11 +53,6 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
         method ``close()``, it is called when the executor shuts down.
     solver_time_limit_s
         Maximum seconds that a solver given by name may search; it then returns its best allocation.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
     """
 
     solver: str | Allocator = 'auto'
@@ -96,11 +91,6 @@ class Timeouts(Settings, frozen=True, kw_only=True):
     adopt_s
         If the submitting process dies, its batch jobs wait this long for a new process with the
         same checkpoint_dir and label to adopt them. 0: the blocks end.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
     """
 
     start_s: PositiveSeconds = 120.0

@@ -46,7 +46,8 @@ class Trainer:
     ``fit`` gives the data to ``ctx.loop``, and module, optimizer and schedulers to ``ctx.prepare``.
     Checkpoints are the app's. The batch size of the data loader is the global batch, over all
     ranks. Validation is done at the end of epochs; the ranks share the batches. What the module
-    logs is given to ``ctx.report``. Callbacks are called on all ranks.
+    logs is given to ``ctx.report``. Callbacks are called on all ranks. Raises BadInput if an
+    argument asks for what is not supported here; nothing is trained then.
 
     Parameters
     ----------
@@ -74,11 +75,6 @@ class Trainer:
         What was logged last, as tensors.
     should_stop
         Set it to end the training early.
-
-    Raises
-    ------
-    BadInput
-        If an argument asks for what is not supported here; nothing is trained then.
     """
 
     fast_dev_run = sanity_checking = False
@@ -149,12 +145,8 @@ class Trainer:
         datamodule: Any = None,
         ckpt_path: Any = None,
     ) -> None:
-        """Train from the last checkpoint to the total.
-
-        Raises
-        ------
-        BadInput
-            If the module needs what is not supported here, or the total is not that of the app.
+        """Train from the last checkpoint to the total. Raises BadInput if the module needs what is
+        not supported here, or the total is not that of the app.
         """
         if ckpt_path is not None:
             raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')

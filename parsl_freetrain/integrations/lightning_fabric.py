@@ -27,7 +27,8 @@ class Fabric:
     """Stands for ``lightning.fabric.Fabric`` in a fragment: the app has launched the ranks.
 
     ``setup`` is ``ctx.prepare``. In place of the loops over epochs and over what
-    ``setup_dataloaders`` gives, there is ``for batch in fabric.loop(dataloader)``.
+    ``setup_dataloaders`` gives, there is ``for batch in fabric.loop(dataloader)``. Raises BadInput
+    if an argument asks for what is not supported here.
 
     Parameters
     ----------
@@ -37,11 +38,6 @@ class Fabric:
         '32-true' or 'bf16-mixed'; for the latter, put the forward pass under ``autocast()``.
     **options
         Other arguments of ``lightning.fabric.Fabric``.
-
-    Raises
-    ------
-    BadInput
-        If an argument asks for what is not supported here.
     """
 
     def __init__(self, ctx: FragmentContext, *, precision: Any = '32-true', **options: Any) -> None:

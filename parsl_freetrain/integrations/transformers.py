@@ -34,9 +34,10 @@ class InFragments(_Any):
 
     ``train()`` gives the data to ``ctx.loop``, and model, optimizer and scheduler to
     ``ctx.prepare``; ``max_grad_norm`` clips the gradient of the global batch. Checkpoints are the
-    app's. ``per_device_train_batch_size`` is over all ranks. What is logged is
-    given to ``ctx.report``, at the end of each epoch; so are the figures of evaluations, in which
-    all ranks share the work. Callbacks are called on all ranks. Their plain attributes are saved.
+    app's. ``per_device_train_batch_size`` is over all ranks. What is logged is given to
+    ``ctx.report``, at the end of each epoch; so are the figures of evaluations, in which all ranks
+    share the work. Callbacks are called on all ranks. Their plain attributes are saved. Raises
+    BadInput if an argument asks for what is not supported here; nothing is trained then.
 
     Parameters
     ----------
@@ -44,11 +45,6 @@ class InFragments(_Any):
         The fragment context.
     *args, **kwargs
         As of ``transformers.Trainer``.
-
-    Raises
-    ------
-    BadInput
-        If an argument asks for what is not supported here; nothing is trained then.
     """
 
     control: Any
@@ -81,12 +77,8 @@ class InFragments(_Any):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any
     ) -> TrainOutput:
-        """Train from the last checkpoint to the total.
-
-        Raises
-        ------
-        BadInput
-            If the arguments or the dataset do not fit the app.
+        """Train from the last checkpoint to the total. Raises BadInput if the arguments or the
+        dataset do not fit the app.
         """
         given = {**kwargs, 'resume_from_checkpoint': resume_from_checkpoint, 'trial': trial}
         for name in (name for name, value in given.items() if value):

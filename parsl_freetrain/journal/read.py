@@ -30,7 +30,8 @@ class EventBatch(NamedTuple):
 
 
 class Journal:
-    """A read-only view of a journal. Between two calls, no file is open.
+    """A read-only view of a journal. Between two calls, no file is open. Raises BadInput if there
+    is no file, it is no journal, or it is one of another version.
 
     Parameters
     ----------
@@ -38,11 +39,6 @@ class Journal:
         The file; its writer may be at work.
     keep_progress
         Whether fragments keep all of their reports, not only the last.
-
-    Raises
-    ------
-    BadInput
-        There is no file, it is no journal, or it is one of another version.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_progress: bool = True) -> None:

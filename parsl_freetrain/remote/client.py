@@ -128,7 +128,9 @@ class FreeTrainClient(Executor):
 
     A :class:`concurrent.futures.Executor`, except that leaving a ``with`` block does not wait for
     trainers, which may take days and go on at the endpoint. While the client runs, it asks again
-    what was lost because this computer slept or the endpoint was restarted.
+    what was lost because this computer slept or the endpoint was restarted. Raises BadInput unless
+    exactly one of ``endpoint_id`` and ``executor`` is given, or if the Globus Compute SDK is not
+    installed.
 
     Parameters
     ----------
@@ -153,12 +155,6 @@ class FreeTrainClient(Executor):
     **settings
         Of the run, as plain data: those of :class:`~parsl_freetrain.BackfillProvider` and
         :class:`~parsl_freetrain.FreeTrainExecutor`. A run that goes on keeps its own.
-
-    Raises
-    ------
-    BadInput
-        Unless exactly one of ``endpoint_id`` and ``executor`` is given, or if the Globus Compute
-        SDK is not installed.
     """
 
     def __init__(
@@ -195,7 +191,8 @@ class FreeTrainClient(Executor):
     def submit(  # type: ignore[override]  # it takes trainers only
         self, app: FreeTrainApp, /, *args: Any, trainer_name: str | None = None, **kwargs: Any
     ) -> RemoteTraining:
-        """Start a trainer at the endpoint.
+        """Start a trainer at the endpoint. Raises BadInput if this computer can tell that the
+        trainer can never run. Errors found at the endpoint are set on the future.
 
         Parameters
         ----------
@@ -206,12 +203,6 @@ class FreeTrainClient(Executor):
         trainer_name
             Name of the trainer and of its checkpoint folder; default: the app's name, with a number
             from the second one on. A trainer of the same name continues from its checkpoints.
-
-        Raises
-        ------
-        BadInput
-            If this computer can tell that the trainer can never run. Errors found at the endpoint
-            are set on the future.
         """
         if not isinstance(app, FreeTrainApp):
             raise BadInput(

@@ -45,7 +45,9 @@ class Schedule:
     """Idle intervals of named nodes, sorted by start, then by node.
 
     Touching intervals of one node are kept apart: the node is taken and given back in the same
-    instant.
+    instant. Raises BadInput for an interval that starts before 0, ends before it starts or overlaps
+    another one of its node; a node name that is not made of letters, digits, ``.``, ``_`` and
+    ``-``; classes that are not one for each node.
 
     Parameters
     ----------
@@ -53,13 +55,6 @@ class Schedule:
         In any order; those of one node must not overlap.
     node_classes
         The class of each node, such as ``{'a': 'a100', 'b': 'cpu'}``; empty: nodes are alike.
-
-    Raises
-    ------
-    BadInput
-        An interval that starts before 0, ends before it starts or overlaps another one of its node;
-        a node name that is not made of letters, digits, ``.``, ``_`` and ``-``; classes that are
-        not one for each node.
     """
 
     def __init__(
@@ -156,17 +151,13 @@ class Schedule:
 
 def read_schedule(path: str | Path) -> Schedule:
     """Read idle intervals from CSV with the columns ``start_s,end_s,node``, plain or gzipped.
+    Raises BadInput, with file and line, if it cannot be read, or a line of it cannot be used.
 
     Parameters
     ----------
     path
         The file; times are seconds from the schedule's start. A fourth column, ``node_class``, may
         say of which class the line's node is.
-
-    Raises
-    ------
-    BadInput
-        The file cannot be read, or a line of it cannot be used; the sentence names file and line.
     """
     path = Path(path)
     rows, lines = _rows(path)

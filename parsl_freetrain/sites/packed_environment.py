@@ -40,11 +40,6 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
         mode cannot be packed.
     local
         A folder on each node's own disk; None: TMPDIR there, or /tmp.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
     """
 
     archive: str | None = None

@@ -24,7 +24,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
     """Opens one block per hole, each with its own number of nodes and walltime.
 
     Only a :class:`~parsl_freetrain.executor.FreeTrainExecutor` can use it. Parsl's own scaling,
-    which asks for blocks that are all alike, is refused.
+    which asks for blocks that are all alike, is refused. Raises BadInput for max_blocks below 1 or
+    a negative min_hole_s.
 
     Parameters
     ----------
@@ -39,11 +40,6 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         Shell lines to run in each block before anything else.
     environment
         Each node unpacks it to its own disk; None: nodes import from the shared file system.
-
-    Raises
-    ------
-    BadInput
-        max_blocks below 1 or a negative min_hole_s.
     """
 
     @typeguard.typechecked

@@ -91,7 +91,8 @@ def generate(
     idle_share: float = SUMMIT_IDLE_SHARE,
     time_factor: float = 1.0,
 ) -> Schedule:
-    """A random schedule of idle nodes that looks like Summit's.
+    """A random schedule of idle nodes that looks like Summit's. Raises BadInput for no node, a
+    share that is not between 0 and 1, or a duration or a time factor that is not above 0.
 
     Parameters
     ----------
@@ -111,12 +112,6 @@ def generate(
     -------
     Schedule
         All intervals lie within 0 and ``duration_s``. Nodes that are idle at time 0 begin there.
-
-    Raises
-    ------
-    BadInput
-        No node, a share that is not between 0 and 1, a duration or a time factor that is not above
-        0.
     """
     names = _names(nodes)
     if not (math.isfinite(duration_s) and duration_s > 0):

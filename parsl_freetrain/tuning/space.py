@@ -13,12 +13,8 @@ from parsl_freetrain.core.model.errors import BadInput
 
 @dataclass(frozen=True)
 class Uniform:
-    """A number from ``low`` to ``high``; with ``log``, its logarithm is uniform.
-
-    Raises
-    ------
-    BadInput
-        If the ends are no numbers, or the range is empty or endless, or not positive with ``log``.
+    """A number from ``low`` to ``high``; with ``log``, its logarithm is uniform. Raises BadInput if
+    the ends are no numbers, or the range is empty or endless, or not positive with ``log``.
     """
 
     low: float

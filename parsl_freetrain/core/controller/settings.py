@@ -70,11 +70,6 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     give_back_s
         Maximum seconds that a fragment may take to save and stop when a waiting job of others needs
         its nodes; then they are given back without its last checkpoint.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
     """
 
     metric: str = 'throughput'

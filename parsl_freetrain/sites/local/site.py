@@ -41,7 +41,9 @@ class _SlotBlock:
 
 
 class LocalSite:
-    """This computer as a site: ``nodes`` slots that come and go as a schedule says.
+    """This computer as a site: ``nodes`` slots that come and go as a schedule says. Raises BadInput
+    for a site without a single usable node, a schedule that cannot be used, an unknown ``taken``,
+    or a number out of range.
 
     Parameters
     ----------
@@ -80,12 +82,6 @@ class LocalSite:
         fewer, training is refused. ``'none'``: slots train on CPUs.
     clock
         Wall-clock time in seconds.
-
-    Raises
-    ------
-    BadInput
-        A site without a single usable node, a schedule that cannot be used, an unknown ``taken``,
-        or a number out of range.
     """
 
     name = 'local'

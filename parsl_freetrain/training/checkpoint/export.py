@@ -32,7 +32,8 @@ def load_weights(
     source: Checkpoint | str | os.PathLike[str], *, best: bool | Retention = False
 ) -> dict[str, torch.Tensor]:
     """The model's weights (parameters and buffers) in a checkpoint, on the CPU. The checkpoint is
-    verified first.
+    verified first. Raises BadInput if there is no checkpoint, it is damaged, or others may write to
+    its folder.
 
     Parameters
     ----------
@@ -49,11 +50,6 @@ def load_weights(
         What ``model.load_state_dict`` takes. If there are several models, names begin with
         'model.', 'model_2.' and so on, and those of moving averages with 'ema.', 'ema_2.' and so
         on.
-
-    Raises
-    ------
-    BadInput
-        If there is no checkpoint, it is damaged, or others may write to its folder.
     """
     folder = _checkpoint_folder(source, best)
     saved = read_state(str(folder))
@@ -83,7 +79,8 @@ def export_weights(
     adapter_only: bool = False,
 ) -> Path:
     """Write the model's weights in a checkpoint to a file in the safetensors format. An existing
-    file is replaced atomically. One tensor at a time is in memory.
+    file is replaced atomically. One tensor at a time is in memory. Raises BadInput as
+    :func:`load_weights`, and if a file cannot be written.
 
     Parameters
     ----------
@@ -103,11 +100,6 @@ def export_weights(
     -------
     Path
         The file, the index, or the folder.
-
-    Raises
-    ------
-    BadInput
-        As :func:`load_weights`; and if a file cannot be written.
     """
     folder = _checkpoint_folder(source, best)
     contents = Contents.read(folder)

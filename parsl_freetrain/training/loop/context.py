@@ -189,7 +189,8 @@ class FragmentContext(ContextOfKept):
         find_unused_parameters: bool = False,
     ) -> Any:
         """Prepare models, optimizers and schedulers for :meth:`loop`, and load the last checkpoint
-        into them.
+        into them. Raises BadInput if it is called twice, or with something else, or the checkpoint
+        is of another model.
 
         Parameters
         ----------
@@ -204,11 +205,6 @@ class FragmentContext(ContextOfKept):
         Returns
         -------
         The prepared objects, in the order of the arguments. Use these from now on.
-
-        Raises
-        ------
-        BadInput
-            If it is called twice, or with something else, or the checkpoint is of another model.
         """
         return self._run.prepare(things, clip_grad_norm, find_unused_parameters)
 
@@ -235,7 +231,9 @@ class FragmentContext(ContextOfKept):
         When the fragment has to stop, the loop ends the function by an exception that is not an
         ``Exception``. Code after the loop runs when the total has been trained; when the function
         returns, the last checkpoint is written. A function may have several loops, one after the
-        other; each but the last says how much it trains.
+        other; each but the last says how much it trains. Raises BadInput if the data differ between
+        ranks or from those of the checkpoint, the body does what would be lost or trained wrongly,
+        or the loops do not fit the total or the function.
 
         Parameters
         ----------
@@ -269,12 +267,6 @@ class FragmentContext(ContextOfKept):
             Whether to leave out the last batch of an epoch if it is short.
         collate_fn, num_workers, worker_init_fn
             As in DataLoader. Workers stay for the whole fragment.
-
-        Raises
-        ------
-        BadInput
-            If the data differ between ranks or from those of the checkpoint, the body does what
-            would be lost or trained wrongly, or the loops do not fit the total or the function.
         """
         own = LoaderSettings(shuffle, collate_fn, num_workers, sampler, drop_last, worker_init_fn)
         how = batch_size, micro_batch, epochs, samples, own, loss, accumulate
@@ -308,14 +300,10 @@ class FragmentContext(ContextOfKept):
 
         What is done behind ``ctx.loop`` belongs to the end of the epoch, as with
         :meth:`each_epoch`: once, on all ranks; ``break``, on all ranks alike, ends the training. A
-        fragment that begins within an epoch repeats what is before ``ctx.loop``.
-
-        Raises
-        ------
-        BadInput
-            If it is called twice, before :meth:`prepare` or after :meth:`loop`, or with
-            ``on_nan='rollback'``; if an epoch has not exactly one ``ctx.loop``, with the same data
-            in each, or what is saved changes before it.
+        fragment that begins within an epoch repeats what is before ``ctx.loop``. Raises BadInput if
+        it is called twice, before :meth:`prepare` or after :meth:`loop`, or with
+        ``on_nan='rollback'``; if an epoch has not exactly one ``ctx.loop``, with the same data in
+        each, or what is saved changes before it.
         """
         return iter(self._run.begin_epochs())
 
@@ -326,18 +314,14 @@ class FragmentContext(ContextOfKept):
         self._run.finish_early(reason or 'no reason was given')
 
     def checkpoint(self, best: float | None = None) -> None:
-        """Write a checkpoint at the end of this epoch.
+        """Write a checkpoint at the end of this epoch. Raises BadInput if it is not called at the
+        end of an epoch.
 
         Parameters
         ----------
         best
             The value by which the best of these checkpoints is chosen and kept: the smallest, or
             with ``Retention(mode='max')`` the largest. It is the checkpoint's metric 'best'.
-
-        Raises
-        ------
-        BadInput
-            If it is not called at the end of an epoch.
         """
         self._run.state.want_checkpoint(best)
 
@@ -356,7 +340,8 @@ class FragmentContext(ContextOfKept):
         is the same for any number of them, and on all ranks.
 
         The model is in evaluation mode. If the fragment has to stop meanwhile, the next one repeats
-        all that is done at the end of that epoch.
+        all that is done at the end of that epoch. Raises BadInput if it is called in the body of
+        the loop, the model is divided into stages, or ``measure`` returns something else.
 
         Parameters
         ----------
@@ -378,12 +363,6 @@ class FragmentContext(ContextOfKept):
         -------
         dict
             By metric, the mean over all samples, or the sum divided by the number.
-
-        Raises
-        ------
-        BadInput
-            If it is called in the body of the loop, the model is divided into stages, or
-            ``measure`` returns something else.
         """
         data = LoaderData(
             dataset=dataset, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers

@@ -22,7 +22,8 @@ class ContextOfKept:
 
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         """The exponential moving average of a model's parameters over the steps, which is saved
-        with every checkpoint.
+        with every checkpoint. Raises BadInput if it is called before :meth:`prepare` or after
+        :meth:`loop`, for a model that was not prepared, or with a pipeline.
 
         Parameters
         ----------
@@ -36,17 +37,13 @@ class ContextOfKept:
         torch.nn.Module
             A copy of the model with the averaged parameters and the model's own buffers, in
             evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
-
-        Raises
-        ------
-        BadInput
-            If it is called before :meth:`prepare` or after :meth:`loop`, for a model that was not
-            prepared, or with a pipeline.
         """
         return self._run.add_average(model, decay)
 
     def keep(self, thing: T, name: str | None = None) -> T:
-        """Save an object with every checkpoint, and load the last one into it.
+        """Save an object with every checkpoint, and load the last one into it. Raises BadInput if
+        it has no such methods, its state has something other than tensors, numbers, texts and
+        containers of them, or :meth:`prepare` was not called.
 
         Parameters
         ----------
@@ -59,30 +56,20 @@ class ContextOfKept:
         Returns
         -------
         The object itself.
-
-        Raises
-        ------
-        BadInput
-            If it has no such methods, its state has something other than tensors, numbers, texts
-            and containers of them, or :meth:`prepare` was not called.
         """
         self._carried('keep').keep(thing, name)
         return thing
 
     def once(self, function: Callable[[], T]) -> T:
         """Call a function once in the whole training, and keep what it returns: for what stands
-        between two loops and takes long, or is made of the model as it is then.
+        between two loops and takes long, or is made of the model as it is then. Raises BadInput if
+        it returns something else, in the body of the loop, or before :meth:`prepare`.
 
         Parameters
         ----------
         function
             Returns tensors, numbers, texts, containers of them, or a module. For a module it is
             called again in later fragments, and the state of the first one is loaded.
-
-        Raises
-        ------
-        BadInput
-            If it returns something else, in the body of the loop, or before :meth:`prepare`.
         """
         return self._carried('once').once(function)  # type: ignore[no-any-return]
 
@@ -92,11 +79,7 @@ class ContextOfKept:
 
         Every fragment calls it, with the same random numbers on all ranks. What comes of it in the
         first fragment, on rank 0, is trained; later :meth:`prepare` loads the checkpoint over it.
-
-        Raises
-        ------
-        BadInput
-            If :meth:`prepare` was called before.
+        Raises BadInput if :meth:`prepare` was called before.
         """
         if self._run.model is not None:
             raise BadInput(

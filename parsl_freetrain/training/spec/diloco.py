@@ -56,11 +56,6 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
         local SGD.
     inner
         :class:`Reproducible` or :class:`Throughput`: how the ranks of one replica work together.
-
-    Raises
-    ------
-    BadInput
-        If one of these is not as described.
     """
 
     replicas: AtLeast1 = 8

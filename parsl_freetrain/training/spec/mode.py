@@ -27,11 +27,6 @@ class Mode(Settings, frozen=True, kw_only=True, tag_field='mode', tag=str.lower)
         What to do if a gradient is infinite or not a number. 'stop': the trainer fails, and keeps
         the last good checkpoint; 'skip': the step is skipped; 'rollback': training goes back to the
         last good checkpoint and skips that step, at most 3 times.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
     """
 
     seed: int = 0
@@ -108,11 +103,6 @@ class Scaled(Mode, frozen=True, kw_only=True):
         How the ranks' gradients are combined: 'mean' over the samples, or 'adasum'.
     seed, on_nan
         As in :class:`Mode`.
-
-    Raises
-    ------
-    BadInput
-        If one of these is not as described.
 
     Notes
     -----

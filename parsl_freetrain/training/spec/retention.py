@@ -30,11 +30,6 @@ class Retention(Settings, frozen=True, kw_only=False):
         newest of equal ones). Default: the value given to ``ctx.checkpoint``.
     mode
         Whether the best value is the 'min' or the 'max'. NaN is never the best.
-
-    Raises
-    ------
-    BadInput
-        If one of these is not as described.
     """
 
     last: AtLeast1 = 3
@@ -75,11 +70,6 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     resume
         What to do with checkpoints of an earlier run: 'auto' (use them if there are any), 'require'
         (fail without them) or 'never' (move them aside). Default: the executor's setting.
-
-    Raises
-    ------
-    BadInput
-        If a value cannot be used.
     """
 
     every_s: PositiveSeconds = 30.0

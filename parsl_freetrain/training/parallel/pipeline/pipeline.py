@@ -27,7 +27,9 @@ class Pipeline(nn.Module):
     Parameters are named ``layers.NUMBER.…`` by the numbers of the layers, whatever the number of
     stages. Give it to ``ctx.prepare``, and use :meth:`step` instead of forward pass and
     ``backward()``. The result is that of one process that computes the gradient of the whole batch,
-    up to the order of sums. (Random numbers in layers, such as those of dropout, differ.)
+    up to the order of sums. (Random numbers in layers, such as those of dropout, differ.) Raises
+    BadInput if the method does not support this number of stages or micro-batches, or there are
+    fewer layers than stages.
 
     Parameters
     ----------
@@ -56,12 +58,6 @@ class Pipeline(nn.Module):
     most_kept
         Maximum number of micro-batches whose activations this rank kept for a stage at a time, in
         the last batch.
-
-    Raises
-    ------
-    BadInput
-        If the method does not support this number of stages or micro-batches, or there are fewer
-        layers than stages.
     """
 
     many_backward_passes = True  # so that ctx.prepare leaves averaging to the optimizer's step
@@ -114,7 +110,8 @@ class Pipeline(nn.Module):
         return through(tuple(self.layers.values()), inputs)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward pass of a batch. It replaces the gradients of the parameters.
+        """Forward and backward pass of a batch. It replaces the gradients of the parameters. Raises
+        BadInput if a stage returns something that cannot be sent.
 
         Parameters
         ----------
@@ -125,11 +122,6 @@ class Pipeline(nn.Module):
         -------
         Tensor
             The loss, a mean over the batch, on all ranks.
-
-        Raises
-        ------
-        BadInput
-            If a stage returns something that cannot be sent.
         """
         for parameter in self.parameters():
             parameter.grad = None

@@ -30,7 +30,9 @@ def shard_model(
     saved: bool = False,
     tensors: Iterable[int] = (),
 ) -> nn.Module:
-    """Divide a model's parameters along the dimensions 'shard' and 'tensor' of a mesh.
+    """Divide a model's parameters along the dimensions 'shard' and 'tensor' of a mesh. Raises
+    BadInput if the model is sharded already, ``blocks`` are no classes, ``blocks`` or ``plan`` name
+    nothing in it, a dimension cannot be divided, or a module cannot be initialised.
 
     Parameters
     ----------
@@ -50,12 +52,6 @@ def shard_model(
     saved
         Whether a checkpoint will set everything that is in the model's state, so that only modules
         that keep something else need to be initialised.
-
-    Raises
-    ------
-    BadInput
-        If the model is sharded already, ``blocks`` are no classes, ``blocks`` or ``plan`` name
-        nothing in it, a dimension cannot be divided, or a module cannot be initialised.
     """
     if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         raise BadInput('ctx.shard was given a model that is sharded already: give it a plain one.')

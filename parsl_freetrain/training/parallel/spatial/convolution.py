@@ -21,14 +21,10 @@ Triple = tuple[int, ...]
 
 
 class Conv3d(nn.Conv3d):
-    """``torch.nn.Conv3d`` for :class:`.Sharded`, with zeros as padding at the
-    borders of the whole volume.
-
-    Raises
-    ------
-    BadInput
-        In ``forward``, if a part of the output would be empty or the halo would be wider than the
-        neighbouring part; in the constructor, if padding is not given as numbers or not zeros.
+    """``torch.nn.Conv3d`` for :class:`.Sharded`, with zeros as padding at the borders of the whole
+    volume. Raises BadInput in ``forward``, if a part of the output would be empty or the halo would
+    be wider than the neighbouring part; in the constructor, if padding is not given as numbers or
+    not zeros.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -131,12 +127,8 @@ class _Convolution(torch.autograd.Function):
 
 class MaxPool3d(nn.MaxPool3d):
     """``torch.nn.MaxPool3d`` for :class:`.Sharded`, without ``ceil_mode`` and ``return_indices``.
-
-    Raises
-    ------
-    BadInput
-        In ``forward``, if a part of the output would be empty or the halo would be wider than the
-        neighbouring part; in the constructor, if one of the missing options is given.
+    Raises BadInput in ``forward``, if a part of the output would be empty or the halo would be
+    wider than the neighbouring part; in the constructor, if one of the missing options is given.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,13 +147,8 @@ class MaxPool3d(nn.MaxPool3d):
 
 
 class AvgPool3d(nn.AvgPool3d):
-    """``torch.nn.AvgPool3d`` for :class:`.Sharded`, in which padding counts; without
-    ``ceil_mode`` and ``divisor_override``.
-
-    Raises
-    ------
-    BadInput
-        As :class:`MaxPool3d` does.
+    """``torch.nn.AvgPool3d`` for :class:`.Sharded`, in which padding counts; without ``ceil_mode``
+    and ``divisor_override``. Raises BadInput as :class:`MaxPool3d` does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -130,7 +130,8 @@ Corner = tuple[int, int, int, int]
 
 class ShardedVolumes(Dataset[Tensor]):
     """This rank's parts of volumes in a file. The file is mapped into memory, so only these parts
-    are read.
+    are read. Raises BadInput if the file cannot be read or holds something else, there are more
+    parts than positions, or a crop extends beyond the array.
 
     Parameters
     ----------
@@ -144,12 +145,6 @@ class ShardedVolumes(Dataset[Tensor]):
     corners
         Where each volume begins: (sample, depth, height, width). Default: one per sample, at 0.
         Together with ``extents`` these are crops.
-
-    Raises
-    ------
-    BadInput
-        If the file cannot be read or holds something else, there are more parts than positions, or
-        a crop extends beyond the array.
     """
 
     def __init__(
