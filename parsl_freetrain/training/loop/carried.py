@@ -30,7 +30,7 @@ from parsl_freetrain.training.loop.changes import (
     mark,
     may_be_saved,
 )
-from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
+from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
 from parsl_freetrain.training.loop.unknown_state import frames, used
 
 _GLOBAL = 'global:'
@@ -202,19 +202,25 @@ class Carried:
                 continue
             if room is not None and is_large(one):
                 raise NotPlain('a large variable')
-            then, unchanged = marks.get(path), list[str]()
-            if path not in before and path in marks:
+            unchanged = set[str]()
+            if path in marks:
+                then, now, kept = marks[path], mark(one), before.get(path)
                 # Modules that are not prepared must not change.
-                if isinstance(one, torch.nn.Module) or then == (now := mark(one)):
+                if kept is None and (isinstance(one, torch.nn.Module) or then == now):
                     continue
                 if isinstance(then, dict) and isinstance(now, dict):
-                    unchanged = [key for key in now if then.get(key) == now[key]]
+                    unchanged = {key for key in now if then.get(key) == now[key]}
+                    unchanged -= kept[1].keys() if kept is not None else set()
             try:
                 found[path] = packed(one, self._how, unchanged, room)
             except NotPlain as error:
-                # Others are made again, or do not matter to what is trained.
-                changes = path in marks and isinstance(one, CONTAINERS)
-                if changes and room is None and not path.startswith(_GLOBAL):
+                # Others are made again, or what changes is in objects that are saved.
+                then = marks.get(path)
+                grown = isinstance(one, CONTAINERS) and (
+                    not isinstance(then, tuple) or then[:2] != mark(one)[:2]
+                )
+                lost = path in marks and (grown or isinstance(error, TooLarge))
+                if lost and room is None and not path.startswith(_GLOBAL):
                     raise _refused(path, f'has {error} in it') from None
         return found
 

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from parsl_freetrain.training.loop.changes import CONTAINERS, SCALARS, attributes, has_state
 from parsl_freetrain.training.steps.buffers import is_plain
 
-_MOST, _MOST_BYTES = 10**7, 2**30  # elements and bytes of what is saved of a variable
+_SCALARS = frozenset(SCALARS)
+_MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
 
 @dataclass
@@ -65,7 +66,7 @@ def packed(
 
     def container(one: Any, there: bool) -> Any:
         kind, inner = type(one), one.values() if isinstance(one, dict) else one
-        plain = {*map(type, inner)} <= {*SCALARS}
+        plain = _SCALARS.issuperset(map(type, inner))
         take(len(one) if plain else 0, 0)
         if isinstance(one, dict):
             found = dict(one) if plain else parts(one, there)
@@ -97,7 +98,7 @@ def packed(
 
     def pack(one: Any, there: bool = False) -> Any:
         take(1, one.nbytes if isinstance(one, (torch.Tensor, np.ndarray)) else 0)
-        if type(one) in SCALARS:
+        if type(one) in _SCALARS:
             return one
         if isinstance(one, torch.Tensor):
             return tensor(one)

@@ -132,8 +132,8 @@ def sentence(found: Mapping[str, str]) -> str:
     shown = [f'{name} ({kind})' for name, kind in list(found.items())[:_SHOWN]]
     more = f' and {len(found) - _SHOWN} more' if len(found) > _SHOWN else ''
     return (
-        'Variables of the function hold state that ctx does not know and a new fragment makes '
-        f'anew: {", ".join(shown)}{more}.'
+        'Variables of the function hold state that a new fragment makes anew, or that differs from '
+        f'rank to rank: {", ".join(shown)}{more}.'
     )
 
 

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -522,6 +523,21 @@ def kept_in_the_body(ctx: FragmentContext) -> None:
         average.update(model)
 
 
+def iterator_that_goes_on(ctx: FragmentContext) -> None:
+    model, levels = nn.Linear(4, 1), cycle([1.0, 2.0])
+    model, optimizer = ctx.prepare(model, sgd(model))
+    ctx.each_epoch(ctx.checkpoint)
+    fit(ctx, lambda x, y: next(levels) * F.mse_loss(model(x), y), optimizer)
+
+
+def list_of_anything(ctx: FragmentContext) -> None:
+    model, found = nn.Linear(4, 1), [object()]
+    model, optimizer = ctx.prepare(model, sgd(model))
+    ctx.each_epoch(lambda: found.append(object()))
+    ctx.each_epoch(ctx.checkpoint)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
 def lazy(ctx: FragmentContext) -> None:
     model = nn.LazyLinear(1)
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -554,6 +570,8 @@ def queue_of_rows(ctx: FragmentContext) -> None:
 
 
 REFUSED = {
+    iterator_that_goes_on: 'levels changes while training goes on, and a checkpoint cannot hold it',
+    list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
     loss_with_a_buffer: 'ctx.loop changed loss.num_batches_tracked, a parameter or buffer that was',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
     optimizer_replaced: 'optimizer is an optimizer of a prepared model and was not given to ctx.pr',
