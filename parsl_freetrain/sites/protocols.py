@@ -25,30 +25,14 @@ class HoleSource(Protocol):
 
 
 class Site(HoleSource, Protocol):
-    """One machine with one batch scheduler.
+    """One machine with one batch scheduler."""
 
-    Attributes
-    ----------
-    name
-        For logs and for the ledger.
-    is_local
-        Whether nodes are processes of this computer.
-    spans_blocks
-        Whether one fragment may use nodes of several blocks.
-    poll_s
-        Seconds between two questions about blocks.
-    interface
-        The network interface that ranks use; None lets them choose.
-    script_dir
-        The folder for batch scripts and the output of blocks; Parsl sets it through the provider.
-    """
-
-    name: str
-    is_local: bool
-    spans_blocks: bool
-    poll_s: float
-    interface: str | None
-    script_dir: str | None
+    name: str  #: for logs and for the ledger
+    is_local: bool  #: nodes are processes of this computer
+    spans_blocks: bool  #: whether one fragment may use nodes of several blocks
+    poll_s: float  #: seconds between two questions about blocks
+    interface: str | None  #: the network interface that ranks use; None: they choose
+    script_dir: str | None  #: for batch scripts and output of blocks; Parsl sets it by the provider
 
     def start(self) -> None:
         """The executor starts; a schedule's time 0 is now. A second call changes nothing."""
@@ -59,20 +43,11 @@ class Site(HoleSource, Protocol):
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
     ) -> str:
-        """Submit one block; returns the id of its job. Raises BadInput if the request can never be
-        met; HoleGone if the request cannot be met any more; FreeTrainError if the scheduler refused
-        the job, or did not answer.
-
-        Parameters
-        ----------
-        request
-            The number of nodes (or which ones), and for how long.
-        command
-            What each node runs, as a shell command.
-        name
-            A name for the job, unlike that of every other block of the run.
-        worker_init
-            Shell lines that run once per block, before the command starts on its nodes.
+        """Submit one block for the request; returns the id of its job. Raises BadInput if the request can
+        never be met; HoleGone if it cannot be met any more; FreeTrainError if the scheduler refused the
+        job, or did not answer. ``command``: what each node runs, as a shell command; ``name``: a name
+        for the job, unlike that of every other block of the run; ``worker_init``: shell lines that run
+        once per block, before the command starts on its nodes.
         """
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:

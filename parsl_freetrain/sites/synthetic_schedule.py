@@ -92,7 +92,8 @@ def generate(
     time_factor: float = 1.0,
 ) -> Schedule:
     """A random schedule of idle nodes that looks like Summit's. Raises BadInput for no node, a
-    share that is not between 0 and 1, or a duration or a time factor that is not above 0.
+    share that is not between 0 and 1, or a duration or a time factor that is not above 0. All
+    intervals lie within 0 and ``duration_s``. Nodes that are idle at time 0 begin there.
 
     Parameters
     ----------
@@ -107,11 +108,6 @@ def generate(
         nodes that are idle already cannot become idle.
     time_factor
         Factor for every published time: with 1/60 a median hole lasts 8 s instead of 8 minutes.
-
-    Returns
-    -------
-    Schedule
-        All intervals lie within 0 and ``duration_s``. Nodes that are idle at time 0 begin there.
     """
     names = _names(nodes)
     if not (math.isfinite(duration_s) and duration_s > 0):

@@ -82,12 +82,7 @@ class TrainingFuture(Future[Checkpoint]):
 
     def cancel(self) -> bool:
         """Stop the training with a checkpoint. The future is cancelled once the trainer's nodes are
-        free.
-
-        Returns
-        -------
-        bool
-            False if the training has ended already.
+        free. Returns False if the training has ended already.
         """
         with self._lock:
             if self._ended:

@@ -24,31 +24,18 @@ class NoHistory(FreeTrainError, RuntimeError):
 
 
 class Scheduler(Protocol):
-    """One kind of batch scheduler, as its users see it: commands, their answers, and batch scripts.
-
-    All questions may raise SchedulerSilent if there is no answer, and NotUnderstood for one that is
-    not as documented.
-
-    Attributes
-    ----------
-    label
-        Its name, for sentences.
-    step_s
-        Walltimes are multiples of this, in seconds.
-    script_mode
-        Permissions of batch scripts.
-    nodes_every_s
-        Maximum time between two questions for :meth:`nodes`, in seconds; infinite where jobs tell
-        which nodes are free.
-    history_every_s
-        Minimum time between two questions for :meth:`history`, in seconds.
+    """One kind of batch scheduler, as its users see it: commands, their answers, and batch scripts. All
+    questions may raise SchedulerSilent if there is no answer, and NotUnderstood for one that is not
+    as documented.
     """
 
-    label: str
-    step_s: int
-    script_mode: int
+    label: str  #: its name, for sentences
+    step_s: int  #: walltimes are multiples of this, in seconds
+    script_mode: int  #: permissions of batch scripts
+    #: Maximum time between two questions for :meth:`nodes`, in seconds; infinite where jobs tell
+    #: which nodes are free.
     nodes_every_s: float
-    history_every_s: float
+    history_every_s: float  #: minimum time between two questions for :meth:`history`, in seconds
 
     def __init__(self, options: Any) -> None:
         """``options``: the site's, of its ``options_type``."""

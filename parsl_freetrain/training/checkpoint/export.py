@@ -33,7 +33,9 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """The model's weights (parameters and buffers) in a checkpoint, on the CPU. The checkpoint is
     verified first. Raises BadInput if there is no checkpoint, it is damaged, or others may write to
-    its folder.
+    its folder. Returns what ``model.load_state_dict`` takes. If there are several models, names
+    begin with 'model.', 'model_2.' and so on, and those of moving averages with 'ema.', 'ema_2.'
+    and so on.
 
     Parameters
     ----------
@@ -43,13 +45,6 @@ def load_weights(
     best
         Take the best checkpoint of the trainer instead: that with the smallest value given to
         ``ctx.checkpoint``, or, with the trainer's :class:`~parsl_freetrain.Retention`, as it says.
-
-    Returns
-    -------
-    dict
-        What ``model.load_state_dict`` takes. If there are several models, names begin with
-        'model.', 'model_2.' and so on, and those of moving averages with 'ema.', 'ema_2.' and so
-        on.
     """
     folder = _checkpoint_folder(source, best)
     saved = read_state(str(folder))
@@ -80,7 +75,8 @@ def export_weights(
 ) -> Path:
     """Write the model's weights in a checkpoint to a file in the safetensors format. An existing
     file is replaced atomically. One tensor at a time is in memory. Raises BadInput as
-    :func:`load_weights`, and if a file cannot be written.
+    :func:`load_weights`, and if a file cannot be written. Returns the file, the index, or the
+    folder.
 
     Parameters
     ----------
@@ -95,11 +91,6 @@ def export_weights(
     adapter_only
         Of a model of PEFT, write what belongs to its adapters. ``file`` is then a folder, for
         ``PeftModel.from_pretrained``.
-
-    Returns
-    -------
-    Path
-        The file, the index, or the folder.
     """
     folder = _checkpoint_folder(source, best)
     contents = Contents.read(folder)

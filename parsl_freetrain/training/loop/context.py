@@ -190,7 +190,8 @@ class FragmentContext(ContextOfKept):
     ) -> Any:
         """Prepare models, optimizers and schedulers for :meth:`loop`, and load the last checkpoint
         into them. Raises BadInput if it is called twice, or with something else, or the checkpoint
-        is of another model.
+        is of another model. Returns the prepared objects, in the order of the arguments. Use these
+        from now on.
 
         Parameters
         ----------
@@ -201,10 +202,6 @@ class FragmentContext(ContextOfKept):
             Clip the gradient of the global batch to this norm.
         find_unused_parameters
             As in DistributedDataParallel; not available in reproducible mode.
-
-        Returns
-        -------
-        The prepared objects, in the order of the arguments. Use these from now on.
         """
         return self._run.prepare(things, clip_grad_norm, find_unused_parameters)
 
@@ -341,7 +338,8 @@ class FragmentContext(ContextOfKept):
 
         The model is in evaluation mode. If the fragment has to stop meanwhile, the next one repeats
         all that is done at the end of that epoch. Raises BadInput if it is called in the body of
-        the loop, the model is divided into stages, or ``measure`` returns something else.
+        the loop, the model is divided into stages, or ``measure`` returns something else. Returns,
+        by metric, the mean over all samples, or the sum divided by the number.
 
         Parameters
         ----------
@@ -358,11 +356,6 @@ class FragmentContext(ContextOfKept):
             As in DataLoader.
         gradients
             Whether ``measure`` computes gradients, such as forces from an energy.
-
-        Returns
-        -------
-        dict
-            By metric, the mean over all samples, or the sum divided by the number.
         """
         data = LoaderData(
             dataset=dataset, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers

@@ -23,7 +23,9 @@ class ContextOfKept:
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         """The exponential moving average of a model's parameters over the steps, which is saved
         with every checkpoint. Raises BadInput if it is called before :meth:`prepare` or after
-        :meth:`loop`, for a model that was not prepared, or with a pipeline.
+        :meth:`loop`, for a model that was not prepared, or with a pipeline. Returns a copy of the
+        model with the averaged parameters and the model's own buffers, in evaluation mode. In
+        :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
 
         Parameters
         ----------
@@ -31,19 +33,13 @@ class ContextOfKept:
             A model that :meth:`prepare` has returned.
         decay
             Weight of the old average in each step, 0 to 1, for instance 0.999.
-
-        Returns
-        -------
-        torch.nn.Module
-            A copy of the model with the averaged parameters and the model's own buffers, in
-            evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
         """
         return self._run.add_average(model, decay)
 
     def keep(self, thing: T, name: str | None = None) -> T:
         """Save an object with every checkpoint, and load the last one into it. Raises BadInput if
         it has no such methods, its state has something other than tensors, numbers, texts and
-        containers of them, or :meth:`prepare` was not called.
+        containers of them, or :meth:`prepare` was not called. Returns the object itself.
 
         Parameters
         ----------
@@ -52,10 +48,6 @@ class ContextOfKept:
             a replay buffer.
         name
             Its name in checkpoints; else it is named by its class and the order of the calls.
-
-        Returns
-        -------
-        The object itself.
         """
         self._carried('keep').keep(thing, name)
         return thing

@@ -111,17 +111,13 @@ class Pipeline(nn.Module):
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward pass of a batch. It replaces the gradients of the parameters. Raises
-        BadInput if a stage returns something that cannot be sent.
+        BadInput if a stage returns something that cannot be sent. Returns the loss, a mean over the
+        batch, on all ranks.
 
         Parameters
         ----------
         inputs, targets
             Of shapes (samples, ...); the same on all ranks of the pipeline.
-
-        Returns
-        -------
-        Tensor
-            The loss, a mean over the batch, on all ranks.
         """
         for parameter in self.parameters():
             parameter.grad = None
