@@ -66,8 +66,9 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
             )
 
     def prepare(self, checkpoint_dir: Path) -> str:
-        """Pack the environment; returns what comes before the command of a node, as a shell command.
-        Raises BadInput if it cannot be packed, FreeTrainError if the archive cannot be written.
+        """Pack the environment; returns what comes before the command of a node, as a shell
+        command. Raises BadInput if it cannot be packed, FreeTrainError if the archive cannot be
+        written.
         """
         folder = checkpoint_dir.absolute() / FOLDER
         try:

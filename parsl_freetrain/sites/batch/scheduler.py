@@ -24,9 +24,9 @@ class NoHistory(FreeTrainError, RuntimeError):
 
 
 class Scheduler(Protocol):
-    """One kind of batch scheduler, as its users see it: commands, their answers, and batch scripts. All
-    questions may raise SchedulerSilent if there is no answer, and NotUnderstood for one that is not
-    as documented.
+    """One kind of batch scheduler, as its users see it: commands, their answers, and batch scripts.
+    All questions may raise SchedulerSilent if there is no answer, and NotUnderstood for one that is
+    not as documented.
     """
 
     label: str  #: its name, for sentences
