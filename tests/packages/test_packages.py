@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -24,12 +27,13 @@ from tests.support.examples import equal
 from tests.support.ranks import order, ranks
 from tests.training.checkpoint.test_checkpoint_export import saved
 
-ROWS: dict[str, tuple[str, Callable[..., None]]] = {}
+Rows = dict[str, tuple[str, Callable[..., None]]]
+ROWS: Rows = {}
 
 
-def row(*needs: str) -> Callable[[Any], Any]:
+def row(needs: str, rows: Rows = ROWS) -> Callable[[Any], Any]:
     def take(function: Any) -> Any:
-        ROWS[function.__name__] = (needs[0], function)
+        rows[function.__name__] = needs, function
         return function
 
     return take
@@ -303,23 +307,29 @@ def pytorch_lightning_module(ctx: FragmentContext) -> None:
     _fit(ctx, pytorch_lightning)
 
 
-def run(ctx: FragmentContext, name: str, where: str, stop_at: int | None = None) -> None:
+def run(ctx: FragmentContext, train: Any, where: str, stop_at: int | None = None) -> None:
     os.chdir(where)  # some packages write into the current folder
     torch.manual_seed(0)
     if stop_at is not None:
         stop = lambda: os.kill(os.getpid(), signal.SIGTERM) if ctx.samples >= stop_at else 0  # noqa: E731
         ctx.after_step(stop)
-    ROWS[name][1](ctx)
+    train(ctx)
 
 
 @pytest.mark.parametrize('name', sorted(ROWS))
 def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
-    pytest.importorskip(ROWS[name][0])
+    same_bits(*ROWS[name], fork_server, tmp_path)
+
+
+def same_bits(needs: str, function: Any, fork_server: ForkClient, tmp_path: Path) -> None:
+    if find_spec(needs) is None:
+        pytest.skip(f'needs {needs}')
+    cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
 
     def ended(folder: str, fragment: int, count: int, **options: Any) -> Any:
         ordered = order(tmp_path / folder, fragment, total_epochs=2, total_samples=None)
         with ranks(
-            fork_server, ordered, count, tmp_path, run, name, str(tmp_path), **options
+            fork_server, ordered, count, tmp_path, run, function, str(tmp_path), **options
         ) as gang:
             return gang.run()[0]
 

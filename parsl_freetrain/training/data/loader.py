@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -172,9 +173,12 @@ class _SeededDataset(Dataset[Any]):
         items = self._items(micro_batch)
         if not self._looked:
             self._looked = True
-            # Some are made with the first sample, in each worker.
-            where = {'dataset': self._dataset, 'collate_fn': self._collate_fn}
-            if own_generators.find(where):
+            # Some are made with the first sample, or by an object that collates it, in each worker.
+            collate = self._collate_fn
+            tried = collate is not None and not isinstance(collate, FunctionType)
+            if tried:
+                collate(items)
+            if own_generators.find({'dataset': self._dataset, 'collate_fn': collate}) or tried:
                 items = self._items(micro_batch)
         return items
 

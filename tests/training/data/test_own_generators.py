@@ -49,17 +49,29 @@ class Noisy(Dataset[Any]):
         return torch.tensor([index / 32, self.draw()])
 
 
+class Masks:
+    """Collates, and makes its generator with the first batch."""
+
+    draw: Any = None
+
+    def __call__(self, items: list[Any]) -> torch.Tensor:
+        self.draw = self.draw or partial(drawn_by, torch.Generator().manual_seed(1))
+        found: torch.Tensor = default_collate(items) * self.draw()
+        return found
+
+
 def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     draw = KINDS[kind]()
+    collates: dict[str, Any] = {
+        'collate': lambda items: default_collate(items) * draw(),
+        'late collate': Masks(),
+    }
     data = Noisy(kind if 'dataset' in where else '', late='late' in where)
     for x in ctx.loop(
-        data,
-        8,
-        num_workers=2 if 'workers' in where else 0,
-        collate_fn=(lambda items: default_collate(items) * draw()) if where == 'collate' else None,
+        data, 8, num_workers=2 if 'workers' in where else 0, collate_fn=collates.get(where)
     ):
         model(x * draw() if where == 'body' else x).square().mean().backward()
         optimizer.step()
@@ -72,6 +84,7 @@ def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
         *(('body', kind) for kind in KINDS),
         ('dataset', 'numpy'),
         ('collate', 'torch'),
+        ('late collate', 'torch'),
         ('dataset of workers', 'numpy, as it was'),
         ('late dataset of workers', 'random'),
     ],

@@ -1,0 +1,370 @@
+"""As test_packages.py: trainers and modules of packages, and models of more fields."""
+# mypy: ignore-errors
+# The packages are not installed where types are checked.
+
+from __future__ import annotations
+
+import copy
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from parsl_freetrain import FragmentContext
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.packages.test_packages import Rows, gpt, numbers, row, same_bits, small, squared, train
+
+ROWS: Rows = {}
+
+
+def words() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = models.WordLevel({f'w{i}': i for i in range(64)}, unk_token='w0')
+    tokenizer = Tokenizer(vocabulary)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token='w1', eos_token='w2', mask_token='w3'
+    )
+
+
+def tokens(size: int = 48) -> list[list[int]]:
+    made = torch.Generator().manual_seed(0)
+    return torch.randint(5, 64, (size, 12), generator=made).tolist()
+
+
+def fragments_of(kind: Any) -> Any:
+    from parsl_freetrain.integrations.transformers import InFragments
+
+    return type(kind.__name__, (InFragments, kind), {})
+
+
+HOW: Any = {'num_train_epochs': 2, 'per_device_train_batch_size': 8, 'report_to': 'none'}
+
+
+@row('transformers', ROWS)
+def transformers_masked_language_model(ctx: FragmentContext) -> None:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainingArguments,
+    )
+
+    size = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    fragments_of(Trainer)(
+        ctx,
+        model=BertForMaskedLM(BertConfig(vocab_size=64, intermediate_size=32, **size)),
+        args=TrainingArguments('o', **HOW),
+        train_dataset=[{'input_ids': one} for one in tokens()],
+        data_collator=DataCollatorForLanguageModeling(words(), mlm_probability=0.3, seed=1),
+    ).train()
+
+
+@row('transformers', ROWS)
+def transformers_seq2seq(ctx: FragmentContext) -> None:
+    from transformers import (
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+        decoder_start_token_id=1, pad_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    pairs = [{'input_ids': one, 'labels': one[:6]} for one in tokens()]
+    made = []
+    fragments_of(Seq2SeqTrainer)(
+        ctx,
+        model=T5ForConditionalGeneration(config),
+        args=Seq2SeqTrainingArguments(
+            'o', eval_strategy='epoch', predict_with_generate=True, generation_max_length=8, **HOW
+        ),
+        train_dataset=pairs,
+        eval_dataset=pairs[:12],
+        compute_metrics=lambda found: made.append(found.predictions.shape) or {'n': len(made)},
+    ).train()
+    if not ctx.stopped:
+        assert made[-1][0] == 12
+
+
+@row('trl', ROWS)
+def trl_sft(ctx: FragmentContext) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    fragments_of(SFTTrainer)(
+        ctx,
+        model=gpt(),
+        args=SFTConfig('o', bf16=False, gradient_checkpointing=False, **HOW),
+        train_dataset=Dataset.from_list([{'input_ids': one} for one in tokens()]),
+        processing_class=words(),
+    ).train()
+
+
+@row('trl', ROWS)
+def trl_dpo(ctx: FragmentContext) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    texts = [[f'w{i}' for i in one] for one in tokens()]
+    pairs = [
+        {'prompt': ' '.join(one[:4]), 'chosen': ' '.join(one[4:8]), 'rejected': ' '.join(one[8:])}
+        for one in texts
+    ]
+    model = gpt()
+    fragments_of(DPOTrainer)(
+        ctx,
+        model=model,
+        ref_model=copy.deepcopy(model),
+        args=DPOConfig('o', bf16=False, gradient_checkpointing=False, **HOW),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=words(),
+    ).train()
+
+
+@row('schnetpack', ROWS)
+def schnetpack_task(ctx: FragmentContext) -> None:
+    from torch.utils.data import dataloader
+
+    dataloader.T_co = typing.TypeVar('T_co')  # which 2.1.1 imports, and torch 2.13 has no longer
+    import ase
+    import numpy as np
+    import schnetpack as spk
+    import torchmetrics
+
+    from parsl_freetrain.integrations.lightning import Trainer
+
+    path, made = Path('atoms.db'), np.random.default_rng(0)
+    if ctx.is_main and not path.exists():
+        new = spk.data.ASEAtomsData.create(
+            str(path), distance_unit='Ang', property_unit_dict={'energy': 'eV'}
+        )
+        for _ in range(60):
+            n = int(made.integers(3, 6))
+            atoms = ase.Atoms('H' * n, made.normal(size=(n, 3)) * 2)
+            new.add_system(atoms, energy=np.array([atoms.positions.std()]))
+    ctx._run.peers.all_reduce_max((0,))()
+    data = spk.data.AtomsDataModule(
+        str(path), batch_size=8, num_train=48, num_val=12, num_workers=0, split_file=None,
+        transforms=[spk.transform.ASENeighborList(3.0), spk.transform.CastTo32()],
+    )  # fmt: skip
+    data.train_idx, data.val_idx, data.test_idx = [*range(48)], [*range(48, 60)], []
+    network = spk.representation.SchNet(
+        8, 1, spk.nn.GaussianRBF(6, 3.0), cutoff_fn=spk.nn.CosineCutoff(3.0)
+    )
+    model = spk.model.NeuralNetworkPotential(
+        network,
+        [spk.atomistic.PairwiseDistances()],
+        [spk.atomistic.Atomwise(8, output_key='energy')],
+    )
+    error = torchmetrics.MeanAbsoluteError()
+    energy = spk.task.ModelOutput('energy', nn.MSELoss(), metrics={'mae': error})
+    task = spk.task.AtomisticTask(
+        model, [energy], optimizer_args={'lr': 1e-3}, warmup_steps=5,
+        scheduler_cls=torch.optim.lr_scheduler.ReduceLROnPlateau, scheduler_args={'patience': 0},
+        scheduler_monitor='val_loss',
+    )  # fmt: skip
+    Trainer(ctx, max_epochs=2).fit(task, datamodule=data)
+
+
+@row('nequip', ROWS)
+def nequip_module(ctx: FragmentContext) -> None:
+    import ase
+    import numpy as np
+    from nequip.data import AtomicDataDict, from_ase
+    from nequip.data.transforms import ChemicalSpeciesToAtomTypeMapper, NeighborListTransform
+    from nequip.train import NequIPLightningModule
+    from nequip.utils.global_state import set_global_state
+
+    from parsl_freetrain.integrations.lightning import Trainer
+
+    set_global_state()
+    made = np.random.default_rng(0)
+    transforms = [
+        ChemicalSpeciesToAtomTypeMapper(model_type_names=['H']),
+        NeighborListTransform(r_max=3.0),
+    ]
+    frames = []
+    for _ in range(48):
+        atoms = ase.Atoms('HHH', made.normal(size=(3, 3)))
+        atoms.info['energy'] = float(atoms.positions.std())
+        frame = from_ase(atoms, include_keys=['energy'])
+        for transform in transforms:
+            frame = transform(frame)
+        frames.append(frame)
+    loss = {
+        '_target_': 'nequip.train.MetricsManager',
+        'metrics': [
+            {
+                'name': 'energy',
+                'field': 'total_energy',
+                'coeff': 1.0,
+                'metric': {'_target_': 'nequip.train.MeanSquaredError'},
+            }
+        ],
+    }
+    module = NequIPLightningModule(
+        model={
+            '_target_': 'nequip.model.NequIPGNNModel', 'seed': 1, 'model_dtype': 'float32',
+            'type_names': ['H'], 'r_max': 3.0, 'num_layers': 1, 'l_max': 1, 'num_features': 4,
+            'radial_mlp_depth': 1, 'radial_mlp_width': 4, 'avg_num_neighbors': 2.0,
+        },
+        optimizer={'_target_': 'torch.optim.Adam', 'lr': 0.01},
+        loss=loss, val_metrics=loss,
+        num_datasets={'train': 1, 'val': 1, 'test': 0, 'predict': 0},
+    )  # fmt: skip
+    loaders = [
+        DataLoader(part, batch_size=8, collate_fn=AtomicDataDict.batched_from_list)
+        for part in (frames, frames[:12])
+    ]
+    Trainer(ctx, max_epochs=2).fit(module, *loaders)
+
+
+@row('zuko', ROWS)
+def zuko_flow(ctx: FragmentContext) -> None:
+    import zuko
+
+    flow = zuko.flows.NSF(8, transforms=1, hidden_features=(16,))
+    train(ctx, flow, numbers(), lambda m, b: -m().log_prob(b[0]).mean())
+
+
+@row('diffusers', ROWS)
+def diffusers_unet(ctx: FragmentContext) -> None:
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1,
+        block_out_channels=(8, 8), norm_num_groups=4,
+        down_block_types=('DownBlock2D', 'DownBlock2D'), up_block_types=('UpBlock2D', 'UpBlock2D'),
+    )  # fmt: skip
+    noises = DDPMScheduler(100)
+    images = torch.randn(48, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        noise, times = torch.randn_like(batch[0]), torch.randint(0, 100, (len(batch[0]),))
+        return F.mse_loss(model(noises.add_noise(batch[0], noise, times), times).sample, noise)
+
+    train(ctx, model, TensorDataset(images), loss)
+
+
+@row('torchsde', ROWS)
+def torchsde_latent(ctx: FragmentContext) -> None:
+    import torchsde
+
+    class Sde(nn.Module):
+        noise_type, sde_type = 'diagonal', 'ito'
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.drift = nn.Linear(8, 8)
+
+        def f(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.drift(y)
+
+        def g(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return 0.1 * torch.ones_like(y)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        end = torchsde.sdeint(model, batch[0], torch.tensor([0.0, 0.2]), dt=0.1)[-1]
+        return F.mse_loss(end.sum(1, keepdim=True), batch[1])
+
+    train(ctx, Sde(), numbers(), loss)
+
+
+@row('pyro', ROWS)
+def pyro_svi(ctx: FragmentContext) -> None:
+    import pyro
+    from pyro import distributions as dist
+    from pyro.infer import Trace_ELBO
+    from pyro.infer.autoguide import AutoNormal
+    from pyro.nn import PyroModule, PyroSample
+
+    class Line(PyroModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = PyroSample(dist.Normal(torch.zeros(8), 1.0).to_event(1))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            mean = x @ self.weight
+            with pyro.plate('data', 48, subsample=x):
+                return pyro.sample('y', dist.Normal(mean, 0.5), obs=y)
+
+    model = Line()
+    guide, data = AutoNormal(model), numbers()
+    elbo = Trace_ELBO()(model, guide)
+    ctx.warm_up(lambda: elbo(data.tensors[0][:8], data.tensors[1][:8, 0]))  # makes the guide
+    train(ctx, elbo, data, lambda m, b: m(b[0], b[1][:, 0]))
+
+
+@row('torch_ema', ROWS)
+def torch_ema_average(ctx: FragmentContext) -> None:
+    from torch_ema import ExponentialMovingAverage
+
+    model = small()
+    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+    average = ctx.keep(ExponentialMovingAverage(model.parameters(), 0.9))
+    ctx.after_step(average.update)
+    for batch in ctx.loop(numbers(), 8):
+        optimizer.zero_grad()
+        squared(model, batch).backward()
+        optimizer.step()
+
+
+@row('x_transformers', ROWS)
+def x_transformers_decoder(ctx: FragmentContext) -> None:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    layers = Decoder(dim=16, depth=1, heads=2, rotary_pos_emb=True, attn_dim_head=8)
+    net = TransformerWrapper(num_tokens=64, max_seq_len=12, attn_layers=layers)
+    train(
+        ctx, AutoregressiveWrapper(net), TensorDataset(torch.tensor(tokens())), lambda m, b: m(b[0])
+    )
+
+
+@row('mace', ROWS)
+def mace_energies(ctx: FragmentContext) -> None:
+    torch.serialization.add_safe_globals([slice])  # e3nn 0.4.4 loads its constants so
+    import numpy as np
+    from e3nn import o3
+    from mace import data, modules, tools
+    from mace.tools import torch_geometric
+
+    torch.set_default_dtype(torch.float64)
+    made, table = np.random.default_rng(0), tools.AtomicNumberTable([1])
+    graphs = []
+    for _ in range(48):
+        n = int(made.integers(2, 5))
+        config = data.Configuration(
+            atomic_numbers=np.ones(n, int),
+            positions=made.normal(size=(n, 3)),
+            properties={'energy': made.normal(), 'forces': np.zeros((n, 3))},
+            property_weights={'energy': 1.0, 'forces': 1.0},
+        )
+        graphs.append(data.AtomicData.from_config(config, table, cutoff=3.0))
+    model = modules.MACE(
+        r_max=3.0, num_bessel=4, num_polynomial_cutoff=4, max_ell=1, num_interactions=1,
+        interaction_cls=modules.interaction_classes['RealAgnosticInteractionBlock'],
+        interaction_cls_first=modules.interaction_classes['RealAgnosticInteractionBlock'],
+        num_elements=1, hidden_irreps=o3.Irreps('4x0e'), MLP_irreps=o3.Irreps('4x0e'),
+        gate=F.silu, atomic_energies=np.zeros(1), avg_num_neighbors=2.0, atomic_numbers=[1],
+        correlation=1,
+    )  # fmt: skip
+    loss_of = modules.WeightedEnergyForcesLoss(energy_weight=1.0, forces_weight=1.0)
+    loader = torch_geometric.dataloader.DataLoader(graphs, batch_size=8, shuffle=True)
+    loss = lambda m, b: loss_of(pred=m(b.to_dict(), training=True), ref=b, ddp=False)  # noqa: E731
+    train(ctx, model, loader, loss, batch_size=None)
+
+
+@pytest.mark.parametrize('name', sorted(ROWS))
+def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
+    same_bits(*ROWS[name], fork_server, tmp_path)
