@@ -15,6 +15,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -134,22 +135,13 @@ class Carried:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of objects that have a state: given to :meth:`keep`, or found in variables."""
         things = {path.rpartition('.')[2]: one for path, one in self._variables() if has_state(one)}
-        found: dict[str, torch.Tensor] = {}
-
-        def walk(path: str, value: Any) -> None:
-            if isinstance(value, torch.Tensor):
-                found[path] = value
-            elif isinstance(value, (list, tuple)):
-                for i, one in enumerate(value):
-                    walk(f'{path}[{i}]', one)
-            elif isinstance(value, dict):
-                for key, one in value.items():
-                    walk(f'{path}.{key}', one)
-
-        for name, one in {**things, **self._kept}.items():
-            if not isinstance(one, torch.nn.Module):
-                walk(name, one.state_dict())
-        return found
+        states = [
+            (name, tree_flatten_with_path(one.state_dict())[0])
+            for name, one in {**things, **self._kept}.items()
+            if not isinstance(one, torch.nn.Module)
+        ]
+        found = {f'{name}{keystr(path)}': one for name, inner in states for path, one in inner}
+        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
     def once(self, function: Callable[[], Any]) -> Any:
         """As ``ctx.once``."""

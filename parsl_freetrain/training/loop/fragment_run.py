@@ -134,7 +134,7 @@ class FragmentRun:
         )
         stand_ins = {
             id(thing): stand_in
-            for kind in ('models', 'optimizers', 'schedulers')
+            for kind in ('optimizers', 'schedulers')
             for thing, stand_in in zip(getattr(prepared, kind), getattr(steps, kind), strict=True)
         }
         stand_ins.update((id(loader), PreparedLoader(loader, self._epoch_of)) for loader in loaders)

@@ -57,7 +57,6 @@ class Verification:
         self._rehearsed = order.rehearsed is not None  # then every step is kept
         self._store, self._peers, self._rank = Path(order.store), parts.peers, parts.place.rank
         self._device, self._prepared = parts.device, model.prepared
-        self._wrapped = model.steps.models
         self._division, self._state = model.division, state
         self._hooks, self._variables = model.hooks, dict[str, Any]()
         self._from, self._path = Position(0, 0, 0, 0, 0, 0), ''
@@ -203,7 +202,7 @@ class Verification:
                         f'before it was {then.reports[name]}; what is trained is the same.'
                     )
             return
-        known = (*vars(self._prepared).values(), *self._prepared.models, self._wrapped)
+        known = (*vars(self._prepared).values(), *self._prepared.models)
         found = unknown_state.unknown(
             self._names(), [one for several in known for one in _each(several)], self._variables
         )

@@ -79,7 +79,6 @@ class ThroughputSteps:
             from parsl_freetrain.training.steps.sharded import MeanOfParts
 
             self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
-        self.models = tuple(prepared.models)
         self._replicas = [*self._wrapped(find_unused_parameters)]
         # Hooks run in this order: averaging first, so that all ranks check and clip the same.
         if self._at_step:

@@ -49,7 +49,7 @@ class ReproducibleSteps:
         for optimizer in prepared.optimizers:
             if computes_loss(optimizer):
                 raise BadInput(deferred.several_times(optimizer))
-        self._prepared, self.models = prepared, prepared.models
+        self._prepared = prepared
         handed, noted = map(self._hand_over, count()), map(self._noting, count())
         self.optimizers = tuple(map(deferred.DeferredOptimizer, prepared.optimizers, handed))
         self.schedulers = tuple(map(deferred.DeferredScheduler, prepared.schedulers, noted))
