@@ -45,7 +45,7 @@ TIMEOUTS = Timeouts(
 )
 FAULTS_S, CALM_S = 60.0, 400.0
 """For so long things go wrong; after that, everything must have ended within so many seconds."""
-NODES, TOTAL, RATE = 4, 4000, 40.0
+PER_NODE, RATE = 1300, 40.0
 
 
 @dataclass
@@ -110,10 +110,12 @@ class Errors(logging.Handler):
 
 
 class World:
-    """``trainers``: their number. ``said``: every event of the run."""
+    """One to four trainers on four to sixteen nodes. ``said``: every event of the run."""
 
-    def __init__(self, seed: int, trainers: int = 2) -> None:
+    def __init__(self, seed: int) -> None:
         self.draw, self.now = random.Random(seed), 1e6
+        self.size, trainers = self.draw.choice([4, 4, 8, 16]), self.draw.choice([1, 2, 2, 4])
+        self.totals = dict[str, int]()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self.begun_at, self.said = self.now, list[ev.Event]()
@@ -150,7 +152,9 @@ class World:
         self.after(1.0, self._accident)
 
     def _record(self, name: str) -> TrainerRecord:
-        spec = freetrain_app(max_nodes=3, total_samples=TOTAL)(fit).spec
+        most = self.draw.choice([1, 3, self.size])
+        self.totals[name] = PER_NODE * most
+        spec = freetrain_app(max_nodes=most, total_samples=self.totals[name])(fit).spec
         launched = lambda specification, previous: self._launch(specification)  # noqa: E731
         start = Checkpoint(name, '', 0, 0)
         return TrainerRecord(
@@ -390,9 +394,10 @@ class Member:
             self.world.after(0.5, lambda: self._step(count))
             return
         name, number, _ = self.key
-        self.samples = min(TOTAL, self.samples + int(0.5 * RATE * self.count))
+        total = self.world.totals[name]
+        self.samples = min(total, self.samples + int(0.5 * RATE * self.count))
         self.say(ev.FragmentProgressed(0.0, name, number, self.samples, RATE * self.count))
-        finished = self.samples >= TOTAL
+        finished = self.samples >= total
         if (finished or self.stops or count % 4 == 3) and not self._save():
             self._all('fenced')
         elif finished or self.stops:
@@ -586,7 +591,8 @@ class Provider:
     def holes(self) -> tuple[Hole, ...]:
         live = (JobState.PENDING, JobState.RUNNING)
         used = sum(job.nodes for job in self._world.jobs.values() if job.state in live)
-        return (Hole(NODES - used),) if used < NODES else ()
+        left = self._world.size - used
+        return (Hole(left),) if left > 0 else ()
 
     def end_of(self, job: str) -> float | None:
         until = self._world.jobs[job].until

@@ -24,6 +24,9 @@ from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 
 OURS = __name__.partition('.')[0]  # nodes have it, installed or not
 
+MOST_MB = 1000
+"""What is sent is in the memory of the submitting process and of each node several times."""
+
 _registering = threading.Lock()
 
 
@@ -61,6 +64,12 @@ def pack(
                 f'({type(error).__name__}: {error}); pass plain data, and open files and locks '
                 'inside the function.'
             ) from error
+    if (size_mb := len(packed.payload) / 1e6) > MOST_MB:
+        raise BadInput(
+            f'Trainer {trainer!r} cannot be sent to the nodes: with its arguments the function has '
+            f'{size_mb:,.0f} MB, at most {MOST_MB:,} MB can be sent; write data to a file that the '
+            'nodes see, pass its path, and read it inside the function.'
+        )
     if not values and set(packed.waits_for) - set(given.waits_for):
         raise BadInput(
             f'Trainer {trainer!r} cannot be sent to the nodes: its function uses a future from '

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import cloudpickle
+import pytest
 import torch
 
+from parsl_freetrain import BadInput
+from parsl_freetrain.executor.fragment import payload
 from parsl_freetrain.executor.fragment.payload import pack
 
 
@@ -33,3 +36,9 @@ def test_a_function_may_use_modules_that_are_of_their_own_class() -> None:
     function, _, _ = cloudpickle.loads(pack(tunes, (), {}, 'cnn').payload)
     assert function is not tunes  # sent by value
     assert function() is False
+
+
+def test_what_is_too_large_to_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, 'MOST_MB', 1)
+    with pytest.raises(BadInput, match=r'the function has 2 MB, at most 1 MB .* pass its path'):
+        pack(counts, (bytes(2_000_000),), {}, 'cnn')
