@@ -146,6 +146,6 @@ def test_an_output_folder_that_cannot_be_made_is_one_sentence(
 def test_replicas_that_are_killed_at_every_stage_train_the_same_gpt(tmp_path: Path) -> None:
     assert gpt_apart.main(['--small', '--out', str(tmp_path / 'out')]) == 0
     summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())
-    assert summary['weights_equal'] and summary['loss'] == summary['loss_alone']
+    assert summary['weights_equal'] is True
     assert (summary['rounds'], summary['pieces']) == (3, 12) and summary['kills'] >= 8
     assert summary['loss'] < 4.3 and abs(summary['loss'] - summary['loss_synchronous']) < 1.0

@@ -198,11 +198,7 @@ def draw_sweep(table: pd.DataFrame, swept: Sequence[str], folder: Path) -> list[
         file = folder / f'efficiency-{name.replace("_", "-")}.png'
         drawn.append(_efficiency(table, name, others, file))
     waits, took = folder / 'node-seconds.png', folder / 'decisions.png'
-    return [
-        *drawn,
-        _node_seconds_of(table, swept, waits),
-        _decisions_of(table, swept, took),
-    ]
+    return [*drawn, _node_seconds_of(table, swept, waits), _decisions_of(table, swept, took)]
 
 
 def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Path) -> Path:

@@ -61,11 +61,13 @@ class OuterWeights:
             if dirs.key(path)[0] == samples and is_committed(path):
                 try:
                     Contents.read(path)
-                except Damaged as damage:
-                    self._store.put_aside(path, str(damage))
-                else:
                     return path
+                except Damaged as damage:
+                    self.put_aside(path, damage)
         return None
+
+    def put_aside(self, path: Path, damage: Damaged) -> None:
+        self._store.put_aside(path, str(damage))
 
     def begin(self, prepared: Prepared) -> None:
         """Keep what the first round begins with; BadInput if another replica begins otherwise."""
@@ -73,17 +75,14 @@ class OuterWeights:
         found = {name: tensors[name].detach().cpu() for name in _once(tensors, weights)}
         found |= {n: t.to(_precise(t.dtype)) for n, t in found.items() if n in weights}
         if (there := self.find(0)) is None:
-            get = found.__getitem__
-            what = found.items()
-            self._commit(
-                [Piece(n, t.dtype, tuple(t.shape), partial(get, n)) for n, t in what], 0, 0
-            )
+            own = found.__getitem__
+            every = (Piece(n, t.dtype, tuple(t.shape), partial(own, n)) for n, t in found.items())
+            self._commit([*every], 0, 0)
             return
         reader = _reader(there)
-        shapes = reader.shapes()
+        known = reader.shapes()
         for name, tensor in found.items():
-            same = shapes.get(name) == tuple(tensor.shape)
-            if not same or not torch.equal(reader.whole(name), tensor):
+            if name not in known or not torch.equal(reader.whole(name), tensor):
                 raise BadInput(
                     f'Replica {self._replica} begins with another {name!r} than one before it: '
                     'let initial weights be the same in every call of the function, drawn from '
@@ -102,9 +101,8 @@ class OuterWeights:
             )
         states = [_End(path) for path in ends]
         if any(state.round != samples // length for state in states):
-            return  # another replica has made them and goes on
-        made = _Made(_reader(before), states, outer)
-        self._commit(made.pieces(), samples, length)
+            return  # a replica has gone on with them
+        self._commit(_Made(_reader(before), states, outer).pieces(), samples, length)
         for old in dirs.directories(self._store.folder):
             if dirs.key(old)[0] < samples - length:
                 dirs.remove(old)
@@ -149,11 +147,7 @@ def with_weights(saved: st.Saved, path: Path) -> st.Saved:
         averages=[dict(one) for one in saved.averages],
         own=[dict(one) for one in saved.own],
     )
-    things = {
-        name: state
-        for kind, states in _kinds(changed.models, changed.averages, changed.own)
-        for name, state in zip(st.names_of(kind), states, strict=False)
-    }
+    things = dict(_named(changed.models, changed.averages, changed.own))
     names: dict[str, list[str]] = {}
     for name, first in saved.position.weights.items():
         names.setdefault(first, []).append(name)
@@ -184,23 +178,18 @@ def weights_of(prepared: Prepared) -> Weights:
 
 def _tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
     """What models and their averages hold in floating point numbers, by name in a state."""
-    kinds = _kinds(prepared.models, prepared.averages, prepared.own)
-    things = {
-        name: thing
-        for kind, several in kinds
-        for name, thing in zip(st.names_of(kind), several, strict=False)
-    }
-    found: dict[str, torch.Tensor] = {}
-    for name, thing in things.items():
+    found: dict[str, Any] = {}
+    for name, thing in _named(prepared.models, prepared.averages, prepared.own):
         own = isinstance(thing, OwnParameters)
         state = thing.tensors if own else thing.state_dict(keep_vars=True)
         found.update((f'{name}.{key}', one) for key, one in state.items())
     return {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and _is_real(t.dtype)}
 
 
-def _kinds(*several: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """What takes part: models, averages of models, and parameters of none."""
-    return zip(_KINDS, several, strict=True)
+def _named(*several: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """What takes part, by name in a state: models, averages of models, parameters of none."""
+    for kind, things in zip(_KINDS, several, strict=True):
+        yield from zip(st.names_of(kind), things, strict=False)
 
 
 def _is_real(dtype: torch.dtype) -> bool:
@@ -268,7 +257,7 @@ class _Made:
         return found
 
     def _weight(self, name: str) -> torch.Tensor:
-        mean = _mean([end.whole(name) for end in self._ends])
+        mean = _mean(end.whole(name) for end in self._ends)
         if self._outer is None:
             return mean
         before = self._before.whole(name).to(mean.dtype)
@@ -286,11 +275,13 @@ class _Made:
         return first if same else _mean(every).to(first.dtype)
 
 
-def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = tensors[0].to(_precise(tensors[0].dtype))
-    for one in tensors[1:]:
-        total = total + one.to(total.dtype)
-    return total / len(tensors)
+def _mean(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    each = iter(tensors)
+    total, count = next(each), 1
+    total = total.to(_precise(total.dtype))
+    for one in each:
+        total, count = total + one.to(total.dtype), count + 1
+    return total / count
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

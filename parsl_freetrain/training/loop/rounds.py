@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.events import RoundKnown
+from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.outer import EndDamaged, OuterWeights, with_weights
 from parsl_freetrain.training.checkpoint.state import Saved, Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -14,7 +15,13 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.loop_data import BatchSource
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import RankParts
-from parsl_freetrain.training.spec.diloco import DiLoCo, replica_folder, replica_name, root_of
+from parsl_freetrain.training.spec.diloco import (
+    OUTER,
+    DiLoCo,
+    replica_folder,
+    replica_name,
+    root_of,
+)
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 _TRIES = 3  # another replica may make the weights meanwhile
@@ -29,8 +36,7 @@ def begin_rounds(parts: RankParts, prepared: Prepared) -> None:
     """Keep the weights that the training begins with; BadInput if another replica has others."""
     order = parts.order
     if order.spec.diloco is not None and parts.saved is None and parts.place.rank == 0:
-        root, name = _training(order)
-        OuterWeights(root, name, order.spec.replica).begin(prepared)
+        OuterWeights(*_training(order), order.spec.replica).begin(prepared)
 
 
 def tell_round(parts: RankParts, batches: BatchSource, total: int) -> None:
@@ -58,8 +64,9 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     if order.spec.replica and there.samples == there.total_samples:
         state.phase = Phase.FINISHED
         raise FragmentEnd
+    weights = OuterWeights(*_training(order), order.spec.replica)
     path = parts.peers.broadcast_object(
-        'outer', lambda: _weights_after(order, diloco, there.samples, length)
+        'outer', lambda: _after(weights, order, diloco, there.samples, length)
     )
     if not path:
         print(f'Not all replicas have ended round {there.round_ended}')
@@ -67,13 +74,20 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
         raise FragmentEnd
     print(f'Round {there.round_ended + 1} begins with {path}')
     assert isinstance(saved, Saved)
-    return with_weights(saved, Path(path))
+    try:
+        return with_weights(saved, Path(path))
+    except Damaged as damage:
+        weights.put_aside(Path(path), damage)
+        raise
 
 
-def _weights_after(order: FragmentOrder, diloco: DiLoCo, samples: int, length: int) -> str:
-    """Where they are, made here if need be; empty: not all replicas are there."""
+def _after(
+    weights: OuterWeights, order: FragmentOrder, diloco: DiLoCo, samples: int, length: int
+) -> str:
+    """Where the weights are, made here if need be; empty: not all replicas are there. Raises
+    FreeTrainError if they are gone.
+    """
     root, name = _training(order)
-    weights = OuterWeights(root, name, order.spec.replica)
     stores = [
         PosixCheckpointStore(replica_folder(root, k), replica_name(name, k))
         for k in range(diloco.replicas)
@@ -81,14 +95,18 @@ def _weights_after(order: FragmentOrder, diloco: DiLoCo, samples: int, length: i
     for _ in range(_TRIES):
         if found := weights.find(samples):
             return str(found)
-        ends = [store.newest() for store in stores]
-        if all(end is not None and end.samples == samples for end in ends):
-            paths = [Path(end.path) for end in ends if end is not None]
-            try:
-                weights.step(paths, samples, diloco.outer, length)
-            except EndDamaged as damaged:
-                stores[paths.index(damaged.path)].put_aside(damaged.path, str(damaged))
-    return ''
+        ends = [end for store in stores if (end := store.newest()) and end.samples >= samples]
+        if len(ends) < len(stores):
+            return ''
+        paths = [Path(end.path) for end in ends]
+        try:
+            weights.step(paths, samples, diloco.outer, length)
+        except EndDamaged as damaged:
+            stores[paths.index(damaged.path)].put_aside(damaged.path, str(damaged))
+    raise FreeTrainError(
+        f'The weights after {samples} samples are not in {root / OUTER}, and replicas have gone on '
+        'with them: put them back, or start anew in another folder.'
+    )
 
 
 def _training(order: FragmentOrder) -> tuple[Path, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,29 @@ def test_a_damaged_end_of_a_round_is_trained_once_more(
     for replica, fragment, samples in ((0, 2, 32), (1, 3, 64), (0, 3, 64)):
         outcome = run(fork_server, piece(tmp_path, replica, fragment))
         assert (outcome.how, outcome.samples) == ('stopped', samples)
+
+
+def test_damaged_weights_of_a_round_are_made_anew_while_that_is_possible(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    for replica, fragment in ((0, 1), (1, 1), (0, 2)):
+        run(fork_server, piece(tmp_path, replica, fragment))
+
+    def damage() -> None:
+        (data,) = (tmp_path / 'store' / 'outer').glob('ckpt-000000000032-*/*.safetensors')
+        data.write_bytes(data.read_bytes()[:-1] + b'\x55')
+
+    damage()
+    assert run(fork_server, piece(tmp_path, 1, 2)).how == 'peer-lost'
+    outcome = run(fork_server, piece(tmp_path, 1, 3))
+    assert 'and replicas have gone on with them' in outcome.error.message
+    shutil.rmtree(tmp_path / 'store')
+    for replica in (0, 1):
+        run(fork_server, piece(tmp_path, replica, 1))
+    assert run(fork_server, piece(tmp_path, 0, 2), 1, killed('outer-committed')).how is None
+    damage()
+    assert run(fork_server, piece(tmp_path, 0, 3)).how == 'peer-lost'
+    assert run(fork_server, piece(tmp_path, 0, 4)).how == 'stopped'
 
 
 @pytest.mark.parametrize(
