@@ -39,12 +39,22 @@ def digest_of_blocks(blocks: Sequence[str]) -> str:
 
 class FileImage:
     """The bytes of a file, in memory. ``fd``: a file in memory that begins with them, which other
-    processes can map; None: there is none.
+    processes can map; None: there is none. ``complete`` returns when the bytes are there.
     """
 
-    def __init__(self, content: memoryview, fd: int | None = None) -> None:
-        self.content, self.fd = content, fd
+    def __init__(
+        self,
+        content: memoryview,
+        fd: int | None = None,
+        complete: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._content, self.fd, self._complete = content, fd, complete
         self._blocks: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> memoryview:
+        self._complete()
+        return self._content
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -67,9 +77,10 @@ class FileImage:
             os.fsync(file.fileno())
 
     def _of_each(self, do: Callable[[memoryview, int], str]) -> tuple[str, ...]:
-        starts = range(0, max(len(self.content), 1), BLOCK)
+        content = self.content
         with threads() as pool:
-            return tuple(pool.map(lambda at: do(self.content[at : at + BLOCK], at), starts))
+            starts = range(0, max(len(content), 1), BLOCK)
+            return tuple(pool.map(lambda at: do(content[at : at + BLOCK], at), starts))
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[str, ...]:

@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 class Snapshots:
     """Copies states, one at a time, into the same memory; a copy is valid until the next one. The
     memory is one piece with the bytes of the file that is written, page-locked if tensors are on an
-    accelerator (copied asynchronously), and if there is room a file in memory, which can be handed
-    to another process; it lives as long as this object.
+    accelerator, and if there is room a file in memory, which can be handed to another process; it
+    lives as long as this object.
+
+    An accelerator copies while Python goes on, but before whatever it is given next: on a stream of
+    its own, the copy could have weights that the function changes by hand before its next step.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,7 @@ class Snapshots:
             self._replace_arena(size, locked=locked)
 
     def take(self, state: State) -> State:
-        """A copy of a state on the CPU, complete on return."""
+        """A copy of a state on the CPU; complete once its image's content has been asked for."""
         self.reserve(state)
         layout, places = placed(state.tensors, state.boxes)
         size = layout.nbytes
@@ -51,9 +54,13 @@ class Snapshots:
             start, length = places[name]
             copy = self._arena[start : start + length].view(tensor.dtype).view(tensor.shape)
             copies[name] = copy.copy_(tensor, non_blocking=True)
-        for device in _devices(state):
-            torch.accelerator.synchronize(device)
-        image = FileImage(bytes_of(self._arena[:size]), self._fd)
+        copied = [torch.accelerator.current_stream(d).record_event() for d in _devices(state)]
+
+        def complete() -> None:
+            for event in copied:
+                event.synchronize()
+
+        image = FileImage(bytes_of(self._arena[:size]), self._fd, complete)
         return replace(state, tensors=copies, image=image)
 
     def _replace_arena(self, size: int, *, locked: bool) -> None:

@@ -148,10 +148,15 @@ class Checkpointer:
         if state is not None:
             copied, save = self._copied(state), self._save
             pause_s = time.monotonic() - began
-            self.timing.paused(pause_s)
-            self._background.start(
-                lambda: self._commit(copied, save, samples, numbers, lambda: pause_s)
-            )
+
+            def commit() -> None:
+                since = time.monotonic()
+                if copied.image is not None:
+                    _ = copied.image.content  # until then a device copies, and does nothing else
+                self.timing.paused(pause_s + time.monotonic() - since)
+                self._commit(copied, save, samples, numbers, lambda: pause_s)
+
+            self._background.start(commit)
         self.timing.count_from_here()
 
     def save_now(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:

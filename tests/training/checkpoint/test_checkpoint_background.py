@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.checkpoint import fault_hooks
+from parsl_freetrain.training.checkpoint import fault_hooks, snapshot
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
@@ -102,6 +102,32 @@ def keeper(
 
 def files(path: str) -> dict[str, str]:
     return {file.name: digest_of_blocks(file.blocks) for file in read_manifest(Path(path)).files}
+
+
+def test_a_device_copies_while_python_goes_on_and_before_what_follows(
+    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]], monkeypatch: Any
+) -> None:
+    """Without a device: a stream on which copies take long."""
+    order_of_events, copied = [], threading.Event()
+
+    class Stream:
+        def record_event(self) -> Stream:
+            order_of_events.append('the copies are given to the stream of the next pass')
+            return self
+
+        def synchronize(self) -> None:
+            assert copied.wait(LIMIT_S)
+
+    monkeypatch.setattr(torch.accelerator, 'current_stream', lambda device: Stream())
+    monkeypatch.setattr(snapshot, '_devices', lambda state: {torch.device('cuda')})
+    beside = keeper(tmp_path, channels[0], order_of_events.append)
+    beside.save_beside(state_of(things()), 10, {})
+    order_of_events.append('the next pass')
+    assert not list(tmp_path.rglob('*.safetensors'))
+    copied.set()
+    assert beside.settled() is not None
+    assert order_of_events[1] == 'the next pass' and len(order_of_events) > 3
+    assert list(tmp_path.rglob('*.safetensors'))
 
 
 def test_training_goes_on_and_the_checkpoint_holds_what_was(
