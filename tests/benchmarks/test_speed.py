@@ -6,6 +6,8 @@ of the same run.
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from parsl_freetrain import Checkpoints, LocalSite, Scaling, freetrain_app
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.steps.bit_sums import bit_sums
 from tests.benchmarks.workload import MACHINE, under_torchrun
+from tests.gpu import run
 from tests.support.training import fit, freetrain
 
 RANKS = 2
@@ -83,6 +86,18 @@ def test_what_four_shards_cost() -> None:
             f'  {ranks} ranks: plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
             f'({low:.3f} to {high:.3f}), CPU time of all {found["cpu"]:.3f}'
         )
+
+
+@pytest.mark.timeout(1200)
+def test_what_the_python_thread_takes_for_a_micro_batch(tmp_path: Path) -> None:
+    """Beside a plain loop with the same micro-batches and deterministic algorithms, in turns."""
+    cases = ('layers', 'gpt 1', 'gpt 2', 'gpt 4', 'gpt 8', 'resnet 1', 'resnet 4', 'resnet 8')
+    run.main(['--out', str(tmp_path), '--device', 'cpu', '--seconds', '10', '--cases', *cases])
+    print(f'\nTime of the Python thread, plain by ours ({MACHINE}, load {os.getloadavg()[0]:.0f})')
+    for case, found in json.loads((tmp_path / 'gpu.json').read_text())['cases'].items():
+        if 'python_speed' in found:
+            ms, plain = found['python_ms'], found['python_ms'] * found['python_speed']
+            print(f'  {case:18} {found["python_speed"]:.3f}: {ms:.1f} ms a step, plain {plain:.1f}')
 
 
 def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:

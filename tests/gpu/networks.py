@@ -134,6 +134,18 @@ class Mixed(nn.Module):
         return x + self.drop(self.norm(self.mix(x)))  # type: ignore[no-any-return]
 
 
+def layers_of(width: int, count: int) -> Workload:
+    """So many small layers that the Python thread is what takes time."""
+
+    def network() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+    def loss(model: nn.Module, numbers: Tensor) -> Tensor:
+        return model(_pool(64, (width,), numbers.device)[numbers % 64]).pow(2).mean()  # type: ignore[no-any-return]
+
+    return Workload(network, loss, 32, _sgd)
+
+
 def _mixed_of(width: int) -> Workload:
     def loss(model: nn.Module, numbers: Tensor) -> Tensor:
         tokens = _pool(64, (32,), numbers.device, 100)[numbers % 64]
@@ -175,7 +187,9 @@ WORKLOADS = {
     'gpt': gpt_of(50304, 1024, 768, 12, 12, batch=16),
     'resnet': resnet_of(64, (3, 4, 6, 3), 224, batch=64),
     'mixed': _mixed_of(256),
+    'layers': layers_of(32, 150),
     'tiny gpt': gpt_of(100, 8, 16, 12, 4, batch=16),
     'tiny resnet': resnet_of(2, (3, 4, 6, 3), 64, batch=16),
     'tiny mixed': _mixed_of(16),
+    'tiny layers': layers_of(32, 150),
 }

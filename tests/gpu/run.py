@@ -295,13 +295,14 @@ CASES: dict[str, Callable[[Machine], Figures]] = {
     'mixed 4 shards, compiled': reproducible('mixed', 4, compiled=True),
     **speeds('gpt', 2, 8),
     **speeds('resnet', 2, 8),
+    **speeds('layers', 1, 2, 4, 8),
     'another seed, other bits': other_seed_other_bits,
     'page-locked batches': page_locked,
     'gpt 4 shards, compiled': reproducible('gpt', 4, compiled=True),
 }
 """By value: where time runs out, the last ones are left."""
-NOT_ON_CPUS = ('compiled', ' 8 ', ' 2 ', 'page-locked')
-"""Unless they are asked for: they take long, and say nothing new there."""
+NOT_ON_CPUS = ('compiled', ' 8 ', ' 2 ', 'layers', 'page-locked')
+"""Unless they are asked for: they take long, or say nothing new there."""
 
 
 def table(found: dict[str, Figures]) -> str:

@@ -5,6 +5,7 @@ torch says of devices is replaced; the documentation says what ran on real ones.
 from __future__ import annotations
 
 import os
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain import BadInput
+from parsl_freetrain import BadInput, LocalSite
 from parsl_freetrain.host.slot import DEVICES_VARIABLE
 from parsl_freetrain.training.comm import devices
 from parsl_freetrain.training.comm.collectives import join
@@ -167,6 +168,36 @@ def test_the_slots_of_this_computer_divide_its_devices(
         assert os.environ.get('CUDA_VISIBLE_DEVICES', '') == devices_[number]
         told = f'{slots} slots share {count} devices' in capsys.readouterr().out
         assert told == (how == 'share' and 0 < count < slots)
+
+
+@pytest.mark.parametrize(
+    ('count', 'hidden', 'kinds', 'backends'),
+    [
+        (0, False, {'cpu'}, {GLOO}),
+        (1, False, {'cuda'}, {GLOO}),  # six ranks on one device
+        (2, False, {'cuda'}, {GLOO, 'cpu:gloo,cuda:nccl'}),
+        (2, True, {'cpu'}, {GLOO}),
+    ],
+)
+def test_a_demonstration_runs_with_any_number_of_devices(
+    monkeypatch: pytest.MonkeyPatch, count: int, hidden: bool, kinds: set[str], backends: set[str]
+) -> None:
+    """The slots of the local site, as ``make demo`` has them, and fragments on any two of them."""
+    site, names, found = LocalSite(nodes=6), [], set()
+    monkeypatch.setattr(Kind, 'has_backend', lambda _: True)
+    for slot in site.names:
+        Machine(CUDA, count).install(monkeypatch)
+        if hidden:
+            monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+        for name, value in site._variables(slot).items():
+            monkeypatch.setenv(name, value)
+        device = take_devices(0, 1)
+        found.add(device.type)
+        names.append(devices.name_of(device))
+    shared = devices.may_share(ranks_may=False)
+    gangs = (*combinations(names, 2), names)
+    assert found == kinds
+    assert {devices.backend_for(gang, CUDA, shared=shared) for gang in gangs} == backends
 
 
 def test_fewer_devices_than_slots_or_ranks_are_refused_unless_they_may_be_shared(
