@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
+import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -16,6 +19,8 @@ import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import nn
 
 from parsl_freetrain.core.model.events import CheckpointSaved
+from parsl_freetrain.training.checkpoint.block_digests import BLOCK, FileImage
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
@@ -112,3 +117,47 @@ def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
             f'  {label:42} {middle:7.3f}  {middle / base:6.3f}  (from '
             f'{min(times[name]):.3f} to {max(times[name]):.3f})'
         )
+
+
+def test_how_fast_parts_are_written(tmp_path: Path) -> None:
+    """With digests and durably, beside dd on the same file system, in turns."""
+    size, forks = int(os.environ.get('BENCH_BYTES', 1_500_000_000)), get_context('fork')
+    print(f'\nParts of {size / 1e9:.1f} GB, GB/s ({MACHINE}, load {os.getloadavg()[0]:.0f})')
+
+    def dd(count: int) -> float:
+        def one(number: int) -> subprocess.Popen[bytes]:
+            out, blocks = tmp_path / f'dd-{number}', size // count // BLOCK
+            command = ['dd', 'if=/dev/zero', f'of={out}', f'bs={BLOCK}', f'count={blocks}']
+            return subprocess.Popen([*command, 'conv=fsync', 'status=none'])
+
+        began = time.monotonic()
+        assert not any(program.wait() for program in list(map(one, range(count))))
+        return time.monotonic() - began
+
+    def ours(count: int) -> float:
+        ready = forks.Barrier(count + 1)
+
+        def write(number: int) -> None:
+            content = bytes_of(torch.ones(size // count // BLOCK * BLOCK, dtype=torch.uint8))
+            ready.wait()
+            FileImage(content).write(tmp_path / f'ours-{number}')
+
+        writers = [forks.Process(target=write, args=(number,)) for number in range(count)]
+        for writer in writers:
+            writer.start()
+        ready.wait()
+        began = time.monotonic()
+        for writer in writers:
+            writer.join()
+            assert not writer.exitcode
+        return time.monotonic() - began
+
+    for count in (1, 2, 4):
+        taken: dict[str, list[float]] = {'dd': [], 'ours': []}
+        for turn in range(6):
+            way = (dd, ours)[turn % 2]
+            taken[way.__name__].append(way(count))
+            for file in tmp_path.iterdir():
+                file.unlink()
+        plain, own = (size / 1e9 / statistics.median(each) for each in taken.values())
+        print(f'  {count} writers: dd {plain:.2f}, ours {own:.2f}, {own / plain:.2f} of it')

@@ -134,6 +134,8 @@ class TrainingLoop:
             needed = self._end_batch(decision, data)
             self._verification.conclude()
             notable = self._at_end or state.epoch_due or state.round_ended
+            if notable or decision >= Agreed.SAVE or state.wanted is not None:
+                self._steps.settle()
             if decision is Agreed.SPOILT or (
                 (notable or decision >= Agreed.SAVE) and self._rollback.due()
             ):

@@ -202,6 +202,9 @@ class ThroughputSteps:
             self._settings.refuse(self._peers)
         return decision
 
+    def settle(self) -> None:
+        """What is done with the state looks at its numbers."""
+
     def culprit(self) -> str:
         """Whose gradient was not finite first, as part of a sentence. All ranks call this."""
         steps = [int(row) for row in self._peers.all_gather(self._non_finite.first())]

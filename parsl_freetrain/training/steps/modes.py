@@ -13,6 +13,7 @@ from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled
+from parsl_freetrain.training.spec.on_nan import STOP, NonFinitePolicy
 from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
@@ -51,6 +52,8 @@ class Steps(Protocol):
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None: ...
     def end_micro_batch(self) -> None: ...
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int: ...
+    def settle(self) -> None:
+        """Call before anything but another step. Raises BadInput if a number was not finite."""
 
 
 def make_steps(
@@ -75,7 +78,11 @@ def make_steps(
         return ShardedReproducibleSteps(prepared, peers, division, *what)
     if isinstance(mode, Reproducible):
         speeds = [speed for speed in order.speeds for _ in range(order.per_node)]
-        how = clip_grad_norm, device, in_hook, speeds
+        policy = NonFinitePolicy(
+            mode.on_nan, f'Trainer {order.trainer!r}, fragment {order.fragment}'
+        )
+        stop = policy.kept_back if mode.on_nan == STOP else None
+        how = clip_grad_norm, device, in_hook, speeds, stop
         return ReproducibleSteps(prepared, peers, order.spec.shards, *how)
     return ThroughputSteps(
         prepared,

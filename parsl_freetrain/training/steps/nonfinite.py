@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
+from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -73,11 +74,29 @@ def when_known(number: torch.Tensor) -> Callable[[], float | None]:
     """A function that gives a number of a device as soon as that has it, and until then None."""
     if number.device.type == 'cpu':
         return lambda: float(number)
+    here, copied = _copied(number)
+    return lambda: float(here) if copied.query() else None
+
+
+def waiting_for(number: torch.Tensor) -> Callable[[], float]:
+    """A function that gives a number of a device, and waits only until the device has had it."""
+    if number.device.type == 'cpu':
+        return lambda: float(number)
+    here, copied = _copied(number)
+
+    def wait() -> float:
+        copied.synchronize()
+        return float(here)
+
+    return wait
+
+
+def _copied(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
     here = torch.empty((), dtype=number.dtype, device='cpu', pin_memory=True)
     here.copy_(number, non_blocking=True)
     copied = torch.get_device_module(number.device).Event()
     copied.record()
-    return lambda: float(here) if copied.query() else None
+    return here, copied
 
 
 class FirstNonFinite:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 
 import torch
@@ -20,6 +21,8 @@ from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
+from parsl_freetrain.training.steps.host_limit import HostLimit
+from parsl_freetrain.training.steps.nonfinite import waiting_for
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 
@@ -43,6 +46,7 @@ class ReproducibleSteps:
         device: torch.device,
         in_hook: Callable[[], bool],
         speeds: Sequence[float] = (),
+        stop: Callable[[int, int, str], None] | None = None,
     ) -> None:
         if prepared.scales:
             raise BadInput(deferred.NO_SCALER)
@@ -69,7 +73,11 @@ class ReproducibleSteps:
         self.before_step: list[Callable[[], object]] = []
         self.stepped = self.changed = False
         self.kept_back = False
-        self._culprit = ''
+        self._culprit, self._span = '', (0, 0)
+        # If a gradient that is not finite ends the training, that may be known a step later, and
+        # Python need not wait for the device in each.
+        self._stop, self._late = stop, stop is not None and device.type != 'cpu'
+        self._asked: _Asked | None = None
         self._stepped = [False] * len(prepared.optimizers)
         self._any_stepped = bytearray(len(prepared.optimizers))
         self._scheduled: dict[tuple[int, int], float | None] = {}
@@ -120,6 +128,7 @@ class ReproducibleSteps:
     @torch.no_grad()
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
         """Call before the micro-batches of a global batch. Steps are always guarded here."""
+        self._span = batch.samples_before, batch.samples_before + len(batch.indices)
         if self._groups_now() != self._groups:
             self._lay_out()
         self._sum.begin(list(map(len, shard(batch.indices, self._shards))), self._nodes())
@@ -166,7 +175,7 @@ class ReproducibleSteps:
         notes, total, culprits = self._exchange(wish())
         self.changed = True
         self.kept_back = culprits is not None
-        self._culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
+        self._culprit = _named(culprits)
         if self.kept_back:
             self._buffers.undo()
         self._layout.give(total)
@@ -235,17 +244,36 @@ class ReproducibleSteps:
             self._settings.agree(self._all)
         return notes
 
+    def settle(self) -> None:
+        """Wait until it is known that the last step's gradient was finite, on all ranks together.
+        Raises BadInput if it was not, and that ends the training.
+        """
+        asked, self._asked = self._asked, None
+        ranks = self._found(asked) if asked is not None else None
+        if asked is not None and ranks is not None and self._stop is not None:
+            self._stop(*asked.span, _named(ranks))
+
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
-        layout, magnitude, now = self._layout, self._layout.magnitude(total), time.perf_counter()
-        size = float(magnitude)
+        size = waiting_for(self._layout.magnitude(total))
+        asked, now = _Asked(size, self._sum.magnitudes, self._span), time.perf_counter()
+        if self._late:
+            self.settle()
+            self._asked, found = asked, None
+        else:
+            found = self._found(asked)
         if self._device.type != 'cpu':
             self._note_wait(now, time.perf_counter())
-        if math.isfinite(size) or layout.is_finite(total):
+        elif found is not None and self._layout.is_finite(total):
+            return None
+        return found
+
+    def _found(self, asked: _Asked) -> list[int] | None:
+        if math.isfinite(asked.size()):
             return None
         if self._all.world_size == 1:
             return [0]
-        own = not all(math.isfinite(float(magnitude)) for magnitude in self._sum.magnitudes)
+        own = not all(math.isfinite(float(magnitude)) for magnitude in asked.magnitudes)
         said = gather_bytes(self._all, bytes([own]), 1)
         return [rank for rank, bad in enumerate(said) if bad[0]]
 
@@ -309,32 +337,14 @@ class ReproducibleSteps:
         return self._micro_batch
 
 
-_SKIPPED, _LOOKED_AT, _LEAST_SHARE = 10, 20, 0.03
+@dataclass(frozen=True)
+class _Asked:
+    """A look at a step's gradients: their size, those of this rank's sums, and the samples."""
+
+    size: Callable[[], float]
+    magnitudes: Sequence[torch.Tensor]
+    span: tuple[int, int]
 
 
-class HostLimit:
-    """Looks at how long Python waits for the device at the end of each step. Where that takes next
-    to no time, the device had done its work before: it was fast enough for larger operations.
-    """
-
-    def __init__(self, shards: int, say: Callable[[str], None] = print) -> None:
-        self._shards, self._say = shards, say
-        self._steps, self._step_s, self._waited_s = -_SKIPPED, 0.0, 0.0
-
-    def step_took(self, seconds: float, waited_s: float, passes: int, samples: int) -> None:
-        """Record a step, in which Python waited so long, of so many passes and samples in each."""
-        self._steps += 1
-        if not 0 < self._steps <= _LOOKED_AT:
-            return
-        self._step_s += seconds
-        self._waited_s += waited_s
-        if self._steps < _LOOKED_AT or self._waited_s > _LEAST_SHARE * self._step_s:
-            return
-        fewer = max(1, self._shards // 2)
-        larger = f'mode=Reproducible(shards={fewer}) makes larger passes, ' if passes > 1 else ''
-        self._say(
-            f'The device waits for Python, which launches its operations: a step of '
-            f'{1e3 * self._step_s / _LOOKED_AT:.0f} ms has {passes} forward and backward passes of '
-            f'{samples} samples, and whenever one was over the device had nothing left to do: '
-            f'{larger}torch.compile(model) makes fewer operations.'
-        )
+def _named(ranks: Sequence[int] | None) -> str:
+    return f', on rank {", ".join(map(str, ranks))}' if ranks else ''

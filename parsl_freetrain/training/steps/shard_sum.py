@@ -175,10 +175,11 @@ class ShardSums:
             total.buffers.mul_(factor)
 
     def magnitude(self, total: Contribution) -> torch.Tensor:
-        """A number that is not finite if a gradient is not. It may also overflow."""
+        """A number that is not finite if a gradient is not. On a CPU it may also overflow."""
+        exact = torch.float64 if self._device.type != 'cpu' else None
         if not total.present:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(torch._foreach_norm(total.present)).sum(dtype=torch.float64)
+        return torch.stack(torch._foreach_norm(total.present, dtype=exact)).sum(dtype=torch.float64)
 
     def is_finite(self, total: Contribution) -> bool:
         """Whether all gradients are finite: one read for each."""

@@ -73,9 +73,10 @@ def train(
     culprit: int = 0,
     always_from: int = TOTAL,
     pause_s: float = 0.0,
+    late: bool = False,
 ) -> None:
     """Loss 'not a number' on rank ``culprit`` in the batches that begin at ``bad``; no step at all
-    in those at ``left_out``.
+    in those at ``left_out``. ``late``: gradients are looked at as on a device.
     """
     import time
 
@@ -84,6 +85,8 @@ def train(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.randn(TOTAL, 2, generator=torch.Generator().manual_seed(5))
+    if late:
+        ctx._run.model.steps._late = True  # type: ignore[union-attr]
     for features in ctx.loop(x, BATCH):
         spoil = (ctx.samples in bad or ctx.samples >= always_from) and ctx.rank == culprit
         optimizer.zero_grad()
@@ -129,24 +132,36 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ('mode', 'world_size', 'where'),
+    ('mode', 'world_size', 'how', 'where'),
     [
-        ('reproducible', 2, 'samples from 160 to 168, on rank 1;'),
-        ('throughput', 2, r'samples from \d+ to \d+, on rank 1;'),
-        ('throughput', 1, 'samples from '),
+        ('reproducible', 2, {}, 'samples from 160 to 168, on rank 1;'),
+        ('reproducible', 2, {'late': True, 'bad': (160,)}, 'samples from 160 to 168, on rank 1;'),
+        (
+            'reproducible',
+            1,
+            {'late': True, 'bad': (TOTAL - BATCH,)},
+            f'samples from {TOTAL - BATCH} to {TOTAL}, on rank 0;',
+        ),
+        ('throughput', 2, {}, r'samples from \d+ to \d+, on rank 1;'),
+        ('throughput', 1, {}, 'samples from '),
     ],
 )
 def test_stop_is_a_sentence_and_the_last_checkpoint_is_good(
-    fork_server: ForkClient, tmp_path: Path, mode: str, world_size: int, where: str
+    fork_server: ForkClient,
+    tmp_path: Path,
+    mode: str,
+    world_size: int,
+    how: dict[str, Any],
+    where: str,
 ) -> None:
     outcomes = run(
         fork_server,
         tmp_path,
         world_size,
         mode=mode,
-        bad=(160,),
         culprit=world_size - 1,
         pause_s=0.01,
+        **{'bad': (160,), **how},
     )
     error = outcomes[0].error
     assert (outcomes[0].how, error.type) == ('error', 'BadInput'), error

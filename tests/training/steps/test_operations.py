@@ -15,6 +15,7 @@ from torch import nn
 from parsl_freetrain import Shape
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.steps.host_limit import HostLimit
 from tests.support.ranks import order, ranks
 
 FROM, TO, BATCH = 18, 26, 16  # between the 16th and the 32nd step, in which data are compared
@@ -141,3 +142,18 @@ def test_what_a_step_adds_does_not_grow_with_the_network(
     assert large['operations'] == pytest.approx(small['operations'], abs=2.0)
     assert large['operations'] <= PER_MICRO_BATCH * large['micro_batches'] + PER_STEP
     assert large['reads'] <= (mode == 'reproducible')
+
+
+def test_a_device_that_waits_for_python_is_told_once() -> None:
+    for shards, passes, waited_s, words in (
+        (4, 4, 0.001, ['4 forward and backward passes of 8 samples', 'shards=2)', 'torch.compile']),
+        (4, 4, 0.1, []),  # Python waits for the device, as it should
+        (1, 1, 0.001, ['1 forward and backward passes', 'torch.compile']),
+    ):
+        said: list[str] = []
+        limit = HostLimit(shards, said.append)
+        for _ in range(100):
+            limit.step_took(0.2, waited_s, passes, 8)
+        assert len(said) == bool(words)
+        assert all(word in said[0] for word in words)
+        assert 'shards=1)' not in ''.join(said)
