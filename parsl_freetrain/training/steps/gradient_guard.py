@@ -26,6 +26,11 @@ _TENSOR: Any = torch.Tensor
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _TENSOR.grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__set__
 """A parameter's own gradient, whatever its class says."""
+_version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+_at_the_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Runs a function when the present backward() ends."""
 
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
 """What loops that clear gradients by hand call."""
@@ -46,8 +51,9 @@ class GradientGuard:
         self._whose = whose
         self._taken: dict[int, torch.Tensor] = {}
         self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken)
-        self._left: dict[int, tuple[int, int]] = {}
-        self._divided: list[torch.Tensor] = []
+        #: Of each backward(): the parameters, and the identities and versions of their gradients.
+        self._left: list[tuple[list[torch.Tensor], list[int], list[int]]] = []
+        self._done: list[torch.Tensor] = []  # parameters of a backward() that has not ended
         self._norms: dict[int, tuple[torch.Tensor, int]] = {}
         self._changed: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
@@ -65,23 +71,30 @@ class GradientGuard:
     def begin_micro_batch(self, of_several: bool) -> None:
         """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""
         self._left.clear()
+        self._done.clear()
         self._norms, self._on = {}, of_several
         self._class.of_several = of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Call before gradients are taken; BadInput if one was changed after backward()."""
-        divided: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        noted, norms_of = self._left, self._norms
+        if self._done:  # of a backward() that has failed
+            self._after_backward()
+        # In few calls of Python, as nearly always nothing has changed.
+        for done, ids, versions in self._left:
+            now: Any = list(map(grad_of, done))
+            if list(map(id, now)) != ids or list(map(_version_of, now)) != versions:
+                self._check_each(parameters)
+                break
+        if norms := self._norms:
+            found = [(grad_of(p), *norms[id(p)]) for p in parameters if id(p) in norms]
+            self._compare([(g, *where) for g, *where in found if g is not None])
+
+    def _check_each(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        left = {id(p): (i, v) for both in self._left for p, i, v in zip(*both, strict=True)}
         for parameter in parameters:
-            gradient, left = grad_of(parameter), noted.get(id(parameter))
-            if left is None or gradient is None:
-                continue
-            if left[0] != id(gradient) or left[1] != gradient._version:
+            gradient, before = grad_of(parameter), left.get(id(parameter))
+            if gradient is not None and before not in (None, (id(gradient), gradient._version)):
                 self.refuse()
-            if norms_of and id(parameter) in norms_of:
-                divided.append((gradient, *norms_of[id(parameter)]))
-        if divided:
-            self._compare(divided)
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
         """:meth:`check` gradients and take them, unseen by readers until the micro-batch ends."""
@@ -100,7 +113,10 @@ class GradientGuard:
                 self._unreadable.append(parameter)
         return gradients
 
-    def _compare(self, divided: list[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+    def _compare(self, divided: list[Any]) -> None:
+        """Compare sharded gradients: each with the norms of its backward(), and its place there."""
+        if not divided:
+            return
         # Those of one backward pass are together: mostly all of them, in its order.
         divided.sort(key=lambda one: one[2])
         norms = divided[0][1]
@@ -127,34 +143,34 @@ class GradientGuard:
         self._taken.clear()
 
     def _noting(self) -> Callable[[torch.Tensor], None]:
-        """The hook of all parameters, which runs often: what it needs is at hand."""
-        noted, unreadable = self._left, self._unreadable
-        plain, own = torch.nn.Parameter, self._class
+        """The hook of all parameters, which runs often and so does next to nothing."""
+        done, after = self._done, self._after_backward
 
         def note(parameter: torch.Tensor) -> None:
-            gradient = grad_of(parameter)
-            assert gradient is not None
-            noted[id(parameter)] = id(gradient), gradient._version
-            if not self._on:
-                return
-            if parameter.__class__ is plain:
-                parameter.__class__ = own
-                unreadable.append(parameter)
-            elif parameter.__class__ is not own and is_divided(gradient):
-                self._note_divided(parameter)
+            if not done:
+                _at_the_end(after)
+            done.append(parameter)
 
         return note
 
-    def _note_divided(self, parameter: torch.Tensor) -> None:
-        if not self._divided:  # the norms of all, in few operations, when backward() ends
-            torch.autograd.Variable._execution_engine.queue_callback(self._take_norms)
-        self._divided.append(parameter)
-
     @torch.no_grad()
-    def _take_norms(self) -> None:
-        divided, self._divided = self._divided, []
-        norms = _norms_of([p.grad for p in divided if p.grad is not None])
-        self._norms.update((id(parameter), (norms, i)) for i, parameter in enumerate(divided))
+    def _after_backward(self) -> None:
+        done = [parameter for parameter in self._done if grad_of(parameter) is not None]
+        self._done.clear()
+        gradients: Any = list(map(grad_of, done))
+        self._left.append((done, list(map(id, gradients)), list(map(_version_of, gradients))))
+        if not self._on:
+            return
+        plain, own, divided = torch.nn.Parameter, self._class, []
+        for parameter in done:
+            if parameter.__class__ is plain:
+                parameter.__class__ = own
+                self._unreadable.append(parameter)
+            elif parameter.__class__ is not own and is_divided(parameter):
+                divided.append(parameter)
+        if divided:
+            norms = _norms_of([grad for p in divided if (grad := grad_of(p)) is not None])
+            self._norms.update((id(parameter), (norms, i)) for i, parameter in enumerate(divided))
 
 
 def _norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
