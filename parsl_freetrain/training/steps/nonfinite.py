@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -45,7 +44,7 @@ class Watch:
         self._floating = [tensor for tensor in found if tensor.is_floating_point()]
         self._clock = clock
         self._looked_at = -math.inf
-        self._answer: Callable[[], float | None] | None = None
+        self._answer: tuple[Callable[[], bool], Callable[[], float]] | None = None
         self._asked_at = 0
 
     def spoilt(self) -> bool:
@@ -62,41 +61,23 @@ class Watch:
                 return None
             self._looked_at, self._asked_at = self._clock(), samples
             found = self._floating
-            self._answer = when_known(get_total_norm(found)) if found else lambda: 0.0
-        norm = self._answer()
-        if norm is None:
+            self._answer = to_host(get_total_norm(found) if found else torch.zeros(()))
+        here, norm = self._answer
+        if not here():
             return None
         self._answer = None
-        return self._asked_at, not math.isfinite(norm) and self.spoilt()
+        return self._asked_at, not math.isfinite(norm()) and self.spoilt()
 
 
-def when_known(number: torch.Tensor) -> Callable[[], float | None]:
-    """A function that gives a number of a device as soon as that has it, and until then None."""
+def to_host(number: torch.Tensor) -> tuple[Callable[[], bool], Callable[[], float]]:
+    """Functions: whether a number of a device is here, and one that waits for it and returns it."""
     if number.device.type == 'cpu':
-        return lambda: float(number)
-    here, copied = _copied(number)
-    return lambda: float(here) if copied.query() else None
-
-
-def waiting_for(number: torch.Tensor) -> Callable[[], float]:
-    """A function that gives a number of a device, and waits only until the device has had it."""
-    if number.device.type == 'cpu':
-        return lambda: float(number)
-    here, copied = _copied(number)
-
-    def wait() -> float:
-        copied.synchronize()
-        return float(here)
-
-    return wait
-
-
-def _copied(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return lambda: True, lambda: float(number)
     here = torch.empty((), dtype=number.dtype, device='cpu', pin_memory=True)
     here.copy_(number, non_blocking=True)
     copied = torch.get_device_module(number.device).Event()
     copied.record()
-    return here, copied
+    return copied.query, lambda: (copied.synchronize(), float(here))[1]
 
 
 class FirstNonFinite:

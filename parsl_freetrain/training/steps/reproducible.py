@@ -22,7 +22,7 @@ from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.host_limit import HostLimit
-from parsl_freetrain.training.steps.nonfinite import waiting_for
+from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 
@@ -255,7 +255,7 @@ class ReproducibleSteps:
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
-        size = waiting_for(self._layout.magnitude(total))
+        size = to_host(self._layout.magnitude(total))[1]
         asked, now = _Asked(size, self._sum.magnitudes, self._span), time.perf_counter()
         if self._late:
             self.settle()
@@ -264,7 +264,7 @@ class ReproducibleSteps:
             found = self._found(asked)
         if self._device.type != 'cpu':
             self._note_wait(now, time.perf_counter())
-        elif found is not None and self._layout.is_finite(total):
+        elif found is not None and all_finite(total.gradients):
             return None
         return found
 

@@ -181,10 +181,6 @@ class ShardSums:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.stack(torch._foreach_norm(total.present, dtype=exact)).sum(dtype=torch.float64)
 
-    def is_finite(self, total: Contribution) -> bool:
-        """Whether all gradients are finite: one read for each."""
-        return all(bool(torch.isfinite(gradient).all()) for gradient in total.present)
-
     def give(self, total: Contribution, indices: Iterable[int] | None = None) -> None:
         """Set the gradients of parameters to the sums, or to None where no shard had one."""
         found = enumerate(total.gradients)

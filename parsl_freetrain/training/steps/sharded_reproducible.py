@@ -14,6 +14,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.nonfinite import all_finite
 from parsl_freetrain.training.steps.notes import Notes
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 from parsl_freetrain.training.steps.shard_sum import Contribution
@@ -78,7 +79,7 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         if all(math.isfinite(row[0]) for row in rows):
             return None
         # Norms and sums may overflow where no number is infinite.
-        (spoilt,) = self._all.all_reduce_max((not self._layout.is_finite(total),))()
+        (spoilt,) = self._all.all_reduce_max((not all_finite(total.gradients),))()
         named = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
         return (named or list(range(len(rows)))) if spoilt else None
 

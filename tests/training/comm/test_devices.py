@@ -184,7 +184,7 @@ def test_a_demonstration_runs_with_any_number_of_devices(
 ) -> None:
     """The slots of the local site, as ``make demo`` has them, and fragments on any two of them."""
     site, names, found = LocalSite(nodes=6), [], set()
-    monkeypatch.setattr(Kind, 'has_backend', lambda _: True)
+    monkeypatch.setattr(Accelerator, 'has_backend', lambda _: True)
     for slot in site.names:
         Machine(CUDA, count).install(monkeypatch)
         if hidden:

@@ -117,7 +117,6 @@ def test_memory_that_was_used_before_leaves_nothing_in_a_sum(flat: bool) -> None
     assert one.grad.tolist() == [1.0] * 3
     assert other.grad is None
     assert sums.magnitude(total).isfinite()
-    assert sums.is_finite(total)
 
 
 def test_a_sum_has_the_same_bits_in_pieces_and_flat() -> None:
