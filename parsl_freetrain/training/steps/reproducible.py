@@ -128,7 +128,7 @@ class ReproducibleSteps:
     @torch.no_grad()
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
         """Call before the micro-batches of a global batch. Steps are always guarded here."""
-        self._span = batch.samples_before, batch.samples_before + len(batch.indices)
+        self._span = batch.samples_before, batch.samples_after
         if self._groups_now() != self._groups:
             self._lay_out()
         self._sum.begin(list(map(len, shard(batch.indices, self._shards))), self._nodes())
