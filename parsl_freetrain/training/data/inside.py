@@ -26,13 +26,15 @@ Looks = dict[str, list[Any]]
 
 def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """All that is in named objects, each once, by a path: items, attributes, and what functions
-    refer to. Of long containers it is the first items. Models are not looked into.
+    refer to. Of long containers it is the first items. Models, and objects of ours, as the context,
+    are not looked into.
     """
     seen: set[int] = set()
     waiting = deque((name, value, 0) for name, value in named.items())
     while waiting and len(seen) < _MOST:
         path, value, depth = waiting.popleft()
-        if isinstance(value, _PLAIN) or id(value) in seen:
+        ours = type(value).__module__.startswith('parsl_freetrain.')
+        if ours or isinstance(value, _PLAIN) or id(value) in seen:
             continue
         seen.add(id(value))
         yield path, value

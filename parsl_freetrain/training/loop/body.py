@@ -112,6 +112,10 @@ class Body:
                 'as a batch would be lost at each stop (DataLoader workers load ahead: num_workers)'
                 '; leave samples out by a sampler or in the dataset.'
             )
+        if self._around is not None and self._iterations == 1:
+            # What has a place for each key, as for what hooks give, does not grow from here on.
+            here = _containers(self._around.f_locals)
+            self._sizes = {name: len(one) for name, one in here if name in self._sizes}
         if self._around is not None and self._iterations == 2:
             frame, self._around = self._around, None
             _refuse_loaders(frame.f_locals, self._read)

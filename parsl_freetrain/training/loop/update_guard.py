@@ -129,7 +129,8 @@ class UpdateGuard:
                 f'The body of ctx.loop changed the parameter {self._names[i]}. In reproducible '
                 'mode it runs once per virtual shard and before the step of the optimizer, so '
                 f'the result would depend on the number of nodes: {_OFFER}; what initialises '
-                'itself in its first pass does so in ctx.warm_up(fn), before ctx.prepare.'
+                'itself in its first pass does so in ctx.warm_up(fn), before ctx.prepare; and the '
+                'step is that of the optimizer that ctx.prepare returned, not of the one given.'
             )
         raise BadInput(
             f'{who} changed {self._names[i]}, a parameter or buffer that was not given to '
