@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,9 @@ def test_three_runs_ask_at_most_twice_in_an_interval(tmp_path: Path, now: list[f
     assert own.last.jobs[0].job_id == str(len(asked) + 1), 'what it did itself must be in it'
 
 
-@pytest.mark.parametrize('why', ['', 'old', 'other cluster', 'open', 'foreign lock', 'no folder'])
+@pytest.mark.parametrize(
+    'why', ['', 'old', 'other cluster', 'open', 'cut off', 'foreign lock', 'no folder']
+)
 def test_an_answer_of_another_run_is_taken_only_where_it_may_be(
     tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -80,6 +83,7 @@ def test_an_answer_of_another_run_is_taken_only_where_it_may_be(
     for path in tmp_path.glob('freetrain-*'):
         assert path.stat().st_mode & 0o777 == 0o600
         path.chmod(0o644 if why == 'open' else 0o600)
+        os.truncate(path, path.stat().st_size - (why == 'cut off'))
     if why == 'other cluster':
         monkeypatch.setenv('SLURM_CONF', '/other')
     with next(tmp_path.glob('freetrain-*'), tmp_path / 'log').open('rb') as file:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -29,10 +27,10 @@ from parsl_freetrain.sites.batch.records import (
 from parsl_freetrain.sites.pbspro import answers as pbs
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from tests.support import slurm_scene
+from tests.support.slurm import slurm_24_11
 
 ZOO = Path(__file__).with_name('zoo')
 NOW = 1_800_000_000.0
-SUPPORT = Path(slurm_scene.__file__).parent
 
 
 def told(job: BatchJob) -> BatchJob:
@@ -82,42 +80,17 @@ def test_text_and_document_of_one_cluster_tell_the_same(release: str) -> None:
 
 
 @pytest.fixture
-def slurm24(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster with Slurm 24.11 in a root folder of its own."""
-    made = subprocess.run(
-        [SUPPORT / 'slurm24', 'make'], check=False, capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f'no Slurm 24.11 here: {made.stderr[-200:]}')
-    programs = tmp_path / 'bin'
-    programs.mkdir()
-    cluster = f'/tmp/slurm24-{os.getpid()}'
-    for name, value in {
-        'SLURM_CLUSTER_DIR': cluster,
-        'SLURM_CLUSTER_GPUS': '2',
-        'SLURM_CONF': f'{cluster}/slurm.conf',
-        'PATH': f'{programs}:{os.environ["PATH"]}',
-    }.items():
-        monkeypatch.setenv(name, value)
-
-    def call(*words: str) -> None:
-        subprocess.run([SUPPORT / 'slurm24', *words], check=True, timeout=300)
-
-    call('programs', str(programs))
-    call('slurm-cluster', 'up', '4')
-    try:
-        yield tmp_path
-    finally:
-        call('slurm-cluster', 'down')
-        subprocess.run(['rm', '-rf', cluster], check=True)
+def slurm24(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with slurm_24_11(tmp_path, monkeypatch, SLURM_CLUSTER_GPUS='2'):
+        yield
 
 
 @pytest.mark.long
 @pytest.mark.slurm24
-def test_slurm_24_11_tells_it_so(slurm24: Path) -> None:
+def test_slurm_24_11_tells_it_so(slurm24: None, tmp_path: Path) -> None:
     slurm_scene.begin()
-    slurm_scene.record(slurm24 / 'said')
-    check_scene(slurm24 / 'said')
+    slurm_scene.record(tmp_path / 'said')
+    check_scene(tmp_path / 'said')
 
 
 # --- one cluster, in every form

@@ -9,7 +9,8 @@ from threading import Event
 
 import pytest
 
-from tests.slurm.giving import give
+from tests.sites.giving import LASTS, give
+from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
 
@@ -56,7 +57,7 @@ def test_a_job_gets_as_few_whole_nodes_as_the_others_leave_it(
     over = Event()
     with ThreadPoolExecutor() as pool:
         try:
-            giving = pool.submit(give, tmp_path, over)
+            giving = pool.submit(give, tmp_path, over, slurm_site(**LASTS))
             shared.wait(lambda: giving.done() or (tmp_path / 'runs').exists())
             job = submit(*asked.split(), '--time=60')
             shared.wait(lambda: not shared.run('squeue', '-h', '-t', 'PD'), under_load(60.0))

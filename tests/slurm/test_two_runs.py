@@ -5,34 +5,19 @@ one that needs a node of either gets it from one of them.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from threading import Event
 
 import pytest
 
+from tests.sites.giving import LASTS, folders, two_users
+from tests.sites.slurm.conftest import slurm_site
 from tests.slurm.experiment import Filler, SlurmMachine
-from tests.slurm.giving import give
-from tests.support.other_user import OTHER, as_other_user, needs_root
+from tests.support.other_user import needs_root
 from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
 
 pytestmark = pytest.mark.slurm
-
-
-@contextmanager
-def folders(*owners: int) -> Iterator[list[Path]]:
-    """Of these users, where each may write."""
-    with tempfile.TemporaryDirectory(prefix='ft-', dir='/tmp', ignore_cleanup_errors=True) as name:
-        Path(name).chmod(0o755)
-        made = [Path(name, str(number)) for number in range(len(owners))]
-        for folder, owner in zip(made, owners, strict=True):
-            folder.mkdir()
-            os.chown(folder, owner, -1)
-        yield made
 
 
 @contextmanager
@@ -51,26 +36,12 @@ def trainings(cluster: Cluster) -> Iterator[None]:
             filler.kill()
 
 
-@contextmanager
-def two_users(cluster: Cluster) -> Iterator[None]:
-    """The sites of two users, each with two blocks, that give back what they do not train on: the
-    other user may not read this Python.
-    """
-    over = Event()
-    with folders(os.geteuid(), OTHER) as (own, other), ThreadPoolExecutor() as pool:
-        try:
-            with as_other_user(lambda: give(other, over)):
-                cluster.wait(lambda: (other / 'runs').exists())
-                giving = pool.submit(give, own, over)
-                cluster.wait(lambda: giving.done() or (own / 'runs').exists())
-                yield
-        finally:
-            over.set()
-    giving.result()
+def users(cluster: Cluster) -> AbstractContextManager[None]:
+    return two_users(cluster, lambda: slurm_site(**LASTS))
 
 
 @needs_root
-@pytest.mark.parametrize('runs', [trainings, two_users])
+@pytest.mark.parametrize('runs', [trainings, users])
 def test_a_job_that_needs_nodes_of_two_runs_gets_them(
     slurm: Cluster, runs: Callable[[Cluster], AbstractContextManager[None]]
 ) -> None:

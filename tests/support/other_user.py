@@ -16,7 +16,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can become 
 
 
 @contextlib.contextmanager
-def as_other_user(act: Callable[[], object]) -> Iterator[int]:
+def as_other_user(act: Callable[[], object], user: int = OTHER) -> Iterator[int]:
     """Run ``act`` in a forked process of another user until it returns, at most to the exit. Yields
     its process id.
     """
@@ -24,8 +24,8 @@ def as_other_user(act: Callable[[], object]) -> Iterator[int]:
     if pid == 0:
         try:
             os.setgroups([])
-            os.setgid(OTHER)
-            os.setuid(OTHER)
+            os.setgid(user)
+            os.setuid(user)
             act()
         except BaseException:
             traceback.print_exc()

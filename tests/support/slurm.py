@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,37 @@ class Cluster(RealCluster):
             )
 
         self.wait(empty)
+
+
+@contextmanager
+def slurm_24_11(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[None]:
+    """A cluster with Slurm 24.11 in a root folder of its own, and its programs on the PATH."""
+    support = Path(__file__).parent
+    made = subprocess.run(
+        [support / 'slurm24', 'make'], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f'no Slurm 24.11 here: {made.stderr[-200:]}')
+    (programs := folder / 'bin').mkdir()
+    cluster = f'/tmp/slurm24-{os.getpid()}'
+    for name, value in {
+        'SLURM_CLUSTER_DIR': cluster,
+        'SLURM_CONF': f'{cluster}/slurm.conf',
+        'PATH': f'{programs}:{os.environ["PATH"]}',
+        **settings,
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def call(*words: str) -> None:
+        subprocess.run([support / 'slurm24', *words], check=True, timeout=300)
+
+    call('programs', str(programs))
+    try:
+        call('slurm-cluster', 'up', '4')
+        yield
+    finally:
+        call('slurm-cluster', 'down')
+        shutil.rmtree(cluster)
 
 
 @pytest.fixture(scope='session')

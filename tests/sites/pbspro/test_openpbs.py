@@ -4,6 +4,7 @@ stays on a node that is somebody else's.
 
 from __future__ import annotations
 
+import pwd
 import re
 import shlex
 import stat
@@ -23,7 +24,9 @@ from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
 from tests.sites.batch_blocks import QUICK, Blocks
+from tests.sites.giving import LASTS, two_users
 from tests.support.openpbs import PbsCluster
+from tests.support.other_user import needs_root
 
 pytestmark = pytest.mark.pbs
 
@@ -140,6 +143,18 @@ def test_each_of_two_runs_gives_its_part(openpbs: PbsCluster, blocks: Make) -> N
     assert [mine.site.holes() for mine in runs] == [(), ()], 'neither takes back what was given'
     runs[1].provider.cancel(jobs[1:])
     openpbs.wait(lambda: openpbs.state(wide) == 'R')
+
+
+@needs_root
+def test_a_job_that_needs_nodes_of_two_users_gets_them(openpbs: PbsCluster) -> None:
+    other = pwd.getpwnam('daemon').pw_uid  # it has a home, as PBS wants, and no shell
+    settings = {**QUICK, **LASTS, 'pbs_options': ('-S /bin/bash',)}
+    with two_users(openpbs, lambda: PbsSite(queue='batch', **settings), other):
+        narrow = openpbs.submit(1, seconds=5)
+        openpbs.wait(lambda: openpbs.state(narrow) in ('R', 'F'))
+        assert len(openpbs.run('qselect', '-s', 'R').split()) >= 3, 'one of them gave, not both'
+        wide = openpbs.submit(4, seconds=1)
+        openpbs.wait(lambda: openpbs.state(wide) == 'F')
 
 
 @pytest.mark.parametrize('end', ['itself', 'qdel', 'qdel -W force'])
