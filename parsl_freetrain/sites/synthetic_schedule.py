@@ -32,41 +32,18 @@ SUMMIT_IDLE_SHARE = 0.0827
 # (share of the intervals, seconds). The longest published ones, up to 70 hours, are left out: they
 # carry 1 % of the idle time, and a tail drawn towards them would double the mean.
 LENGTHS_S = (
-    (0.0, 60),
-    (0.01, 71),
-    (0.05, 81),
-    (0.1, 91),
-    (0.25, 162),
-    (0.5, 475),
-    (0.75, 1397),
-    (0.9, 3269),
-    (0.95, 4723),
-    (0.99, 9246),
-    (1.0, 12000),
+    *((0.0, 60), (0.01, 71), (0.05, 81), (0.1, 91), (0.25, 162), (0.5, 475)),
+    *((0.75, 1397), (0.9, 3269), (0.95, 4723), (0.99, 9246), (1.0, 12000)),
 )
 # (share of the moments at which nodes become idle, how many do).
 COHORT_NODES = (
-    (0.0, 1),
-    (0.25, 1),
-    (0.5, 4),
-    (0.75, 16),
-    (0.9, 50),
-    (0.95, 100),
-    (0.99, 512),
-    (0.995, 996),
-    (1.0, 2000),
+    *((0.0, 1), (0.25, 1), (0.5, 4), (0.75, 16), (0.9, 50)),
+    *((0.95, 100), (0.99, 512), (0.995, 996), (1.0, 2000)),
 )
 # (share of such moments, seconds to the next one); the idle share gives the mean.
 JOIN_GAPS_S = (
-    (0.0, 10),
-    (0.1, 10),
-    (0.25, 20),
-    (0.5, 41),
-    (0.75, 91),
-    (0.9, 176),
-    (0.95, 263),
-    (0.99, 577),
-    (0.999, 2325),
+    *((0.0, 10), (0.1, 10), (0.25, 20), (0.5, 41), (0.75, 91)),
+    *((0.9, 176), (0.95, 263), (0.99, 577), (0.999, 2325)),
 )
 # Moments at which nodes become busy: 11,015 in the published fortnight.
 LEAVE_GAP_MEAN_S = 117.0

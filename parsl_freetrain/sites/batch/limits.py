@@ -12,36 +12,18 @@ from parsl_freetrain.core.model.errors import BadInput
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """One queue of a machine.
+    """One queue of a machine; times in seconds, prices in the unit of the machine's accounts."""
 
-    Attributes
-    ----------
-    nodes, walltime_s
-        Minimum and maximum of a job; walltimes in seconds.
-    jobs
-        Maximum number of one user's jobs that wait.
-    preemptible
-        Whether its jobs may be preempted.
-    exempt_s
-        Seconds after its start in which a job is not preempted.
-    price
-        What a node costs for an hour, in the unit of the machine's accounts.
-    least_s, least_price
-        Every node costs at least ``least_price`` an hour for the first ``least_s`` seconds, also if
-        its job ends before.
-    partition
-        The partition of Slurm, where the limits depend on more than it; default: the queue's name.
-    """
-
-    nodes: tuple[int, int]
-    walltime_s: tuple[int, int]
-    jobs: int
+    nodes: tuple[int, int]  #: minimum and maximum of a job
+    walltime_s: tuple[int, int]  #: the same
+    jobs: int  #: maximum number of one user's jobs that wait
     preemptible: bool = False
-    exempt_s: float = 0.0
-    price: float = 1.0
+    exempt_s: float = 0.0  #: after its start, in which a job is not preempted
+    price: float = 1.0  #: of a node for an hour
+    #: every node costs at least ``least_price`` an hour for so long, also if its job ends before
     least_s: float = 0.0
     least_price: float = 0.0
-    partition: str | None = None
+    partition: str | None = None  #: of Slurm, where the limits depend on more than it
 
     def __post_init__(self) -> None:
         if not (

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 
 @dataclass
@@ -28,6 +27,10 @@ class Sharing:
     clock: Callable[[], float]
     not_before: float
     asked_at: float = math.inf
+
+    def used(self, at: float) -> float:
+        self.asked_at = min(self.asked_at, at)
+        return at
 
 
 _now: ContextVar[Sharing | None] = ContextVar('sharing', default=None)
@@ -51,29 +54,30 @@ def answer(
     """
     if (sharing := _now.get()) is None:
         return ask()
-    with _file(command, environment) as file:
-        locked = file is not None and _locked(file, wait_s)
-        if locked and file is not None:
-            time_of, _, said = file.read().partition(b'\n')
-            with suppress(ValueError):
-                if sharing.not_before < (at := float(time_of)) <= sharing.clock():
-                    sharing.asked_at = min(sharing.asked_at, at)
+    with _file(command, environment, wait_s) as fd:
+        if fd is not None:
+            with suppress(ValueError, OSError):
+                head, _, said = os.pread(fd, os.fstat(fd).st_size, 0).partition(b'\n')
+                at, size = map(float, head.split())
+                # A run that was killed may have written a part.
+                if sharing.not_before < at <= sharing.clock() and size == len(said):
+                    sharing.used(at)
                     return said.decode()
-        at = sharing.clock()
-        sharing.asked_at = min(sharing.asked_at, at)
+        at = sharing.used(sharing.clock())
         found = ask()
-        if locked and file is not None:
+        if fd is not None:
             with suppress(OSError):
-                file.seek(0)
-                file.truncate()
-                file.write(b'%r\n' % at + found.encode())
-                file.flush()
+                os.ftruncate(fd, 0)
+                said = found.encode()
+                os.pwrite(fd, b'%r %d\n' % (at, len(said)) + said, 0)
         return found
 
 
 @contextmanager
-def _file(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[BinaryIO | None]:
-    """The file for this question to this scheduler; None if there can be none."""
+def _file(
+    command: Sequence[str], environment: Mapping[str, str], wait_s: float
+) -> Iterator[int | None]:
+    """The locked file for this question to this scheduler; None if there can be none."""
     folder = Path(os.environ.get('XDG_RUNTIME_DIR') or f'/run/user/{os.getuid()}')
     which = hashlib.sha256(repr((command, sorted(environment.items()))).encode()).hexdigest()
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -82,16 +86,19 @@ def _file(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Bi
     except OSError:
         yield None
         return
-    with os.fdopen(fd, 'r+b') as file:
+    try:
         found = os.fstat(fd)
-        yield file if found.st_uid == os.getuid() and not found.st_mode & 0o077 else None
+        private = found.st_uid == os.getuid() and not found.st_mode & 0o077
+        yield fd if private and _locked(fd, wait_s) else None
+    finally:
+        os.close(fd)
 
 
-def _locked(file: BinaryIO, wait_s: float) -> bool:
+def _locked(fd: int, wait_s: float) -> bool:
     end = time.monotonic() + wait_s
     while True:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         if time.monotonic() >= end:
             return False  # its run was stopped
