@@ -101,7 +101,7 @@ def decision_about(
             'trained': outcome.trained,
         }
     return DecisionAbout(
-        ago_s=now - decided.at,
+        ago_s=max(0.0, now - decided.at),  # it may have come after ``now`` was taken
         trigger=decided.trigger,
         nodes=decided.nodes,
         nodes_before=before,
