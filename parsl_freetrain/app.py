@@ -141,9 +141,9 @@ class FreeTrainApp:
                 if packed.waits_for:  # futures in the values of futures
                     arguments.when_done(packed.waits_for, functools.partial(start, packed))
                 else:
-                    arguments.compare(folder, checkpoint, self._named(args, kwargs))
-                    newest = checkpoint, *others
-                    self._start(future, executor, dfk, folder, newest, packed.payload)
+                    changed = arguments.compare(folder, checkpoint, self._named(args, kwargs))
+                    what = (checkpoint, *others), packed.payload, changed
+                    self._start(future, executor, dfk, folder, *what)
             except Exception as error:
                 executor.names.free(name)
                 future._settle_failed(error)
@@ -242,6 +242,7 @@ class FreeTrainApp:
         folder: Path,
         newest: Sequence[Checkpoint | None],
         payload: bytes,
+        changed: bool,
     ) -> None:
         if dfk.monitoring is not None:
             endpoint = dfk.monitoring.logging_endpoint
@@ -274,6 +275,7 @@ class FreeTrainApp:
                     future=futures[replica],
                     checkpoint=checkpoint or Checkpoint(name, '', 0, 0),
                     fragments_before=PosixCheckpointStore(store, name).last_fragment(),
+                    changed_at=checkpoint.path if changed and checkpoint else '',
                 )
             )
         checkpoint, *_ = newest

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import (
     BadInput,
+    Checkpoint,
     Checkpoints,
     Epochs,
     LocalSite,
@@ -35,6 +36,7 @@ from parsl_freetrain import (
     load_weights,
 )
 from parsl_freetrain.executor.stop_signals import StopSignals
+from parsl_freetrain.executor.trainer.arguments import compare
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.training import freetrain
@@ -112,6 +114,22 @@ def test_the_best_checkpoint_and_other_arguments(
         app.with_options(total_epochs=5)(lr=0.01, trainer_name='a').result(LIMIT_S)
     said = [record.getMessage() for record in caplog.records]
     assert [one for one in said if 'lr was 0.1 and is 0.01' in one and 'learning rates' in one]
+
+
+def test_other_arguments_hold_from_a_checkpoint_on(tmp_path: Path) -> None:
+    """From it on, the first step need not be the one that was foreseen; also after a kill."""
+    steps = [
+        (None, 0.1, False),
+        ('c1', 0.1, False),
+        ('c1', 0.2, True),
+        ('c1', 0.2, True),  # it was killed before it had written a checkpoint
+        ('c2', 0.2, False),
+        (None, 0.3, False),
+        ('c3', 0.3, False),
+    ]
+    for path, lr, changed in steps:
+        checkpoint = None if path is None else Checkpoint('a', path, 8, 1)
+        assert compare(tmp_path, checkpoint, {'lr': lr}) is changed, (path, lr)
 
 
 def test_a_schedule_that_is_over_fails_who_waits_and_may_repeat(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.types import Checkpoint
@@ -31,6 +33,7 @@ from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.stream import Stream, Subscriber
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import Abandon, Alive, FromMember, Hello
+from parsl_freetrain.training.spec.mode import Reproducible
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +133,10 @@ class FragmentRunner(Subscriber):
         record, endpoint, action = self.records[fragment.name], self._endpoint, fragment.action
         spec, at = record.spec.with_ranks(fragment.ranks_per_node), self._clock()
         shapes = spec.shapes.get(len(fragment.members))
+        if record.changed_at == fragment.checkpoint.path and isinstance(spec.mode, Reproducible):
+            # Its first step need not be the one that the checkpoint foresaw.
+            mode = structs.replace(spec.mode, on_difference='warn')
+            spec = structs.replace(spec, mode=mode)
         order = FragmentOrder(
             trainer=fragment.name,
             fragment=fragment.number,

@@ -38,6 +38,7 @@ class TrainerRecord:
     future: TrainingFuture
     checkpoint: Checkpoint  #: the newest committed checkpoint
     fragments_before: int = 0
+    changed_at: str = ''  #: the checkpoint from which it goes on with other arguments
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
     failure: Callable[[], BaseException] | None = None  # loads the last one of the user's code

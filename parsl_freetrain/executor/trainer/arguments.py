@@ -18,6 +18,7 @@ from parsl_freetrain.host.files import read_regular, replace
 logger = logging.getLogger(__name__)
 
 FILE = 'arguments.json'
+_SINCE = ''  # no argument's name: the checkpoint from which on they are what they are
 _LONGEST = 200  # characters of an argument that is compared
 
 
@@ -56,32 +57,33 @@ def when_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
         future.add_done_callback(one_done)
 
 
-def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str, Any]) -> None:
+def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str, Any]) -> bool:
     """Write down the plain ones of a trainer's arguments, by name; warn of those that differ from
-    what the trainer had when it wrote the checkpoint that it continues from.
+    what the trainer had when it wrote the checkpoint that it continues from. True: they differ.
     """
     texts = {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
     now = {name: text for name, text in texts.items() if len(text) <= _LONGEST}
-    file = folder / FILE
+    file, path = folder / FILE, '' if checkpoint is None else checkpoint.path
     try:
         before = json.loads(read_regular(file, 2**20)) if file.exists() else {}
+        both = [name for name in now.keys() & before.keys() if now[name] != before[name]]
+        if both or before.get(_SINCE) == path:
+            now[_SINCE] = path
         replace(file, json.dumps(now).encode(), durable=False)
     except (OSError, ValueError):
-        return  # nothing depends on it
-    differ = [
-        f'{name} was {before[name]} and is {now[name]}'
-        for name in now.keys() & before.keys()
-        if now[name] != before[name]
-    ]
-    if checkpoint is not None and differ:
-        logger.warning(
-            'Trainer %r goes on from %s with other arguments: %s. From here on the function gets '
-            'those of this call; but what the checkpoint holds stays: weights, ctx.state, and the '
-            'states of optimizers and schedulers, with their learning rates.',
-            checkpoint.trainer,
-            checkpoint.path,
-            '; '.join(sorted(differ)),
-        )
+        return False  # nothing depends on it
+    if checkpoint is None or not both:
+        return bool(path) and now.get(_SINCE) == path
+    differ = [f'{name} was {before[name]} and is {now[name]}' for name in both]
+    logger.warning(
+        'Trainer %r goes on from %s with other arguments: %s. From here on the function gets '
+        'those of this call; but what the checkpoint holds stays: weights, ctx.state, and the '
+        'states of optimizers and schedulers, with their learning rates.',
+        checkpoint.trainer,
+        checkpoint.path,
+        '; '.join(sorted(differ)),
+    )
+    return True
 
 
 def _is_plain(value: Any) -> bool:
