@@ -28,8 +28,7 @@ from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer import arguments
-from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.executor.trainer.names import check_name
+from parsl_freetrain.executor.trainer.future import TrainingFuture, check_name
 from parsl_freetrain.host.rehearsals import say_if_never
 from parsl_freetrain.training.checkpoint.folder_claim import claim, round_samples
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore

@@ -53,8 +53,7 @@ from parsl_freetrain.executor.settings import (
 )
 from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.executor.trainer.names import TrainerNames
+from parsl_freetrain.executor.trainer.future import TrainerNames, TrainingFuture
 from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.journal.append import JournalWriter

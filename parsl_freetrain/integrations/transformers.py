@@ -249,7 +249,8 @@ class InFragments(_Any):
             self._determine_best_metric(metrics, None)
             if (best := self.args.metric_for_best_model) is not None:
                 self.ctx.checkpoint(best=metrics[f'eval_{best.removeprefix("eval_")}'])
-        self.state.log_history = self._of_rank_0(self.state.log_history)  # each measured its times
+        log = json.dumps(self.state.log_history, default=repr)  # with times that each has measured
+        self.state.log_history = json.loads(gather_bytes(self.ctx._run.peers, log.encode())[0])
         self._remember(memory)
 
     def _recall(self, memory: Memory) -> None:
@@ -259,10 +260,6 @@ class InFragments(_Any):
 
     def _remember(self, memory: Memory) -> None:
         memory.keep({name: getattr(self.state, name) for name in _REMEMBERED})
-
-    def _of_rank_0(self, log: list[dict[str, float]]) -> Any:
-        text = json.dumps(log, default=repr) if self.ctx.is_main else ''
-        return json.loads(gather_bytes(self.ctx._run.peers, text.encode())[0])
 
     def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
         """Predictions and labels of all batches, in order."""

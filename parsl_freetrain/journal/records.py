@@ -17,8 +17,7 @@ import msgspec
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import AnyEvent, Event
 
-NAME = 'ledger.journal'
-"""In a checkpoint_dir."""
+NAME = 'ledger.journal'  # in a checkpoint_dir
 VERSION = 1
 _KIND = b'FreeTrain journal '
 HEAD = _KIND + b'%d\n' % VERSION
@@ -67,9 +66,7 @@ def check_head(file: BinaryIO, path: Path) -> None:
 
 
 def is_remains(file: BinaryIO, ours: bool) -> bool:
-    """Whether a file is what remains of a journal that was cut, or whose beginning is gone; if it
-    is ``ours`` by its name, of any.
-    """
+    """Whether it remains of a journal that was cut, or lost its beginning (``ours``: surely)."""
     file.seek(0)
     begins = file.read(_CHUNK)
     return not begins.startswith(HEAD) and (

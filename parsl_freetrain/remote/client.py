@@ -17,8 +17,7 @@ from parsl.executors.base import ParslExecutor
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed, needs
 from parsl_freetrain.executor.fragment.payload import pack
-from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
-from parsl_freetrain.executor.trainer.names import check_name
+from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture, check_name
 from parsl_freetrain.remote import orders
 
 logger = logging.getLogger(__name__)
