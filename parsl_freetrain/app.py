@@ -34,7 +34,7 @@ from parsl_freetrain.training.checkpoint.folder_claim import claim, round_sample
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.diloco import DiLoCo, replica_folder, replica_name
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
-from parsl_freetrain.training.spec.retention import Checkpoints
+from parsl_freetrain.training.spec.retention import Checkpoints, Resume
 from parsl_freetrain.training.spec.shapes import identity_of
 from parsl_freetrain.training.spec.training import (
     Epochs,
@@ -121,7 +121,8 @@ class FreeTrainApp:
             for replica in range(1, self.spec.diloco.replicas if self.spec.diloco else 1):
                 own = executor.names.take(replica_name(name, replica), explicit=True)
                 place = replica_folder(folder, replica)
-                others.append(claim(place, own, self.identity(), 'auto'))
+                anew: Resume = 'never' if resume == 'never' else 'auto'
+                others.append(claim(place, own, self.identity(), anew))
         except BaseException:
             for replica in range(1 + len(others)):
                 executor.names.free(replica_name(name, replica))
@@ -159,7 +160,7 @@ class FreeTrainApp:
         from parsl_freetrain.training.loop.debugging import train_here
 
         app, kwargs = self._seeded(kwargs)
-        app = app.with_options(mode=app.spec.mode)  # without rounds
+        app = app.with_options(mode=app.spec.mode) if app.spec.diloco else app  # without rounds
         args, kwargs = arguments.values_of(args, kwargs)
         return train_here(app.name, app.spec, self.function, args, kwargs)
 
@@ -185,7 +186,7 @@ class FreeTrainApp:
         from parsl_freetrain import rehearsal  # torch is slow to import
 
         app, kwargs = self._seeded(kwargs)
-        app = app.with_options(mode=app.spec.mode)  # without rounds
+        app = app.with_options(mode=app.spec.mode) if app.spec.diloco else app  # without rounds
         self._check_arguments(args, kwargs)
         args, kwargs = arguments.values_of(args, kwargs)
         return rehearsal.rehearse(app, args, kwargs, steps, plain)

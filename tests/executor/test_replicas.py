@@ -27,7 +27,7 @@ from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.status import snapshot
 from parsl_freetrain.report.summary import summary
 from tests.support.training import freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 MODE = DiLoCo(replicas=2, steps=2, inner=Reproducible(shards=2, seed=1))
 
@@ -64,32 +64,43 @@ def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
         future = app()()
         found = future.result(LIMIT_S)
-        assert (found.trainer, found.samples) == ('train', 32) and found.metrics['loss'] > 0
-        progress = future.progress()
-        assert (progress.samples, progress.fragments, progress.nodes) == (32, 5, 0)
-        with pytest.raises(ValueError, match='no more'):
-            app()(fails=True, trainer_name='fails').result(LIMIT_S)
-        long = app(total_samples=32 * 10**6)(trainer_name='long')
-        while long.progress().samples == 0:
-            time.sleep(0.05)
-        assert long.cancel()
-        while not long.done():
-            time.sleep(0.05)
+    assert (found.trainer, found.samples) == ('train', 32) and found.metrics['loss'] > 0
+    progress = future.progress()
+    assert (progress.samples, progress.fragments, progress.nodes) == (32, 5, 0)
     history = Journal(executor.ledger_path).history()
-    seen = {row.name: row for row in snapshot(history, time.time()).trainers}
-    assert list(seen) == ['train', 'fails', 'long']
-    assert seen['train'].rounds == (2, 0, 2) and seen['long'].state == 'cancelled'
-    assert in_shape(seen['train']) == ' (round 3, 0 of 2 pieces done)'
-    rows = summary(history)['trainers']
-    row = rows['train']
+    (seen,) = snapshot(history, time.time()).trainers
+    assert (seen.name, seen.rounds) == ('train', (2, 0, 2))
+    assert in_shape(seen) == ' (round 3, 0 of 2 pieces done)'
+    row = summary(history)['trainers']['train']
     assert (row['samples'], row['samples_expected'], row['fragments']) == (32, 32, 5)
     assert '<html' in report_page(figures(history, time.time(), DpAllocator()))
+    assert app().debug().metrics['loss'] > 0  # without rounds
+
+
+@pytest.mark.long
+def test_its_failure_cancellation_and_continuation_are_those_of_one_trainer(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
+        with pytest.raises(ValueError, match='no more'):
+            app()(fails=True, trainer_name='fails').result(LIMIT_S)
+        found = app()().result(LIMIT_S)
+        long = app(total_samples=32 * 10**6)(trainer_name='long')
+        wait_until(lambda: long.progress().samples > 0)
+        assert long.cancel()
+        wait_until(long.done)
+    history = Journal(executor.ledger_path).history()
+    states = {row.name: row.state for row in snapshot(history, time.time()).trainers}
+    assert states == {'fails': 'failed', 'train': 'finished', 'long': 'cancelled'}
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), resume='require'):
         again = app()().result(LIMIT_S)
         assert (again.path, again.result) == (found.path, found.result)
         for changes in ({'replicas': 4}, {'steps': 1}, {'outer': None}):
             with pytest.raises(BadInput, match="had diloco .*'?replicas"):
                 app(mode=structs.replace(MODE, **changes))(trainer_name='long')
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), resume='never'):
+        mean = app(mode=structs.replace(MODE, outer=None))().result(LIMIT_S)
+    assert mean.samples == 32 and mean.result != found.result
+    folders = [folder / 'old-1' for folder in (tmp_path / 'checkpoints' / 'train').rglob('1')]
+    assert [folder.is_dir() for folder in folders] == [True]
 
 
 @pytest.mark.parametrize(

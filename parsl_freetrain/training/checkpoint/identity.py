@@ -13,6 +13,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import make_dir, read_regular, sync_dir, write_new
 from parsl_freetrain.host.ownership import refuse_foreign
 from parsl_freetrain.training.checkpoint.manifest import TRAINER_FILE
+from parsl_freetrain.training.spec.diloco import REPLICAS
 
 JSON: TypeAlias = 'bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None'
 
@@ -122,7 +123,9 @@ def _read(path: Path) -> tuple[str, dict[str, JSON]]:
 
 def _contents(folder: Path) -> list[Path]:
     hidden = '.', 'old-'
-    return sorted(p for p in folder.iterdir() if p.name != FENCES and not p.name.startswith(hidden))
+    stay = FENCES, REPLICAS  # replicas' folders have fences of their own
+    names = (p for p in folder.iterdir() if p.name not in stay)
+    return sorted(p for p in names if not p.name.startswith(hidden))
 
 
 def _differences(theirs: Mapping[str, JSON], ours: Mapping[str, JSON]) -> Iterator[str]:

@@ -47,13 +47,20 @@ class EndDamaged(FreeTrainError):
 
 
 class OuterWeights:
-    """Those of a training whose folder is ``root``, as one of its replicas sees them."""
+    """Those of a training whose folder is ``root``, as one of its replicas sees them. ``fence``:
+    raises Fenced if this one must commit nothing.
+    """
 
-    def __init__(self, root: Path, training: str, replica: int) -> None:
+    def __init__(
+        self, root: Path, training: str, replica: int, fence: Callable[[], None] = lambda: None
+    ) -> None:
+        def hook(stage: str) -> None:
+            saving(f'outer-{stage}')
+            if stage == 'before-commit':
+                fence()
+
         self._replica = replica
-        self._store = PosixCheckpointStore(
-            root / OUTER, training, hook=lambda stage: saving(f'outer-{stage}')
-        )
+        self._store = PosixCheckpointStore(root / OUTER, training, hook=hook)
 
     def find(self, samples: int) -> Path | None:
         """Those after the round that ends at a number of samples; None: they are not there yet."""

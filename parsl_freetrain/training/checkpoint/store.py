@@ -97,7 +97,7 @@ class PosixCheckpointStore:
         Raises Fenced if a later fragment has begun (nothing is committed), BadInput if ``write``
         left other than plain files, or used a reserved name.
         """
-        self._check_fence(fragment)
+        self.check_fence(fragment)
         make_dir(self.folder)
         folder = dirs.fresh(self.folder, samples, fragment)
         try:
@@ -109,14 +109,14 @@ class PosixCheckpointStore:
             sync_dir(self.folder)
             self._hook('manifest')
             self._hook('before-commit')
-            self._check_fence(fragment)
+            self.check_fence(fragment)
             on_disk.commit(folder)
         except BaseException as error:
             # It is not committed and no other process uses it; a full disk must not stay full.
             dirs.remove(folder)
             if isinstance(error, OSError):
                 # The error may be that a later fragment has removed the directory meanwhile.
-                self._check_fence(fragment)
+                self.check_fence(fragment)
             raise
         self._written = folder, frozenset(hashed or ())
         self._hook('committed')
@@ -224,7 +224,8 @@ class PosixCheckpointStore:
             )
         return manifest
 
-    def _check_fence(self, fragment: int) -> None:
+    def check_fence(self, fragment: int) -> None:
+        """Raises Fenced if a later fragment has begun."""
         last = self._last_fence()
         if last > fragment:
             raise Fenced(

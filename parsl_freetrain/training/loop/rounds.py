@@ -36,7 +36,7 @@ def begin_rounds(parts: RankParts, prepared: Prepared) -> None:
     """Keep the weights that the training begins with; BadInput if another replica has others."""
     order = parts.order
     if order.spec.diloco is not None and parts.saved is None and parts.place.rank == 0:
-        OuterWeights(*_training(order), order.spec.replica).begin(prepared)
+        _weights(order).begin(prepared)
 
 
 def tell_round(parts: RankParts, batches: BatchSource, total: int) -> None:
@@ -64,7 +64,7 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     if order.spec.replica and there.samples == there.total_samples:
         state.phase = Phase.FINISHED
         raise FragmentEnd
-    weights = OuterWeights(*_training(order), order.spec.replica)
+    weights = _weights(order)
     path = parts.peers.broadcast_object(
         'outer', lambda: _after(weights, order, diloco, there.samples, length)
     )
@@ -107,6 +107,12 @@ def _after(
         f'The weights after {samples} samples are not in {root / OUTER}, and replicas have gone on '
         'with them: put them back, or start anew in another folder.'
     )
+
+
+def _weights(order: FragmentOrder) -> OuterWeights:
+    own = PosixCheckpointStore(Path(order.store), order.trainer)
+    replica = order.spec.replica
+    return OuterWeights(*_training(order), replica, lambda: own.check_fence(order.fragment))
 
 
 def _training(order: FragmentOrder) -> tuple[Path, str]:

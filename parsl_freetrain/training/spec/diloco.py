@@ -18,7 +18,7 @@ from parsl_freetrain.training.spec.on_nan import ROLLBACK
 if TYPE_CHECKING:
     from parsl_freetrain.training.spec.training import TrainingSpec
 
-OUTER, _REPLICAS = 'outer', 'replicas'
+OUTER, REPLICAS = 'outer', 'replicas'
 """Folders in a training's own: the weights after each round, and the other replicas'."""
 ROUND_SAMPLES = 'round_samples'
 """The metric of the weights after a round that says how many samples one has."""
@@ -125,7 +125,7 @@ def replica_name(name: str, replica: int) -> str:
 
 def replica_folder(root: Path, replica: int) -> Path:
     """The checkpoint folder of a replica of the training whose folder is ``root``."""
-    return root / _REPLICAS / str(replica) if replica else root
+    return root / REPLICAS / str(replica) if replica else root
 
 
 def root_of(folder: Path, replica: int) -> Path:

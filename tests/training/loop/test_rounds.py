@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import DiLoCo, FragmentContext, Nesterov
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.host.files import write_new
 from parsl_freetrain.testing import Fault, kill_at, with_faults
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -111,6 +113,9 @@ def test_kills_ranks_and_zombies_do_not_change_a_bit(
 ) -> None:
     expected = undisturbed(fork_server, tmp_path / 'calm')
     folder = tmp_path / 'holes'
+    fences = folder / 'store' / 'fences'
+    overtake = partial(write_new, fences / '000006', b'')
+    overtaken = Fault(None, None, overtake, stage='outer-written', checkpoint=0)
     # replica, fragment, number of ranks, what is run, how it ends
     for replica, fragment, size, function, how in (
         (1, 1, 2, with_faults(train, kill_at(0, 1)), KILLED.how),
@@ -121,15 +126,16 @@ def test_kills_ranks_and_zombies_do_not_change_a_bit(
         (0, 1, 1, train, 'fenced'),  # a zombie of the same piece
         (0, 3, 1, train, 'stopped'),
         (0, 4, 1, killed('outer-written'), KILLED.how),
+        (0, 5, 1, with_faults(train, overtaken), 'fenced'),  # in the outer step
         (1, 4, 2, killed('outer-before-commit'), KILLED.how),
         (1, 5, 1, killed('outer-committed'), KILLED.how),
         (1, 6, 2, with_faults(train, kill_at(1, 3, fragment=None)), 'peer-lost'),
-        (0, 5, 4, train, 'stopped'),
+        (0, 7, 4, train, 'stopped'),
         (1, 7, 1, train, 'stopped'),
-        (0, 6, 2, train, 'stopped'),
+        (0, 8, 2, train, 'stopped'),
         (1, 8, 1, train, 'finished'),
-        (0, 7, 2, killed('outer-manifest'), KILLED.how),
-        (0, 8, 3, train, 'finished'),
+        (0, 9, 2, killed('outer-manifest'), KILLED.how),
+        (0, 10, 3, train, 'finished'),
     ):
         outcome = run(fork_server, piece(folder, replica, fragment), size, function)
         assert outcome.how == how, (replica, fragment, outcome)
