@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import sys
+import threading
 
 from parsl_freetrain.executor.parsl_import import import_parsl
 from parsl_freetrain.host.processes import allow_open_files
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole terminal; the submitting process ends this one in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # These may reach all processes of a terminal, a job or a ``timeout``; the submitting process
+    # ends this one in order, when trainers have saved.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_end_by_parent, args=(os.getppid(),), daemon=True).start()
     allow_open_files()
     import_parsl(runs_apps=False)
     from parsl_freetrain.executor.interchange import PinningInterchange
 
     PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301
+
+
+def _end_by_parent(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == '__main__':

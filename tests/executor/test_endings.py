@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -109,7 +110,11 @@ def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflo
         until_training(future)
         wait_until(mark.exists)
         assert executor.interchange_proc is not None
-        psutil.Process(executor.interchange_proc.pid).kill()
+        interchange = psutil.Process(executor.interchange_proc.pid)
+        subprocess.run(['kill', str(interchange.pid)], check=True)  # as to all of a job or terminal
+        with pytest.raises(psutil.TimeoutExpired):
+            interchange.wait(0.5)
+        interchange.kill()
         later = ordinary(str(mark))  # nobody takes it any more
         said = r'interchange has ended.*interchange\.log'
         with pytest.raises(TrainerFailed, match=said):
