@@ -18,7 +18,6 @@ def claim(
 ) -> Checkpoint | None:
     """Check, before anything is submitted, that a trainer may use its own folder, which is made
     (0700), with its parents, if it does not exist. Returns the checkpoint to continue from.
-
     ``identity``: what must be the same for the old state to be usable, for instance seed and batch
     size. ``resume``: 'auto': continue from the newest good checkpoint, if any; 'require': there
     must be one; 'never': move what is there to ``old-<n>`` and start anew. Fragment numbers

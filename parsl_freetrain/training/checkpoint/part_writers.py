@@ -1,7 +1,6 @@
-"""Ranks that have a part of the state write a checkpoint together, in threads beside training. They
-coordinate by keys of the store, never by the process groups that training uses: rank 0 names the
-folder, each rank writes its part and sets a key, rank 0 waits for all keys. If one is missing,
-nothing is committed.
+"""Ranks that have a part of the state write a checkpoint together, in threads beside training, and
+coordinate by keys of the store: rank 0 names the folder, each rank writes its part and sets a key,
+rank 0 waits for all keys. If one is missing, nothing is committed.
 """
 
 from __future__ import annotations

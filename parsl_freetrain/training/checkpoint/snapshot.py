@@ -23,10 +23,8 @@ class Snapshots:
     """Copies states, one at a time, into the same memory; a copy is valid until the next one. The
     memory is one piece with the bytes of the file that is written, page-locked if tensors are on an
     accelerator, and if there is room a file in memory, which can be handed to another process; it
-    lives as long as this object.
-
-    An accelerator copies while Python goes on, but before whatever it is given next: on a stream of
-    its own, the copy could have weights that the function changes by hand before its next step.
+    lives as long as this object. An accelerator copies while Python goes on, but before whatever it
+    is given next: on a stream of its own, it could copy weights that the function changes by hand.
     """
 
     def __init__(self) -> None:

@@ -42,15 +42,11 @@ class PosixCheckpointStore:
     'manifest', 'before-commit' and 'committed' after each of these steps of a save. ``set_aside``:
     the damaged checkpoints that this object has found, in order; ``folder/bad`` has all.
 
-    A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``; they are ordered by samples,
-    then by fragment. The file system must make a directory and create a file exclusively as atomic
-    operations, make data durable by fsync, and show them to whoever opens the directory or file
-    afterwards (close-to-open, as NFS does). Neither locks nor renaming over existing files are
-    used, so NFS from version 3, Lustre and GPFS are suitable.
-
-    A fence is a file. A late process of an earlier fragment can still commit if it looks for fences
-    just before one is made. That does no harm: its checkpoint is complete, in its own directory,
-    and a true state of the trainer at that number of samples.
+    A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``, in this order. The file system
+    must make directories and create files exclusively as atomic operations, make data durable by
+    fsync, and show them to whoever opens them afterwards (close-to-open): NFS from version 3,
+    Lustre, GPFS. A fence is a file; a late process of an earlier fragment that commits just before
+    one is made does no harm: its checkpoint is a true state of the trainer, in its own directory.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class PosixCheckpointStore:
         closed when it returns. It may return the digests of the blocks of files that are private
         and durable already, which are not read again. ``samples``: that the state has seen;
         ``fragment``: the one that saves; ``metrics``: numbers to keep with it.
-
         Raises Fenced if a later fragment has begun (nothing is committed), BadInput if ``write``
         left other than plain files, or used a reserved name.
         """

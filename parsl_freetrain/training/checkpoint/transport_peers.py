@@ -29,7 +29,6 @@ class _File(msgspec.Struct, frozen=True):
 
 class PeerTransport:
     """The ranks of a fragment, which make one, and call :meth:`put` and :meth:`fetch`, together.
-
     ``memory``, ``disk``: of this rank's node (no disk: memory only). ``files``: of the state that
     is fetched. ``per_node``: ranks on each node, one of which reads from the disk. ``heirs``, for
     :meth:`put`: by rank, the one whose node keeps its file. ``bytes_here``, ``bytes_from_others``:

@@ -151,8 +151,7 @@ class Checkpointer:
 
             def commit() -> None:
                 since = time.monotonic()
-                if copied.image is not None:
-                    _ = copied.image.content  # until then a device copies, and does nothing else
+                _ = copied.image and copied.image.content  # a device copies, and does nothing else
                 self.timing.paused(pause_s + time.monotonic() - since)
                 self._commit(copied, save, samples, numbers, lambda: pause_s)
 

@@ -25,12 +25,10 @@ OF_A_MICRO_BATCH = 'With micro_batch it is the gradient of a micro-batch there'
 
 class Accumulation:
     """Adds up the gradients of micro-batches, and steps optimizers and schedulers in the last one.
-
-    Each optimizer's ``step()`` takes its gradients away, so what the function does with gradients
-    before and after it (``zero_grad``, passes of other losses) has no effect on the sum, which is
-    as large as the gradients. ``combine`` adds up all ranks' sums for one optimizer in place; a
-    parameter without a gradient here has None. Raises BadInput if an optimizer computes the loss
-    several times in a step, or a gradient scaler is enabled.
+    Each optimizer's ``step()`` takes its gradients away, so ``zero_grad`` and passes of other
+    losses have no effect on the sum. ``combine`` adds up all ranks' sums for one optimizer in
+    place. Raises BadInput if one computes the loss several times in a step, or a gradient scaler is
+    enabled.
     """
 
     def __init__(

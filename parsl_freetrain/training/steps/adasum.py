@@ -6,11 +6,9 @@ For two gradients a and b of one tensor::
     adasum(a, b) = (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
 with coefficient 1 where a gradient is zero (Maleki et al. 2020, arXiv 2006.02924): orthogonal
-gradients are added, equal ones averaged, opposite ones vanish. For more than two ranks it is
-applied along a binary tree, tensor by tensor. The rule is not associative, so the tree is fixed:
-
-- with 2^k ranks, neighbours first, then pairs of neighbours, and so on;
-- with more, the ranks from 2^k on are first paired with ranks 0, 1, ...
+gradients are added, equal ones averaged, opposite ones vanish. More than two ranks combine theirs
+tensor by tensor along a fixed binary tree, as the rule is not associative: of 2^k ranks neighbours
+first, then pairs of them, and so on; those from 2^k on are paired with ranks 0, 1, ... before.
 """
 
 from __future__ import annotations

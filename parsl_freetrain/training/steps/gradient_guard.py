@@ -40,7 +40,6 @@ class GradientGuard:
     """Remembers each gradient as backward() left it, where it is that of one of several
     micro-batches: what is not linear in it (clipping) would give a result that depends on them, and
     what is read is not what the loop seems to say. ``whose``: what is said to the user about it.
-
     From backward() to the end of the micro-batch, parameters have another class. Packages other
     than torch get their ``grad`` as a tensor that can be cleared and refuses everything else.
     Parameters of an own class, as of sharded models, keep it. PyTorch does not count all changes of

@@ -8,8 +8,8 @@ _SKIPPED, _LOOKED_AT, _LEAST_SHARE = 10, 20, 0.03
 
 
 class HostLimit:
-    """Looks at how long Python waits for the device at the end of each step. Where that takes next
-    to no time, the device had done its work before: it was fast enough for larger operations.
+    """Looks at how long Python waits for the device in each step: if for next to no time, the
+    device would have been fast enough for larger operations.
     """
 
     def __init__(self, shards: int, say: Callable[[str], None] = print) -> None:

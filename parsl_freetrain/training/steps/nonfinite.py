@@ -81,12 +81,9 @@ def to_host(number: torch.Tensor) -> tuple[Callable[[], bool], Callable[[], floa
 
 
 class FirstNonFinite:
-    """Remembers the step in which this rank's own gradient was first not finite. The sum over all
-    ranks no longer shows whose gradient it was.
-
-    For each of the last :data:`_REMEMBERED` steps it keeps the sum of one gradient of each model,
-    that of the smallest parameter, on the device and without waiting for it. If a loss is not
-    finite, nearly always every gradient shows it. The sums are read only by :meth:`first`.
+    """Remembers the step in which this rank's own gradient was first not finite, which the sum over
+    all ranks does not show. Of the last :data:`_REMEMBERED` steps it keeps the sum of the smallest
+    gradient of each model, on the device: nearly always every gradient shows a bad loss.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
@@ -116,11 +113,9 @@ class FirstNonFinite:
 
 
 class Guard:
-    """Prevents optimizers from stepping with a gradient that is not finite.
-
-    ``on``: whether it checks at all, which reads every gradient and waits for the device. ``bad``:
-    whether a step was skipped since this was last set to False. ``anywhere`` says whether any rank
-    has found one, if a rank sees only parts of gradients.
+    """Prevents optimizers from stepping with a gradient that is not finite. ``on``: whether it
+    checks at all, which waits for the device. ``bad``: whether a step was skipped since this was
+    set to False. ``anywhere`` says whether any rank has found one, if a rank sees only parts.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 
 import torch
@@ -25,6 +24,9 @@ from parsl_freetrain.training.steps.host_limit import HostLimit
 from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
+
+_Look = tuple[Callable[[], float], Sequence[torch.Tensor], tuple[int, int]]
+"""At a step's gradients: their size, those of this rank's sums, and from where to where it is."""
 
 
 class ReproducibleSteps:
@@ -77,7 +79,7 @@ class ReproducibleSteps:
         # If a gradient that is not finite ends the training, that may be known a step later, and
         # Python need not wait for the device in each.
         self._stop, self._late = stop, stop is not None and device.type != 'cpu'
-        self._asked: _Asked | None = None
+        self._asked: _Look | None = None
         self._stepped = [False] * len(prepared.optimizers)
         self._any_stepped = bytearray(len(prepared.optimizers))
         self._scheduled: dict[tuple[int, int], float | None] = {}
@@ -251,12 +253,12 @@ class ReproducibleSteps:
         asked, self._asked = self._asked, None
         ranks = self._found(asked) if asked is not None else None
         if asked is not None and ranks is not None and self._stop is not None:
-            self._stop(*asked.span, _named(ranks))
+            self._stop(*asked[2], _named(ranks))
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
         size = to_host(self._layout.magnitude(total))[1]
-        asked, now = _Asked(size, self._sum.magnitudes, self._span), time.perf_counter()
+        asked, now = (size, self._sum.magnitudes, self._span), time.perf_counter()
         if self._late:
             self.settle()
             self._asked, found = asked, None
@@ -268,12 +270,13 @@ class ReproducibleSteps:
             return None
         return found
 
-    def _found(self, asked: _Asked) -> list[int] | None:
-        if math.isfinite(asked.size()):
+    def _found(self, asked: _Look) -> list[int] | None:
+        size, magnitudes, _ = asked
+        if math.isfinite(size()):
             return None
         if self._all.world_size == 1:
             return [0]
-        own = not all(math.isfinite(float(magnitude)) for magnitude in asked.magnitudes)
+        own = not all(math.isfinite(float(magnitude)) for magnitude in magnitudes)
         said = gather_bytes(self._all, bytes([own]), 1)
         return [rank for rank, bad in enumerate(said) if bad[0]]
 
@@ -335,15 +338,6 @@ class ReproducibleSteps:
                 'optimizer.step() was called outside of ctx.loop, which counts the samples.'
             )
         return self._micro_batch
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A look at a step's gradients: their size, those of this rank's sums, and the samples."""
-
-    size: Callable[[], float]
-    magnitudes: Sequence[torch.Tensor]
-    span: tuple[int, int]
 
 
 def _named(ranks: Sequence[int] | None) -> str:

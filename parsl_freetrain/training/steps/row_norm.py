@@ -1,8 +1,6 @@
 """The norm of a gradient whose parts are on several ranks, with the same bits however many hold it.
-The squares are added up within each row of each tensor, along a fixed tree of elementwise
-additions, then the rows' sums at fixed places of one vector, on all ranks, along the same tree.
-Parts of a row (tensor parallelism) have places of their own: the result depends on the number of
-tensor parallel ranks.
+Squares are added up within each row along a fixed tree of elementwise additions, then the rows'
+sums at fixed places of one vector. Parts of a row (tensor parallelism) have places of their own.
 """
 
 from __future__ import annotations

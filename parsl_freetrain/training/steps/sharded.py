@@ -103,7 +103,7 @@ def _check_reproducible(prepared: Prepared) -> None:
 class MeanOfParts(DefaultReduceScatter):
     """Throughput mode: the mean over the samples of a global batch. Copies of the model are added
     up after FSDP's reduce-scatter. ``weight``: this rank's share of the samples; ``alike``: all
-    ranks have the same. Then sums are weighted, which are smaller than whole gradients.
+    have the same, so that sums are weighted, which are smaller than gradients.
     """
 
     def __init__(
