@@ -17,7 +17,6 @@ from parsl_freetrain.sites.named import site_files, site_in_table
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
-from tests.support.batch_tests import Rehearsal
 
 
 def test_an_executor_for_a_site_by_its_name() -> None:
@@ -107,11 +106,9 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_plan_by_name_shows_everything_and_sends_nothing(
-    pbs: Rehearsal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pbs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a small Polaris: a node has the four GPUs and the system that blocks ask for."""
-    for name in ('x0001', 'x0002', 'x0003'):
-        pbs.set_node(name, has={'ngpus': 4, 'system': 'polaris'})
+    """Three nodes have the four GPUs and the system that blocks ask for."""
     monkeypatch.setenv('FREETRAIN_ACCOUNT', 'my-project')
     assert main(['holes', '--site', 'polaris', '--json']) == 0
     assert [hole['nodes'] for hole in json.loads(capsys.readouterr().out)] == [3]
@@ -119,7 +116,7 @@ def test_plan_by_name_shows_everything_and_sends_nothing(
     script = capsys.readouterr().out
     assert '#PBS -A my-project\n' in script
     assert '#PBS -l select=3:system=polaris:ngpus=4\n' in script
-    assert pbs.jobs() == {}
+    assert not (pbs / 'called').exists()
 
 
 def test_plan_without_an_account_is_a_sentence(

@@ -14,7 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.pbspro import PALS, PbsSite
+from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.protocols import HoleGone, Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.registry import site_types
@@ -32,12 +32,12 @@ QUICK: dict[str, Any] = {
 SITES: dict[str, Callable[[], Site]] = {
     'local': lambda: LocalSite(3),
     'slurm': lambda: SlurmSite(partition='batch', **QUICK),
-    'pbs': lambda: PbsSite(queue='batch', launch=PALS, **QUICK),
+    'openpbs': lambda: PbsSite(queue='batch', **QUICK),
     'cobalt': lambda: CobaltSite(queue='batch', **QUICK),
     'lsf': lambda: site_types()['lsf'].make(queue='batch', **QUICK),
 }
-# Fixtures: a real cluster, and machines in a folder.
-NEEDS = {'slurm': [pytest.mark.slurm], 'pbs': [], 'cobalt': [], 'lsf': []}
+# Fixtures: real servers, and machines in a folder.
+NEEDS = {'slurm': [pytest.mark.slurm], 'openpbs': [pytest.mark.pbs], 'cobalt': [], 'lsf': []}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, [])) for name in sorted(SITES)])

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_PRIORITY = -1024
-LAUNCHERS = ('mpiexec', 'aprun', 'blaunch')  # they start what a job runs, and ask no scheduler
+LAUNCHERS = ('aprun', 'blaunch')  # they start what a job runs, and ask no scheduler
 WAITING, RUNNING, ENDING, OVER = 'waiting', 'running', 'ending', 'over'
 State = dict[str, Any]
 Job = dict[str, Any]
@@ -42,8 +42,8 @@ class Machine:
         queues: dict[str, dict[str, Any]],
         kill_delay_s: float = 5.0,
     ) -> None:
-        """Nodes by name with their attributes, queues by name with their limits (``preemptable``,
-        ``least``, ``most``, ``longest_s``).
+        """Nodes by name with their attributes, queues by name with their limits (``most``,
+        ``longest_s``).
         """
         (self.folder / 'jobs').mkdir(parents=True)
         self._save(
@@ -93,7 +93,6 @@ class Machine:
             'queue': next(iter(state['queues'])),
             'priority': 0,
             'walltime_s': 600.0,
-            'least_s': None,
             'seconds': None,
             'script': None,
             'state': WAITING,
@@ -102,8 +101,6 @@ class Machine:
             'start': None,
             'how': '',
             'exit': None,
-            'runs': 0,
-            'rerun': False,
             'planned': None,
             'account': None,
             **job,
@@ -156,10 +153,7 @@ class Machine:
             code = int(ended.read_text())
             ended.unlink()
             (self.folder / 'jobs' / f'{number}.end').unlink(missing_ok=True)
-            if job['how'] == 'preempted' and job['rerun']:
-                job.update(state=WAITING, names=[], start=None, how='')
-            else:
-                job.update(state=OVER, exit=code, finished=now)
+            job.update(state=OVER, exit=code, finished=now)
         elif job['state'] == RUNNING and now >= job['start'] + job['walltime_s']:
             self.end(state, number, 'timeout')
 
@@ -173,40 +167,18 @@ class Machine:
         busy: dict[str, float],
         now: float,
     ) -> None:
-        """Start a waiting job, make room for it, or plan it; planned jobs constrain the later
-        ones.
-        """
+        """Start a waiting job, or plan it; planned jobs constrain the later ones."""
         job['planned'] = None
-        least = job['least_s'] or job['walltime_s']
         fitting = sorted(
             name
             for name in free
-            if now + least <= windows[name] and self._suits(state['nodes'][name], job)
+            if now + job['walltime_s'] <= windows[name] and self._suits(state['nodes'][name], job)
         )
         if len(fitting) >= job['nodes']:
             names = fitting[: job['nodes']]
-            walltime_s = min(
-                job['walltime_s'], *(int(min(windows[name], 1e12) - now) for name in names)
-            )
             free -= set(names)
-            self._start(state, number, job, names, walltime_s, now)
+            self._start(state, number, job, names, now)
             return
-        queue = state['queues'][job['queue']]
-        if not queue.get('preemptable'):
-            victims = [
-                n
-                for n, other in state['jobs'].items()
-                if other['state'] == RUNNING and state['queues'][other['queue']].get('preemptable')
-            ]
-            soon = len(fitting) + sum(
-                len(other['names'])
-                for other in state['jobs'].values()
-                if other['state'] == ENDING and other['how'] == 'preempted'
-            )
-            for victim in victims:
-                if soon < job['nodes']:
-                    soon += len(state['jobs'][victim]['names'])
-                    self.end(state, victim, 'preempted')
         if job['priority'] > BLOCK_PRIORITY:
             up = [name for name, node in state['nodes'].items() if node.get('up', True)]
             chosen = sorted(up, key=lambda name: (max(now, busy.get(name, now)), name))[
@@ -224,14 +196,10 @@ class Machine:
         wanted = job.get('wants') or {}
         return all(str(node.get('has', {}).get(key)) == value for key, value in wanted.items())
 
-    def _start(
-        self, state: State, number: str, job: Job, names: list[str], walltime_s: float, now: float
-    ) -> None:
-        job.update(
-            state=RUNNING, names=names, start=now, walltime_s=walltime_s, runs=job['runs'] + 1
-        )
+    def _start(self, state: State, number: str, job: Job, names: list[str], now: float) -> None:
+        job.update(state=RUNNING, names=names, start=now)
         if job['script'] is None:
-            job['seconds'] = job['seconds'] if job['seconds'] is not None else walltime_s
+            job['seconds'] = job['seconds'] if job['seconds'] is not None else job['walltime_s']
             return
         folder = self.folder / 'jobs'
         (folder / f'{number}.nodes').write_text('\n'.join(names) + '\n')
@@ -266,8 +234,6 @@ class Machine:
     def _environment(self, number: str, job: Job, now: float) -> dict[str, str]:
         nodes = str(self.folder / 'jobs' / f'{number}.nodes')
         return {
-            'PBS_JOBID': f'{number}.pbs',
-            'PBS_NODEFILE': nodes,
             'COBALT_JOBID': number,
             'COBALT_NODEFILE': nodes,
             'COBALT_STARTTIME': str(int(now)),

@@ -1,9 +1,10 @@
-"""Test machines with PBS, Cobalt and LSF, as fixtures: with jobs of other users, faults, failing
-nodes, and a clock that can be moved.
+"""Test machines with Cobalt and LSF, as fixtures: with jobs of other users, faults and failing
+nodes; and the commands of an idle PBS.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,7 @@ Job = dict[str, Any]
 
 
 class Rehearsal(Machine):
-    """Nodes ``x0001`` to ``x0004``, the queues batch, debug (at most 2 nodes, 10 minutes) and
-    preemptable.
-    """
+    """The queues batch, debug (at most 2 nodes, 10 minutes), preemptable and closed."""
 
     def job(self, number: str) -> Job:
         with self.state() as state:
@@ -64,10 +63,6 @@ class Rehearsal(Machine):
                     'end': end,
                 }
             )
-
-    def move_clock(self, seconds: float) -> None:
-        with self.state() as state:
-            state['offset'] += seconds
 
     def calls(self) -> dict[str, int]:
         with self.state() as state:
@@ -118,7 +113,7 @@ def rehearsal(
         {
             'batch': {},
             'debug': {'most': 2, 'longest_s': 600},
-            'preemptable': {'preemptable': True},
+            'preemptable': {},
             'closed': {'enabled': 'False'},
         },
     )
@@ -128,12 +123,29 @@ def rehearsal(
 
 
 @pytest.fixture
-def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
-    """Four idle nodes with PBS."""
+def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of PBS's commands as they answer on four idle nodes, three of them of a small
+    Polaris; one that submits or deletes leaves a file ``called``.
+    """
+    queues = {name: {'enabled': 'True', 'started': 'True'} for name in ('batch', 'preemptable')}
+    has = [{'ncpus': 8, 'ngpus': 4, 'system': 'polaris'}] * 3 + [{'ncpus': 8, 'ngpus': 2}]
     nodes = {
-        f'x{number:04}': {'has': {'ngpus': 2, 'system': 'rehearsal'}} for number in (1, 2, 3, 4)
+        f'x{n:04}': {'state': 'free', 'resources_available': each} for n, each in enumerate(has, 1)
     }
-    yield from rehearsal(tmp_path / 'pbs', monkeypatch, 'pbs_commands', nodes)
+    queues_said, nodes_said = json.dumps({'Queue': queues}), json.dumps({'nodes': nodes})
+    folder = tmp_path / 'pbs'
+    folder.mkdir()
+    for name, text in (
+        ('qstat', f"case $* in --version) echo 'pbs_version = 2022.1.1' ;; "
+         f"-Q*) echo '{queues_said}' ;; *) echo '{{"Jobs": {{}}}}' ;; esac"),
+        ('pbsnodes', f"echo '{nodes_said}'"),
+        ('pbs_rstat', ':'),
+        *((name, f"touch '{folder}/called'; exit 1") for name in ('qsub', 'qdel')),
+    ):  # fmt: skip
+        (folder / name).write_text(f'#!/bin/sh\n{text}\n')
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv('PATH', str(folder), prepend=os.pathsep)
+    return folder
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ FIRST = (
     'tests/test_app.py',
     'tests/conformance/test_parsl_suite.py',
     'tests/training/process/test_liveness.py',
-    'tests/sites/test_site_contract.py',
     'tests/executor/test_run_lock.py',
     'tests/executor/test_interchange.py',
     'tests/cli/doctor/test_doctor.py',
@@ -53,6 +52,7 @@ PBS = (
     'tests/cli/test_new.py',
     'tests/sites/pbspro/test_openpbs.py',
     'tests/sites/test_batch_training.py',
+    'tests/sites/test_site_contract.py',
     'tests/pbs/test_zero_delay.py',
     'tests/cli/doctor/test_site.py',
 )

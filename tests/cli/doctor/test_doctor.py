@@ -146,7 +146,7 @@ def test_a_machine_with_cobalt_is_not_taken_for_one_with_pbs(
     }
 
 
-def test_a_machine_with_pbs(document: dict[str, Any], pbs: Rehearsal) -> None:
+def test_a_machine_with_pbs(document: dict[str, Any], pbs: Path) -> None:
     assert schedulers_found(document) == {'PBS': ('ok', 'pbs_version = 2022.1.1')}
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain import BadInput, LocalSite, PbsSite, freetrain_app
+from parsl_freetrain import BadInput, CobaltSite, LocalSite, freetrain_app
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.sites.pbspro import PALS
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
 from tests.support.training import fit, freetrain
@@ -27,11 +26,13 @@ def test_a_folder_that_cannot_be_in_a_command_is_refused_at_the_start(
 
 
 def test_three_failures_in_a_row_name_the_output_that_has_the_reason(
-    pbs: Rehearsal, tmp_path: Path
+    cobalt: Rehearsal, tmp_path: Path
 ) -> None:
-    settings = {**QUICK, 'launch': PALS, 'worker_init': 'echo no such module >&2; exit 3'}
+    settings = {**QUICK, 'worker_init': 'echo no such module >&2; exit 3'}
     trainer = freetrain_app(max_nodes=1, total_epochs=1)(fit)
-    with freetrain(tmp_path, PbsSite(queue='batch', **settings), address='127.0.0.1') as executor:
+    with freetrain(
+        tmp_path, CobaltSite(queue='batch', **settings), address='127.0.0.1'
+    ) as executor:
         future = trainer()
 
         def refused() -> str:

@@ -433,11 +433,14 @@ def test_a_job_that_has_vanished_is_not_over(openpbs: PbsCluster, blocks: Make) 
             time.sleep(0.2)
 
 
-def test_a_server_that_is_down_ends_nothing(openpbs: PbsCluster, blocks: Make) -> None:
+@pytest.mark.parametrize('how', ['down', 'silent'])
+def test_a_server_that_does_not_answer_ends_nothing(
+    openpbs: PbsCluster, blocks: Make, how: str
+) -> None:
     mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
     job = mine.running()
     end = mine.provider.end_of(job)
-    with openpbs.down():
+    with getattr(openpbs, how)():
         states = set()
         begun = time.monotonic()
         while JobState.UNKNOWN not in states:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -24,6 +25,8 @@ from parsl_freetrain.sites.batch.records import (
     NotUnderstood,
     Partition,
 )
+from parsl_freetrain.sites.batch.scheduler import NoHistory
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.documents import document
 from parsl_freetrain.sites.pbspro.options import PbsOptions
@@ -508,6 +511,35 @@ def test_a_list_of_jobs_that_is_there_twice_is_no_answer() -> None:
 def test_which_comments_say_that_nodes_would_not_help(comment: str, blocked: bool) -> None:
     [job] = jobs(job_state='Q', comment=comment)
     assert (job.blocked, job.reason) == (blocked, comment)
+
+
+@pytest.mark.parametrize(
+    ('status', 'says', 'over'),
+    [
+        (
+            35,
+            'qstat: 1.pbs Job has finished, use -x or -H to obtain historical job information',
+            {},
+        ),
+        (153, 'qstat: Unknown Job Id 1.pbs', {}),
+        (36, 'qstat: PBS is not configured to maintain job history', NoHistory),
+        (255, 'qstat: cannot connect to server pbs (errno=15010)', SchedulerSilent),
+    ],
+)
+def test_what_qstat_does_not_tell_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, says: str, over: Any
+) -> None:
+    (tmp_path / 'qstat').write_text(f'#!/bin/sh\necho "{says}" >&2\nexit {status}\n')
+    (tmp_path / 'qstat').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    pbs = Pbs(PbsOptions(queue='batch'))
+    with pytest.raises(SchedulerSilent):
+        pbs.jobs()
+    if over == {}:
+        assert pbs.history({'1.pbs': Output('n', '/o', '/e')}) == {}
+        return
+    with pytest.raises(over):
+        pbs.history({'1.pbs': Output('n', '/o', '/e')})
 
 
 QSTAT = """#!/bin/sh

@@ -138,3 +138,17 @@ def test_one_task_is_spawned_for_each_node_and_none_to_end_the_block(tmp_path: P
         assert launcher.wait(LIMIT_S) == 124  # of the last node
     assert sorted((tmp_path / 'spawned').read_text().split()) == ['node01', 'node02']
     assert not list(tmp_path.glob('block*'))
+
+
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'pin_nodes': True}, 'number of nodes'),
+        ({'priority': 5000}, 'priority'),
+        ({'filesystems': ('a:b',)}, 'filesystems'),
+        ({'pbs_options': ('l x=y',)}, 'must be an option'),
+    ],
+)
+def test_options_that_pbs_does_not_have(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        options(**settings)
