@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parsl.jobs.states import JobState
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.events import FragmentStarted
-from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.testing import disk_full_at, fail_at, kill_at, preempt_at, with_faults
 from parsl_freetrain.training.checkpoint.directories import directories
 from parsl_freetrain.training.checkpoint.manifest import is_committed
@@ -24,13 +16,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Outcome
-from tests.support.damage import (
-    corrupt_checkpoint,
-    full_disk,
-    half_write_checkpoint,
-    scheduler_silent_for,
-)
-from tests.support.faults import disconnect_at, kill_between, slow_rank, stop_at
+from tests.support.faults import disconnect_at, kill_between
 from tests.support.ranks import KILLED, Ranks, order, ranks
 from tests.training.loop.test_fragments import BATCH, SIZE, Recorded, network, train
 
@@ -97,20 +83,6 @@ def test_it_kills_and_disconnects(fork_server: ForkClient, tmp_path: Path) -> No
     assert all(rank.status != 0 for rank in gang.ranks)
 
 
-def test_it_stops_and_slows(fork_server: ForkClient, tmp_path: Path) -> None:
-    faults = [slow_rank(1, 0.2, step=STEP), stop_at(0, STEP)]
-    with ranks(
-        fork_server, order(tmp_path, total_samples=TOTAL), 2, tmp_path, with_faults(train, *faults)
-    ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(FragmentStarted)))
-        pid = gang.ranks[0].process.pid
-        while Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'T':
-            os.sched_yield()
-        gang.ranks[0].process.kill()
-        gang.run()
-        assert hows(gang) == [None, 'peer-lost']
-
-
 def test_a_preemption_with_a_grace_saves(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=10_000_000)
     told = with_faults(train, preempt_at(0.5, grace_s=30.0))
@@ -139,12 +111,6 @@ def test_it_kills_between_writing_and_committing(
     assert hows(run(fork_server, tmp_path, world_size=1, fragment=2)) == ['finished']
 
 
-def test_stages_in_another_order_are_refused() -> None:
-    for after, before in (('committed', 'written'), ('written', 'written'), ('written', 'sent')):
-        with pytest.raises(BadInput, match='in this order'):
-            kill_between(after, before)
-
-
 def test_a_full_disk_ends_the_fragment_with_a_sentence_and_costs_only_what_was_not_saved(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
@@ -155,62 +121,3 @@ def test_a_full_disk_ends_the_fragment_with_a_sentence_and_costs_only_what_was_n
     assert latest is not None
     assert len(directories(tmp_path / 'store')) == 1  # nothing half-written takes up the room
     assert hows(run(fork_server, tmp_path, world_size=1, fragment=2)) == ['finished']
-
-
-def test_damage_is_found_and_the_one_before_is_used(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    run(fork_server, tmp_path, world_size=1)
-    kept = store(tmp_path).checkpoints()
-    victim = corrupt_checkpoint(tmp_path / 'store', seed=1)
-    assert str(victim).startswith(kept[-1].path)
-    half = half_write_checkpoint(tmp_path / 'store')
-    assert not is_committed(half)
-    assert store(tmp_path).latest() == kept[-2]
-
-
-def test_there_must_be_something_to_damage(tmp_path: Path) -> None:
-    for damage in (corrupt_checkpoint, half_write_checkpoint):
-        with pytest.raises(BadInput, match='holds no checkpoint'):
-            damage(tmp_path)
-
-
-def test_a_disk_is_full_to_the_last_byte_and_empty_again(tmp_path: Path) -> None:
-    small = tmp_path / 'small'
-    small.mkdir()
-    mount = ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'test', str(small)]
-    if os.geteuid() or subprocess.run(mount, check=False).returncode:
-        pytest.skip('needs root, to make a small file system')
-    try:
-        with full_disk(small), pytest.raises(OSError, match='No space left'):
-            (small / 'more').write_bytes(b'x')
-        (small / 'more').write_bytes(b'x')
-    finally:
-        subprocess.run(['umount', '-l', str(small)], check=True)
-
-
-def test_a_large_disk_is_not_filled(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BadInput, match='bytes free, more than limit=1'),
-        full_disk(tmp_path, limit=1),
-    ):
-        pass
-
-
-def test_a_silent_scheduler_is_asked_in_vain_and_answers_again(tmp_path: Path) -> None:
-    now = [0.0]
-    provider = BackfillProvider(site=LocalSite(nodes=1))
-    provider.script_dir = str(tmp_path)
-    provider.site.start()
-    job = provider.open_block(BlockRequest(1), 'sleep 100', 'test')
-    try:
-        asked = scheduler_silent_for(provider, 10.0, lambda: now[0])
-        assert not asked.is_set()
-        [status] = provider.status([job])
-        assert (status.state, asked.is_set()) == (JobState.UNKNOWN, True)
-        assert 'does not answer' in str(status.message)
-        now[0] = 10.0
-        assert provider.status([job])[0].state is JobState.RUNNING
-        assert 'statuses' not in vars(provider.site)
-    finally:
-        provider.cancel([job])
