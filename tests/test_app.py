@@ -4,7 +4,6 @@ nodes from wherever they are.
 
 from __future__ import annotations
 
-import cProfile
 import dataclasses
 import functools
 import importlib
@@ -52,10 +51,9 @@ from parsl_freetrain import (
     TrainingFuture,
     freetrain_app,
 )
-from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import check_trainer
-from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, read_schedule
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from tests.support.programs import run_to_end
 from tests.support.training import fit, freetrain
@@ -345,29 +343,6 @@ def test_sizes_and_shapes_say_how_many_nodes() -> None:
     )
 
 
-def test_sites_without_a_usable_node_and_impossible_schedules(tmp_path: Path) -> None:
-    counts: list[int | list[str]] = [0, -1, []]
-    for nodes in counts:
-        with refused('at least 1'):
-            LocalSite(nodes=nodes)
-    with refused('no idle interval'):
-        LocalSite(nodes=2, schedule=Schedule([]))
-    for text, words in (
-        ('start_s,end_s,node\n0,10,a\n5,15,a\n', 'overlap'),
-        ('start_s,end_s,node\n10,5,a\n', 'end'),
-        ('start_s,end_s,node\n-5,5,a\n', '-5'),
-        ('start_s,end_s,node\n', 'interval'),
-    ):
-        path = tmp_path / 'holes.csv'
-        path.write_text(text)
-        with refused(words, str(path)):
-            LocalSite(nodes=1, schedule=path)
-    with pytest.raises(BadInput):
-        LocalSite(nodes=1, schedule=Schedule([IdleInterval(0, 10, 'a'), IdleInterval(5, 15, 'a')]))
-    with pytest.raises(BadInput):
-        read_schedule(tmp_path / 'missing.csv')
-
-
 @pytest.fixture
 def executor(tmp_path: Path) -> Iterator[FreeTrainExecutor]:
     """An executor without a hole in sight, since nothing in these tests is to start."""
@@ -521,15 +496,6 @@ def test_futures_anywhere_in_the_arguments_become_their_values(tmp_path: Path) -
 
         with refused("'around'", 'its function uses a future', 'pass the future as an argument'):
             freetrain_app(total_epochs=1)(around)()
-
-
-def test_a_call_takes_milliseconds(executor: FreeTrainExecutor, tmp_path: Path) -> None:
-    """The folders of thousands of loaded modules are looked up once."""
-    pack(fit, (), {}, 'first')
-    with cProfile.Profile() as profile:
-        pack(fit, (), {}, 'second')
-    calls = sum(entry.callcount for entry in profile.getstats())
-    assert calls < 20 * len(sys.modules)
 
 
 def test_the_folder_is_fixed_when_the_executor_is_made(

@@ -215,15 +215,6 @@ def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
     assert 'died' in page and 'goes on' not in page and 'interrupted' in page
 
 
-def test_a_run_that_has_ended_is_not_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = demo_journal(tmp_path / 'ledger.journal', seconds=40.0)
-    for verb in ('cancel', 'preempt'):
-        assert main([verb, 'mlp', '--ledger', str(path)]) == 2
-        assert f'has ended (done), so there is nothing to {verb}' in capsys.readouterr().err
-
-
 def test_all_are_cancelled_though_one_ends_meanwhile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,6 @@ from parsl_freetrain import __version__
 from parsl_freetrain.cli import main as program
 from parsl_freetrain.cli.main import VERBS, main
 from tests.support.programs import run_to_end
-from tests.support.waiting import LIMIT_S
 
 HEAVY = ('torch', 'parsl', 'pandas', 'matplotlib', 'pulp', 'highspy')
 
@@ -112,17 +110,3 @@ def test_an_interrupt_ends_it_with_the_shells_status(
     monkeypatch.setattr(program, 'command_of', interrupted)
     assert main(['allocate', 'x']) == 130
     assert capsys.readouterr().err == ''
-
-
-def test_help_into_a_closed_pipe_is_silent() -> None:
-    with subprocess.Popen(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', '--help'],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as running:
-        assert running.stdout is not None
-        running.stdout.close()
-        running.stdout = None
-        _, err = running.communicate(timeout=LIMIT_S)
-    assert err == ''

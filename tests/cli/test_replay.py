@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parsl_freetrain.cli.main import main
-from tests.support.programs import run_to_end
 
 DATA = Path(__file__).resolve().parents[3] / 'shared' / 'data'
 NET = {
@@ -265,54 +262,3 @@ def test_trainers_that_can_never_run_are_refused(
     assert 'trainers.json' in refusal(
         capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'max_nodes': 'many'})
     )
-
-
-def test_overlapping_intervals_are_refused_with_file_and_line(
-    tmp_path: Path, trainers: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / 'overlap.csv.gz'
-    path.write_bytes(gzip.compress(b'start_s,end_s,node\n0,10,a\n5,20,a\n'))
-    said = refusal(capsys, '--idle', path, '--trainers', trainers)
-    assert 'overlap.csv.gz' in said
-    assert '3' in said
-
-
-def test_help_needs_neither_torch_nor_parsl() -> None:
-    code = (
-        "import sys; from parsl_freetrain.cli.main import main; status = main(['replay', "
-        "'--help']); "
-        "assert status == 0, status; assert not {'torch', 'parsl', 'pandas', 'highspy'} "
-        '& set(sys.modules)'
-    )
-    done = run_to_end([sys.executable, '-c', code])
-    assert done.returncode == 0, done.stderr
-    assert '--max-trainers' in done.stdout
-
-
-def test_two_hours_of_summit(capsys: pytest.CaptureFixture[str]) -> None:
-    """A window of the real trace in which hundreds of nodes come and go."""
-    idle, trainers = (
-        DATA / 'idle' / 'summit-2021-02-week1.csv.gz',
-        DATA / 'trainers' / 'hpo-shufflenet-1000.json.gz',
-    )
-    if not idle.exists():
-        pytest.skip('needs the public Summit trace, which is not part of the repository')
-    arguments = (
-        '--idle',
-        idle,
-        '--trainers',
-        trainers,
-        '--nodes',
-        1024,
-        '--from',
-        590400,
-        '--until',
-        597600,
-        '--max-trainers',
-        10,
-    )
-    exact = answer(capsys, *arguments)
-    heuristic = answer(capsys, *arguments, '--solver', 'equal-share')
-    assert exact['idle_node_s'] == heuristic['idle_node_s'] > 100_000
-    assert exact['node_s']['stranded'] == 0
-    assert exact['samples'] > heuristic['samples']

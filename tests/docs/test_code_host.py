@@ -28,7 +28,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in found}
 
 
-@pytest.mark.parametrize('page', pages(), ids=name_of)
+@pytest.mark.parametrize('page', [ROOT / 'CHANGELOG.md', *pages()], ids=name_of)
 def test_links_have_texts_and_lead_somewhere(page: Path) -> None:
     html = MarkdownIt('commonmark').enable('table').render(page.read_text())
     shown = re.sub(r'<(code|pre)>.*?</\1>', 'code', html, flags=re.S)

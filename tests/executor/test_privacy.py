@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from parsl_freetrain import BadInput, HtexOptions, LocalSite
-from parsl_freetrain.executor.run_lock import keep_others_out
 from tests.support.training import freetrain
 
 
@@ -47,15 +45,3 @@ def test_a_checkpoint_dir_that_others_may_write_to_is_refused(tmp_path: Path) ->
         freetrain(tmp_path, LocalSite(nodes=1)),
     ):
         pass
-
-
-def test_a_run_dir_that_others_can_replace_is_refused(tmp_path: Path) -> None:
-    """With the scripts of the blocks, and the keys of the run."""
-    with tempfile.TemporaryDirectory() as folder:  # others cannot enter pytest's
-        run_dir = Path(folder, 'runinfo', '000')
-        run_dir.mkdir(parents=True)
-        Path(folder).chmod(0o755)
-        keep_others_out(tmp_path, str(run_dir))
-        run_dir.parent.chmod(0o777)
-        with pytest.raises(BadInput, match=r'in place of the run_dir of parsl\.Config .*chmod o-w'):
-            keep_others_out(tmp_path, str(run_dir))

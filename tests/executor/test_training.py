@@ -14,18 +14,15 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import parsl
 import pytest
 from parsl.app.app import python_app
 
 from parsl_freetrain import (
-    BadInput,
     Checkpoint,
     Checkpoints,
     FragmentContext,
     LocalSite,
     Recording,
-    Reproducible,
     Scaling,
     TrainerFailed,
     freetrain_app,
@@ -251,24 +248,6 @@ def test_leaving_the_workflow_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
     assert future.checkpoint.samples > 0
 
 
-def test_arguments_that_are_futures_are_waited_for(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=1, scaling=Scaling(rate=SCALING))(fit)
-
-    @python_app
-    def pause() -> float:
-        return 0.0
-
-    @python_app
-    def broken() -> float:
-        raise KeyError('no pause')
-
-    with freetrain(tmp_path, site(1), max_workers_per_node=1):
-        good, bad = trainer(pause_s=pause()), trainer(pause_s=broken(), trainer_name='bad')
-        assert good.result(LIMIT_S).samples == 96
-        with pytest.raises(TrainerFailed, match=r'one of its arguments failed.*no pause'):
-            bad.result(LIMIT_S)
-
-
 def test_closures_and_defaults_travel(tmp_path: Path) -> None:
     slowness = [0.0]
 
@@ -279,11 +258,3 @@ def test_closures_and_defaults_travel(tmp_path: Path) -> None:
 
     with freetrain(tmp_path, site(1)):
         assert closure(bonus=2).result(LIMIT_S).metrics['bonus'] == 2
-
-
-def test_a_checkpoint_folder_of_another_trainer_is_refused(tmp_path: Path) -> None:
-    with freetrain(tmp_path, site(1)):
-        freetrain_app(max_nodes=1, total_epochs=1)(fit)(trainer_name='x').result(LIMIT_S)
-    with freetrain(tmp_path, site(1)), pytest.raises(BadInput, match='another'):
-        freetrain_app(max_nodes=1, total_epochs=1, mode=Reproducible(seed=9))(fit)(trainer_name='x')
-    parsl.clear()

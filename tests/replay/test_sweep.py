@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.scenario import replay
 from parsl_freetrain.replay.study import Study
 from parsl_freetrain.replay.sweep import requests, row, scenarios, sweep
@@ -221,8 +220,3 @@ def refused(capsys: pytest.CaptureFixture[str], given: list[str], sentence: str)
     assert said.out == ''
     assert sentence in said.err
     assert said.err.count('\n') == 1
-
-
-def test_options_that_nobody_knows_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(BadInput, match='luck'):
-        Study.of({**options, 'luck': 1})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.idle import read_idle, synthetic
+from parsl_freetrain.replay.idle import read_idle
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from tests.support.properties import holds_for
 
@@ -179,36 +179,6 @@ def test_a_trace_made_in_code_is_checked_too(row: Row) -> None:
         trace([row])
     with pytest.raises(BadInput, match='Node b is idle'):
         trace([(0, 9, 1, math.inf), (8, 20, 1, math.inf)])
-
-
-def test_synthetic_weeks_are_as_published() -> None:
-    # One week differs from the next, as Summit's do: four are taken together.
-    weeks = [synthetic(seed) for seed in range(4)]
-    span_s = sum(week.end_s - week.start_s for week in weeks)
-    share = sum(week.idle_node_s() for week in weeks) / span_s / 4734
-    assert share == pytest.approx(0.0827, rel=0.15)
-    lengths = np.concatenate(
-        [
-            (week.ends - week.starts)[(week.starts > week.start_s) & (week.ends < week.end_s)]
-            for week in weeks
-        ]
-    )
-    assert lengths.mean() == pytest.approx(1192, rel=0.1)
-    for percent, published_s in {5: 81, 25: 162, 50: 475, 75: 1397, 90: 3269, 99: 9246}.items():
-        assert np.percentile(lengths, percent) == pytest.approx(published_s, rel=0.15), percent
-    changes = [change for week in weeks for change in week.changes()[1:]]
-    joins = [len(change.joined) for change in changes if len(change.joined)]
-    for percent, published, tolerance in ((50, 4, 0.3), (90, 50, 0.2), (99, 512, 0.3)):
-        assert np.percentile(joins, percent) == pytest.approx(published, rel=tolerance), percent
-
-
-def test_a_seed_gives_the_same_synthetic_trace() -> None:
-    one, same, other = (
-        synthetic(seed, nodes=40, duration_s=50_000, idle_share=0.3) for seed in (1, 1, 2)
-    )
-    assert rows_of(one) == rows_of(same) != rows_of(other)
-    assert one.names[-1] == 'node0039'
-    assert one.end_s == 50_000
 
 
 @pytest.mark.skipif(not SUMMIT.exists(), reason='the public Summit trace is not here')

@@ -221,22 +221,6 @@ def test_ends_of_which_nothing_is_known_cannot_be_used() -> None:
 # Settings
 
 
-def test_where_blocks_cannot_talk_a_trainer_stays_among_nodes_that_came_together() -> None:
-    trace = trace_of(('a', 0, 400), ('b', 0, 400), ('c', 10, 400), end_s=400)
-    apart = on_trace(trace, trainer('net'), spans_blocks=False)
-    assert spans(apart) == [('net', 0, 400, 2)]
-    assert apart.node_s['no_use'] + apart.node_s['not_worth'] == 390
-    assert spans(on_trace(trace, trainer('net')))[-1] == ('net', 10, 400, 3)
-
-
-def test_some_nodes_can_be_kept_free_and_others_be_too_many() -> None:
-    trace = constant_pool(trace_of(('a', 0, 100), end_s=100), 6)
-    assert spans(on_trace(trace, trainer('net'), keep_free=2)) == [('net', 0, 100, 4)]
-    outcome = on_trace(trace, trainer('net'), max_nodes=3)
-    assert outcome.node_s['kept_free'] == 300
-    assert outcome.samples == 3000
-
-
 def test_costs_can_be_scaled_and_replaced() -> None:
     trace = trace_of(('a', 0, 100), ('b', 0, 50), end_s=100)
     every: list[dict[str, Any]] = [
@@ -323,19 +307,6 @@ def test_without_anything_to_compare_with_there_is_no_efficiency() -> None:
     trace = trace_of(('a', 0, 10), end_s=1000)
     result = replay(Scenario(trace, (trainer('net'),), ControllerSettings()))
     assert (result.efficiency, result.constant.samples) == (None, 0.0)
-
-
-def test_what_can_never_run_is_refused() -> None:
-    trace = trace_of(('a', 0, 10), ('b', 10, 20), end_s=20)
-    with pytest.raises(
-        BadInput,
-        match="'net' can never run on this trace: it needs 2 nodes, and at most 1 are idle at once",
-    ):
-        Scenario(trace, (trainer('net', low=2),))
-    with pytest.raises(BadInput, match='No trainer is submitted before 20 s'):
-        Scenario(trace, (trainer('net', submit_s=20.0),))
-    with pytest.raises(BadInput, match='rescale_cost is nan'):
-        Scenario(trace, (trainer('net'),), rescale_cost=math.nan)
 
 
 # Whatever the trace

@@ -280,65 +280,6 @@ def test_equal_trainers_do_not_swap_nodes_even_when_rescaling_is_free(allocator:
 
 
 @pytest.mark.parametrize('allocator', EXACT)
-def test_a_rescale_must_pay_within_the_horizon(allocator: Allocator) -> None:
-    # One node more is worth 10 samples/s; growing costs 18 s of the present 80 samples/s: it pays
-    # after 144 s.
-    for horizon_s, nodes in ((143.0, 8), (145.0, 9)):
-        answer = allocator.allocate(Problem(horizon_s, 9, (bid('a', 8),)))
-        assert answer.allocation == {'a': nodes}
-
-
-@pytest.mark.parametrize('allocator', EXACT)
-def test_no_cap_at_half_of_the_nodes(allocator: Allocator) -> None:
-    for nodes in (10, 20, 40, 64):
-        answer = allocator.allocate(Problem(10.0, nodes, (bid('a'),)))
-        assert answer.allocation == {'a': nodes}
-
-
-@pytest.mark.parametrize('allocator', EXACT)
-def test_giving_up_more_than_half_of_the_nodes_at_once(allocator: Allocator) -> None:
-    strong = ScalingCurve.from_points({1: 100.0, 64: 6400.0})
-    answer = allocator.allocate(Problem(600.0, 64, (bid('a', 64), bid('b', curve=strong))))
-    assert answer.allocation == {'a': 0, 'b': 64}
-
-
-@pytest.mark.parametrize('allocator', EXACT)
-@pytest.mark.parametrize(
-    'curve', [ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0)), ScalingCurve((2, 4), (19.0, 36.0))]
-)
-def test_more_trainers_than_nodes_without_a_point_for_zero(
-    allocator: Allocator, curve: ScalingCurve
-) -> None:
-    problem = Problem(10.0, 2, tuple(bid(name, curve=curve) for name in ('a', 'b', 'c')))
-    answer = allocator.allocate(problem)
-    assert answer.status == 'optimal'
-    assert sum(answer.allocation.values()) == 2
-    assert_valid(problem, answer)
-
-
-@pytest.mark.parametrize('allocator', EXACT)
-def test_points_of_a_curve_are_sorted_together(allocator: Allocator) -> None:
-    # Sorted apart, counts and rates of a curve with a dip would be paired anew.
-    curve = ScalingCurve.from_points({8: 40.0, 1: 10.0, 4: 60.0, 2: 20.0})
-    answer = allocator.allocate(Problem(120.0, 8, (bid('a', high=8, curve=curve),)))
-    assert answer.allocation == {'a': 4}
-    assert answer.objective == 120.0 * 60.0
-
-
-@pytest.mark.parametrize('allocator', EXACT)
-def test_each_trainers_own_rescale_costs_decide(allocator: Allocator) -> None:
-    # The published optimiser reads other costs than those that were measured: these two differ in
-    # nothing else.
-    cheap = bid('cheap', 4, high=5, up_s=0.5)
-    problem = Problem(60.0, 9, (bid('dear', 4, high=5, up_s=50.0), cheap))
-    assert allocator.allocate(problem).allocation == {'dear': 4, 'cheap': 5}
-    cheap = bid('cheap', 4, high=5, down_s=0.5)
-    problem = Problem(60.0, 7, (bid('dear', 4, high=5, down_s=50.0), cheap))
-    turned = replace(problem, bids=problem.bids[::-1])
-    assert allocator.allocate(turned).allocation == {'dear': 4, 'cheap': 3}
-
-
-@pytest.mark.parametrize('allocator', EXACT)
 def test_no_bids_and_no_nodes(allocator: Allocator) -> None:
     nobody = allocator.allocate(Problem(120.0, 5, ()))
     assert (nobody.allocation, nobody.status) == ({}, 'optimal')
@@ -355,37 +296,6 @@ def test_limits_on_trainers_that_do_not_bid(allocator: Allocator) -> None:
     assert allocator.allocate(problem).allocation == {'a': 4}
     gone = replace(problem, limits=(Limit(('gone',), least=1),))
     assert allocator.allocate(gone).status == 'infeasible'
-
-
-def test_a_cap_that_staying_breaks_is_kept() -> None:
-    problem = Problem(120.0, 8, (bid('a', 8),), limits=(Limit(most=5),))
-    for allocator in (DP, HIGHS):
-        answer = allocator.allocate(problem)
-        assert answer.allocation == {'a': 5}
-        assert answer.objective < answer.staying
-
-
-def test_a_node_that_leaves_in_40_seconds_is_worth_40_seconds() -> None:
-    flat = ScalingCurve.from_points({1: 10.0, 2: 20.0})
-    for down_s, nodes, worth in (
-        (0.0, 2, 40.0 * 20 + 80 * 10),
-        (15.0, 2, 25.0 * 20 + 80 * 10),
-        (21.0, 1, 120.0 * 10),
-    ):
-        one = Bid('a', 1, 2, 0, 0.0, down_s, flat)
-        blocks = Capacity('short', 1, 40.0), Capacity('long', 1)
-        answer = HIGHS.allocate(Problem(120.0, 2, (one,), blocks))
-        assert answer.allocation == {'a': nodes}
-        assert answer.objective == pytest.approx(worth)
-
-
-def test_who_cannot_leave_its_block_takes_the_one_that_is_worth_more() -> None:
-    one = Bid('a', 1, 8, 0, 0.0, 10.0, ScalingCurve.from_points({1: 10.0, 8: 80.0}))
-    blocks = (Capacity('large', 6, 30.0), Capacity('small', 2))
-    answer = HIGHS.allocate(Problem(120.0, 8, (one,), blocks, spans_blocks=False))
-    assert answer.by_block == {'a': {'small': 2}}  # 2400 rather than (30 - 10) x 60
-    answer = HIGHS.allocate(Problem(40.0, 8, (one,), blocks, spans_blocks=False))
-    assert answer.by_block == {'a': {'large': 6}}  # 1200 rather than 800
 
 
 def test_nodes_of_blocks_that_all_last_are_dealt_out_without_moving_anybody() -> None:

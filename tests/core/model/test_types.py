@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.objectives import METRICS, Candidate, objective_named
+from parsl_freetrain.core.allocation.objectives import objective_named
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.shape import Shape
@@ -118,15 +118,6 @@ def test_the_order_of_points_does_not_matter(points: dict[int, float], random: R
     assert {n: curve.rate_at(n) for n in points} == points
     for n in range(25):
         assert 0.0 <= curve.rate_at(n) <= max(points.values()) * (1 + 1e-12)
-
-
-def test_speedup_makes_unlike_trainers_comparable() -> None:
-    found = METRICS['speedup'](Candidate('a', CURVE, 1, 4))
-    assert found == ScalingCurve((1, 2, 4), (1.0, 1.9, 3.6))
-    assert METRICS['throughput'](Candidate('a', CURVE, 1, 4)) is CURVE
-    assert METRICS['speedup'](
-        Candidate('a', ScalingCurve((1, 2), (0.0, 8.0)), 1, 2)
-    ) == ScalingCurve((1, 2), (0.0, 2.0))
 
 
 def test_metrics_of_a_checkpoint_are_no_part_of_its_identity() -> None:

@@ -20,7 +20,6 @@ from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
     NodeReservation,
-    Nodes,
     NotUnderstood,
     Partition,
 )
@@ -163,12 +162,6 @@ def test_a_job_that_cannot_be_read_hides_no_other() -> None:
     assert answers_text.parse_jobs('') == ()
 
 
-def test_both_forms_ask_for_all_jobs() -> None:
-    """Those of hidden partitions have nodes, too, and those that are over have ended somehow."""
-    for command in (answers_json.JOBS, answers_text.JOBS):
-        assert {'--all', '--states=all'} <= set(command)
-
-
 SQUEUE = """#!/bin/sh
 printf '%s %s\\n' "$*" "$SQUEUE_FORMAT" >>"$0.asked"
 printf '%s\\n' "$SQUEUE_FORMAT" | sed 's/%i/7/; s/%T/RUNNING/; s/%D/1/; s/%Q/3/; s|%.|N/A|g'
@@ -282,14 +275,6 @@ def test_jobs_as_a_document_of_23_11() -> None:
         job_document(start_time={'set': True, 'infinite': True, 'number': 0})
     )
     assert job.start_s is None
-
-
-def test_nodes() -> None:
-    found = answers_text.parse_nodes(recorded('sinfo-22.05.txt'))
-    assert Nodes('batch', ('node07',), 'planned', '', (), 2, cpus=1, memory=4000.0) in found
-    held = ('node01', 'node02', 'node03', 'node04')
-    hbm = Nodes('batch', held, 'allocated', '', ('a100', 'hbm80g'), 2, cpus=1, memory=4000.0)
-    assert hbm in found
 
 
 @pytest.mark.parametrize(

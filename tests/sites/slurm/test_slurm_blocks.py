@@ -417,20 +417,6 @@ def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
     assert mine.site.needed()[0] == (demand,), 'it was made after the block had begun'
 
 
-def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Make) -> None:
-    mine = blocks(command_s=5.0, longest_backoff_s=1.0, unreachable_s=0.0)
-    job = mine.running()
-    slurm.stop_scheduler()
-    try:
-        slurm_gone = time.monotonic()
-        while mine.status(job).state is not JobState.UNKNOWN:
-            assert time.monotonic() - slurm_gone < 60
-            time.sleep(0.1)
-    finally:
-        slurm.start_scheduler()
-    slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
-
-
 def test_a_submission_without_an_answer_leaves_no_block_behind(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

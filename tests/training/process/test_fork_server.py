@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -297,16 +296,6 @@ def test_a_forked_parent_is_as_if_the_asker_had_started_it(
         }
 
 
-def test_an_owner_that_is_gone_already(
-    template: ForkClient, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
-) -> None:
-    owner = processes()
-    end(owner)
-    parent = ForkClient.start(fresh(), owner.pid, str(tmp_path / 'fork_server.log'), template.name)
-    with pytest.raises(FreeTrainError, match=r'ended with status 3(.|\n)*is gone'):
-        parent.wait_ready(LIMIT_S)
-
-
 def test_who_does_not_wait_any_more_gets_none(template: ForkClient, tmp_path: Path) -> None:
     assert template.pid is not None
     os.kill(template.pid, signal.SIGSTOP)
@@ -322,18 +311,6 @@ def test_who_does_not_wait_any_more_gets_none(template: ForkClient, tmp_path: Pa
         # with.
         template.wait_ready(LIMIT_S)
         gone.wait_ready(0.1)
-
-
-def test_nonsense_does_not_end_a_template(template: ForkClient, tmp_path: Path) -> None:
-    channel = template._connect(template._answers)
-    assert channel is not None
-    channel.send_bytes(b'{"kind": "fork-server-wanted", "name": "x"}')
-    ready, _, _ = select.select([channel.fileno()], [], [], 30)
-    assert ready
-    with pytest.raises(EOFError):
-        channel.recv()
-    channel.close()
-    template.wait_ready(LIMIT_S)
 
 
 def test_what_a_rank_needs_is_imported_before_the_rank_is_forked() -> None:
