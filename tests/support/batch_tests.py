@@ -133,11 +133,12 @@ def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'x{n:04}': {'state': 'free', 'resources_available': each} for n, each in enumerate(has, 1)
     }
     queues_said, nodes_said = json.dumps({'Queue': queues}), json.dumps({'nodes': nodes})
+    no_jobs = json.dumps({'Jobs': {}})
     folder = tmp_path / 'pbs'
     folder.mkdir()
     for name, text in (
         ('qstat', f"case $* in --version) echo 'pbs_version = 2022.1.1' ;; "
-         f"-Q*) echo '{queues_said}' ;; *) echo '{{"Jobs": {{}}}}' ;; esac"),
+         f"-Q*) echo '{queues_said}' ;; *) echo '{no_jobs}' ;; esac"),
         ('pbsnodes', f"echo '{nodes_said}'"),
         ('pbs_rstat', ':'),
         *((name, f"touch '{folder}/called'; exit 1") for name in ('qsub', 'qdel')),
