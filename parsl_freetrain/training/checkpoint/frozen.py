@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from parsl_freetrain.host.files import make_dir, open_regular, sync_dir
-from parsl_freetrain.training.checkpoint.block_digests import blocks_of, write_hashed
+from parsl_freetrain.host.files import make_dir, sync_dir
+from parsl_freetrain.training.checkpoint.block_digests import write_hashed
 from parsl_freetrain.training.checkpoint.local_shard import Box, real
 from parsl_freetrain.training.checkpoint.manifest import SHARED, path_in
 from parsl_freetrain.training.checkpoint.parts import Chunk, Contents, Entry, placed
@@ -85,11 +85,9 @@ class Frozen:
         if not here:
             return state
         found: dict[str, Entry] = {}
-        for (key, tensor), marks in zip(
-            here.items(), fingerprints(list(here.values())), strict=True
-        ):
+        for key, marks in zip(here, fingerprints(list(here.values())), strict=True):
             entry = self._entries[key]
-            if entry.chunks[0].marks == marks and entry.dtype == _called(tensor.dtype):
+            if entry.chunks[0].marks == marks and entry.dtype == _called(here[key]):
                 found[key[0]] = entry
             else:
                 del self._entries[key]  # somebody changes it
@@ -99,21 +97,15 @@ class Frozen:
         return replace(state, tensors=rest, shared=Contents(found, files, b''))
 
     def _find(self, newest: Path) -> set[str]:
-        """Take what a checkpoint refers to, where the files are as they were; all its names."""
-        contents, named = Contents.read(newest), set()
-        for file, (size, blocks) in contents.files.items():
-            if file.startswith(SHARED):
-                with open_regular(path_in(newest, file)) as opened:
-                    if blocks_of(opened) == blocks:
-                        self._files[file] = size, blocks
+        """Take what a checkpoint refers to, which was verified when it was read; all its names."""
+        contents = Contents.read(newest)
+        self._files = {n: file for n, file in contents.files.items() if n.startswith(SHARED)}
         for name, entry in contents.tensors.items():
             for chunk in entry.chunks:
-                if chunk.at[0].startswith(SHARED):
-                    named.add(name)
                 if chunk.at[0] in self._files:
-                    one = Entry(entry.dtype, entry.shape, (chunk,))
-                    self._entries[name, chunk.offsets, chunk.sizes] = one
-        return named
+                    key = name, chunk.offsets, chunk.sizes
+                    self._entries[key] = Entry(entry.dtype, entry.shape, (chunk,))
+        return {name for name, *_ in self._entries}
 
     def _write(self, state: State) -> None:
         tensors = _Copies(state.tensors)
@@ -126,8 +118,8 @@ class Frozen:
         for name, tensor in state.tensors.items():
             key = _key(name, state)
             chunk = Chunk(*key[1:], (self._file, *places[name]), tensors.marks[name])
-            box = state.boxes.get(name) or Box.whole(tuple(tensor.shape))
-            self._entries[key] = Entry(_called(tensor.dtype), box.shape, (chunk,))
+            shape = state.boxes[name].shape if name in state.boxes else tuple(tensor.shape)
+            self._entries[key] = Entry(_called(tensor), shape, (chunk,))
 
 
 class _Copies(dict[str, torch.Tensor]):
@@ -169,5 +161,5 @@ def _key(name: str, state: State) -> Key:
     return name, box.offsets, box.sizes
 
 
-def _called(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix('torch.')
+def _called(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix('torch.')
