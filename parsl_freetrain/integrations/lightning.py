@@ -18,6 +18,7 @@ from parsl_freetrain.integrations.lightning_log import Log, take_logs
 from parsl_freetrain.integrations.lightning_metrics import Metrics
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.steps.replica import is_replica
 
 with needs('parsl_freetrain.integrations.lightning'):
@@ -120,9 +121,14 @@ class Trainer:
     is_global_zero = property(lambda self: self.ctx.is_main)
     global_rank = property(lambda self: self.ctx.rank)
     local_rank = property(lambda self: self.ctx.local_rank)
-    world_size = property(lambda self: self.ctx.world_size)
     current_epoch = property(lambda self: self.ctx.epoch)
     lightning_module = property(lambda self: self._module)
+
+    @property
+    def world_size(self) -> int:
+        """In the default mode 1, as for ``torch.distributed``: nothing may depend on it."""
+        alone = isinstance(self.ctx.spec.mode, Reproducible)
+        return 1 if alone else self.ctx.world_size
 
     @property
     def global_step(self) -> int:
@@ -144,6 +150,7 @@ class Trainer:
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: Any = None,
+        weights_only: Any = None,
     ) -> None:
         """Train from the last checkpoint to the total. Raises BadInput if the module needs what is
         not supported here, or the total is not that of the app.

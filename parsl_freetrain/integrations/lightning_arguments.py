@@ -36,6 +36,7 @@ _OPTIONS: dict[str, tuple[Any, ...] | None] = {
     'enable_model_summary': None,
     'enable_progress_bar': None,
     'gradient_clip_algorithm': (None, 'norm'),
+    'inference_mode': None,
     'log_every_n_steps': None,
     'logger': (None, False),
     'num_sanity_val_steps': None,

@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import typing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -177,57 +180,67 @@ def schnetpack_task(ctx: FragmentContext) -> None:
     Trainer(ctx, max_epochs=2).fit(task, datamodule=data)
 
 
+NEQUIP = """
+run: [train]
+data:
+  _target_: nequip.data.datamodule.ASEDataModule
+  seed: 1
+  train_file_path: frames.xyz
+  val_file_path: frames.xyz
+  transforms:
+    - _target_: nequip.data.transforms.ChemicalSpeciesToAtomTypeMapper
+      model_type_names: [H]
+    - _target_: nequip.data.transforms.NeighborListTransform
+      r_max: 3.0
+  train_dataloader: {_target_: torch.utils.data.DataLoader, batch_size: 8, shuffle: true}
+  val_dataloader: {_target_: torch.utils.data.DataLoader, batch_size: 8}
+trainer:
+  _target_: lightning.Trainer
+  max_epochs: 2
+  accelerator: auto
+  enable_checkpointing: false
+  logger: false
+training_module:
+  _target_: nequip.train.NequIPLightningModule
+  loss: &loss
+    _target_: nequip.train.MetricsManager
+    metrics:
+      - {name: energy, field: total_energy, coeff: 1.0,
+          metric: {_target_: nequip.train.MeanSquaredError}}
+  val_metrics: *loss
+  optimizer: {_target_: torch.optim.Adam, lr: 0.01}
+  model: {_target_: nequip.model.NequIPGNNModel, seed: 1, model_dtype: float32, type_names: [H],
+    r_max: 3.0, num_layers: 1, l_max: 1, num_features: 4, radial_mlp_depth: 1, radial_mlp_width: 4,
+    avg_num_neighbors: 2.0}
+"""
+
+
 @row('nequip', ROWS)
-def nequip_module(ctx: FragmentContext) -> None:
-    import ase
+def nequip_train(ctx: FragmentContext) -> None:
+    """The script as it is."""
+    import ase.io
+    import lightning
     import numpy as np
-    from nequip.data import AtomicDataDict, from_ase
-    from nequip.data.transforms import ChemicalSpeciesToAtomTypeMapper, NeighborListTransform
-    from nequip.train import NequIPLightningModule
-    from nequip.utils.global_state import set_global_state
+    from ase.calculators.singlepoint import SinglePointCalculator
 
     from parsl_freetrain.integrations.lightning import Trainer
 
-    set_global_state()
-    made = np.random.default_rng(0)
-    transforms = [
-        ChemicalSpeciesToAtomTypeMapper(model_type_names=['H']),
-        NeighborListTransform(r_max=3.0),
-    ]
-    frames = []
+    made, frames = np.random.default_rng(0), []
     for _ in range(48):
         atoms = ase.Atoms('HHH', made.normal(size=(3, 3)))
-        atoms.info['energy'] = float(atoms.positions.std())
-        frame = from_ase(atoms, include_keys=['energy'])
-        for transform in transforms:
-            frame = transform(frame)
-        frames.append(frame)
-    loss = {
-        '_target_': 'nequip.train.MetricsManager',
-        'metrics': [
-            {
-                'name': 'energy',
-                'field': 'total_energy',
-                'coeff': 1.0,
-                'metric': {'_target_': 'nequip.train.MeanSquaredError'},
-            }
-        ],
-    }
-    module = NequIPLightningModule(
-        model={
-            '_target_': 'nequip.model.NequIPGNNModel', 'seed': 1, 'model_dtype': 'float32',
-            'type_names': ['H'], 'r_max': 3.0, 'num_layers': 1, 'l_max': 1, 'num_features': 4,
-            'radial_mlp_depth': 1, 'radial_mlp_width': 4, 'avg_num_neighbors': 2.0,
-        },
-        optimizer={'_target_': 'torch.optim.Adam', 'lr': 0.01},
-        loss=loss, val_metrics=loss,
-        num_datasets={'train': 1, 'val': 1, 'test': 0, 'predict': 0},
-    )  # fmt: skip
-    loaders = [
-        DataLoader(part, batch_size=8, collate_fn=AtomicDataDict.batched_from_list)
-        for part in (frames, frames[:12])
-    ]
-    Trainer(ctx, max_epochs=2).fit(module, *loaders)
+        atoms.calc = SinglePointCalculator(
+            atoms, energy=float(atoms.positions.std()), forces=np.zeros((3, 3))
+        )
+        frames.append(atoms)
+    if ctx.is_main:
+        ase.io.write('frames.xyz', frames)
+        Path('config.yaml').write_text(NEQUIP)
+    ctx._run.peers.all_reduce_max((0,))()
+    lightning.Trainer = partial(Trainer, ctx)
+    sys.argv = ['nequip-train', '-cd', os.getcwd(), '-cn', 'config', 'hydra.run.dir=out']
+    from nequip.scripts.train import main
+
+    main()
 
 
 @row('zuko', ROWS)

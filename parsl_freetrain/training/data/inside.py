@@ -44,9 +44,12 @@ def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Mapping):
+        try:
+            items = _first(value.items())
+        except Exception:  # of a configuration (omegaconf) in which values are missing
+            return ()
         # The text of another key may be long, or be read from a device: an optimizer has tensors.
-        named = ((key if isinstance(key, _KEYS) else type(key), one) for key, one in value.items())
-        return [(f'[{key!r}]', one) for key, one in _first(named)]
+        return [(f'[{k!r}]' if isinstance(k, _KEYS) else f'[{type(k)!r}]', one) for k, one in items]
     if isinstance(value, (list, tuple, deque)):
         return [(f'[{i}]', one) for i, one in enumerate(_first(value))]
     if isinstance(value, (set, frozenset)):

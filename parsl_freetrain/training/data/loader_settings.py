@@ -99,7 +99,9 @@ class LoaderData(LoaderSettings):
         """A DataLoader or what returns one; None of None. Raises BadInput as :meth:`of_loop`."""
         if callable(loader):
             loader = loader()
-        if loader is None or (isinstance(loader, (list, tuple)) and not loader):
+        if isinstance(loader, (list, tuple)) and len(loader) < 2:
+            loader = loader[0] if loader else None
+        if loader is None:
             return None
         if not isinstance(loader, DataLoader):
             raise BadInput(

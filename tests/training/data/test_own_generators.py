@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
 )
 def test_the_same_weights(fork_server: ForkClient, tmp_path: Path, where: str, kind: str) -> None:
     assert equal(*whole_and_cut(fork_server, tmp_path, train, where, kind, at=24, total_samples=64))
+
+
+class Missing(UserDict[str, Any]):
+    """A configuration in which a value is missing, as omegaconf's."""
+
+    def items(self) -> Any:
+        raise ValueError('missing mandatory value')
+
+
+def test_what_raises_when_it_is_looked_at_is_not_looked_into() -> None:
+    assert OwnGenerators().find({'config': Missing(a=1), 'own': random.Random()}) == ['own']
 
 
 def test_of_each_its_own_numbers_again_and_again() -> None:
