@@ -41,7 +41,7 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.cli.live.view import closing_table
+from parsl_freetrain.cli.live.view import ClosingTable
 from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -267,7 +267,7 @@ def report(
     page = report_page(figures(history, time.time(), DpAllocator()))
     files.replace(out / 'report.html', page.encode())
     (out / 'summary.json').write_text(json.dumps(result, indent=2) + '\n')
-    console.print(closing_table(result))
+    console.print(ClosingTable(result))
     console.print(f'Report: {out / "report.html"}', soft_wrap=True)
     console.print(f'Summary: {out / "summary.json"}', soft_wrap=True)
 

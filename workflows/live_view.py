@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from parsl_freetrain.cli.live.view import LiveView, plain_lines, screen
+from parsl_freetrain.cli.live.view import LiveView, Screen, plain_lines
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
@@ -41,14 +41,14 @@ def run_live(
         _print_lines(console, plain_lines(view.snapshot(clock())))
         return
     with Live(
-        screen(view.snapshot(clock())),
+        Screen(view.snapshot(clock())),
         console=console,
         auto_refresh=False,
         vertical_overflow='ellipsis',
     ) as live:
         while not stop.wait(refresh_s):
-            live.update(screen(view.snapshot(clock())), refresh=True)
-        live.update(screen(view.snapshot(clock())), refresh=True)
+            live.update(Screen(view.snapshot(clock())), refresh=True)
+        live.update(Screen(view.snapshot(clock())), refresh=True)
 
 
 def _wait_for(path: Path, stop: threading.Event, every_s: float) -> Journal | None:

@@ -6,56 +6,13 @@ import re
 import shlex
 import shutil
 import subprocess
+from importlib.resources import files as files_of
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from parsl_freetrain.core.model.errors import BadInput
-
-SCRIPT = '''"""Trains a small network in the idle nodes of a machine: {command}"""
-
-import torch
-
-from parsl_freetrain import freetrain_app
-
-
-# A fragment has 1 or 2 nodes; the training is done after 20 epochs.
-@freetrain_app(min_nodes=1, max_nodes=2, total_epochs=20)
-def train(ctx, lr=0.05):
-    # This function runs from its first line whenever nodes are found, so data are read here.
-    torch.manual_seed(0)
-    x = torch.randn(1000, 64)
-    dataset = torch.utils.data.TensorDataset(x, x[:, :10].argmax(1))
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
-    )
-    # These come back in the state of the last checkpoint.
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
-    # The loop over epochs and their batches; it goes on where the last fragment stopped.
-    for inputs, labels in ctx.loop(dataset, batch_size=100):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss.item())  # freetrain watch shows it
-
-
-if __name__ == '__main__':
-    future = train()  # returns at once; more calls train at the same time
-    print(future.result())  # waits, and returns the final checkpoint
-'''
-
-SITE = """# {title}
-# All settings: docs/{page}.md. Shown, and not submitted: freetrain plan --site site.toml
-
-[{table}]
-{settings}
-# account = "physics"
-# worker_init = "module load python; source ~/venv/bin/activate"  # what makes Python ready on nodes
-# interface = "ib0"  # the network that ranks use
-longest_s = 300  # the longest block, in seconds, where nothing is planned
-"""
 
 
 def new(
@@ -73,7 +30,7 @@ def new(
         raise BadInput(f'{" and ".join(there)} exists already; name another folder.')
     command = f'freetrain run {shlex.quote(str(folder / "train.py"))}'
     command += f' --site {shlex.quote(str(site_file))}' if site else ''
-    files[folder / 'train.py'] = SCRIPT.format(command=command)
+    files[folder / 'train.py'] = _template('train').format(command=command)
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text)
@@ -82,6 +39,10 @@ def new(
         print('There is no Slurm or PBS here: two slots of this computer play the nodes.')
     print(f'Next: {command}')
     return 0
+
+
+def _template(name: str) -> str:
+    return (files_of('parsl_freetrain.cli') / f'new_{name}.txt').read_text(encoding='utf-8')
 
 
 def _slurm() -> str | None:
@@ -95,7 +56,9 @@ def _slurm() -> str | None:
         f'# {name}: {nodes} nodes, at most {limit}' for name, limit, nodes, _ in rows
     )
     settings = '\n'.join([*seen, f'partition = "{default[0]}"'])
-    return SITE.format(title='A partition of Slurm', page='slurm', table='slurm', settings=settings)
+    return _template('site').format(
+        title='A partition of Slurm', page='slurm', table='slurm', settings=settings
+    )
 
 
 def _pbs() -> str | None:
@@ -105,7 +68,9 @@ def _pbs() -> str | None:
     if not queues:
         return None
     settings = f'# Queues: {", ".join(queues)}\nqueue = "{queues[0]}"'
-    return SITE.format(title='A queue of PBS', page='pbs', table='pbspro', settings=settings)
+    return _template('site').format(
+        title='A queue of PBS', page='pbs', table='pbspro', settings=settings
+    )
 
 
 def _answer(*command: str) -> str:

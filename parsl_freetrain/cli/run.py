@@ -100,7 +100,7 @@ def _called(main: Any, config: Any, workflow: str) -> int:
 def _close(ledger: Path, run: str, as_json: bool) -> None:
     from rich.console import Console
 
-    from parsl_freetrain.cli.live.view import closing_table
+    from parsl_freetrain.cli.live.view import ClosingTable
     from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.report.summary import summary
 
@@ -108,7 +108,7 @@ def _close(ledger: Path, run: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps({'ledger': str(ledger), 'run': run, **found}))
     else:
-        Console().print(closing_table(found))
+        Console().print(ClosingTable(found))
 
 
 def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:

@@ -16,7 +16,7 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
     """
     from rich.console import Console
 
-    from parsl_freetrain.cli.live.view import metric_table, screen
+    from parsl_freetrain.cli.live.view import Screen, metric_table
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.report.metrics import metrics_document
     from parsl_freetrain.report.status import as_document, snapshot
@@ -29,6 +29,6 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
         print(json.dumps({'ledger': str(journal.path), **as_document(seen), 'metrics': metrics}))
         return
     console = Console()
-    console.print(screen(seen))
+    console.print(Screen(seen))
     if metrics:
         console.print(metric_table(metrics))

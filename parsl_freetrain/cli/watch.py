@@ -114,10 +114,10 @@ def _follow(
 def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Event) -> None:
     from rich.live import Live
 
-    from parsl_freetrain.cli.live.view import screen
+    from parsl_freetrain.cli.live.view import Screen
 
     with Live(console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
-        _follow(view, lambda seen: live.update(screen(seen), refresh=True), every_s, pause)
+        _follow(view, lambda seen: live.update(Screen(seen), refresh=True), every_s, pause)
 
 
 def _serve(

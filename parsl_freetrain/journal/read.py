@@ -30,15 +30,9 @@ class EventBatch(NamedTuple):
 
 
 class Journal:
-    """A read-only view of a journal. Between two calls, no file is open. Raises BadInput if there
-    is no file, it is no journal, or it is one of another version.
-
-    Parameters
-    ----------
-    path
-        The file; its writer may be at work.
-    keep_progress
-        Whether fragments keep all of their reports, not only the last.
+    """A read-only view of the journal at ``path``, whose writer may be at work; between two calls,
+    no file is open. ``keep_progress``: fragments keep all of their reports, not only the last.
+    Raises BadInput if there is no file, it is no journal, or it is one of another version.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_progress: bool = True) -> None:

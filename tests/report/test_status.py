@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parsl_freetrain.cli.live.view import LiveView, screen
+from parsl_freetrain.cli.live.view import LiveView, Screen
 from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.status import LimitNow, as_document
@@ -39,7 +39,7 @@ def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -
         first = LiveView(journal, run='first').snapshot(2030.0)
         assert [limit.used for limit in first.limits] == pytest.approx([100.0, 100.0, 0])
         out = StringIO()
-        Console(file=out, width=80).print(screen(LiveView(journal).snapshot(2030.0)))
+        Console(file=out, width=80).print(Screen(LiveView(journal).snapshot(2030.0)))
     for words in (
         'budget of user anna: 160 of 400 node-seconds\n',
         'budget of all trainers: 160 of 150 node-seconds, spent',

@@ -82,23 +82,13 @@ class LiveView:
         return snapshot(self._journal.history(), now, self._allocator, self._run)
 
 
-def screen(seen: RunStatus) -> RenderableType:
-    """A snapshot for a console; fits any from 40 columns on."""
-    return _Screen(seen)
-
-
 def plain_lines(seen: RunStatus) -> list[str]:
     return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
 
 
-def closing_table(summary: Mapping[str, Any]) -> RenderableType:
-    """The closing table of a :func:`~parsl_freetrain.report.summary.summary`, with accuracies
-    (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) if a workflow added them.
-    """
-    return _Closing(summary)
+class Screen:
+    """A snapshot for a console; fits any from 40 columns on."""
 
-
-class _Screen:
     def __init__(self, seen: RunStatus) -> None:
         self._seen = seen
 
@@ -134,7 +124,11 @@ def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
     return width <= options.max_width
 
 
-class _Closing:
+class ClosingTable:
+    """That of a :func:`~parsl_freetrain.report.summary.summary`, with accuracies (``accuracy``,
+    ``accuracy_undisturbed``, ``weights_equal``) if a workflow added them.
+    """
+
     def __init__(self, summary: Mapping[str, Any]) -> None:
         self._summary = summary
 

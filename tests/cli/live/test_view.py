@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from parsl_freetrain.cli.live.view import (
+    ClosingTable,
     LiveView,
-    closing_table,
+    Screen,
     metric_table,
     plain_lines,
-    screen,
     sparkline,
 )
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -81,7 +81,7 @@ def running(path: Path) -> Told:
 def test_the_view_fits_its_console_and_says_all(tmp_path: Path, width: int) -> None:
     ledger = running(tmp_path / 'l.db')
     with Journal(tmp_path / 'l.db') as journal:
-        text = shown(screen(LiveView(journal, MilpAllocator()).snapshot(1030.0)), width)
+        text = shown(Screen(LiveView(journal, MilpAllocator()).snapshot(1030.0)), width)
     ledger.close()
     assert all(len(line) <= width for line in text.splitlines())
     for word in (
@@ -121,7 +121,7 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         assert cnn.efficiency is not None and plain.efficiency is None
         assert [(b.name, b.trainers, b.left_s) for b in seen.blocks] == [
             ('b0', ('cnn',), 70.0), ('b1', ('cnn',), None), ('b2', (), 30.0)]  # fmt: skip
-        assert 'silent' in shown(screen(view.snapshot(1200.0)), 80)
+        assert 'silent' in shown(Screen(view.snapshot(1200.0)), 80)
 
         assert seen.decision is None
         ledger.decision(
@@ -131,14 +131,14 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         ledger.commit()
         assert view.snapshot(1031.0).decision == DecisionNow(1.0, 'feasible', 'columns', 0.01)
         for width in (40, 80):
-            assert '0:31  4 nodes  decision -1 %' in shown(screen(view.snapshot(1031.0)), width)
+            assert '0:31  4 nodes  decision -1 %' in shown(Screen(view.snapshot(1031.0)), width)
         ledger.take(BlockEndKnown(1030, 'b1', 1040.0))
         ledger.block_closed('b2', at=1031, how='cancelled')
         ledger.commit()
         left = [(b.name, b.left_s) for b in view.snapshot(1031.0).blocks]
         assert left == [('b0', 69.0), ('b1', 9.0)]
         ledger.end_run(at=1032, how='interrupted')
-        text = shown(screen(view.snapshot(1200.0)), 80)
+        text = shown(Screen(view.snapshot(1200.0)), 80)
         assert 'ended: interrupted' in text and 'b0' not in text and '0:32' in text
     ledger.close()
 
@@ -170,8 +170,8 @@ def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
         view = LiveView(journal)
-        pieces = [shown(screen(view.snapshot(1001.0)), w) for w in (40, 120)] + [
-            shown(closing_table(summary(journal.history())), 120)
+        pieces = [shown(Screen(view.snapshot(1001.0)), w) for w in (40, 120)] + [
+            shown(ClosingTable(summary(journal.history())), 120)
         ]
         pieces += plain_lines(view.snapshot(1001.0))
     ledger.close()
@@ -183,13 +183,13 @@ def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
 def test_the_closing_table(tmp_path: Path, width: int) -> None:
     with Journal(demo_journal(tmp_path / 'l.db', seconds=40.0)) as journal:
         found = summary(journal.history())
-    plain = shown(closing_table(found), width)
+    plain = shown(ClosingTable(found), width)
     assert 'accuracy' not in plain
     equal = {'accuracy': 0.9777, 'accuracy_undisturbed': 0.9777, 'weights_equal': True}
     found['trainers']['cnn'] |= equal
     other = {'accuracy': 0.95, 'accuracy_undisturbed': 0.96, 'weights_equal': False}
     found['trainers']['mlp'] |= other
-    text = shown(closing_table(found), width)
+    text = shown(ClosingTable(found), width)
     for word in (
         'cnn',
         '97.77%',
