@@ -1,7 +1,5 @@
-"""What other programs of the same user ask of a live run: files in a private folder beside its
-ledger. They work from any node that sees the file system, without a port or a password: who may
-write there may ask. A request is ``ID.request``, its answer ``ID.answer``; both are JSON and appear
-whole.
+"""What other programs of the same user ask of a live run, from any node that sees the file system:
+JSON files ``ID.request`` and ``ID.answer`` in a private folder beside its ledger.
 """
 
 from __future__ import annotations

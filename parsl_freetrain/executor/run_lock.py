@@ -169,11 +169,9 @@ def refuse_unquotable(logdir: str) -> None:
 
 
 def keep_others_out(checkpoint_dir: Path, run_dir: str) -> None:
-    """Refuse folders that other users can change (BadInput), and make Parsl's folder of this run,
-    with its log, private: what is in it (scripts, keys) is trusted by its name.
-
-    Members of a group may replace a checkpoint_dir, since folders of projects are theirs: no
-    program in it is run, and whoever reads from it looks first whose it is.
+    """Refuse folders that other users can change (BadInput), and make Parsl's folder of this run
+    private: what is in it (scripts, keys) is trusted by its name. Members of a group may replace a
+    checkpoint_dir: no program in it is run, and who reads from it looks first whose it is.
     """
     folder = checkpoint_dir.absolute()
     refuse_replaceable(folder, 'checkpoint_dir', group_may=True)

@@ -37,11 +37,9 @@ FLEETING = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.OrdinaryWork, ev.No
 class JournalWriter:
     """The one writer of a journal ``path``, which is appended to, or created with its parents for
     the user alone (0600 in 0700). Raises BadInput if it cannot be written, is no journal, or of
-    another version.
-
-    Events are kept in memory until :meth:`flush`, which writes them as one record: a reader never
-    sees half of a round of the event loop. After kill -9 of the writer, the file holds everything
-    up to the last one. Nothing that happens to the file ends or holds up the run.
+    another version; later, nothing that happens to the file ends or holds up the run. Events are
+    kept in memory until :meth:`flush`, which writes them as one record: a reader never sees half of
+    a round of the event loop, and after kill -9 the file holds everything up to the last one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

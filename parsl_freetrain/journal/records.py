@@ -8,9 +8,8 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -29,8 +28,7 @@ _CHUNK = 2**23
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[AnyEvent])
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """Bytes of the file, from ``start`` to ``end``; ``content`` of a record, None: unreadable."""
 
     start: int

@@ -28,9 +28,8 @@ COMPARED = {'python': 2, 'parsl-freetrain': 3, 'cloudpickle': 1, 'torch': 2}
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """'train' (start a trainer, or find this request's), 'look', 'cancel' or 'versions'; each is
-    answered with the state of the trainer, or of all. Trainers of a ``checkpoint_dir`` train in one
-    run, with these ``settings``. The order stays for ``hold_s`` seconds, unless a trainer ends.
-    ``payload``: the function with its arguments.
+    answered with the state of the trainer, or of all, after ``hold_s`` seconds or when one ends.
+    Trainers of a ``checkpoint_dir`` train in one run, with these ``settings``.
     """
 
     verb: str

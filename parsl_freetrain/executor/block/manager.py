@@ -1,9 +1,6 @@
-"""Parsl's manager of a node, started so that Parsl is imported once on the node and not four times.
-
-It takes the options of Parsl's ``process_worker_pool.py`` and runs it. Parsl starts the manager's
-other processes by ``multiprocessing``'s method 'spawn', each with an import of Parsl (about a
-second). Here they are forked from a process forked right after the import, without threads or
-ZeroMQ contexts.
+"""Parsl's manager of a node (``process_worker_pool.py``, with its options), started so that Parsl
+is imported once on the node, not four times: its other processes, which Parsl spawns, are forked
+here from one that was forked right after the import, without threads or ZeroMQ contexts.
 """
 
 from __future__ import annotations

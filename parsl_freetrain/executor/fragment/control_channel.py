@@ -52,13 +52,10 @@ class _ConnectionEnded(NamedTuple):
 
 
 class _ConnectionLimit:
-    """Keeps new connections out while too many are open that nobody has spoken through.
-
-    Each takes a file descriptor of this process, whoever has opened it, until its handshake has
-    failed. At the limit the kernel drops what asks for a new connection. Clients repeat that by
-    themselves, so those that may connect only wait. Open connections go on. The connections of
-    ``router``, which listens at ``listener``, are counted; ``known`` says through how many somebody
-    has spoken; ``ended`` gets the file descriptor of each that has ended, from another thread.
+    """Keeps new connections out while too many of ``router`` are open that nobody has spoken
+    through: each takes a file descriptor until its handshake has failed. The kernel drops what asks
+    ``listener`` for another one, and clients repeat that. ``known``: through how many somebody has
+    spoken; ``ended`` gets the descriptor of each that has ended, from another thread.
     """
 
     def __init__(

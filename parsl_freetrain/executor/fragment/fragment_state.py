@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import tblib
@@ -42,8 +42,7 @@ LONE_ANSWER_S = 2.0
 """Seconds for a member to answer when others still run."""
 
 
-@dataclass(frozen=True)
-class FragmentResult:
+class FragmentResult(NamedTuple):
     ending: Ending  #: for the controller
     #: The newest one that is known to be committed; what the fragment's AppFuture resolves to.
     checkpoint: Checkpoint
@@ -55,8 +54,7 @@ class FragmentResult:
     storage: bool = False  #: whether a file system was in trouble
 
 
-@dataclass(frozen=True)
-class LeftState:
+class LeftState(NamedTuple):
     """A state that is not committed, and of each of its parts the nodes that have it."""
 
     handover: Handover

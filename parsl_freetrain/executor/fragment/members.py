@@ -98,10 +98,8 @@ class StandbyLauncher:
         order: Callable[[RunningFragment, float], MemberOrder],
     ) -> bool:
         """Start ranks on the nodes where the next fragment is expected; whether to wait for them.
-
-        A member of the fragment starts those on its own node. Other nodes are free, and run a task
-        for it that does not wait for the ranks, which take as long to start as the members' own.
-        ``order`` makes the order for such a node, with the ranks' patience in seconds.
+        Members start those on their own nodes. Other nodes are free, and run a task for it that
+        does not wait; ``order`` makes theirs, with the ranks' patience in seconds.
         """
         if fragment.started_at is None or fragment.outer is None:
             return False

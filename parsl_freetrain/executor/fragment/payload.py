@@ -46,10 +46,9 @@ def pack(
     values: bool = False,
 ) -> Packed:
     """Serialise a function with its arguments. One of an installed package is sent by name;
-    anything else (a notebook, a script, a module beside it) by value, with what it uses of the
-    modules beside it, since nodes may not be able to import them. ``values``: futures in the
-    arguments that are done become their values. Raises BadInput if it cannot be serialised;
-    TrainerFailed if such a future has failed.
+    anything else by value, with what it uses of the modules beside it, which nodes may lack.
+    ``values``: futures in the arguments that are done become their values. Raises BadInput if it
+    cannot be serialised; TrainerFailed if such a future has failed.
     """
     with _registering, _by_value(definition(function)):
         try:

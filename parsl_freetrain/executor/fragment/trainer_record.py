@@ -95,10 +95,9 @@ class TrainerRecord:
 
 
 def left_states(fragment: RunningFragment, result: FragmentResult) -> tuple[LeftState, ...]:
-    """The states that the next fragment may go on from, the best first. What is committed is found
-    by its digests. After a stop it is the one that rank 0 has left to be committed. After a loss it
-    is the one with the most samples: each rank leaves that of a global batch which it has finished,
-    and all ranks that have finished one hold the same, or their parts of it.
+    """The states that the next fragment may go on from, the best first: after a stop, the one that
+    rank 0 has left to be committed; after a loss, those of the last global batches that ranks have
+    finished. All ranks that have finished one hold the same, or their parts of it.
     """
     if result.ending is Ending.STOPPED:
         return tuple(_of_rank_0(fragment))
