@@ -28,42 +28,20 @@ from parsl_freetrain.solver import allocator_named
 class Scenario(Settings, frozen=True):
     """All inputs of a replay. Raises BadInput for a trainer that can never run on the trace, no
     trainer that is submitted in time, ``known_ends`` for a trace without them, or an invalid cost.
-
-    Attributes
-    ----------
-    trace
-        The nodes.
-    trainers
-        The trainers.
-    settings
-        How decisions are made.
-    solver
-        Name of the solver, see :func:`parsl_freetrain.solver.allocator_named`.
-    time_limit_s
-        Maximum seconds of the solver for one decision.
-    known_ends
-        Whether decisions know until when nodes are promised.
-    rescale_cost
-        Factor on the trainers' rescale costs.
-    rescale_up_s, rescale_down_s
-        Costs in seconds in place of the trainers' own ones; None: their own.
-    by_file
-        Whether the objective of the trainers' file is used in place of ``settings.metric``.
-    learning
-        How decisions learn the scaling curves; None: they know them. The objective cannot be that
-        of the file then, which would tell them.
     """
 
     trace: Trace
     trainers: tuple[ReplayTrainer, ...]
     settings: ControllerSettings = field(default_factory=ControllerSettings)
-    solver: str = 'auto'
-    time_limit_s: PositiveSeconds = 10.0
-    known_ends: bool = False
-    rescale_cost: NotNegative = 1.0
-    rescale_up_s: Seconds | None = None
+    solver: str = 'auto'  #: by name: :func:`parsl_freetrain.solver.allocator_named`
+    time_limit_s: PositiveSeconds = 10.0  #: of the solver, for one decision
+    known_ends: bool = False  #: decisions know until when nodes are promised
+    rescale_cost: NotNegative = 1.0  #: a factor on the trainers' rescale costs
+    rescale_up_s: Seconds | None = None  #: with ``rescale_down_s``: in place of the trainers' own
     rescale_down_s: Seconds | None = None
-    by_file: bool = True
+    by_file: bool = True  #: the objective of the trainers' file counts, not ``settings.metric``
+    #: How decisions learn the scaling curves; None: they know them. The objective cannot be that of
+    #: the file then, which would tell them.
     learning: CurveLearning | None = None
 
     def __post_init__(self) -> None:

@@ -31,30 +31,14 @@ _OWN = tuple(
 
 @dataclass(frozen=True)
 class SiteType:
-    """One type of site.
+    """One type of site."""
 
-    Attributes
-    ----------
-    name
-        As in ``site={'type': 'slurm', ...}`` of a FreeTrainClient, and the table of a TOML file.
-    label
-        Its name in sentences.
-    make
-        The class of its sites.
-    options
-        The settings of a queue, where a TOML file may hold them.
-    programs
-        The commands that it needs on a login node; ``freetrain doctor`` looks for them.
-    version
-        The command that says which version of the scheduler this is.
-    """
-
-    name: str
-    label: str
-    make: Callable[..., Site]
-    options: type[BatchOptions] | None = None
-    programs: tuple[str, ...] = ()
-    version: tuple[str, ...] = ()
+    name: str  #: as in ``site={'type': 'slurm'}`` of a FreeTrainClient, and a TOML file's table
+    label: str  #: its name in sentences
+    make: Callable[..., Site]  #: the class of its sites
+    options: type[BatchOptions] | None = None  #: the settings of a queue, in a TOML file
+    programs: tuple[str, ...] = ()  #: on a login node; the doctor looks for them
+    version: tuple[str, ...] = ()  #: the command for the scheduler's version
 
 
 def site_types() -> dict[str, SiteType]:
