@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -262,7 +263,10 @@ class Trainer:
             callback.setup(self, model, stage=stage)
         model.configure_model()
         source = datamodule if datamodule is not None else model
-        return source if given is None else _Given(given, source)
+        if given is None:
+            return source
+        # What was given to ``fit``, and the other data loader of the module.
+        return SimpleNamespace(train_dataloader=lambda: given, val_dataloader=source.val_dataloader)
 
     def _evaluate(self, stage: str, data: LoaderData | None) -> dict[str, float]:
         if data is None:
@@ -334,14 +338,6 @@ def _optimizer_of(model: Any) -> tuple[Any, Sequence[Any]]:
     if any(one.reduce_on_plateau and one.interval == 'step' for one in configs):
         raise unsupported('ReduceLROnPlateau with interval="step"', 'say interval="epoch"')
     return optimizers[0], configs
-
-
-class _Given:
-    """A data loader that was given to ``fit``, and the others of the module."""
-
-    def __init__(self, loader: Any, source: Any) -> None:
-        self.train_dataloader = lambda: loader
-        self.val_dataloader = source.val_dataloader
 
 
 def _run(module: Any, prepared: Any, batch: Any, number: int) -> torch.Tensor:

@@ -28,20 +28,12 @@ _NOT_CALLED = {
 }  # fmt: skip
 # Arguments of Lightning's trainer that may be there, with their values; None: any.
 _OPTIONS: dict[str, tuple[Any, ...] | None] = {
-    'accelerator': ('auto',),
-    'default_root_dir': None,
-    'deterministic': (None, True),
-    'devices': ('auto',),
-    'enable_checkpointing': None,
-    'enable_model_summary': None,
-    'enable_progress_bar': None,
-    'gradient_clip_algorithm': (None, 'norm'),
-    'inference_mode': None,
-    'log_every_n_steps': None,
-    'logger': (None, False),
-    'num_sanity_val_steps': None,
-    'strategy': ('auto',),
-}
+    **dict.fromkeys(('accelerator', 'devices', 'strategy'), ('auto',)),
+    'deterministic': (None, True), 'gradient_clip_algorithm': (None, 'norm'),
+    'logger': (None, False), 'default_root_dir': None, 'enable_checkpointing': None,
+    'enable_model_summary': None, 'enable_progress_bar': None, 'inference_mode': None,
+    'log_every_n_steps': None, 'num_sanity_val_steps': None,
+}  # fmt: skip
 _HOW = {
     **dict.fromkeys(
         ('accelerator', 'devices', 'num_nodes'),

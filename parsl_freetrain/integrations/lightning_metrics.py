@@ -41,12 +41,13 @@ class Metrics:
         packed = io.BytesIO()
         torch.save(self._of_batches, packed)
         every: dict[int, dict[str, Any]] = {}
+        device = next(iter(self._own.values())).device
         for one in gather_bytes(self._peers, packed.getvalue()):
-            every |= torch.load(io.BytesIO(one), map_location='cpu', weights_only=True)
+            every |= torch.load(io.BytesIO(one), map_location=device, weights_only=True)
         for name, metric in self._own.items():
             states = [every[number][name] for number in sorted(every) if name in every[number]]
             for key, united in metric._reductions.items() if states else ():
-                values = [_on(metric.device, state[key]) for state in states]
+                values = [state[key] for state in states]
                 if isinstance(values[0], list):
                     setattr(metric, key, [one for value in values for one in value])
                 else:
@@ -61,7 +62,3 @@ def is_metric(thing: Any) -> TypeGuard[Any]:
         kind.__name__ == 'Metric' and kind.__module__.startswith('torchmetrics')
         for kind in type(thing).__mro__
     )
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return [one.to(device) for one in value] if isinstance(value, list) else value.to(device)

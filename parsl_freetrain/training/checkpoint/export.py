@@ -129,12 +129,12 @@ def _export_adapters(adapters: Mapping[str, str] | None, pieces: list[Piece], ta
     for adapter, how in adapters.items():
         folder = target if adapter == 'default' else target / adapter
         folder.mkdir(parents=True, exist_ok=True)
-        own = []
-        for piece in pieces:
-            parts = piece.name.split('.')
-            if adapter in parts:
-                parts = [one for one in parts if one not in (adapter, 'modules_to_save')]
-                own.append(replace(piece, name='.'.join(parts)))
+        left_out = adapter, 'modules_to_save'
+        own = [
+            replace(piece, name='.'.join(one for one in parts if one not in left_out))
+            for piece in pieces
+            if adapter in (parts := piece.name.split('.'))
+        ]
         _replace(folder / 'adapter_model.safetensors', partial(write_tensors, pieces=own))
         _replace(folder / 'adapter_config.json', partial(write_new, content=how.encode()))
     return target

@@ -63,15 +63,13 @@ class Frozen:
         self._begun = True
         try:
             earlier = self._store.checkpoints()
-            known = self._find(Path(earlier[-1].path)) if earlier else set()
-            if not earlier or not earlier[-1].samples:
-                known = set(names)
+            later = earlier and earlier[-1].samples
+            known = self._find(Path(earlier[-1].path)) if later else names
             wanted = {
                 name: tensor
                 for name, tensor in state.tensors.items()
-                if name in known
-                and tensor.nbytes >= _LEAST
-                and _key(name, state) not in self._entries
+                if name in known and _key(name, state) not in self._entries
+                if tensor.nbytes >= _LEAST
             }
             if sum(tensor.nbytes for tensor in wanted.values()) >= _LEAST_IN_ALL:
                 self._write(State(wanted, None, state.boxes))

@@ -149,7 +149,9 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     return {
         **content,
         'adapters': {
-            name: json.dumps(how.to_dict(), default=_plain, indent=2)
+            name: json.dumps(
+                how.to_dict(), default=lambda v: [*v] if isinstance(v, set) else str(v)
+            )
             for model in prepared.models
             for name, how in getattr(model, 'peft_config', {}).items()
         },
@@ -305,10 +307,6 @@ def check_shapes(
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     every = state.items()
     return {name: tuple(one.shape) for name, one in every if isinstance(one, torch.Tensor)}
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
