@@ -8,10 +8,11 @@ import ctypes
 import dis
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from types import CodeType, FrameType, ModuleType
+from types import CellType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from parsl_freetrain.training.loop.changes import (
     may_be_saved,
 )
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
-from parsl_freetrain.training.loop.unknown_state import frames, used
+from parsl_freetrain.training.loop.unknown_state import frames, functions_among, used
 
 _GLOBAL = 'global:'
 _ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
@@ -62,7 +63,11 @@ class Carried:
         self._how.known = set(map(id, known))
         self._how.live = prepared.tensors()
         if self._marks is None:
-            self._marks = {path: mark(one) for path, one in self._variables(all_of=True)}
+            self._marks = {
+                path: mark(one)
+                for path, one in self._variables(all_of=True)
+                if may_be_saved(one) or isinstance(one, Iterator)
+            }
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
@@ -80,6 +85,9 @@ class Carried:
             found = {name: path for name, path in found.items() if name.isidentifier()}
             return {name: self._value(saved[path], now.get(name)) for name, path in found.items()}
 
+        for path, cell in self._cells():
+            if path in saved:
+                cell.cell_contents = self._value(saved[path], cell.cell_contents)
         for frame in self._frames:
             its = frame.f_globals
             its.update(values(its, f'{_GLOBAL}{its["__name__"]}:'))
@@ -176,11 +184,25 @@ class Carried:
             names = own.keys() if all_of else live_names(code, frame.f_lasti) & own.keys()
             found.update((f'{code.co_qualname}.{name}', own[name]) for name in names)
             found.update((f'{_GLOBAL}{its["__name__"]}:{n}', its[n]) for n in used(code, its))
+        found.update((path, cell.cell_contents) for path, cell in self._cells())
         for path, one in found.items():
             left_out = is_ours(one) or isinstance(one, (Dataset, DataLoader, ModuleType))
             left_out |= callable(one) and not has_state(one) and attributes(one) is None
             if not (left_out or id(one) in self._how.known):
                 yield path, one
+
+    def _cells(self) -> Iterator[tuple[str, CellType]]:
+        """The variables that the functions hold which others have made and returned, by name."""
+        frames = {f.f_code.co_qualname for f in self._frames}
+        called = Counter[str]()
+        for one in functions_among(v for f in self._frames for v in [*f.f_locals.values()]):
+            name, cells = one.__qualname__, one.__closure__ or ()
+            if name.rpartition('.<locals>.')[0] not in frames:
+                called[name] += 1
+                for variable, cell in zip(one.__code__.co_freevars, cells, strict=True):
+                    with suppress(ValueError):  # it is empty
+                        _ = cell.cell_contents
+                        yield f'{name}:{called[name]}:{variable}', cell
 
     def _changed(self, room: list[int] | None = None) -> dict[str, Any]:
         marks, saved = self._marks or {}, (self._saved.get(one, {}) for one in ('epoch', 'loop'))

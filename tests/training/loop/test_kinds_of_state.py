@@ -376,8 +376,20 @@ def took_turns() -> float:
     return TURNS + sum(LOG)
 
 
+def rising() -> tuple[Callable[[], int], Callable[[], None]]:
+    level = 0
+
+    def rise() -> None:
+        nonlocal level
+        level += 1
+
+    return lambda: level, rise
+
+
 def variables_elsewhere(ctx: FragmentContext) -> list[Any]:
-    """Of the module, in objects in objects, beside a model in a dict, in a long list."""
+    """Of the module, of a function that has returned, in objects in objects, beside a model in a
+    dict, in a long list.
+    """
     global TURNS
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
@@ -385,22 +397,30 @@ def variables_elsewhere(ctx: FragmentContext) -> list[Any]:
     things, arguments, penalty = {'model': model, 'scale': 1.0}, Namespace(power=1), Penalty()
     records: list[Record] = []
     long: list[float] = []
+    level, rise = rising()
     for _ in ctx.epochs():
         for x, y in ctx.loop(DATA, 4):
             optimizer.zero_grad()
-            known = len(long) / 1e5 + sum(one.turn for one in records) + took_turns() + penalty()
+            known = (
+                len(long) / 1e5
+                + sum(one.turn for one in records)
+                + took_turns()
+                + penalty()
+                + level()
+            )
             loss = F.mse_loss(model(x), y) * things['scale'] / (2 + known) ** arguments.power
             loss.backward()
             optimizer.step()
             cut(ctx)
         TURNS += 1
+        rise()
         LOG.append(TURNS / 8)
         things['scale'] *= 1.5
         arguments.power = 2 - TURNS % 2
         penalty.patience.bad += 1
         records.append(Record(TURNS))
         long += [TURNS / 8] * 150_000
-    return [TURNS, LOG, things['scale'], len(records), len(long)]
+    return [TURNS, LOG, things['scale'], len(records), len(long), level()]
 
 
 def between_loops(ctx: FragmentContext) -> list[float]:
