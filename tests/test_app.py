@@ -249,7 +249,7 @@ policy: Any = Policy  # to give it what type checkers refuse
         ({'policy': lambda: Policy(max_nodes=0)}, ('max_nodes is 0',)),
         (
             {'policy': lambda: Policy(caps={'anna': 1})},
-            ("The cap 'anna' names no user, group or trainer",),
+            ("The cap 'anna' names no user, group or trainer; write 'user NAME' or 'group NAME'",),
         ),
         ({'policy': lambda: Policy(solver_time_limit_s=0.0)}, ('solver_time_limit_s is 0.0',)),
         ({'policy': lambda: policy(horizon_s='20')}, ("horizon_s is '20'", 'must be a number')),

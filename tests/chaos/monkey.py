@@ -61,8 +61,6 @@ class Run:
 
     folder: Path
     nodes: int
-    faults_every: int
-    seed: int
     starts: int = 0
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: subprocess.Popen[bytes] | None = None
@@ -80,7 +78,7 @@ class Run:
     def orders(self) -> Path:
         return orders_in(self.folder)
 
-    def start(self, epochs: int, *, faults: bool = True) -> None:
+    def start(self, epochs: int, *, struck: bool = True) -> None:
         self.starts += 1
         self.orders.mkdir(parents=True, exist_ok=True)
         with self.output.open('ab') as output:
@@ -92,8 +90,7 @@ class Run:
                     str(self.folder),
                     str(epochs),
                     str(self.nodes),
-                    str(self.faults_every * faults),
-                    str(self.seed),
+                    str(0.02 * struck),
                 ],
                 cwd=ROOT,
                 env={
@@ -241,7 +238,7 @@ def final(folder: Path) -> Checkpoint:
 
 def to_the_end(run: Run, epochs: int) -> Checkpoint:
     """Train without faults."""
-    run.start(epochs, faults=False)
+    run.start(epochs, struck=False)
     assert run.process is not None
     status = run.process.wait(LIMIT_S)
     if status:
@@ -279,7 +276,6 @@ def chaos(
     fragments: int,
     seed: int,
     nodes: int,
-    faults_every: int,
     folder: Path,
     say: Callable[[str], None] = print,
     kinds: Collection[str] = tuple(KINDS),
@@ -296,7 +292,7 @@ def chaos(
     began = time.monotonic()
     with small_disk(folder / 'struck' / 'checkpoints') as disk:
         shim = Shim(folder) if compiler() else None
-        run = Run(folder / 'struck', nodes, faults_every, seed, shim=shim)
+        run = Run(folder / 'struck', nodes, shim=shim)
         left_out: tuple[str, ...] = () if disk else ON_SMALL_DISK
         left_out += () if shim else WITH_SHIM
         left_out += () if limits.possible() else IN_GROUPS
@@ -341,12 +337,6 @@ def main() -> int:
     parser.add_argument('--kinds', help='only these, with commas between them')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--nodes', type=int, default=3)
-    parser.add_argument(
-        '--faults-every',
-        type=int,
-        default=9,
-        help='in every so-manieth fragment something breaks from within; 0: never',
-    )
     parser.add_argument('--folder', type=Path, help='kept; default: a temporary one')
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started is ended
@@ -359,7 +349,6 @@ def main() -> int:
                     given.fragments,
                     given.seed,
                     given.nodes,
-                    given.faults_every,
                     folder,
                     lambda line: print(line, flush=True),
                     faults=given.faults,

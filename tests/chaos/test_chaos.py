@@ -23,7 +23,7 @@ def test_faults_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path
     }  # fmt: skip
     said: list[str] = []
     counts = monkey.chaos(
-        fragments=8, seed=4, nodes=3, faults_every=4, folder=tmp_path, say=said.append, kinds=kinds
+        fragments=8, seed=4, nodes=3, folder=tmp_path, say=said.append, kinds=kinds
     )
     assert counts.keys() >= kinds - set(ON_SMALL_DISK)
     assert 'bit for bit' in said[-1]

@@ -1,5 +1,5 @@
 """The training of the chaos tests, which is restarted again and again: ``python -m
-tests.chaos.training FOLDER EPOCHS NODES EVERY SEED``.
+tests.chaos.training FOLDER EPOCHS NODES PAUSE_S``.
 
 Its network has a parameter that counts: every sample that the weights have seen has added 2**-3 to
 an entry of its own, in exact arithmetic. However often steps are repeated, at the end each entry
@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,8 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.testing import Fault, disk_full_at, fail_at, with_faults
 from tests.chaos.points import with_ordered_faults
 from tests.support.damage import scheduler_silent_for
-from tests.support.faults import kill_between, stop_at
 
 SAMPLES, BATCH = 64, 8
 CLOCK_STEPS_S = {'clock set back': -3600.0, 'clock set ahead': 3600.0}
@@ -88,40 +85,19 @@ def counted(ctx: FragmentContext, pause_s: float = 0.0) -> None:
         time.sleep(pause_s)
 
 
-def faults(seed: int, every: int) -> list[Fault]:
-    """What goes wrong from within, in every so-manieth fragment: killed between writing and
-    committing, stopped, a full disk, an error.
-    """
-    kinds: list[Callable[[int], Fault]] = [
-        lambda f: kill_between('written', 'committed', fragment=f),
-        lambda f: kill_between('manifest', 'committed', fragment=f),
-        lambda f: disk_full_at(1000, fragment=f),
-        lambda f: fail_at(0, 0, fragment=f),
-        lambda f: stop_at(0, 0, after_s=0.2, fragment=f),
-    ]
-    return (
-        [
-            kinds[(number + seed) % len(kinds)](every * number)
-            for number in range(1, 1 + 1000 // every)
-        ]
-        if every
-        else []
-    )
-
-
 def orders_in(folder: str | Path) -> Path:
     """Where files say which faults are wanted from within."""
     return Path(folder) / 'orders'
 
 
-def app(epochs: int, nodes: int, broken: tuple[Any, ...], orders: Path) -> Any:
+def app(epochs: int, nodes: int, orders: Path) -> Any:
     return freetrain_app(
         max_nodes=nodes,
         total_epochs=epochs,
         scaling=Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
         checkpoints=Checkpoints(every_s=0.2),
         mode=MODE,
-    )(with_ordered_faults(with_faults(counted, *broken), orders))
+    )(with_ordered_faults(counted, orders))
 
 
 def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
@@ -150,10 +126,9 @@ def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
                     refuses_until = time.monotonic() + PAUSE_S
 
 
-def main(folder: str, epochs: str, nodes: str, every: str, seed: str) -> None:
+def main(folder: str, epochs: str, nodes: str, pause_s: str) -> None:
     faulthandler.register(signal.SIGUSR2)  # to see what it waits for, should it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored
-    broken = tuple(faults(int(seed), int(every)))
     provider = BackfillProvider(site=LocalSite(nodes=int(nodes), poll_s=0.2), min_hole_s=1.0)
     orders = orders_in(folder)
     threading.Thread(target=watch_scheduler, args=(provider, orders), daemon=True).start()
@@ -167,8 +142,8 @@ def main(folder: str, epochs: str, nodes: str, every: str, seed: str) -> None:
     )
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=f'{folder}/runinfo')):
         print(
-            app(int(epochs), nodes=int(nodes), broken=broken, orders=orders)(
-                pause_s=0.02 if every != '0' else 0.0, trainer_name=NAME
+            app(int(epochs), nodes=int(nodes), orders=orders)(
+                pause_s=float(pause_s), trainer_name=NAME
             )
             .result()
             .samples

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,6 @@ def site_on(machine: str, **settings: Any) -> BatchSite:
     site = load_site_file(site_files()[machine]).site(**settings)
     assert isinstance(site, BatchSite)
     return site
-
-
-@pytest.fixture
-def utc() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('TZ', 'UTC')
-        time.tzset()
-        yield
-    time.tzset()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import signal
 import socket
 import time
 
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.processes import tcp_sockets
 from parsl_freetrain.testing import Fault, signalling
-from parsl_freetrain.training.checkpoint import fault_hooks
+from parsl_freetrain.training.checkpoint.fault_hooks import SAVING_STAGES
 
 
 def stop_at(rank: int, step: int, *, after_s: float = 0.0, fragment: int | None = 1) -> Fault:
@@ -40,33 +39,12 @@ def kill_between(
     checkpoint: int = 1,
     fragment: int | None = 1,
 ) -> Fault:
-    """A rank that saves gets SIGKILL between two stages of its n-th checkpoint, right after the
-    first of them.
-
-    Parameters
-    ----------
-    after, before
-        Stages: 'begin' (the directory exists), 'written' (the data), 'manifest' (their digests),
-        'before-commit', 'committed' (the marker). If all ranks write, each of them passes after
-        'begin': 'part-begun', 'part-data' (its tensors), 'part-written' (rank 0 has been told).
-    rank
-        Ranks other than 0 save only if the trainer has shapes that divide parameters, and then only
-        up to 'part-written'.
-
-    Raises
-    ------
-    BadInput
-        If they are not stages in this order.
+    """A rank that saves gets SIGKILL between two of ``fault_hooks.SAVING_STAGES`` of its n-th
+    checkpoint, right after the first of them.
     """
-    stages = fault_hooks.SAVING_STAGES
-    if after not in stages or before not in stages or stages.index(after) >= stages.index(before):
-        raise BadInput(
-            f'kill_between({after!r}, {before!r}): name two of the stages '
-            f'{", ".join(stages)}, in this order.'
-        )
-    return Fault(
-        rank, fragment, signalling(signal.SIGKILL, 0.0), stage=after, checkpoint=checkpoint
-    )
+    assert SAVING_STAGES.index(after) < SAVING_STAGES.index(before)
+    kill = signalling(signal.SIGKILL, 0.0)
+    return Fault(rank, fragment, kill, stage=after, checkpoint=checkpoint)
 
 
 def _shut_down_connections() -> None:

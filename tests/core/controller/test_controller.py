@@ -652,8 +652,6 @@ def test_a_name_that_runs_already_is_refused_and_changes_nothing() -> None:
     assert starts(history.ended('net', 1, samples=3)) == {'net': {'n1'}}
 
 
-def test_an_unknown_event_and_an_unknown_metric_are_refused() -> None:
+def test_an_unknown_event_is_refused() -> None:
     with pytest.raises(TypeError, match='does not know the event'):
         ClockedController().tell(ev.Event(0.0))
-    with pytest.raises(BadInput, match="no metric 'loss'"):
-        ClockedController(ControllerSettings(metric='loss'))

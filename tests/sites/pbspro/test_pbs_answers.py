@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +30,7 @@ from parsl_freetrain.sites.pbspro.documents import document
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
 
-
-@pytest.fixture(autouse=True)
-def utc() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('TZ', 'UTC')
-        time.tzset()
-        yield
-    time.tzset()
-
-
+pytestmark = pytest.mark.usefixtures('utc')
 RECORDED = Path(__file__).with_name('recorded')
 NOW = 1699535000  # before the estimates below
 

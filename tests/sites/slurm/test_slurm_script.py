@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,15 +49,6 @@ def site_of(name: str) -> SlurmSite:
     assert isinstance(provider, BackfillProvider)
     assert isinstance(provider.site, SlurmSite)
     return provider.site
-
-
-@pytest.fixture
-def utc() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('TZ', 'UTC')
-        time.tzset()
-        yield
-    time.tzset()
 
 
 @pytest.mark.usefixtures('utc')
