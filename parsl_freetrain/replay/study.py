@@ -140,7 +140,7 @@ class Study(Settings, frozen=True, kw_only=True):
 
     def trace(self) -> Trace:
         # Imported here and below, so that --help needs no pandas.
-        from parsl_freetrain.replay.idle import kind_of, read_trace, synthetic
+        from parsl_freetrain.replay.read import kind_of, read_trace, synthetic
 
         files = {kind: path for kind in KINDS if (path := getattr(self, kind)) is not None}
         if len(files) + (self.synthetic is not None) != 1:

@@ -21,7 +21,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.replay.accounting import Interruption
 from parsl_freetrain.replay.habits import habits_of
-from parsl_freetrain.replay.idle import read_idle
+from parsl_freetrain.replay.read import read_idle
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import read_trainers

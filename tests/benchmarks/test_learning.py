@@ -28,7 +28,7 @@ from parsl_freetrain.core.controller.throughput_profile import (
     shapes,
 )
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.idle import read_idle, synthetic
+from parsl_freetrain.replay.read import read_idle, synthetic
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.trace import Trace

@@ -17,7 +17,7 @@ import pytest
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.idle import read_idle, synthetic
+from parsl_freetrain.replay.read import read_idle, synthetic
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer

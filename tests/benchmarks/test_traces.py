@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.job_table_holes import holes
+from parsl_freetrain.replay.read import read_idle, synthetic
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 

@@ -11,8 +11,8 @@ from matplotlib.image import imread
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.idle import synthetic
 from parsl_freetrain.replay.pictures import draw, draw_sweep, lanes, means
+from parsl_freetrain.replay.read import synthetic
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.sweep import row

@@ -8,7 +8,7 @@ from msgspec import structs
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.idle import synthetic
+from parsl_freetrain.replay.read import synthetic
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.trainers import ReplayTrainer
 from parsl_freetrain.replay.world import CurveLearning

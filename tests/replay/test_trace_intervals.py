@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.idle import read_idle
+from parsl_freetrain.replay.read import read_idle
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from tests.support.properties import holds_for
 

@@ -13,8 +13,8 @@ import pytest
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.accounting_pbs import read_pbs
 from parsl_freetrain.replay.accounting_slurm import read_sacct
-from parsl_freetrain.replay.idle import kind_of, read_trace
 from parsl_freetrain.replay.job_table import JobTable
+from parsl_freetrain.replay.read import kind_of, read_trace
 from parsl_freetrain.replay.swf import read_swf
 
 INF = math.inf
