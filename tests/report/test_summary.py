@@ -171,39 +171,38 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
     assert [tuple(b.name for b in p.bids) for p in asked] == [('a', 'b'), ('late',)]
 
 
-def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) -> None:
-    ledger = Told(tmp_path / 'l.db')
+def pooled(
+    path: Path, pool: str, trainers: dict[str, tuple[str, dict[str, object]]]
+) -> dict[str, float | None]:
+    """The efficiency of trainers, each with its nodes of the pool and its spec, after 50 s."""
+    ledger = Told(path)
     ledger.begin_run('r0', at=0)
-    ledger.offered([(n, 0, None) for n in 'uvwxyz'])
-    for name, nodes in (('a', 'uv'), ('b', 'wx'), ('c', 'yz')):
-        spec = (
-            {}
-            if name == 'a'
-            else {'curve': {'nodes': [1, 6], 'rate': [1, 6] if name == 'b' else [500, 3000]}}
-        )
-        ledger.submitted(name, at=0, spec=spec | {'max_nodes': 6}, total_samples=9)
-        ledger.fragment_decided(name, 1, at=0, nodes=list(nodes))
-        ledger.fragment_started(name, 1, at=0, samples=0)
-    ledger.commit()
-    with Journal(tmp_path / 'l.db') as journal:
-        found = efficiency(journal.history(), 50.0, MilpAllocator()).by_trainer
-    ledger.close()
-    assert found == {name: pytest.approx(1.0) for name in 'abc'}
-
-
-def test_equal_trainers_take_turns_with_an_odd_node(tmp_path: Path) -> None:
-    ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=0)
-    ledger.offered([(n, 0, None) for n in 'vwxyz'])
-    spec = {'max_nodes': 4, 'curve': {'nodes': [1, 2, 3, 4], 'rate': [1, 1.9, 2, 3.4]}}
-    for name, nodes in (('a', 'vw'), ('b', 'xy')):
+    ledger.offered([(node, 0, None) for node in pool])
+    for name, (nodes, spec) in trainers.items():
         ledger.submitted(name, at=0, spec=spec, total_samples=9)
         ledger.fragment_decided(name, 1, at=0, nodes=list(nodes))
         ledger.fragment_started(name, 1, at=0, samples=0)
     ledger.commit()
-    with Journal(tmp_path / 'l.db') as journal:
+    with Journal(path) as journal:
         found = efficiency(journal.history(), 50.0, MilpAllocator()).by_trainer
     ledger.close()
+    return found
+
+
+def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) -> None:
+    one, other = ({'nodes': [1, 6], 'rate': [rate, 6 * rate]} for rate in (1, 500))
+    trainers: dict[str, tuple[str, dict[str, object]]] = {
+        'a': ('uv', {'max_nodes': 6}),
+        'b': ('wx', {'max_nodes': 6, 'curve': one}),
+        'c': ('yz', {'max_nodes': 6, 'curve': other}),
+    }
+    found = pooled(tmp_path / 'l.db', 'uvwxyz', trainers)
+    assert found == {name: pytest.approx(1.0) for name in 'abc'}
+
+
+def test_equal_trainers_take_turns_with_an_odd_node(tmp_path: Path) -> None:
+    spec = {'max_nodes': 4, 'curve': {'nodes': [1, 2, 3, 4], 'rate': [1, 1.9, 2, 3.4]}}
+    found = pooled(tmp_path / 'l.db', 'vwxyz', {'a': ('vw', spec), 'b': ('xy', spec)})
     assert found == {name: pytest.approx(1.9 / ((1 + 3.4) / 2)) for name in 'ab'}
 
 

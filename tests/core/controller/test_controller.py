@@ -106,14 +106,6 @@ def test_joining_nodes_start_a_fragment_and_the_checkpoint_carries_over() -> Non
     )
 
 
-def test_a_resumed_trainer_goes_on_counting() -> None:
-    history = ClockedController()
-    history.join('b', 'n1')
-    assert history.submit('net', samples=500, fragments=7) == (
-        StartFragment('net', 8, ('n1',), None, 500),
-    )
-
-
 def test_leaving_nodes_abandon_their_fragment_and_the_next_one_takes_what_is_left() -> None:
     history = ClockedController()
     history.submit('net')
@@ -155,15 +147,6 @@ def test_names_that_begin_alike_are_different() -> None:
         (StopFragment('t1', 1, 'cancelled'),),
     )
     assert not history.controller.state.trainers['t10'].dismissed
-
-
-def test_fewer_nodes_than_the_minimum_wait() -> None:
-    history = ClockedController()
-    history.submit('net', low=3)
-    assert history.join('b', 'n1', 'n2') == ()
-    assert starts(history.join('c', 'm1')) == {'net': {'n1', 'n2', 'm1'}}
-    history.leave('n1')
-    assert history.ended('net', 1, Ending.PREEMPTED) == ()
 
 
 def test_events_that_are_late_or_unknown_change_nothing() -> None:
@@ -241,16 +224,6 @@ def test_a_new_trainer_shares_what_there_is() -> None:
     assert history.submit('b') == (StopFragment('a', 1, 'rescale from 4 to 2 nodes'),)
     assert history.tick() == ()
     assert counts(history.ended('a', 1)) == {'a': 2, 'b': 2}
-
-
-def test_a_fragment_that_was_told_to_stop_is_not_told_again() -> None:
-    history = ClockedController()
-    history.submit('net')
-    history.join('b', 'n1')
-    assert history.join('c', 'm1') == (StopFragment('net', 1, 'rescale from 1 to 2 nodes'),)
-    assert history.join('d', 'o1') == ()
-    assert history.tell(ev.BlockEndKnown(history.at, 'b', history.at + 60)) == ()
-    assert starts(history.ended('net', 1)) == {'net': {'n1', 'm1', 'o1'}}
 
 
 def test_by_speedup_trainers_of_unlike_sample_sizes_share() -> None:
@@ -354,24 +327,6 @@ def test_where_blocks_cannot_talk_everybody_keeps_to_the_block_meant_for_it() ->
 
 
 # Known ends
-
-
-def test_the_deadline_is_the_first_end_among_the_nodes() -> None:
-    history = ClockedController()
-    history.join('b', 'n1', until_s=100.0)
-    history.join('c', 'm1', until_s=80.0)
-    history.join('d', 'o1')
-    (action,) = history.submit('net')
-    assert isinstance(action, StartFragment)
-    assert action.deadline_s == 80.0
-    assert set(action.nodes) == {'n1', 'm1', 'o1'}
-
-
-def test_nodes_with_little_time_left_are_not_used() -> None:
-    history = ClockedController(ControllerSettings(min_hole_s=5.0))
-    history.submit('net')
-    assert history.join('b', 'n1', until_s=100.0, after=95.5) == ()
-    assert history.join('c', 'm1', until_s=100.5) == (StartFragment('net', 1, ('m1',), 100.5, 0),)
 
 
 def test_a_fragment_about_to_end_by_itself_is_not_stopped() -> None:
