@@ -25,15 +25,9 @@ ROUND_SAMPLES = 'round_samples'
 
 
 class Nesterov(Settings, frozen=True, kw_only=True):
-    """An outer step of SGD with Nesterov momentum, as of ``torch.optim.SGD(nesterov=True)``. Its
-    gradient is the mean over the replicas of what a round has changed, with the sign turned.
-
-    Attributes
-    ----------
-    lr
-        Learning rate of the outer step.
-    momentum
-        Its momentum.
+    """An outer step of SGD with learning rate ``lr`` and Nesterov ``momentum``, as of
+    ``torch.optim.SGD(nesterov=True)``. Its gradient is the mean over the replicas of what a round
+    has changed, with the sign turned.
     """
 
     lr: Positive = 0.7
