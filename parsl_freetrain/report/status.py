@@ -43,8 +43,7 @@ class TrainerNow:
     shape: str | None = None  # how its ranks share the work; None: no nodes, or no shapes
     resumes: int = 0  # with verified: as of its last checkpoint
     verified: int = 0
-    # of a training in replicas: the rounds that all have ended, and those that have ended one more;
-    # None: it has no rounds, or their length is not known yet
+    # of replicas: the rounds that all have ended, how many have ended one more, and of how many
     rounds: tuple[int, int, int] | None = None
 
     @property

@@ -72,9 +72,8 @@ def _of_all(replicas: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of a training: the first replica's with the counts of all, each with its share."""
     first = dict(replicas[0])
     for key in first.keys() - {'samples_expected', 'state', 'why'}:
-        first[key] = sum(row[key] for row in replicas)
-    for key in ('samples', 'samples_repeated'):
-        first[key] //= len(replicas)
+        share = len(replicas) if key in ('samples', 'samples_repeated') else 1
+        first[key] = sum(row[key] for row in replicas) // share
     return first
 
 

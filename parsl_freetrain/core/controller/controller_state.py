@@ -172,10 +172,10 @@ class Rounds:
 
     def see(self, trainer: Trainer, samples: float) -> None:
         if trainer.training:
-            self._samples.setdefault(trainer.training, {})[trainer.name] = samples
-
-    def forget(self, trainer: Trainer) -> None:
-        self._samples.pop(trainer.training, None)
+            known = self._samples.setdefault(trainer.training, {})
+            known[trainer.name] = samples
+            if min(known.values()) == math.inf:  # all have ended
+                del self._samples[trainer.training]
 
     def waits(self, trainer: Trainer, samples: int) -> bool:
         """Whether it is at the end of a round that others have not trained yet."""
@@ -281,10 +281,7 @@ class ControllerState:
         return min([self.budgets.next_spent(), *self._pausing.values()])
 
     def remove(self, name: str) -> None:
-        trainer = self.trainers.pop(name).trainer
-        self._rounds.see(trainer, math.inf)
-        if not self.siblings(trainer):
-            self._rounds.forget(trainer)
+        self._rounds.see(self.trainers.pop(name).trainer, math.inf)
         self._leaving.pop(name, None)
         self._withdraw(name)
 

@@ -82,10 +82,9 @@ class OuterWeights:
         found = {name: tensors[name].detach().cpu() for name in _once(tensors, weights)}
         found |= {n: t.to(_precise(t.dtype)) for n, t in found.items() if n in weights}
         if (there := self.find(0)) is None:
-            own = found.__getitem__
-            every = (Piece(n, t.dtype, tuple(t.shape), partial(own, n)) for n, t in found.items())
-            self._commit([*every], 0, 0)
-            return
+            own, every = found.__getitem__, found.items()
+            pieces = [Piece(n, t.dtype, tuple(t.shape), partial(own, n)) for n, t in every]
+            return self._commit(pieces, 0, 0)
         reader = _reader(there)
         known = reader.shapes()
         for name, tensor in found.items():
@@ -119,24 +118,16 @@ class OuterWeights:
             layout = layout_of(pieces)
             blocks = write_hashed(folder / _FILE, layout.content())
             places = {name: (_FILE, *place) for name, place in layout.places.items()}
-            entries = {
-                p.name: Entry(
-                    str(p.dtype).removeprefix('torch.'),
-                    p.shape,
-                    (Chunk((0,) * len(p.shape), p.shape, places[p.name]),),
-                )
-                for p in pieces
-            }
+            entries = {}
+            for p in pieces:
+                chunk = Chunk((0,) * len(p.shape), p.shape, places[p.name])
+                entries[p.name] = Entry(str(p.dtype).removeprefix('torch.'), p.shape, (chunk,))
             torch.save({}, rest := io.BytesIO())
             files = {_FILE: (layout.nbytes, blocks)}
             return write_contents(folder, [Contents(entries, files, rest.getvalue())])
 
-        made = self._store.save(
-            write,
-            samples=samples,
-            fragment=self._replica + 1,
-            metrics={ROUND_SAMPLES: float(length)} if length else {},
-        )
+        how = {ROUND_SAMPLES: float(length)}
+        made = self._store.save(write, samples=samples, fragment=self._replica + 1, metrics=how)
         first = self.find(samples)
         if first and Contents.read(first).files != Contents.read(Path(made.path)).files:
             raise FreeTrainError(

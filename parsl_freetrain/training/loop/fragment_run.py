@@ -29,7 +29,7 @@ from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.loop import body, unknown_state, update_guard
+from parsl_freetrain.training.loop import body, rounds, unknown_state, update_guard
 from parsl_freetrain.training.loop.averages import (
     PreparedAverage,
     take_averages,
@@ -50,8 +50,6 @@ from parsl_freetrain.training.loop.loss import Loss, check
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.rehearsed import RehearsedSteps
-from parsl_freetrain.training.loop.rounds import begin_rounds, next_round, tell_round
-from parsl_freetrain.training.loop.rounds import refuse as refuse_in_rounds
 from parsl_freetrain.training.loop.training_loop import TrainingLoop
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
@@ -91,7 +89,7 @@ class FragmentRun:
         return self.state.reports.in_micro_batch
 
     def finish_early(self, reason: str) -> None:
-        refuse_in_rounds(self.order, 'ctx.finish_early', 'replicas end with the total')
+        rounds.refuse(self.order, 'ctx.finish_early', 'replicas end with the total')
         self.state.finishing = reason
 
     def user_state(self) -> UserState:
@@ -110,10 +108,10 @@ class FragmentRun:
             )
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
         others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
-        self.saved = next_round(self.parts, self.state)
+        self.saved = rounds.next_round(self.parts, self.state)
         self.parts = replace(self.parts, saved=self.saved)
         self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
-        begin_rounds(self.parts, self.model.prepared)
+        rounds.begin_rounds(self.parts, self.model.prepared)
         prepared, steps = self.model.prepared, self.model.steps
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
@@ -251,7 +249,7 @@ class FragmentRun:
         batches = source.batches(self.state.samples, span, spec)
         if self._epochs is not None:
             self._look = batches.look
-        tell_round(self.parts, batches, span.total)
+        rounds.tell_round(self.parts, batches, span.total)
         model.steps.limit(micro_batch, batches.order.batch_size // batches.replicas)
         base, in_epoch, order_at = batches.base, batches.order.epoch_size, source.order_at
 
@@ -303,7 +301,7 @@ class FragmentRun:
             self.model.carried.look((*self._handed, *data), self.model.prepared)
 
     def begin_epochs(self) -> EpochLoop:
-        refuse_in_rounds(self.order, 'ctx.epochs', 'say ctx.loop once, and ctx.each_epoch(fn)')
+        rounds.refuse(self.order, 'ctx.epochs', 'say ctx.loop once, and ctx.each_epoch(fn)')
         if self.model is None or self.loop is not None or self._epochs is not None:
             raise BadInput(
                 'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '

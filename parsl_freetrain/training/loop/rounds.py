@@ -65,9 +65,8 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
         state.phase = Phase.FINISHED
         raise FragmentEnd
     weights = _weights(order)
-    path = parts.peers.broadcast_object(
-        'outer', lambda: _after(weights, order, diloco, there.samples, length)
-    )
+    what = weights, order, diloco, there.samples, length
+    path = parts.peers.broadcast_object('outer', lambda: _after(*what))
     if not path:
         print(f'Not all replicas have ended round {there.round_ended}')
         state.phase = Phase.STOPPED
