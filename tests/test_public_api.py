@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import sys
 from typing import Any
 
@@ -110,3 +111,23 @@ def test_what_cannot_be_used_is_a_sentence(make: Any, said: str) -> None:
         make()
     assert str(caught.value).count('\n') == 0
     assert str(caught.value).endswith('.')
+
+
+def test_modules_keep_the_names_by_which_scripts_outside_import_from_them() -> None:
+    for place in (
+        'core.model.errors:BadInput',
+        'executor.fragment.fragment_state:RunningFragment',
+        'executor.fragment.watchdog',
+        'executor.settings:Timeouts',
+        'replay.read:read_trace',
+        'sites.batch.demand:needs',
+        'sites.idle_schedule:Schedule',
+        'sites.slurm.site:SlurmSite',
+        'testing:with_faults',
+        'training.checkpoint.block_digests:digest',
+        'training.checkpoint.folder_claim:claim',
+        'training.checkpoint.manifest:Damaged',
+        'training.checkpoint.store:PosixCheckpointStore',
+        'training.spec.retention:Retention',
+    ):
+        assert pkgutil.resolve_name(f'parsl_freetrain.{place}')

@@ -46,7 +46,8 @@ def _job(job: dict[str, Any]) -> BatchJob:
     # 22.05: one word, or nothing; later a list of words.
     shared = job.get('shared') or ()
     words = (shared,) if isinstance(shared, str) else shared
-    whole = {'none', 'user', 'mcs', 'topo'}.intersection(words)
+    whole = bool({'none', 'user', 'mcs', 'topo'}.intersection(words))
+    whole |= not words and 'segment_size' in job  # 26.05 does not tell it: nodes are given back
     per_cpu, per_node = (_number(job.get(f'memory_per_{unit}')) or 0.0 for unit in ('cpu', 'node'))
     return BatchJob(
         str(job['job_id']),
