@@ -46,44 +46,52 @@ def packed(
     Of objects and dicts that the function makes again, it is what can be saved; otherwise it raises
     NotPlain.
     """
-    live, numbers, around = how.live, dict[int, int](), set[int]()
     room = [_MOST, _MOST_BYTES] if room is None else room
+    return _Packer(how, unchanged, room).pack(one, True)
 
-    def tensor(one: torch.Tensor) -> Any:
-        if not numbers:
-            numbers.update(
-                (t.data_ptr(), i) for i, t in enumerate(live) if is_plain(t) and t.numel()
+
+class _Packer:
+    """What :func:`packed` does, with what it knows of one value."""
+
+    def __init__(self, how: How, unchanged: Collection[str], room: list[int]) -> None:
+        self._how, self._unchanged, self._room = how, unchanged, room
+        self._numbers, self._around = dict[int, int](), set[int]()
+
+    def _tensor(self, one: torch.Tensor) -> Any:
+        if not self._numbers:
+            self._numbers.update(
+                (t.data_ptr(), i) for i, t in enumerate(self._how.live) if is_plain(t) and t.numel()
             )
-        if is_plain(one) and one.data_ptr() in numbers:
-            i = numbers[one.data_ptr()]
-            if one.shape != live[i].shape:
+        if is_plain(one) and one.data_ptr() in self._numbers:
+            i = self._numbers[one.data_ptr()]
+            if one.shape != self._how.live[i].shape:
                 raise NotPlain('a part of a model')
-            return 'live', i, one is live[i]
+            return 'live', i, one is self._how.live[i]
         if one.is_leaf and one.requires_grad:
             raise NotPlain('a tensor that is trained')
         plain = one.detach().clone()
         return plain if plain.device.type == 'cpu' else ('device', plain)
 
-    def container(one: Any, there: bool) -> Any:
+    def _container(self, one: Any, there: bool) -> Any:
         kind, inner = type(one), one.values() if isinstance(one, dict) else one
         plain = _SCALARS.issuperset(map(type, inner))
-        take(len(one) if plain else 0, 0)
+        self._take(len(one) if plain else 0, 0)
         if isinstance(one, dict):
-            found = dict(one) if plain else parts(one, there)
+            found = dict(one) if plain else self._parts(one, there)
             plain_kind = kind if kind in (OrderedDict, Counter) else dict
             return 'dict' if len(found) == len(one) else 'items', plain_kind(found)
-        values = [*inner] if plain else [*map(pack, inner)]
+        values = [*inner] if plain else [*map(self.pack, inner)]
         if isinstance(one, deque):
             return 'deque', values, one.maxlen
         if kind not in (list, set, tuple):
             raise NotPlain(f'a {kind.__name__}')
         return kind.__name__, values
 
-    def parts(named: dict[Any, Any], there: bool, objects: bool = False) -> dict[Any, Any]:
+    def _parts(self, named: dict[Any, Any], there: bool, objects: bool = False) -> dict[Any, Any]:
         found = {}
         for key, value in named.items():
             try:
-                found[key] = pack(value, objects)
+                found[key] = self.pack(value, objects)
             except TooLarge:
                 raise
             except NotPlain:
@@ -91,44 +99,42 @@ def packed(
                     raise
         return found
 
-    def take(elements: int, size: int) -> None:
-        room[0], room[1] = room[0] - elements, room[1] - size
-        if min(room) < 0:
+    def _take(self, elements: int, size: int) -> None:
+        self._room[0], self._room[1] = self._room[0] - elements, self._room[1] - size
+        if min(self._room) < 0:
             raise TooLarge(f'more than {_MOST:,} elements or {_MOST_BYTES >> 30} GiB')
 
-    def pack(one: Any, there: bool = False) -> Any:
-        take(1, one.nbytes if isinstance(one, (torch.Tensor, np.ndarray)) else 0)
+    def pack(self, one: Any, there: bool = False) -> Any:
+        self._take(1, one.nbytes if isinstance(one, (torch.Tensor, np.ndarray)) else 0)
         if type(one) in _SCALARS:
             return one
         if isinstance(one, torch.Tensor):
-            return tensor(one)
+            return self._tensor(one)
         if isinstance(one, np.ndarray) and one.dtype.kind in 'biufc':
             return 'numpy', torch.from_numpy(one.copy())
         if isinstance(one, np.generic):
-            return pack(one.item())
-        if id(one) in around:
+            return self.pack(one.item())
+        if id(one) in self._around:
             raise NotPlain('what refers to itself')
-        around.add(id(one))
+        self._around.add(id(one))
         try:
             if isinstance(one, CONTAINERS):
-                return container(one, there)
-            return thing(one, there)
+                return self._container(one, there)
+            return self._thing(one, there)
         finally:
-            around.remove(id(one))
+            self._around.remove(id(one))
 
-    def thing(one: Any, there: bool) -> Any:
-        top, name, own = around == {id(one)}, type(one).__name__, attributes(one)
+    def _thing(self, one: Any, there: bool) -> Any:
+        top, name, own = self._around == {id(one)}, type(one).__name__, attributes(one)
         kept = top or (there and not isinstance(one, torch.nn.Module))
-        if has_state(one) and kept and id(one) not in how.known:
-            return 'state', pack(one.state_dict())
+        if has_state(one) and kept and id(one) not in self._how.known:
+            return 'state', self.pack(one.state_dict())
         if own is None or has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
             raise NotPlain(f'a {name}')
-        if not there and how.find(name) is not type(one):
+        if not there and self._how.find(name) is not type(one):
             raise NotPlain(f'a {name}')
-        changed = {key: value for key, value in own.items() if not (top and key in unchanged)}
-        return 'object', parts(changed, there, there), name
-
-    return pack(one, True)
+        changed = {key: value for key, value in own.items() if not (top and key in self._unchanged)}
+        return 'object', self._parts(changed, there, there), name
 
 
 def unpacked(packed: Any, now: Any, how: How) -> Any:
