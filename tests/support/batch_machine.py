@@ -234,6 +234,7 @@ class Machine:
     def _environment(self, number: str, job: Job, now: float) -> dict[str, str]:
         nodes = str(self.folder / 'jobs' / f'{number}.nodes')
         return {
+            'MACHINE_NODEFILE': nodes,
             'COBALT_JOBID': number,
             'COBALT_NODEFILE': nodes,
             'COBALT_STARTTIME': str(int(now)),

@@ -121,7 +121,7 @@ def bqueues(machine: Machine, arguments: list[str]) -> int:
 
 def blaunch(machine: Machine, arguments: list[str]) -> int:
     hosts = arguments[1].split()
-    return launch(os.environ['PBS_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
+    return launch(os.environ['MACHINE_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
 
 
 COMMANDS: dict[str, Command] = {
