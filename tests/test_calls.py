@@ -167,7 +167,8 @@ def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: 
 
 
 PROGRAM = """
-import sys, parsl
+import signal, sys, parsl
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup around the tests ignores
 from parsl.config import Config
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite
 from tests.test_calls import train
