@@ -64,6 +64,8 @@ def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
         return _of_function(value)
     if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
         return ()
+    if hasattr(type(value), 'skip') and hasattr(type(value), '__iter__'):
+        return ()  # a stream that finds any place by itself: its generators are its own
     found = [(f'.{key}', one) for key, one in getattr(value, '__dict__', {}).items()]
     kinds = type(value).__mro__
     for kind in kinds:

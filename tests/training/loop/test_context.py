@@ -171,7 +171,7 @@ def run(
         (loops_unprepared, 'before ctx.prepare'),
         (loops_too_often, 'write that as for epoch in ctx.epochs()'),
         (loops_within_a_loop, 'left ctx.loop after 0 of 16 samples'),
-        (never_steps, 'the next batch before the first one was trained'),
+        (never_steps, 'ended without a single optimizer.step()'),
         (never_loops, 'returned without ctx.loop'),
         (breaks, 'left ctx.loop after 4 of 16 samples'),
         (steps_twice, 'called twice in one iteration'),
