@@ -38,6 +38,7 @@ def _job(job: dict[str, Any]) -> BatchJob:
         lacks = 'does not tell the planned nodes of pending jobs'
         raise NotUnderstood(f'the document of squeue --json {lacks}')
     word = next((more for more in state[1:] if more in _MORE), state[0])
+    reason = job.get('state_description') or job['state_reason']  # as squeue does in its text
     end = _number(job['end_time'])
     preempted = _number(job.get('preempt_time', 0))
     nodes = int(_number(job['node_count']) or 0)
@@ -47,7 +48,7 @@ def _job(job: dict[str, Any]) -> BatchJob:
     shared = job.get('shared') or ()
     words = (shared,) if isinstance(shared, str) else shared
     whole = bool({'none', 'user', 'mcs', 'topo'}.intersection(words))
-    whole |= not words and 'segment_size' in job  # 26.05 does not tell it: nodes are given back
+    whole |= not words and 'container_type' in job  # 26.05 does not tell it: nodes are given back
     per_cpu, per_node = (_number(job.get(f'memory_per_{unit}')) or 0.0 for unit in ('cpu', 'node'))
     return BatchJob(
         str(job['job_id']),
@@ -59,12 +60,12 @@ def _job(job: dict[str, Any]) -> BatchJob:
         expand(job.get('scheduled_nodes') or ''),
         expand(job.get('nodes') or ''),
         job['user_name'],
-        'Preempted' if preempted else job['state_reason'],
+        'Preempted' if preempted else reason,
         job['name'],
         int(_number(job.get('restart_cnt', 0)) or 0),
         limit_s=None if (minutes := _number(job.get('time_limit'))) is None else 60 * minutes,
         priority=_number(job.get('priority')) or 0.0,
-        blocked=is_blocked(job['state_reason'], job.get('resv_name') or ''),
+        blocked=is_blocked(reason, job.get('resv_name') or ''),
         only=expand(job.get('required_nodes') or ''),
         excluded=expand(job.get('excluded_nodes') or ''),
         features=choices_of(job.get('features') or '', f'{gres},{of_job}'),
