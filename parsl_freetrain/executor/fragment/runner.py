@@ -133,7 +133,8 @@ class FragmentRunner(Subscriber):
         record, endpoint, action = self.records[fragment.name], self._endpoint, fragment.action
         spec, at = record.spec.with_ranks(fragment.ranks_per_node), self._clock()
         shapes = spec.shapes.get(len(fragment.members))
-        if record.changed_at == fragment.checkpoint.path and isinstance(spec.mode, Reproducible):
+        changed = record.changed_at and record.changed_at == fragment.checkpoint.path
+        if changed and isinstance(spec.mode, Reproducible):
             # Its first step need not be the one that the checkpoint foresaw.
             mode = structs.replace(spec.mode, on_difference='warn')
             spec = structs.replace(spec, mode=mode)
