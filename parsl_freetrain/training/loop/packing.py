@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -138,13 +139,26 @@ class _Packer:
 
 
 def unpacked(packed: Any, now: Any, how: How) -> Any:
-    """The value, in the place of ``now`` where that is of its kind: others may refer to it."""
+    """The value, in the place of ``now`` where that is of its kind, and what is in it likewise:
+    others may refer to it.
+    """
+    live = {one.data_ptr() for one in how.live if is_plain(one)}
+    used = set[int]()
+
+    def inner_of(packed: Any, now: Any) -> Any:
+        """A tensor or array in a container may be anybody's, and a thing be there twice."""
+        kind = packed[2] if isinstance(packed, tuple) and packed[0] == 'object' else ''
+        same = isinstance(now, CONTAINERS) if not kind else type(now).__name__ == kind
+        taken = same and id(now) not in used
+        used.add(id(now))
+        return unpack(packed, now if taken else None)
 
     def unpack(packed: Any, now: Any = None) -> Any:
         if isinstance(packed, torch.Tensor):
             kind = packed.shape, packed.dtype
             alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == kind
             taken = alike and not (now.requires_grad or now.is_inference())
+            taken = taken and not (is_plain(now) and now.data_ptr() in live)
             return now.copy_(packed) if taken else packed.clone()
         if not isinstance(packed, tuple):
             return packed
@@ -167,7 +181,7 @@ def unpacked(packed: Any, now: Any, how: How) -> Any:
             made = attributes(now) is None
             one = object.__new__(how.find(packed[2])) if made else now
             for key, value in inner.items():
-                if made or key in vars(one):
+                if made or key in vars(one) or type(one).__name__ == packed[2]:
                     object.__setattr__(one, key, unpack(value, vars(one).get(key)))
             return one
         if kind == 'items':
@@ -175,13 +189,15 @@ def unpacked(packed: Any, now: Any, how: How) -> Any:
                 now[key] = unpack(value, now.get(key))
             return now
         if kind == 'dict':
-            new = type(inner)({key: unpack(one) for key, one in inner.items()})
+            old = now if isinstance(now, dict) else {}
+            new = type(inner)({key: inner_of(one, old.get(key)) for key, one in inner.items()})
             if isinstance(now, dict):
                 now.clear()
                 now.update(new)
                 return now
             return new
-        values = [*map(unpack, inner)]
+        olds = [*now] if isinstance(now, (list, tuple, deque)) else []
+        values = [inner_of(one, old) for one, old in zip_longest(inner, olds[: len(inner)])]
         if isinstance(now, (list, deque)) and kind in ('list', 'deque'):
             now.clear()
             now.extend(values)
