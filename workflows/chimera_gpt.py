@@ -15,18 +15,18 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from parsl_freetrain import Shape, load_weights
 from parsl_freetrain.training.parallel.pipeline import Pipeline
 from workflows.divided import DIVIDED, WHOLE, losses, main_of, train
+from workflows.manual_text import Windows, manual
 
 if TYPE_CHECKING:
     from parsl_freetrain import FragmentContext
@@ -43,25 +43,8 @@ def corpus() -> tuple[Tensor, Tensor, str]:
     """The manual's letters as numbers for training and (the last twentieth) for testing; and the
     letters.
     """
-    text = '\n\n'.join(topics[name] for name in sorted(topics))
-    letters = ''.join(sorted(set(text)))
-    number_of = {letter: number for number, letter in enumerate(letters)}
-    numbers = torch.tensor([number_of[letter] for letter in text], dtype=torch.uint8)
-    return numbers[: -len(text) // 20], numbers[-len(text) // 20 :], letters
-
-
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive pieces of a text, each with the same piece shifted by one letter."""
-
-    def __init__(self, numbers: Tensor, length: int) -> None:
-        self.numbers, self.length = numbers, length
-
-    def __len__(self) -> int:
-        return (len(self.numbers) - 1) // self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        piece = self.numbers[index * self.length : (index + 1) * self.length + 1].long()
-        return piece[:-1], piece[1:]
+    numbers, letters = manual()
+    return numbers[: -len(numbers) // 20], numbers[-len(numbers) // 20 :], letters
 
 
 class Embedding(nn.Module):

@@ -4,40 +4,18 @@ and not the workflow, which takes longer than a piece of a round.
 
 from __future__ import annotations
 
-from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+
+from workflows.manual_text import Windows, manual
 
 if TYPE_CHECKING:
     from parsl_freetrain import FragmentContext
 
 UNSEEN = 64  # windows of text for the test
-
-
-def corpus() -> tuple[Tensor, str]:
-    """The letters of Python's ``help()`` as numbers, and which letters there are."""
-    text = '\n\n'.join(topics[name] for name in sorted(topics))
-    letters = ''.join(sorted(set(text)))
-    number_of = {letter: number for number, letter in enumerate(letters)}
-    return torch.tensor([number_of[letter] for letter in text], dtype=torch.uint8), letters
-
-
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive pieces of a text, each with the same piece shifted by one letter."""
-
-    def __init__(self, numbers: Tensor, length: int) -> None:
-        self.numbers, self.length = numbers, length
-
-    def __len__(self) -> int:
-        return (len(self.numbers) - 1) // self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        piece = self.numbers[index * self.length : (index + 1) * self.length + 1].long()
-        return piece[:-1], piece[1:]
 
 
 class Gpt(nn.Module):
@@ -67,7 +45,7 @@ def train_gpt(
     ctx: FragmentContext, width: int, blocks: int, length: int, batch_size: int
 ) -> dict[str, float]:
     """Train; returns the loss on text that was not trained."""
-    numbers, letters = corpus()
+    numbers, letters = manual()
     test = length * UNSEEN + 1
     net: Any = Gpt(len(letters), length, width, blocks)
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=3e-3, betas=(0.9, 0.98))

@@ -45,9 +45,10 @@ from parsl_freetrain import (
 from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.protocols import Site
-from workflows.chimera_gpt import Windows, corpus, loss_of
+from workflows.chimera_gpt import corpus, loss_of
 from workflows.command import output_folder, refuse_to_wait, result, set_aside
 from workflows.divided import strike
+from workflows.manual_text import Windows
 
 if TYPE_CHECKING:
     from parsl_freetrain import FragmentContext
