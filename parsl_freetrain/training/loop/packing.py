@@ -142,31 +142,28 @@ def unpacked(packed: Any, now: Any, how: How) -> Any:
     """The value, in the place of ``now`` where that is of its kind, and what is in it likewise:
     others may refer to it.
     """
-    live = {one.data_ptr() for one in how.live if is_plain(one)}
-    used = set[int]()
+    return _Unpacker(how).unpack(packed, now)
 
-    def inner_of(packed: Any, now: Any) -> Any:
-        """A tensor or array in a container may be anybody's, and a thing be there twice."""
-        kind = packed[2] if isinstance(packed, tuple) and packed[0] == 'object' else ''
-        same = isinstance(now, CONTAINERS) if not kind else type(now).__name__ == kind
-        taken = same and id(now) not in used
-        used.add(id(now))
-        return unpack(packed, now if taken else None)
 
-    def unpack(packed: Any, now: Any = None) -> Any:
+class _Unpacker:
+    """What :func:`unpacked` does, with what it knows of one value."""
+
+    def __init__(self, how: How) -> None:
+        self._how, self._used = how, set[int]()
+
+    def unpack(self, packed: Any, now: Any = None) -> Any:
         if isinstance(packed, torch.Tensor):
             kind = packed.shape, packed.dtype
             alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == kind
-            taken = alike and not (now.requires_grad or now.is_inference())
-            taken = taken and not (is_plain(now) and now.data_ptr() in live)
+            taken = alike and not (now.requires_grad or now.is_inference() or self._is_live(now))
             return now.copy_(packed) if taken else packed.clone()
         if not isinstance(packed, tuple):
             return packed
         kind, inner = packed[:2]
         if kind == 'live':
-            return how.live[inner] if packed[2] else how.live[inner].detach()
+            return self._how.live[inner] if packed[2] else self._how.live[inner].detach()
         if kind == 'device':
-            return unpack(inner, now).to(how.device)
+            return self.unpack(inner, now).to(self._how.device)
         if kind == 'numpy':
             array = inner.numpy()
             if isinstance(now, np.ndarray) and (now.shape, now.dtype) == (array.shape, array.dtype):
@@ -175,29 +172,49 @@ def unpacked(packed: Any, now: Any, how: How) -> Any:
             return array.copy()
         if kind == 'state':
             if has_state(now):
-                now.load_state_dict(unpack(inner))
+                now.load_state_dict(self.unpack(inner))
             return now
         if kind == 'object':
-            made = attributes(now) is None
-            one = object.__new__(how.find(packed[2])) if made else now
-            for key, value in inner.items():
-                if made or key in vars(one) or type(one).__name__ == packed[2]:
-                    object.__setattr__(one, key, unpack(value, vars(one).get(key)))
-            return one
+            return self._object(inner, now, packed[2])
         if kind == 'items':
             for key, value in inner.items() if isinstance(now, dict) else ():
-                now[key] = unpack(value, now.get(key))
+                now[key] = self.unpack(value, now.get(key))
             return now
+        return self._container(packed, now)
+
+    def _is_live(self, one: torch.Tensor) -> bool:
+        """Whether it is, or is a part of, what is trained."""
+        live = (t.data_ptr() for t in self._how.live if is_plain(t))
+        return is_plain(one) and one.data_ptr() in live
+
+    def _object(self, inner: dict[str, Any], now: Any, name: str) -> Any:
+        made = attributes(now) is None
+        one = object.__new__(self._how.find(name)) if made else now
+        for key, value in inner.items():
+            if key in vars(one) or type(one).__name__ == name:
+                object.__setattr__(one, key, self.unpack(value, vars(one).get(key)))
+        return one
+
+    def _inner(self, packed: Any, now: Any) -> Any:
+        """A tensor or array in a container may be anybody's, and a thing be there twice."""
+        kind = packed[2] if isinstance(packed, tuple) and packed[0] == 'object' else ''
+        same = type(now).__name__ == kind if kind else isinstance(now, CONTAINERS)
+        taken = same and id(now) not in self._used
+        self._used.add(id(now))
+        return self.unpack(packed, now if taken else None)
+
+    def _container(self, packed: Any, now: Any) -> Any:
+        kind, inner = packed[:2]
         if kind == 'dict':
             old = now if isinstance(now, dict) else {}
-            new = type(inner)({key: inner_of(one, old.get(key)) for key, one in inner.items()})
-            if isinstance(now, dict):
-                now.clear()
-                now.update(new)
-                return now
-            return new
-        olds = [*now] if isinstance(now, (list, tuple, deque)) else []
-        values = [inner_of(one, old) for one, old in zip_longest(inner, olds[: len(inner)])]
+            new = type(inner)({key: self._inner(one, old.get(key)) for key, one in inner.items()})
+            if not isinstance(now, dict):
+                return new
+            now.clear()
+            now.update(new)
+            return now
+        olds = [*now][: len(inner)] if isinstance(now, (list, tuple, deque)) else []
+        values = [self._inner(one, old) for one, old in zip_longest(inner, olds)]
         if isinstance(now, (list, deque)) and kind in ('list', 'deque'):
             now.clear()
             now.extend(values)
@@ -205,5 +222,3 @@ def unpacked(packed: Any, now: Any, how: How) -> Any:
         if kind == 'deque':
             return deque(values, packed[2])
         return values if kind == 'list' else tuple(values) if kind == 'tuple' else set(values)
-
-    return unpack(packed, now)
