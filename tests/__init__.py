@@ -4,8 +4,6 @@ They start hundreds of interpreters, which import the same modules, so bytecode 
 the user's shell says otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

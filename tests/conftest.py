@@ -5,8 +5,6 @@ home folder or in the repository. Such things get some time to go away first. An
 variable that every process inherits marks those that have lost their parents.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

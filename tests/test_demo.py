@@ -1,7 +1,5 @@
 """The demonstration as its user runs it, on a smaller scale."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

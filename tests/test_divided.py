@@ -1,7 +1,5 @@
 """The workloads that are divided in space, as their users run them with ``--small``."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -139,6 +137,4 @@ def test_a_brain_that_is_not_installed_is_one_sentence(
     monkeypatch.setitem(sys.modules, 'nilearn', None)  # as Python marks what cannot be imported
     assert unet3d.main(['--small', '--out', str(tmp_path / 'out')]) == 2
     [sentence] = capsys.readouterr().err.strip().splitlines()
-    assert re.search(
-        r'nilearn, which is not installed: pip install nilearn', sentence
-    )
+    assert re.search(r'nilearn, which is not installed: pip install nilearn', sentence)

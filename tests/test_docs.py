@@ -2,8 +2,6 @@
 tests/docs; ``make docs`` builds it, and every warning is an error.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The checks in conftest.py find what a test leaves behind, and blame the test that left it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the comparison with other systems reads from the log of a run."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -2,8 +2,6 @@
 change their shapes. test_demo.py, test_divided.py and test_ffn.py have the others.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

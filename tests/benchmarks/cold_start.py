@@ -2,8 +2,6 @@
 script; each rank prints when it had come how far.
 """
 
-from __future__ import annotations
-
 import time
 
 BEGAN = time.time()

@@ -1,7 +1,5 @@
 """What is measured starts as on a node of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 The training is that of ``make versus``. Its bits are compared with those of an undisturbed one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

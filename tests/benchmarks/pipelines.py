@@ -5,8 +5,6 @@ CPU time per batch as JSON.
 ROUNDS``
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -6,8 +6,6 @@ FOLDER has the simulator of github.com/siasosp23/artifacts, WORKLOAD is a CSV fi
 one JSON object: mean job completion time in hours, and seconds of CPU time by solver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

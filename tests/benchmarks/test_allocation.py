@@ -5,8 +5,6 @@ Nothing here is asserted but that exact solvers agree: machines differ, and a fi
 something beside another one of the same run.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

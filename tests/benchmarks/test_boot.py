@@ -2,8 +2,6 @@
 what Python and torch themselves need; run by ``make bench``.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import subprocess

@@ -2,8 +2,6 @@
 ``make bench``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

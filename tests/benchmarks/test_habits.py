@@ -3,8 +3,6 @@ BENCH_ARGS='-k habits'``. Habits are learned from the first 20 hours of the reco
 used in the other 6 days. Nothing is asserted here; replays have no noise.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ published ones are those of the public Summit trace. Ways to explore are compare
 asserted here.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a batch costs in pipelines of two stages, ours beside torch's; run by ``make bench``."""
 
-from __future__ import annotations
-
 import statistics
 
 from tests.benchmarks.workload import MACHINE, under_torchrun

@@ -5,8 +5,6 @@ trace is made up from a seed, so that anybody can repeat it; where the public Su
 hand, a week of it comes after that.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 from dataclasses import replace

@@ -6,8 +6,6 @@ a workload in it, and ``SIA_PACKAGES`` a folder with cvxpy, cylp, ecos, autograd
 ``pip install --target FOLDER``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

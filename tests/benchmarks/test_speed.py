@@ -4,8 +4,6 @@ Nothing here is asserted: machines differ, and a figure is only worth something 
 of the same run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

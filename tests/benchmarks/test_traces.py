@@ -1,7 +1,5 @@
 """How long traces take to read, against their size; run by ``make bench``. Nothing is asserted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -2,8 +2,6 @@
 random data, and what they are compared with.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

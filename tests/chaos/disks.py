@@ -1,7 +1,5 @@
 """Small file systems, where root may make one, and what they run out of."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Limits of a cgroup, where root may make one: of memory, and of the number of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

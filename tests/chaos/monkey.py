@@ -5,8 +5,6 @@ the undisturbed run's weights.
 if anything was lost, doubled or changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

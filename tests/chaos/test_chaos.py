@@ -1,7 +1,5 @@
 """The short forms of the chaos runs; the full one is ``make chaos``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

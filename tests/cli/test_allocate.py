@@ -2,8 +2,6 @@
 cannot be used.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The program ``freetrain`` itself: help, verbs, and what it says when something is wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """``freetrain new``: what it writes runs, here and on real schedulers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``freetrain preempt`` from another process, on a training that runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

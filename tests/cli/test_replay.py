@@ -1,7 +1,5 @@
 """``freetrain replay``: the contract of its options and of its answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``freetrain report``: its figures, and how the page looks in a real browser."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Which ledger, run and trainer a command line means."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 accepts.
 """
 
-from __future__ import annotations
-
 from parsl.tests import conftest
 
 LEFT_OUT = {'pytest_ignore_collect'}  # it leaves out folders that are not asked for here

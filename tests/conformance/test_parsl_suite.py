@@ -2,8 +2,6 @@
 HighThroughputExecutor.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import xml.etree.ElementTree as Xml

@@ -3,8 +3,6 @@
 python -m tests.docs.screenshots docs/_static
 """
 
-from __future__ import annotations
-
 import html
 import subprocess
 import sys

@@ -3,8 +3,6 @@ pictures are there, copies of files are up to date, and nothing is left that onl
 understands.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages that are made from the code are as it is."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

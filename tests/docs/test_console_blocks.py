@@ -5,8 +5,6 @@ Not run here are the commands of ``ELSEWHERE``, each with the reason; of these o
 checked, against the verb's own options.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import re

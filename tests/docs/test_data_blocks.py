@@ -2,8 +2,6 @@
 to answer is what it answers.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import tomllib

@@ -2,8 +2,6 @@
 rehearsing a preemption, on a training of this computer.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

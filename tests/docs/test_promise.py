@@ -1,7 +1,5 @@
 """What is promised to other people's jobs is the same wherever it is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PAGES = 'README.md', 'docs/guides/administrators.md'

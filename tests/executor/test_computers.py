@@ -1,7 +1,5 @@
 """A training over nodes that are computers of their own, one of which is cut off for a while."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nodes that go with a warning or at a known time, and a scheduler that does not answer."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import threading

@@ -2,8 +2,6 @@
 private parts.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Loggers get what the ledger has, once, from the submitting process."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

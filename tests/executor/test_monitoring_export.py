@@ -1,7 +1,5 @@
 """The ledger beside the tables of Parsl's monitoring."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is done off the event loop."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

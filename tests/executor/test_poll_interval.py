@@ -1,7 +1,5 @@
 """How often the event loop compares its blocks with what the site says."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

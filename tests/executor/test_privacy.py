@@ -1,7 +1,5 @@
 """What other users of the submitting computer can see and reach."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The line on a terminal that says how far the trainers are."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

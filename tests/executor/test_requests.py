@@ -1,7 +1,5 @@
 """Requests to a live run, as files."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two live runs never share a checkpoint folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

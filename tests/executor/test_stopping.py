@@ -2,8 +2,6 @@
 first, the preemption's grace holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What happens many times a minute is recorded as often as it means something."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A task for workers, which import it by name: this module, and not those of a test."""
 
-from __future__ import annotations
-
 
 def where(started: str | None = None, wait_for: str | None = None) -> str:
     """Tell which manager runs this, once ``wait_for`` exists."""

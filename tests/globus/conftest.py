@@ -6,8 +6,6 @@ Where it is installed beside the tests (``pip install globus-compute-sdk``), the
 and runs them there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Runs the tests in ``endpoint/`` in an environment with Globus Compute."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@ norm and dropout, and a small network of every kind of operation whose bits are 
 ones, with as many layers, stand for them on CPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

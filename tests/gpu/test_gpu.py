@@ -1,7 +1,5 @@
 """The runs on an accelerator (``make gpu``) do not rot: those with a meaning on a CPU run there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

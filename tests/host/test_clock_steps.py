@@ -1,7 +1,5 @@
 """A clock that was set back is told from one that goes on, or is adjusted."""
 
-from __future__ import annotations
-
 from parsl_freetrain.host.clocks import ClockSteps
 
 

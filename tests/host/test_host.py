@@ -1,7 +1,5 @@
 """Private files are private and whole; processes are told apart; back-off grows up to a limit."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """A manager that is killed with all of its processes leaves files only until the next one."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the kernel counts of processes that it ended because memory was full."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

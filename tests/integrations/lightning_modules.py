@@ -1,7 +1,5 @@
 """Modules that fit a line, and such as are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a library that not every user has is missing, a sentence names it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Loggers of other libraries: one run for a training that several processes have logged."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

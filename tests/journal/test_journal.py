@@ -1,7 +1,5 @@
 """The file of a run's events: private, whole after kill -9, readable while it is written."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Metrics along the training that was kept: each position once, whatever was lost and repeated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

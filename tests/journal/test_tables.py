@@ -1,7 +1,5 @@
 """A journal as tables, for those who ask in SQL."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What earlier runs have used of a budget."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Every group has another value of the resource ``system``, which all of its jobs 
 looks at enough waiting jobs to plan for each: no group keeps another one waiting.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

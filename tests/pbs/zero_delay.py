@@ -2,8 +2,6 @@
 ...]``. Writes ``zero-delay-pbs.json``, and prints a table.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

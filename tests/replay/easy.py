@@ -4,8 +4,6 @@ was promised.
 Written without the code under test: it finds reservations by trying one second after the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

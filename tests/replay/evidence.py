@@ -2,8 +2,6 @@
 what ``make evidence`` runs.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

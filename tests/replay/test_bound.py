@@ -1,7 +1,5 @@
 """The bound that no decisions exceed, even if they know what comes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

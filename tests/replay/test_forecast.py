@@ -1,7 +1,5 @@
 """What ``freetrain plan`` says to expect of the holes of now."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

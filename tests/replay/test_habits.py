@@ -1,7 +1,5 @@
 """Files of habits, learned from one record and used in a replay of another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

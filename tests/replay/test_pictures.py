@@ -1,7 +1,5 @@
 """The data of charts: trainers that ran at the same time, and means of steps over bins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``freetrain replay --ledger``: a run's own events, decided about once more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replays in which the controller learns the scaling curves from noisy measurements."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec import structs
 

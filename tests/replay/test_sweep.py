@@ -2,8 +2,6 @@
 before anything is replayed.
 """
 
-from __future__ import annotations
-
 import json
 import stat
 import sys

@@ -1,7 +1,5 @@
 """Holes from job logs: as observed, and as knowable from the reservations of an EASY scheduler."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

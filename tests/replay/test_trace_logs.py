@@ -1,7 +1,5 @@
 """Job logs of three kinds come down to the same table, and bad ones get a sentence."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re

@@ -1,7 +1,5 @@
 """The replay's arithmetic: what is trained, what is lost, and where every node-second goes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a trainer waits for, and a decision in words."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Budgets and minimum shares in ``freetrain status``."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 

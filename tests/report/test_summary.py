@@ -1,7 +1,5 @@
 """The summary of a history whose numbers are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Node-seconds: interval arithmetic against counting second by second."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

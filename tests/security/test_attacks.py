@@ -1,7 +1,5 @@
 """What another user of the same computer tried against a running fragment and its files."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

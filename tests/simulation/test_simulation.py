@@ -2,8 +2,6 @@
 tests.simulation.test_simulation FIRST LAST`` runs these seeds; one that fails prints its journal.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import traceback

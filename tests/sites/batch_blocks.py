@@ -1,7 +1,5 @@
 """Blocks on a machine in a folder, for the tests of the sites that have no real scheduler here."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

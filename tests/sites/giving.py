@@ -1,7 +1,5 @@
 """Blocks on a real scheduler that train nothing, and are given back as a run's are."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -2,8 +2,6 @@
 away, a node that crashes, a scheduler that is silent, the same weights.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

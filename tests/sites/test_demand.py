@@ -1,7 +1,5 @@
 """Which waiting jobs would start on nodes of our blocks: pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import replace

@@ -2,8 +2,6 @@
 of their queues are kept, what a job needs is asked for in a sentence, and a block has its price.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

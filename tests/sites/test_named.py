@@ -1,7 +1,5 @@
 """Sites by name, and what their files refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

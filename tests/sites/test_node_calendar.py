@@ -1,7 +1,5 @@
 """When nodes are free: a table that is kept agrees with one that is looked up anew each time."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Types of sites: ours, and one that another package registers, with nothing changed here."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

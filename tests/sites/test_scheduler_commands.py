@@ -1,7 +1,5 @@
 """What submitting commands print besides the id of the job."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several runs of one user on one computer ask a scheduler as often as one."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds for every site: a new one adds itself to SITES."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How often the scheduler is asked while it does not answer, and what waits for it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

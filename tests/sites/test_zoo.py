@@ -2,8 +2,6 @@
 every form, and answers that are damaged.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

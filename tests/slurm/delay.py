@@ -1,7 +1,5 @@
 """Compares two runs of the same mix: jobs that started later, and the use of idle time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations
 

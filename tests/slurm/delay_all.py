@@ -7,8 +7,6 @@ written for each seed; seeds whose lines are there are not run again. Then the d
 printed, and the cause of each delay beyond the spread without FreeTrain.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

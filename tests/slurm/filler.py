@@ -7,8 +7,6 @@ for a few steps, ends when the input ends, and says then, as JSON, what became o
 blocks' seconds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import wait

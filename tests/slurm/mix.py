@@ -1,7 +1,5 @@
 """Seeded mixes of other people's jobs: pure."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

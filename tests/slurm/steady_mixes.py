@@ -7,8 +7,6 @@ differs by more than that, the order of the jobs depends on seconds, and a delay
 what runs beside them.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

@@ -5,8 +5,6 @@ It trains on the real cluster until it is done, and says then, as JSON, where th
 is. It always makes the same call.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 real SIGKILL.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

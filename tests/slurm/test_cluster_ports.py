@@ -1,7 +1,5 @@
 """The ports of the tests' Slurm clusters."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

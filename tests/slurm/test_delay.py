@@ -1,7 +1,5 @@
 """The arithmetic of the experiment finds a delay, and accounts for every idle node-second."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s

@@ -2,8 +2,6 @@
 those of blocks included.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Nodes that jobs share: a partly used one serves a job as far as its free CPUs and memory go."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -2,8 +2,6 @@
 one that needs a node of either gets it from one of them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

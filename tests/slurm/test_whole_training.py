@@ -2,8 +2,6 @@
 weights as undisturbed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 FreeTrain and with it filling every hole, between the jobs and preemptible.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from statistics import median

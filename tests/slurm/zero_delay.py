@@ -11,8 +11,6 @@ later cannot show that nobody waits; ``steady_mixes.py`` finds them, and they ar
 ``SEEDS``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

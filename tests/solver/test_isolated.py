@@ -1,7 +1,5 @@
 """A solver that crashes or hangs costs one decision, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

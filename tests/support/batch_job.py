@@ -5,8 +5,6 @@ SIGTERM reaches only the processes of the script's session, as with PBS; the lau
 to other nodes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 computer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

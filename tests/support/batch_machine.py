@@ -6,8 +6,6 @@ saves the state. Jobs of other users hold nodes but run nothing; blocks run unde
 (``batch_job.py``). The clock can be moved.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import json

@@ -2,8 +2,6 @@
 nodes; and the commands of an idle PBS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

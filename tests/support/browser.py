@@ -1,7 +1,5 @@
 """A real browser, driven by Playwright: Debian's Chromium, from `make system-packages`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Random allocation problems with nodes of three classes."""
 
-from __future__ import annotations
-
 import random
 
 from parsl_freetrain.core.allocation.problem import Bid, Capacity, Problem

@@ -2,8 +2,6 @@
 user guide of Theta.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Damage to checkpoints and to their disk, and a scheduler that does not answer."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

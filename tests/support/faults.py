@@ -1,7 +1,5 @@
 """More faults inside ranks than users have."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

@@ -3,8 +3,6 @@ write less, in all processes that are started with :attr:`Shim.environment`; and
 differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import shutil

@@ -2,8 +2,6 @@
 FOLDER EPOCHS PAUSE_S NODE ...``, with nodes of :mod:`tests.support.computers`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """bsub, bjobs, bkill, bhosts, bqueues and blaunch of a test machine, after LSF's documentation."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ It is started for the first test that needs it, and stopped behind the files tha
 are fixed, so there is one server at a time on a computer.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What another user of this computer may try; only root can become one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -2,8 +2,6 @@
 commands.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

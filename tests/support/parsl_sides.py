@@ -1,7 +1,5 @@
 """Parsl's side of an executor, for tests without Parsl."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any

@@ -1,7 +1,5 @@
 """Creates the files that the documentation's examples use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

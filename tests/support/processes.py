@@ -1,7 +1,5 @@
 """Processes that tests look for."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 

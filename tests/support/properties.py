@@ -2,8 +2,6 @@
 test-long`` all.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -2,8 +2,6 @@
 and their nodes, and their own commands.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

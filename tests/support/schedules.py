@@ -1,7 +1,5 @@
 """Idle nodes of a schedule at one time."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from parsl_freetrain.sites.idle_schedule import Schedule

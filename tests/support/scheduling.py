@@ -4,8 +4,6 @@ Files that need a PBS server stay together on one worker: there is one server at
 computer, and a worker that waited for it could run nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

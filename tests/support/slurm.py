@@ -3,8 +3,6 @@
 It is started for the first test that needs it and stopped after the last one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

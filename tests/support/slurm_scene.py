@@ -4,8 +4,6 @@ text; and what Slurm says of it, recorded with the questions that sites ask.
 ``python -m tests.support.slurm_scene FOLDER`` with the cluster's programs on the PATH.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Allocators that fail in ways that need a child process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ An import of torch takes as much processor time as the rest of a small training.
 their nodes' servers from a template already; here, that template is a fork, too.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

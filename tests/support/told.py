@@ -1,7 +1,5 @@
 """The events of runs as a test tells them, in a journal or only as their state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -145,14 +143,7 @@ class Told:
         self.take(ev.FragmentProgressed(at, name, number, samples, rate, metrics or {}))
 
     def checkpoint(
-        self,
-        name: str,
-        number: int,
-        *,
-        at: float,
-        samples: int,
-        seconds: float = 0.0,
-        **more: Any,
+        self, name: str, number: int, *, at: float, samples: int, seconds: float = 0.0, **more: Any
     ) -> None:
         saved = Checkpoint(name, '', samples, number, at=at, seconds=seconds, **more)
         self.take(ev.CheckpointSaved(at, saved))

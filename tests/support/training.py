@@ -1,7 +1,5 @@
 """A Parsl configuration to run a small training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

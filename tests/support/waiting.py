@@ -4,8 +4,6 @@ No test measures with ``LIMIT_S``: an operation of a second on an idle computer 
 at a load average of 16. For promised times, tests compare with ``under_load(promised_s)``.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -8,8 +8,6 @@ A file stays on one worker, so that its tests share their fixtures. Whichever wo
 the next file.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A file system that is in trouble for some seconds ends no training and costs no retry."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``python -m tests.benchmarks.versus``: all systems in turns, and the tables of what they did."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 allocate`` it prints the nodes of each trainer, the status and the CPU time as a line of JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

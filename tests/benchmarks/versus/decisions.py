@@ -5,8 +5,6 @@ BFTRAINER_REPLAYER names its replayer (github.com/BFTrainer/Replayer), a folder 
 code is run and nothing of it is kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The environment of the other systems: `.venv-versus`, beside the checkout's own."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The processes of a system: started, found by node, killed, and none left at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """What the log of a run says: pauses, useful and repeated samples, CPU time; pure."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,6 @@
 torchrun start it.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal

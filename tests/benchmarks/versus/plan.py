@@ -1,7 +1,5 @@
 """The plan that each system goes through: nodes come, ranks and nodes are killed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of the comparison, as Markdown and as a picture."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The training that all systems do, and the log that its ranks write; needs nothing but torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 seen.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

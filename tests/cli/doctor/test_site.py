@@ -2,8 +2,6 @@
 Slurm and a real PBS; and what is made of what nodes see.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

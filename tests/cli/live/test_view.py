@@ -1,7 +1,5 @@
 """The live view: what it shows, at any width, on a terminal and elsewhere."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

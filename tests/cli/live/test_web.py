@@ -1,7 +1,5 @@
 """``freetrain watch --web``: access to the page, and the page in a real browser during a run."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -2,8 +2,6 @@
 published one.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

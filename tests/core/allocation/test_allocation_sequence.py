@@ -1,7 +1,5 @@
 """A solver that remembers the last problem answers the next one as if it were the first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st

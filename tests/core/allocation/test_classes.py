@@ -1,7 +1,5 @@
 """Node classes: every exact solver against brute force, and against the MILP on larger problems."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pricing, which prices all trainers at once, against all ways one by one; and branch and price."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

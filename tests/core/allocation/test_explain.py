@@ -1,7 +1,5 @@
 """Explanations against exhaustive search, and the figures that they are made of."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

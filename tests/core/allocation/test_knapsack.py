@@ -2,8 +2,6 @@
 force.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Objectives by their formulas, and expressions that can do arithmetic and nothing else."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import replace

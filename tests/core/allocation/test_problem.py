@@ -1,7 +1,5 @@
 """A problem that was recorded is the same problem when it is read."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Which holes get a block, and which blocks are given back."""
 
-from __future__ import annotations
-
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings

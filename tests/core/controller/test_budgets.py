@@ -1,7 +1,5 @@
 """Budgets and minimum shares: use, trainers that are stopped, and shares that are kept."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What nodes cost limits which blocks are opened; exempt time reaches the fragments."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

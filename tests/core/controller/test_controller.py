@@ -1,7 +1,5 @@
 """Scenes from a run, told to the controller event by event."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

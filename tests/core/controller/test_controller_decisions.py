@@ -2,8 +2,6 @@
 controller back.
 """
 
-from __future__ import annotations
-
 from parsl_freetrain.core.allocation.objectives import Candidate
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller

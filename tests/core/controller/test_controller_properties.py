@@ -1,7 +1,5 @@
 """Whatever happens, in whatever order: a world obeys the controller and checks every action."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

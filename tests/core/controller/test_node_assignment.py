@@ -1,7 +1,5 @@
 """Which nodes a fragment gets, once its count is known."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

@@ -1,7 +1,5 @@
 """Nodes of several classes: who gets which, what is learned of each, which holes get a block."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Habits of nodes: what a record teaches, and which nodes trainers get."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from msgspec.structs import replace

@@ -2,8 +2,6 @@
 the cheapest to lose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """What is measured of fragments: what it changes in bids, and how short a hole may be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

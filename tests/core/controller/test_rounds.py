@@ -1,7 +1,5 @@
 """Replicas of one training: who wants nodes when, and how they end."""
 
-from __future__ import annotations
-
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending, EndTrainer, StartFragment, StopFragment

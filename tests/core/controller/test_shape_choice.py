@@ -1,7 +1,5 @@
 """Several shapes for one node count, and counts whose memory does not suffice."""
 
-from __future__ import annotations
-
 import pytest
 
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator

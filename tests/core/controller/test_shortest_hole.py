@@ -1,7 +1,5 @@
 """How short a hole may be."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is learned of a trainer's speed."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What is said about a value that is not of a type, or beyond its bounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The words refuse what cannot be meant by a sentence; a curve is linear between its points."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from random import Random

@@ -1,7 +1,5 @@
 """A run that finds another one, or its blocks: without a scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 need of them.
 """
 
-from __future__ import annotations
-
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.events import BlockStarted

@@ -1,7 +1,5 @@
 """What the end of a block means for its nodes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Blocks that fail before any node is ready, and folders for which every block would."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The manager of a node as apps see it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The control channel, over real sockets and with Parsl's certificates."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

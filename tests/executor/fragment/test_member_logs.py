@@ -1,7 +1,5 @@
 """The logs of ranks that a trainer keeps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a worker knows of its manager."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from pathlib import Path

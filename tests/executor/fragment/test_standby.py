@@ -1,7 +1,5 @@
 """Ranks of the next fragment on nodes that are free: what becomes of the tasks that start them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """By default a node has one rank for each of its accelerators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path

@@ -5,8 +5,6 @@ What cannot be had without an account is left out: login, REST and AMQP. Everyth
 it is what users run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

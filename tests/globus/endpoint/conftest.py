@@ -1,7 +1,5 @@
 """Every test has a home folder of its own: Globus Compute's programs keep a folder there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

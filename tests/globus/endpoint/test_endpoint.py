@@ -2,8 +2,6 @@
 what the errors of Globus's SDK mean to a user.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Sites on a machine with Cobalt in a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

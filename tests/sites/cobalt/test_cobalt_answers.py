@@ -2,8 +2,6 @@
 scripts for its qsub.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Blocks on a machine with Cobalt: what they fit, and the ways in which they end."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Real blocks: real processes, taken, cancelled and orphaned."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

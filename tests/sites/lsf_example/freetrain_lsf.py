@@ -4,8 +4,6 @@ It has what a scheduler needs and no more: idle hosts, blocks for a limited time
 It follows LSF's documentation (10.1) and has not been run on a real machine.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

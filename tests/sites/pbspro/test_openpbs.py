@@ -2,8 +2,6 @@
 stays on a node that is somebody else's.
 """
 
-from __future__ import annotations
-
 import pwd
 import re
 import shlex

@@ -2,8 +2,6 @@
 was recorded there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

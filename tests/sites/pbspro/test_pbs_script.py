@@ -1,7 +1,5 @@
 """Scripts for qsub: what is asked for which hole, and what a user's words cannot do."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

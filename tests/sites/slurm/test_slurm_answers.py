@@ -2,8 +2,6 @@
 versions.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What a real Slurm answers about jobs that users describe in unusual ways."""
 
-from __future__ import annotations
-
 import pytest
 
 from parsl_freetrain.sites.batch.records import BatchJob, JobState

@@ -1,7 +1,5 @@
 """Blocks on a real Slurm cluster: what they fit, and all the ways in which they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """From answers to holes: pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

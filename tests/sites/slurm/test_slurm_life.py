@@ -1,7 +1,5 @@
 """The life of blocks and what is known of them: pure."""
 
-from __future__ import annotations
-
 import pytest
 from parsl.jobs.states import JobState as ParslState
 

@@ -2,8 +2,6 @@
 words cannot do.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights out of checkpoints."""
 
-from __future__ import annotations
-
 import json
 import stat
 import weakref

@@ -1,7 +1,5 @@
 """What was written by any number of ranks is read by any other number, each its own part."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

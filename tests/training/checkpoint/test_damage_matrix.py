@@ -2,8 +2,6 @@
 what cannot go on says so by a sentence.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Outer steps: torch's SGD on the mean change, from files, tensor by tensor."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path

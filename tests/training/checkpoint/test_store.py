@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, whatever is killed, damaged or late."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What holds for every way by which the files of a state come to the next fragment."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

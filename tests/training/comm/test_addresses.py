@@ -1,7 +1,5 @@
 """The address of rank 0, on computers whose own name is an address that only they can use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How often the ranks agree on what to do next, and that they do so at the same steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 

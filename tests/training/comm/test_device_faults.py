@@ -1,7 +1,5 @@
 """Which errors say that a device is broken."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

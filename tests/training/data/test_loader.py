@@ -2,8 +2,6 @@
 replaced; ``make gpu`` has the same test with a real one.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import chain

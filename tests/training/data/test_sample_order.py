@@ -1,7 +1,5 @@
 """The data order: the same for every sequence of interruptions and every number of ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

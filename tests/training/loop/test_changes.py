@@ -1,7 +1,5 @@
 """Every change of a plain container or array is noticed, wherever in it."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from itertools import cycle

@@ -1,7 +1,5 @@
 """A checkpoint is verified while it is read, and not read without need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

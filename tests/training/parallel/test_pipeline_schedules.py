@@ -2,8 +2,6 @@
 from wrong ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

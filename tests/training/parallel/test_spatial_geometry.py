@@ -2,8 +2,6 @@
 comes from some part.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

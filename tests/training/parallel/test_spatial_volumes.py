@@ -1,7 +1,5 @@
 """Each rank reads its part of a file of volumes, and no more."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages stay whole when a sender is killed."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

@@ -1,7 +1,5 @@
 """Stopped processes and networks that are gone, both real."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

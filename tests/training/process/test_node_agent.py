@@ -1,7 +1,5 @@
 """The first process of a node, with real signals."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

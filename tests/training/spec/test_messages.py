@@ -1,7 +1,5 @@
 """Messages between processes: they survive the way, and nonsense is dropped wherever it arrives."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

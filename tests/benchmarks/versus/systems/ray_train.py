@@ -1,7 +1,5 @@
 """Ray Train with an elastic number of workers, on a Ray cluster of one raylet for each node."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

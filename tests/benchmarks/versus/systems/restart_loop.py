@@ -1,7 +1,5 @@
 """Plain DDP in a loop that starts all ranks again when one of them ends or nodes come and go."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

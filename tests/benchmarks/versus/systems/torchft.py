@@ -1,7 +1,5 @@
 """torchft: one replica group of one rank for each node, under a lighthouse."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from tests.benchmarks.versus.machine import PEERS, Machine, free_port

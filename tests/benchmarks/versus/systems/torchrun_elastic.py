@@ -1,7 +1,5 @@
 """torchrun with a range of nodes, one agent for each node."""
 
-from __future__ import annotations
-
 from tests.benchmarks.versus.constants import SAVED
 from tests.benchmarks.versus.machine import Machine, free_port
 
