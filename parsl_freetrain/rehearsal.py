@@ -50,9 +50,7 @@ _HELP = {
 
 @dataclass(frozen=True)
 class Row:
-    """A form of the training, and how it differs from the undisturbed one; ``step``: from which
-    step on, from 1 (None: in none); ``why`` is empty where it does not differ.
-    """
+    """A form of the training; the ``step`` where it begins to differ, from 1, and ``why``."""
 
     form: str
     why: str = ''

@@ -71,9 +71,7 @@ def preempt_at(seconds: float, *, grace_s: float = 0.0, fragment: int | None = 1
 def disk_full_at(
     byte: int, *, rank: int = 0, checkpoint: int = 1, fragment: int | None = 1
 ) -> Fault:
-    """No file that a rank writes for the n-th checkpoint can grow beyond ``byte`` bytes (EFBIG, an
-    OSError like ENOSPC); it needs neither rights nor a small disk.
-    """
+    """No file of a rank for the n-th checkpoint grows beyond ``byte`` bytes (EFBIG, OSError)."""
 
     def strike() -> None:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

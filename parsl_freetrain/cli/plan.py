@@ -118,9 +118,7 @@ def _in_words(found: Forecast) -> str:
 
 
 def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
-    """The blocks for the present holes, largest first, at most ``max_blocks``; BadInput if the site
-    has no batch scripts.
-    """
+    """The blocks for the present holes, largest first; BadInput for a site without scripts."""
     from parsl_freetrain.cli.sites import holes_of
     from parsl_freetrain.sites.batch.site import BatchSite
 

@@ -198,9 +198,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def _on_the_path(folder: Path) -> None:
-    """Of this process, and of the workers of Parsl's executors, which import a workflow's ordinary
-    apps from there.
-    """
+    """For this process and the workers of Parsl's executors, which import apps from there."""
     sys.path.insert(0, str(folder))
     paths = [str(folder), *filter(None, [os.environ.get('PYTHONPATH')])]
     os.environ['PYTHONPATH'] = os.pathsep.join(paths)

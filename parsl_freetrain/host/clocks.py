@@ -34,9 +34,7 @@ WARN_S = 2.0
 
 
 class RunClock:
-    """Seconds since the epoch, by the computer's clock when the run began. A step of that clock
-    would make what was just heard an hour old, and what is due in a second due in an hour.
-    """
+    """Seconds since the epoch, by the clock of the run's start: its steps change no deadline."""
 
     def __init__(
         self, wall: Callable[[], float] | None = None, steady: Callable[[], float] = time.monotonic
@@ -49,9 +47,7 @@ class RunClock:
 
     @property
     def ahead_s(self) -> float:
-        """By how much the computer's clock was set ahead since the run began; 0: by less than
-        :data:`LEAST_S`.
-        """
+        """How far the clock was set ahead since the run began; 0: by less than :data:`LEAST_S`."""
         ahead_s = self._wall() - self()
         return ahead_s if abs(ahead_s) > LEAST_S else 0.0
 
@@ -74,9 +70,7 @@ class ClockSteps:
 
 
 class NodeClocks:
-    """The differences of nodes' clocks, measured whenever a node greets or begins a fragment.
-    Nothing depends on them.
-    """
+    """The differences of nodes' clocks, for users to see; nothing depends on them."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()

@@ -21,9 +21,7 @@ def create(path: Path, *, mode: int = PRIVATE) -> BinaryIO:
 
 
 def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a file that does not exist yet, or FileExistsError (also for a link). ``durable``: wait
-    for the disk; the directory's entry is so only after :func:`sync_dir`.
-    """
+    """Write a new file, or FileExistsError. ``durable``: on disk; its name by :func:`sync_dir`."""
     with create(path, mode=mode) as file:
         file.write(content)
         if durable:
@@ -32,9 +30,7 @@ def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool 
 
 
 def replace(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a file in place of any that is there (readers see the old or the new one, whole), or
-    into a device or a pipe, such as /dev/null. ``durable``: see :func:`write_new`.
-    """
+    """Write in place of a file (readers see one, whole), or into a device or a pipe."""
     if path.is_char_device() or path.is_fifo():
         path.write_bytes(content)
         return
@@ -61,9 +57,7 @@ OF_THE_MOMENT = frozenset(
 
 
 def open_regular(path: Path, limit: float = math.inf) -> BinaryIO:
-    """Open a file of ours for reading, without waiting for anything. Raises OSError, also for a
-    link, a pipe, a device, or a file of more than ``limit`` bytes.
-    """
+    """Open a plain file of ours without waiting; else, or above ``limit`` bytes, OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(fd)
     if stat.S_ISREG(found.st_mode) and found.st_size <= limit:

@@ -28,9 +28,7 @@ def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, in
 
 
 class OomWatch:
-    """Notices when the kernel ends a process in the cgroup of ``pid`` because memory was full.
-    Slots of one computer share a count, so only what happened in the last beats counts.
-    """
+    """Notices kills for full memory in the cgroup of ``pid``, lately: slots share a count."""
 
     def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:
         self._pid, self._root = pid, root

@@ -20,9 +20,7 @@ _MOST_LINKS = 40  # the kernel opens no path that leads through more
 
 
 def refuse_foreign(folder: Path, what: str) -> None:
-    """Raise BadInput for a folder, called ``what``, that belongs to another user or that others may
-    write to, if it exists; with the command that forbids it, where there is one.
-    """
+    """Raise BadInput, with the remedy, if another user owns the folder or may write to it."""
     try:
         found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -87,9 +87,7 @@ class JournalWriter:
         self._run.append(event)
 
     def flush(self) -> None:
-        """Write what is pending. If that fails, it stays so, and one warning is logged. A damaged
-        file is set aside, and a new one takes its place.
-        """
+        """Write what is pending. A failure is logged once; a damaged file is set aside."""
         with self._lock:
             self._flush()
 

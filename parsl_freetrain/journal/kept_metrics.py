@@ -31,9 +31,7 @@ class _Report(NamedTuple):
 
 
 def main_metric(names: Iterable[str]) -> str:
-    """The one that is shown where there is room for one: the loss, under whatever name, or the one
-    that was reported first; empty: none.
-    """
+    """The one that is shown where there is room for one: a loss, or the first reported; or ''."""
     known = [*names]
     losses = [name for name in known if 'loss' in name.lower()]
     return 'loss' if 'loss' in losses else next(iter([*losses, *known]), '')

@@ -56,9 +56,7 @@ class Journal:
         self._died, self._history.latest = True, None
 
     def history(self, run: str | None = None) -> History:
-        """What has become of one run or of all; cheap while nothing changes. It is the same object
-        each time, and changes with the next call. Raises BadInput if there is no run of this name.
-        """
+        """The state of one run (or BadInput) or all: the same object, cheap if unchanged."""
         with self._open() as file:
             found = os.fstat(file.fileno())
             if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read_to:

@@ -110,9 +110,7 @@ def rows(history: History, table: str) -> Iterator[Row]:
 
 
 def write_sqlite(history: History, database: Path, prefix: str = '') -> None:
-    """Write the tables into an SQLite file, whose other tables stay, in one transaction. What they
-    had of these runs is replaced. Raises sqlite3.Error if the file cannot be used now.
-    """
+    """Replace these runs in the tables of an SQLite file, in one transaction; or sqlite3.Error."""
     address = f'file:{quote(str(database.absolute()))}'
     opened = sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None)
     with closing(opened) as connection:

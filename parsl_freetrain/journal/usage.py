@@ -12,9 +12,7 @@ from parsl_freetrain.journal.read import Journal
 
 
 def used_node_s(ledger: Path) -> dict[str, float]:
-    """Node-seconds used in all runs of a ledger (BadInput), by the keys of budgets; empty without
-    one. A fragment counts with all nodes from its decision to its end, or its run's last sign.
-    """
+    """Node-seconds of all runs by budget key; fragments count from decision to last sign."""
     if not ledger.exists():
         return {}
     history = Journal(ledger, keep_progress=False).history()
@@ -43,9 +41,7 @@ def owners_in(run: RunState) -> dict[str, tuple[str, ...]]:
 
 
 def charged(ledger: Path) -> float:
-    """What all runs of a ledger (BadInput) were charged for blocks, at most; 0 without one. A block
-    whose end is not known counts with all that it can cost.
-    """
+    """The most that all runs of a ledger were charged for blocks; open ones count in full."""
     charges = Charges(None, 0.0)
     if not ledger.exists():
         return 0.0

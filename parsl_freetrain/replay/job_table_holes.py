@@ -222,9 +222,7 @@ NOTHING_RESERVED = Reservation(math.inf, 0)
 def reserve(
     needed: int, idle: int, expected: Iterable[tuple[float, int]], now: float
 ) -> Reservation:
-    """The reservation of a job of ``needed`` nodes, of which ``idle`` are free now. ``expected``:
-    latest end (or at once, if past) and nodes of each running job, in order of time, in seconds.
-    """
+    """A job's reservation; ``expected``: latest end (or now) and nodes of running jobs."""
     free, shadow_s = idle, now
     for end, nodes in expected:
         if free >= needed and end > shadow_s:

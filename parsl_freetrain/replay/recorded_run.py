@@ -92,9 +92,7 @@ def changed(
 
 
 def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> RunReplay:
-    """Repeat the decisions of a run on its recorded events. ``settings``: from :func:`changed`.
-    Raises BadInput if the ledger has no events of the run, or the settings cannot be used for it.
-    """
+    """Repeat a run's decisions with ``settings`` from :func:`changed`; or BadInput."""
     own = changed(run)
     asked = _Asked(_allocator(own), None if settings == own else settings)
     controller = Controller(asked, own.controller)

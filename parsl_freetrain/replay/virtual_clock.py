@@ -16,9 +16,7 @@ EVERYTHING = 'idle'
 
 
 class Holes:
-    """The blocks of a recorded pool: one for nodes that become idle and leave together, or one for
-    each node class if no ends are known and fragments may span blocks.
-    """
+    """One for nodes that become idle and leave together; without ends, one for each node class."""
 
     def __init__(self, names: Sequence[str], apart: bool, classes: Sequence[str] = ()) -> None:
         self._names, self._apart = names, apart

@@ -54,9 +54,7 @@ class Figures:
 
 
 def figures(history: History, now: float, allocator: Allocator | None) -> Figures:
-    """The contents of the report on some runs, at least one, at ``now`` (epoch seconds). The
-    efficiency U needs an exact allocator; without one there is none.
-    """
+    """The contents of the report on some runs; U needs an exact allocator (None: without U)."""
     clock = Clock(history, now)
     name = history.runs[-1].name
     trainers = list(dict.fromkeys(name for run in history.runs for name in run.trainers))

@@ -24,9 +24,7 @@ def place_of(run: RunState, fragment: Fragment) -> Place:
 
 
 class Speed:
-    """Learns a trainer's speed as the controller does, report by report. A curve that the user
-    stated may be in any unit: it gives the shape, the measurement on the fewest nodes the scale.
-    """
+    """A trainer's speed, learned as the controller does. A stated curve gives only the shape."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.stated = trainer.curve

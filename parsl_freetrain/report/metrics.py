@@ -83,9 +83,7 @@ Curves = dict[str, dict[str, tuple[CurvePoint, ...]]]  # by metric and trainer, 
 
 @dataclass(frozen=True)
 class MetricView:
-    """How metrics are drawn: the axis, one of :data:`AXES`, and the weight of the mean of the
-    values before, 0 (not smoothed) to below 1. Raises BadInput if one of them is something else.
-    """
+    """An axis of :data:`AXES`, and the share of earlier values in the mean, 0 to below 1."""
 
     axis: str = 'samples'
     smooth: float = 0.0

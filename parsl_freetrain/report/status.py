@@ -75,9 +75,7 @@ class DecisionNow:
 
 @dataclass(frozen=True)
 class LimitNow:
-    """A budget (``limit`` and ``used`` in node-seconds, earlier runs of the ledger included) or a
-    minimum share (nodes). ``whose``: 'trainer NAME', 'user NAME', 'group NAME' or 'total'.
-    """
+    """A budget (node-seconds, all runs) or share (nodes); ``whose``: 'user NAME' or 'total'."""
 
     kind: str
     whose: str
@@ -108,9 +106,7 @@ class RunStatus:
 def snapshot(
     history: History, now: float, allocator: Allocator | None = None, named: str | None = None
 ) -> RunStatus:
-    """The state at ``now`` (epoch seconds). Efficiencies need an exact allocator. Raises BadInput
-    if the ledger has no run whose name begins with ``named``.
-    """
+    """The state at ``now``, with U by an exact allocator; BadInput if no run is ``named`` so."""
     name = run_named([run.name for run in history.runs], named)
     if not history.runs:
         return RunStatus()

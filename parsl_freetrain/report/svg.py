@@ -19,9 +19,7 @@ SIDE = 1000
 
 
 class Chart:
-    """One chart, drawn layer by layer, on axes ``x`` and ``y`` (None: rows without a scale).
-    ``label``: for screen readers. ``size``: 'tall', 'middle' or 'low', a class of the style sheet.
-    """
+    """One chart, in layers; ``label``: for screen readers, ``size``: a style sheet's class."""
 
     def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
         self._x, self._y, self._label, self._size = x, y, label, size

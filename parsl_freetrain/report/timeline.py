@@ -84,9 +84,7 @@ Phases = dict[str, list[Interval]]
 
 
 class Clock:
-    """Seconds since the start of the first run, runs one behind the other. ``now``: as in
-    :func:`~parsl_freetrain.report.causes.causes`.
-    """
+    """Seconds since the first run's start, runs one behind the other."""
 
     def __init__(self, history: History, now: float | None) -> None:
         self.until = {r.id: history.until(r, now) for r in history.runs}

@@ -22,9 +22,7 @@ STALE_OPTIONS = {'nocto', 'async'}  # mount options of NFS with which nodes may 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one thing that was measured. ``state``: 'ok', 'note' (works, but you should
-    know) or 'bad' (trainings would fail, or lose work).
-    """
+    """What a measurement means: 'ok', 'note' (works, but know it) or 'bad' (work would be lost)."""
 
     what: str
     state: str
@@ -91,9 +89,7 @@ def _batch(programs: Facts, facts: Facts) -> Iterator[Finding]:
 
 
 def _present(schedulers: Mapping[str, Sequence[str]], programs: Container[str]) -> list[str]:
-    """The schedulers of this machine. Commands that several have, such as qsub, belong to one that
-    also has a command of its own here, if there is one.
-    """
+    """The schedulers of this machine; qsub, which several have, goes to one that is surely here."""
     owners = Counter(name for needed in schedulers.values() for name in needed)
     here = {name: {one for one in needed if one in programs} for name, needed in schedulers.items()}
     sure = {one: names for one, names in here.items() if any(owners[name] == 1 for name in names)}

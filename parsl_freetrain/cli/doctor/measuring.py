@@ -129,13 +129,7 @@ def free_ports(first: int, last: int) -> int:
 
 
 def imports(prefix: Path, folder: Path, modules: tuple[str, ...] = MODULES) -> dict[str, Any]:
-    """How long a node's imports take: from the environment ``prefix`` where it is, and from a copy
-    packed in ``folder`` (on a shared file system) on this computer's own disk. All files are
-    removed.
-
-    ``prefix``, ``local`` (the folder on the own disk), ``bytes`` of the archive, and in seconds
-    ``shared_s``, ``unpack_s``, ``local_s``; or only ``error``.
-    """
+    """How long imports take from ``prefix``, and packed from an own disk; or ``error``."""
     try:
         with private_folder(folder) as packed, tempfile.TemporaryDirectory() as local:
             archive = pack(prefix, packed / 'environment.tar')
@@ -192,12 +186,7 @@ def ask_here() -> dict[str, Any]:
 
 
 def ask_there(command: Sequence[str], folder: Path, addresses: Sequence[str]) -> dict[str, Any]:
-    """The probe's answer on another computer, which ``command`` reaches; only ``error`` without
-    one.
-
-    Adds ``clock_skew_s`` (the certain part of the seconds by which its clock is ahead) and ``race``
-    (see :func:`once_each`; None: the two did not see each other's files).
-    """
+    """The probe's answer on a computer that ``command`` reaches, ``clock_skew_s`` and ``race``."""
     with private_folder(folder) as shared, socket.create_server(('', 0), backlog=8) as server:
         port = server.getsockname()[1]
         question = {'folder': str(shared), 'addresses': list(addresses), 'port': port}
@@ -247,10 +236,7 @@ def _probe(command: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask_endpoint(endpoint_id: str, options: Path | None, executor: Any = None) -> dict[str, Any]:
-    """The versions here and at a Globus Compute endpoint, or the error if it does not answer.
-    ``options``: a JSON file with the options of the endpoint's template; BadInput if it cannot be
-    read. ``executor``: sends tasks to the endpoint; default: the Globus Compute SDK's.
-    """
+    """Versions here and at a Globus Compute endpoint, whose template gets the file's options."""
     from parsl_freetrain.remote.client import FreeTrainClient
 
     try:

@@ -48,11 +48,7 @@ class SiteFile:
 
 
 def examine(given: str, folder: Path, nodes: int, wait_s: float) -> list[Finding]:
-    """Compare a site's file with its machine. ``folder``: where the nodes of a job write their
-    answers, which they must see. ``nodes``: of that job; 0: none is submitted. ``wait_s``: seconds
-    until it must have ended. Raises BadInput if there is no such site, or it has no batch
-    scheduler.
-    """
+    """Compare a site's file with its machine; a job of ``nodes``, if any, answers in ``folder``."""
     path = Path(given) if given.endswith('.toml') else file_of(given)
     provider = provider_of(given)
     site = provider.site

@@ -125,9 +125,7 @@ def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
 
 
 class ClosingTable:
-    """That of a :func:`~parsl_freetrain.report.summary.summary`, with accuracies (``accuracy``,
-    ``accuracy_undisturbed``, ``weights_equal``) if a workflow added them.
-    """
+    """That of a summary, with the accuracies that workflows add."""
 
     def __init__(self, summary: Mapping[str, Any]) -> None:
         self._summary = summary

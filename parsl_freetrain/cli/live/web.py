@@ -81,10 +81,7 @@ HEADERS = {
 
 
 class Page(ThreadingHTTPServer):
-    """A page at :attr:`address` until ``close``. ``newest`` returns it, and after how many seconds
-    a browser is to ask again (None: never). ``port`` 0: any free one; BadInput if it is taken or
-    not permitted.
-    """
+    """A page at :attr:`address`; ``newest`` says when a browser is to ask again (None: never)."""
 
     daemon_threads = True
     block_on_close = False

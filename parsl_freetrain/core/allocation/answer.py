@@ -9,9 +9,7 @@ from parsl_freetrain.core.allocation.problem import Problem
 
 
 def relative_gap(objective: float, bound: float | None) -> float | None:
-    """``(bound - objective) / bound``, 0 where the objective reaches the bound; None without a
-    bound.
-    """
+    """``(bound - objective) / bound``, 0 where the objective reaches it; None without a bound."""
     if bound is None:
         return None
     size = max(abs(bound), abs(objective))

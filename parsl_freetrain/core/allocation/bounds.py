@@ -19,9 +19,7 @@ _STEPS = 30
 def worth_by_count(
     bid: Bid, most: int, horizon_s: float, stay_s: float = math.inf, node_class: str = ''
 ) -> Floats:
-    """:meth:`Problem.value` at each count 0..``most`` of nodes of one class that stay for
-    ``stay_s`` seconds; minus infinity where the bid may not have that count.
-    """
+    """Worth at each count of nodes of a class that stay so long; -inf where not allowed."""
     counts = np.arange(most + 1)
     rate = rates_at(bid.curve_on(node_class), counts)
     seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
@@ -51,9 +49,7 @@ def rates_at(curve: ScalingCurve, counts: NDArray[np.int64]) -> Floats:
 
 
 def upper_bound(problem: Problem) -> float:
-    """An upper bound of the objective by a price per node. All nodes stay for the horizon and there
-    are no limits: it can be far off where many leave early.
-    """
+    """By a price per node; without limits and ends of blocks, so it can be far off."""
     nodes = sum(block.nodes for block in problem.places)
     worths = [_with_fewer(problem, bid, nodes) for bid in problem.bids]
 

@@ -71,9 +71,7 @@ def owner_limits(
     most: Mapping[str, int],
     node_s: Mapping[str, float] | None = None,
 ) -> list[Limit]:
-    """Caps (nodes at once) and budgets (node-seconds within the horizon) of owners who have any
-    trainer, all by key; ``members``: see :func:`members_by_key`.
-    """
+    """Caps (nodes at once) and budgets (node-seconds within the horizon) of owners here."""
     budgets = node_s or {}
     keys = [key for key in dict.fromkeys((*most, *budgets)) if key in members]
     return [Limit(tuple(members[key]), 0, most.get(key), budgets.get(key), key) for key in keys]
@@ -85,11 +83,7 @@ def share_limits(
     counts: Mapping[str, Sequence[int]],
     nodes: int,
 ) -> list[Limit]:
-    """Minimum shares, by key, as far as the trainers can use them and there are ``nodes`` for all.
-
-    Where the nodes do not suffice, shares that were stated first go first. ``members``: see
-    :func:`members_by_key`; ``counts``: the node counts that each trainer can use.
-    """
+    """Minimum shares, in order, as far as trainers can use them and ``nodes`` suffice."""
     limits, left = [], nodes
     for key, share in shares.items():
         if key not in members:

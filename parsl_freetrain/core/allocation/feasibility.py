@@ -66,9 +66,7 @@ def _beyond(problem: Problem, limit: Limit, allocation: Mapping[str, Sequence[in
 
 
 def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Nodes in each place of the fixed bids that have to keep what they hold: where their count is
-    allowed and the nodes are there; of several that do not fit together, the first ones.
-    """
+    """What fixed bids must keep by place, if allowed; of those that do not fit, the first."""
     left = [block.nodes for block in problem.places]
     kept = {}
     for bid in problem.bids:
@@ -82,11 +80,7 @@ def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """What runs now, as far as the nodes suffice: nodes in each place, by trainer.
-
-    In the bids' order, pinned ones first, each keeps the most that is left and that it can use; it
-    gives up nodes of the blocks that end first, and all of those that it could not start on if it
-    has to give up any.
+    """What runs, as far as nodes suffice: pinned bids first, nodes that end first given up first.
     """
     kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
     used = [sum(nodes[b] for nodes in kept.values()) for b in range(len(problem.places))]

@@ -150,9 +150,7 @@ def deadline(candidate: Candidate) -> ScalingCurve:
 
 
 def goodput(candidate: Candidate) -> ScalingCurve:
-    """Throughput x statistical efficiency (Pollux, OSDI 2021), in samples per second as useful as
-    those of one node.
-    """
+    """Throughput x statistical efficiency (Pollux, OSDI 2021): samples as useful as one node's."""
     efficiency = candidate.efficiency
     if efficiency is None:
         return candidate.curve
@@ -205,9 +203,7 @@ CHANGING = ('deadline_s', 'remaining_samples', 'waited_s')
 
 
 def objective_named(text: str, what: str = 'objective') -> Metric:
-    """The objective of that name, or the one that an expression over :data:`FIELDS` describes.
-    Raises BadInput if it is neither; ``what``: what it is called in sentences.
-    """
+    """By name, or by an expression over :data:`FIELDS`; ``what``: its name in BadInput."""
     if text in METRICS:
         return METRICS[text]
     word = text.strip()

@@ -276,9 +276,7 @@ class Problem:
         return tuple(sorted(end for end in ends if end < self.horizon_s))
 
     def objective(self, allocation: Mapping[str, int | Sequence[int]]) -> float:
-        """Value of an allocation, in the curves' unit x seconds: by trainer, its nodes, or its
-        nodes in each of :attr:`places`; a trainer that is absent gets none.
-        """
+        """Value in the curves' unit x seconds of nodes by trainer, or by trainer and place."""
         worth, horizon_s, nothing = 0.0, self.horizon_s, (0,) * len(self.places)
         for bid in self.bids:
             n = allocation.get(bid.name, nothing)

@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """What a solver found: the status as in :class:`Answer`, nodes in each place by trainer (None:
-    no allocation), and an upper bound of the objective, if it has one.
-    """
+    """A solver's status, nodes in each place by trainer (None: none found), and an upper bound."""
 
     status: str
     nodes: Mapping[str, Sequence[int]] | None = None
@@ -47,9 +45,7 @@ class Asked:
         return perf_counter() - self._started
 
     def solved(self, solve: Callable[[Problem], Found]) -> Answer:
-        """The best allocation that ``solve`` finds for merged blocks, or what runs, where that is
-        worth no less, and where ``solve`` raises, finds none, or breaks a rule.
-        """
+        """The best that ``solve`` finds for merged blocks, or what runs where that is no worse."""
         try:
             groups = groups_of(self._problem)
             status, found, bound = solve(grouped(self._problem, groups))
@@ -72,11 +68,7 @@ class Asked:
         staying_worth: float | None = None,
         bound: float | None = None,
     ) -> Answer:
-        """The answer ``found``, or staying put where that is worth no less and keeps all limits.
-
-        ``worth``, ``staying_worth``: the objectives of both, where the solver knows them;
-        ``bound``: for an answer that is not optimal.
-        """
+        """``found``, or staying put where that is worth no less (worths: if known) and allowed."""
         worth = self._problem.objective(found) if worth is None else worth
         before = self._problem.objective(self.staying) if staying_worth is None else staying_worth
         if worth <= before + NO_GAIN * abs(before) and self._staying_is_allowed():

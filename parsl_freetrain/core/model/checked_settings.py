@@ -49,9 +49,7 @@ S = TypeVar('S', bound=Settings)
 
 
 def read_settings(kind: type[S], where: str, values: Mapping[str, Any]) -> S:
-    """Settings that were read from a file, where lists stand for tuples, texts for members of an
-    Enum, and tables for groups. Raises BadInput: ``where``, and everything that cannot be used.
-    """
+    """Settings from a file, where lists are tuples and texts enum members; or BadInput."""
     try:
         return convert(values, kind)
     except ValidationError as error:

@@ -97,9 +97,7 @@ class BlockEndKnown(Event, frozen=True):
 
 
 class NodesNeeded(Event, frozen=True):
-    """Waiting jobs of others would start now on nodes of our blocks, all of them together. Nodes in
-    ``demands`` and ``blocks`` have joined, or have not joined yet.
-    """
+    """Waiting jobs of others would start on these nodes of ours, some of which have not joined."""
 
     demands: tuple[NodeDemand, ...]
     blocks: tuple[BlockNodes, ...]
@@ -122,9 +120,7 @@ OUT_OF_MEMORY = 'out of memory'
 
 
 class BlockClosed(Event, frozen=True):
-    """A block is over, with whatever nodes it still had: 'taken', 'expired', 'returned',
-    'cancelled' or :data:`OUT_OF_MEMORY`.
-    """
+    """``how``: 'taken', 'expired', 'returned', 'cancelled' or :data:`OUT_OF_MEMORY`."""
 
     block: str
     how: str = 'returned'

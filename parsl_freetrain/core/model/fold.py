@@ -1,6 +1,4 @@
-"""From events to the state of runs. It has no effects outside the state.
-
-Events that come twice, or concern something unknown, change nothing.
+"""From events to the state of runs. Events that come twice, or of unknown things, change nothing.
 """
 
 from __future__ import annotations

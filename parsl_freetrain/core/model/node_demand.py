@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """A waiting job of others that would start now if some nodes of our blocks were given back; a
-    reservation of such nodes that begins soon; or those that were drained.
-    """
+    """A job of others (or a reservation, or a drain) that would start if we gave nodes back."""
 
     job: str  # its id, or 'reservation' and its name, or 'drained' and the nodes
     nodes: int  # how many of ours it lacks

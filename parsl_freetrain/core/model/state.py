@@ -1,6 +1,4 @@
-"""What has become of runs, by :mod:`parsl_freetrain.core.model.fold`; times in seconds since the
-epoch. ``run`` counts the runs of a journal from 1: a resumed workflow appends.
-"""
+"""What has become of runs; times in seconds since the epoch, runs of a journal counted from 1."""
 
 from __future__ import annotations
 

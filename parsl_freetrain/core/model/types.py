@@ -22,8 +22,7 @@ _NEARLY = 1e-9
 
 
 def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """The number of parts of each worker, such that the last of them is done as early as possible.
-    Speeds are above 0, in any unit; of equal ones, the first get more.
+    """Parts for each worker such that the last is done soonest; of equal ones, the first get more.
     """
     share = parts / sum(speeds)
     counts = [math.floor(share * speed + _NEARLY) for speed in speeds]
@@ -38,9 +37,7 @@ def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def rate_together(parts: int, workers: tuple[tuple[float, int], ...]) -> float:
-    """The rate, in the unit of the speeds, of workers who divide a batch of equal parts by
-    :func:`deal`: a speed above 0 and how many workers have it, in turn.
-    """
+    """The rate of workers who divide a batch by :func:`deal`: by speed, how many have it."""
     speeds = [speed for speed, count in workers for _ in range(count)]
     last = max(n / speed for n, speed in zip(deal(parts, speeds), speeds, strict=True))
     return parts / last
@@ -164,9 +161,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Statistical efficiency by node count: how much a sample still contributes when the batch is
-    spread over more nodes.
-    """
+    """By node count: how much a sample contributes when the batch is spread over more nodes."""
 
     nodes: tuple[int, ...]  #: node counts, strictly increasing
     #: Between 0 and 1 at each count; linear in between, flat before the first and behind the last.
@@ -315,8 +310,6 @@ class Checkpoint:
 
     @property
     def pause(self) -> tuple[float, float]:
-        """When training stood still for it: at the end of writing if it had to wait for that, else
-        before.
-        """
+        """When training stood still for it: while writing if it had to wait, else before."""
         until = self.at if self.pause_s >= self.seconds else self.at - self.seconds
         return until - self.pause_s, until

@@ -37,10 +37,7 @@ class _SlotJob:
 
 
 class SlotJobs:
-    """Starts, watches and cancels the blocks of this process. Unlike Parsl's LocalProvider it needs
-    no ``ps``, accepts any character in the path of its folder, and sees the exit status of the very
-    process that it started. When a cancellation returns, no process of the block is left.
-    """
+    """Blocks of this process: without ``ps``, any path, the true exit status, nothing left."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _SlotJob] = {}
@@ -143,9 +140,7 @@ def _block_command(
     end: float | None,
     variables: Mapping[str, Mapping[str, str]],
 ) -> str:
-    """The program :mod:`parsl_freetrain.sites.local.slots`; the slots' command is still to follow.
-    The script execs it, so that signals reach it directly.
-    """
+    """How :mod:`.slots` begins, before the slots' command; exec'd, so that signals reach it."""
     owner = os.getpid()
     words = [sys.executable, '-P', os.path.abspath(slots.__file__)]
     words += ['--folder', str(folder), '--job-name', name]

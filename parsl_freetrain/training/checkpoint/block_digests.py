@@ -38,9 +38,7 @@ def digest_of_blocks(blocks: Sequence[str]) -> str:
 
 
 class FileImage:
-    """The bytes of a file, in memory. ``fd``: a file in memory that begins with them, which other
-    processes can map; None: there is none. ``complete`` returns when the bytes are there.
-    """
+    """A file's bytes in memory, which ``complete`` waits for; ``fd``: for other processes."""
 
     def __init__(
         self,
@@ -84,9 +82,7 @@ class FileImage:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[str, ...]:
-    """Write a new, private (0600) file and make it durable. Returns the digest of each block.
-    Raises FileExistsError if there is one of this name.
-    """
+    """Write a new, private, durable file; returns the digest of each block."""
     digests: list[str] = []
     hasher, left = blake2b(digest_size=DIGEST_BYTES), BLOCK
     with create(path) as file:

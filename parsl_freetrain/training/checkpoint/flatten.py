@@ -80,9 +80,7 @@ def _name(value: Any) -> str:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory, in some order, which sums of floating point numbers and
-    fused kernels depend on.
-    """
+    """Whether its elements fill its memory, as fused kernels depend on."""
     return torch.empty_like(tensor, device='meta').stride() == tensor.stride()
 
 

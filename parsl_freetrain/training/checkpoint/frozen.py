@@ -55,9 +55,7 @@ class Frozen:
         self._begun = False
 
     def begin(self, state: State, names: Collection[str]) -> None:
-        """Find what earlier checkpoints refer to, or write it: in a thread beside training. If that
-        fails, checkpoints hold all.
-        """
+        """Find what earlier checkpoints refer to, or write it in a thread; else they hold all."""
         if self._begun:
             return
         self._begun = True

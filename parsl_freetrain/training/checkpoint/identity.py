@@ -26,9 +26,7 @@ _ANEW = (
 
 
 def prove_writable(folder: Path, trainer: str) -> None:
-    """Make ``folder`` (0700), and prove by writing that only this user can write to it. Raises
-    BadInput if it cannot be made or written, or if another user owns it or may write to it.
-    """
+    """Make ``folder`` (0700), and prove that only this user can write to it; or BadInput."""
     try:
         make_dir(folder)
         probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'
@@ -45,16 +43,12 @@ def prove_writable(folder: Path, trainer: str) -> None:
 
 
 def refuse_open(folder: Path) -> None:
-    """Refuse a folder of another user, or that others may write to: loading from it could run their
-    code. Raises BadInput, with the command that forbids it.
-    """
+    """BadInput, with the remedy, if others may write here: loading could run their code."""
     refuse_foreign(folder, 'checkpoint folder')
 
 
 def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) -> None:
-    """Write ``trainer.json`` into a new folder, or compare it. Raises BadInput if the folder is
-    another trainer's (with the fields that differ), or neither empty nor a trainer's.
-    """
+    """Write ``trainer.json`` into a new folder, or compare it; BadInput if it differs."""
     # To JSON and back, so that both sides have the same types (a tuple becomes a list).
     wanted = json.loads(json.dumps({'trainer': trainer, 'identity': identity}, sort_keys=True))
     path = folder / TRAINER_FILE
@@ -92,9 +86,7 @@ def is_trainer_folder(folder: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Move everything in a trainer's folder to a new folder ``old-<n>`` in it, and return that; not
-    what was moved earlier, nor the fences, which apply to every run.
-    """
+    """Move all but fences and earlier ``old-<n>`` into a new ``old-<n>``, and return it."""
     for n in count(1):
         old = folder / f'old-{n}'
         try:

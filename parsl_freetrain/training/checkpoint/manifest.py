@@ -107,9 +107,7 @@ def is_committed(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed checkpoint, verified by its marker, without the data. Raises
-    Damaged if it is not the committed one; BadInput if this version does not read its format.
-    """
+    """The manifest, verified by its marker; else Damaged, or BadInput for another format."""
     try:
         path = folder / MANIFEST
         content = fs.read_regular(path, _MANIFEST_MOST)
@@ -195,9 +193,7 @@ def damage(error: OSError, path: Path) -> Exception:
 
 
 def _is_lost(path: Path) -> bool:
-    """Whether a file still cannot be read a moment later, while its directory can be: otherwise the
-    file system is in trouble, and every checkpoint would be set aside.
-    """
+    """A file still unreadable while its directory is readable; else the file system is at fault."""
     time.sleep(_MOMENT_S)
     os.listdir(path.parent)
     with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,4 @@
-"""What modules hold that ``state_dict()`` does not: settings (``requires_grad``, ``training``, a
-dropout's ``p``) and buffers that are not persistent.
-"""
+"""What ``state_dict()`` lacks: settings such as ``requires_grad``, and non-persistent buffers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""States of optimizers: loaded, moved to their parameters' device, and kept by the names of
-parameters, so that they fit a model that is divided differently; torch numbers them.
-"""
+"""Optimizers' states: loaded, moved, and named by parameters to fit models divided otherwise."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ def add_groups(optimizer: torch.optim.Optimizer, then: list[list[str]], prepared
 
 
 def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """An optimizer's ``state_dict()`` with names instead of numbers. The names of a group are the
-    keys of a dict. Raises ValueError if it has a parameter that has no name.
-    """
+    """A ``state_dict()`` with parameters' names for numbers; ValueError if one has none."""
     state = optimizer.state_dict()
     called = [_name(parameter, names) for parameter in every_parameter(optimizer)]
     return {
@@ -123,9 +119,7 @@ def is_by_name(state: dict[str, Any]) -> bool:
 def by_number(
     state: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> dict[str, Any]:
-    """The part of a state from :func:`by_name` for the optimizer's parameters, as
-    ``load_state_dict()`` takes it. Raises ValueError if it has other groups, or lacks a parameter.
-    """
+    """The part of :func:`by_name`'s state for these parameters; ValueError if it lacks any."""
     if len(state['param_groups']) != len(optimizer.param_groups):
         raise ValueError(
             f'{len(state["param_groups"])} groups of parameters there and '

@@ -47,9 +47,7 @@ class EndDamaged(FreeTrainError):
 
 
 class OuterWeights:
-    """Those of a training whose folder is ``root``, as one of its replicas sees them. ``fence``:
-    raises Fenced if this one must commit nothing.
-    """
+    """Those under ``root``, for one replica; ``fence`` raises Fenced if it must not commit."""
 
     def __init__(
         self, root: Path, training: str, replica: int, fence: Callable[[], None] = lambda: None
@@ -96,9 +94,7 @@ class OuterWeights:
                 )
 
     def step(self, ends: Sequence[Path], samples: int, outer: Nesterov | None, length: int) -> None:
-        """Make those after a round of ``length`` samples from the states of all replicas at its
-        end, in order. Raises EndDamaged.
-        """
+        """The weights after a round, from all replicas' states at its end; or EndDamaged."""
         before = self.find(samples - length)
         if before is None:
             raise FreeTrainError(

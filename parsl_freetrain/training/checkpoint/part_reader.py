@@ -83,9 +83,7 @@ class PartReader:
         return torch.load(content, map_location='cpu', weights_only=True)
 
     def read(self, wanted: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        """The wanted parts, by name, on the CPU; only their blocks are fetched. Raises Damaged if
-        they are not what was left; OSError if the file system does not answer.
-        """
+        """The wanted parts on the CPU, by name; Damaged if altered, OSError without an answer."""
         found = {one: torch.empty(box.sizes, dtype=self.dtype(one)) for one, box in wanted.items()}
         spans: dict[FileBlock, list[_Span]] = {}
         for name, box in wanted.items():

@@ -53,8 +53,7 @@ class PartWriters:
         return self._store is None
 
     def peer_lost(self, patience_s: float) -> float | None:
-        """A rank is gone: wait only as long as the others may still need for their parts. Returns
-        the number of seconds in which a save ends now; None: this rank waits for nobody.
+        """A rank is gone: wait no longer than others may need. Seconds to the end (None: no wait).
         """
         if self.alone:
             return None
@@ -62,9 +61,7 @@ class PartWriters:
         return 2 * patience_s / _LOST
 
     def lead(self, save: int, folder: Path, state: State) -> Blocks:
-        """On rank 0: write its part and what all parts consist of into an empty folder. Returns the
-        digests of the blocks of the files. Raises FreeTrainError if a rank did not write its part.
-        """
+        """Rank 0 writes its part and the contents; returns digests, FreeTrainError if one lacks."""
         self._set(f'{save}/folder', folder.name)
         saving('part-begun')
         parts = [state.part(self.rank, folder)]
@@ -80,9 +77,7 @@ class PartWriters:
         return write_contents(folder, parts)
 
     def follow(self, save: int, state: State) -> None:
-        """On the other ranks: write this rank's part, once rank 0 has made the folder. Raises
-        OSError if it cannot be written; rank 0 is told.
-        """
+        """Others write their parts once there is a folder; OSError, which rank 0 learns."""
         name = self._wait_for([f'{save}/folder'], None)
         if not name or name[0].startswith(_REFUSED):
             return  # rank 0 could not begin, and says why

@@ -65,9 +65,7 @@ class Contents(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, folder: Path) -> Contents:
-        """Of a checkpoint. It is verified. Raises BadInput if it is not of this format; Damaged if
-        it is not what was committed, or a file is missing or has another length.
-        """
+        """Of a checkpoint, verified; Damaged if altered, BadInput for another format."""
         committed = {file.name: file.blocks for file in verify(folder, content=False).files}
         try:
             content = read_regular(folder / CONTENTS, _MOST)
@@ -158,9 +156,7 @@ def read_part(folder: Path, rank: int, expected: str) -> Contents:
 
 
 def write_contents(folder: Path, parts: Sequence[Contents]) -> Blocks:
-    """Write what all parts together consist of. Returns the digests of the files that need not be
-    read again. Raises FreeTrainError if the parts of a tensor do not make up the whole.
-    """
+    """Write what parts consist of, and return digests; FreeTrainError if one lacks."""
     whole = Contents.united(parts)
     written = block_digests.write_hashed(folder / CONTENTS, [whole.packed])
     return {CONTENTS: written, **{name: blocks for name, (_, blocks) in whole.files.items()}}

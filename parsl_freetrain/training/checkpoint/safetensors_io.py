@@ -91,9 +91,7 @@ def layout_of(pieces: Iterable[Piece]) -> FileLayout:
 
 
 def write_tensors(path: Path, pieces: Iterable[Piece]) -> tuple[str, ...]:
-    """Write a new, private (0600) file and make it durable. Returns the digest of each block.
-    Raises FileExistsError if there is one of this name.
-    """
+    """Write a new, private, durable file; returns the digest of each block."""
     return write_hashed(path, layout_of(pieces).content())
 
 

@@ -44,9 +44,7 @@ class Opened:
         self.position = st.Position(**self._structure['rest']['position'])
 
     def load(self, prepared: Prepared | None = None) -> st.Saved:
-        """Read the tensors, those of models and optimizers (if given) divided as they are. Raises
-        BadInput if the models are others; Damaged if the data are not what was committed.
-        """
+        """The tensors; BadInput for other models, Damaged if they are not as committed."""
         shapes = self._reader.shapes()
         like = self._like(prepared, shapes) if prepared is not None else {}
         boxes = {name: local_shard.Box.whole(shape) for name, shape in shapes.items()}
@@ -97,7 +95,5 @@ def open_checkpoint(path: str) -> Opened:
 
 
 def read_state(path: str) -> st.Saved:
-    """All of the checkpoint in the directory ``path``, verified. Tensors are on the CPU. No code of
-    the file is run. Raises as :func:`open_checkpoint` and :meth:`Opened.load`.
-    """
+    """A verified checkpoint, all on the CPU; no code of the file is run. Raises as ``load``."""
     return open_checkpoint(path).load()

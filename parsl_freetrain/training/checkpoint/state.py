@@ -187,9 +187,7 @@ def assemble(path: str, state: State) -> Saved:
 
 
 def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
-    """Set models, optimizers, schedulers and scalers to a saved state, of which they may be
-    ``parts``. Raises BadInput, before models are changed, if it does not fit.
-    """
+    """Set all to a saved state or its ``parts``; BadInput, before any change, if it misfits."""
     for kind, several in _KINDS.items():
         now, then = getattr(prepared, several), getattr(saved, several)
         if kind == 'ema' and len(now) < len(then):
@@ -288,9 +286,7 @@ def check_shapes(
     number: int,
     path: str,
 ) -> None:
-    """Check that a model has the tensors of checkpoint ``path``, by name and shape. ``number``
-    counts from 0. Raises BadInput if not, with the first differences.
-    """
+    """BadInput, with the first differences, unless a model's names and shapes fit."""
     faults = [f'{name} is missing there' for name in here if name not in there]
     faults += [f'{name} is unknown here' for name in there if name not in here]
     both = [(name, shape, here[name]) for name, shape in there.items() if name in here]

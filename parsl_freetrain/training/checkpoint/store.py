@@ -127,9 +127,7 @@ class PosixCheckpointStore:
         return self._newest(on_disk.verify)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose manifest is good, or None; otherwise as :meth:`latest`. Its
-        data are not read: the ranks verify what they read, and call :meth:`put_aside`.
-        """
+        """As :meth:`latest`, but the ranks verify the data, and call :meth:`put_aside`."""
         return self._newest(on_disk.read_manifest)
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:

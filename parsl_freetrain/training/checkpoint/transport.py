@@ -32,9 +32,7 @@ class Transport(Protocol):
         """Whether it has all of a file."""
 
     def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
-        """The bytes of blocks, in order. All have the digests of the state. Raises Damaged if one
-        has another digest, or is missing; OSError if the file system does not answer.
-        """
+        """Blocks in order, verified; Damaged, or OSError if the file system does not answer."""
 
 
 class Disk:

@@ -27,9 +27,7 @@ _ANSWER_S = 10.0
 
 
 class NodeMemory:
-    """What this node's fork server keeps for a trainer: the ``files`` asked for. ``offer``: what
-    was offered before, and is wanted; see :meth:`wants`.
-    """
+    """The ``files`` a fork server keeps for a trainer; ``offer``: see :meth:`wants`."""
 
     def __init__(
         self, trainer: str, files: Files | None = None, offer: fork.OfferState | None = None

@@ -41,9 +41,7 @@ _MARKS = (
 
 
 class Subgroup(Peers):
-    """The ranks of a process group, numbered as in it. Only ``all_gather``, ``all_to_all``,
-    ``all_gather_into_tensor`` and ``broadcast`` exchange.
-    """
+    """A process group's ranks, as numbered in it. Only what is defined here exchanges."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
@@ -256,9 +254,7 @@ def _listens_at(order: FragmentOrder, place: RankPlace) -> tuple[str, str | None
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an exception, or one of its causes, means that another rank is gone.
-    torch.distributed raises mostly plain RuntimeErrors, which are recognised by their texts.
-    """
+    """Whether a cause is that a rank is gone; torch's RuntimeErrors are told by their texts."""
     lost = (PeerLost, SealBroken, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     return any(
         isinstance(cause, lost)

@@ -1,6 +1,4 @@
-"""Errors that say that a device or a file system is in trouble, and not that the user's function is
-wrong.
-"""
+"""Errors in which a device or a file system is in trouble, and not the user's function wrong."""
 
 from __future__ import annotations
 

@@ -85,9 +85,7 @@ def share_of(
 
 
 def of_slot(names: Sequence[str]) -> Sequence[str]:
-    """The devices of this slot of the local site, whose slots divide those of the computer; of
-    anything else, all. Raises BadInput if each slot is to have its own and there are too few.
-    """
+    """This slot's devices on the local site, else all; BadInput if there are too few."""
     told = devices_here()
     if told is None or not names:
         return names
@@ -221,9 +219,7 @@ def computes_as(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory that this process has needed, in bytes: on the device, or of the computer for
-    a CPU (with the libraries, as VmHWM of /proc/self/status); 0: unknown.
-    """
+    """The most bytes needed: on the device, or of the process for a CPU; 0: unknown."""
     if device.type != 'cpu':
         return int(torch.get_device_module(device).max_memory_allocated(device))
     with suppress(OSError, ValueError):

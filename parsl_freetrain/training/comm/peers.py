@@ -78,9 +78,7 @@ class Peers:
     def all_to_all(
         self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
     ) -> None:
-        """Send each rank its part of a flat tensor, and write the parts that come into another one,
-        in order of rank. ``sent``, ``received``: the number of elements by rank.
-        """
+        """Send each rank its part of a flat tensor; numbers of elements by rank."""
         into.copy_(row)
 
     def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
@@ -158,9 +156,7 @@ class Agreed(IntEnum):
 
 
 def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
-    """Steps from one agreement to the next: as many as fit into :data:`EVERY_S`, at least 1.
-    Towards the end (``time_left_s``) there are fewer, since steps may suddenly become slow.
-    """
+    """Steps to the next agreement: what fits into :data:`EVERY_S`, fewer towards the end."""
     every_s = min(EVERY_S, max(time_left_s, 0.0) / _CAREFUL)
     return max(1, int(every_s / step_s)) if step_s > 0 else 1
 
@@ -190,9 +186,7 @@ class Agreement:
         return 0 if self._peers.world_size == 1 else self._between + 1
 
     def after_step(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """The decision that is due now, or :attr:`Agreed.GO_ON`. ``wish`` and ``time_left``
-        (seconds) are called only when an agreement begins.
-        """
+        """The decision due now; ``wish`` and ``time_left`` are called when an agreement begins."""
         if self._peers.world_size == 1:
             return wish()
         self._steps += 1

@@ -27,9 +27,7 @@ _in_body: Callable[[], bool] = bool
 
 
 def hide() -> None:
-    """Make torch.distributed forget the default group, unless it was asked for. A call that needs
-    it is refused by BadInput.
-    """
+    """Hide the default group, unless asked for; calls that need it raise BadInput."""
     global _hidden
     if not _asked:
         _hidden, dist.GroupMember.WORLD = dist.group.WORLD, None

@@ -126,9 +126,7 @@ def fingerprint(**named: Any) -> bytes:
 
 
 def looks_of(dataset: Any) -> Looks:
-    """Some of what a dataset has in lists, arrays and tensors, by which another one, or another
-    order of its samples, can be told. Caches are left out; of paths the last part counts.
-    """
+    """What tells a dataset from another, as lists and tensors; of paths the last part."""
     found: Looks = {}
     for path, one in inside({'dataset': dataset}):
         if len(found) >= _SHOWN:

@@ -189,9 +189,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def worker_died(error: BaseException) -> str:
-    """What torch says if a DataLoader's worker has died, and so an exception was raised (the
-    kernel, for instance, ends one where memory is full); empty if that is not the reason.
-    """
+    """What torch says if an exception means that a worker died; empty if not."""
     found = [str(cause).strip() for cause in causes(error) if _WORKER in str(cause)]
     if found:
         return next((text for text in found if 'killed by signal' in text), found[0])

@@ -127,9 +127,7 @@ class GlobalOrder:
 
 
 def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
-    """Contiguous parts whose sizes differ by at most 1, larger ones first, some empty if there are
-    more than indices. Raises BadInput if ``shards`` is below 1.
-    """
+    """Contiguous parts, larger ones first, some empty if there are too few indices."""
     _check('The number of shards of a batch', shards)
     parts = (_part(len(indices), shards, index) for index in range(shards))
     return tuple(tuple(indices[part.start : part.stop]) for part in parts)
@@ -156,9 +154,7 @@ def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple
 
 
 def samples_in(epochs: float, dataset_size: int) -> int:
-    """Rounded to the nearest whole number, at least 1. Raises BadInput if the dataset is empty, or
-    ``epochs`` is not a number above 0.
-    """
+    """Rounded, at least 1; BadInput if there are none, or ``epochs`` is not above 0."""
     _check('The number of samples of the dataset', dataset_size)
     if not math.isfinite(epochs) or epochs <= 0:
         refuse('The total to train, in epochs,', epochs, 'a number above 0')

@@ -132,9 +132,7 @@ def _random_numbers_of(text: str) -> Iterator[int]:
 def order_name(
     chosen: SampledOrder | None, shuffle: bool, drop_last: bool, in_epoch: int, samples: int
 ) -> str:
-    """In checkpoints and errors, after a number of samples of the loop. Between two epochs an order
-    has no name: what a sampler depends on may change there.
-    """
+    """For checkpoints; none between two epochs, where a sampler may change."""
     epoch, within = divmod(samples, in_epoch)
     name = chosen.names.get(epoch, '') if chosen is not None and within else ''
     kind = f'sampled ({name})' if name else 'sampled' if chosen else 'shuffled'

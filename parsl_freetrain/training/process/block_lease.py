@@ -23,9 +23,7 @@ _LARGEST = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Holder:
-    """A run and its process (``born`` tells it from a later one with the same id), and by adopted
-    job the shell command of each of its nodes.
-    """
+    """A run, its process (``born``: not a later one of this id), and each adopted job's command."""
 
     run: str
     host: str

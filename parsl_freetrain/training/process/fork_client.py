@@ -49,9 +49,7 @@ class RankProcess:
         return self._channel.send(message)
 
     def recv(self) -> FromRank | None:
-        """The next message; the last one is an ``Exit``. None: it was not understood. Raises
-        EOFError after the exit, or if the fork server is gone (and the rank with it).
-        """
+        """The next message; last an ``Exit``, then EOFError. None: it was not understood."""
         return self._channel.recv()
 
     def kill(self) -> None:
@@ -134,9 +132,7 @@ class ForkClient:
             os.close(fd)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until ranks can be launched. Raises FreeTrainError, with the log's path and last
-        lines, if that takes more than ``timeout_s`` seconds, or the fork server ended.
-        """
+        """Wait for the fork server; FreeTrainError, with its log, if it ends or takes too long."""
         deadline = time.monotonic() + timeout_s
         while True:
             channel = self._connect(self._answers)

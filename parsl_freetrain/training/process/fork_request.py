@@ -54,9 +54,7 @@ def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
 
 
 def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> None:
-    """Make this new fork of a process what it would be if the requesting process had started it.
-    Raises OSError if the working directory, the log or the CPUs cannot be used.
-    """
+    """Make this fork what the requesting process would have started; or OSError."""
     os.chdir(request.cwd)
     log = open_log(request.log)
     os.dup2(log, 1)

@@ -38,9 +38,7 @@ def adopt_orphans() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep up to 1 GiB of freed memory, unless the environment tunes malloc: each step
-    would give back the pages of gradients and activations, ask for them and zero them again.
-    """
+    """Have glibc keep up to 1 GiB of freed memory: each step would return and zero it."""
     if any(name.startswith('MALLOC_') or name == 'GLIBC_TUNABLES' for name in os.environ):
         return
     with contextlib.suppress(AttributeError):

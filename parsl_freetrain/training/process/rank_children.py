@@ -25,9 +25,7 @@ class _Child:
 
 
 class RankChildren:
-    """Reaps ranks and tells their clients how they ended; kills ranks whose client is gone. When a
-    file descriptor of ``poll`` is ready, the server passes it to :meth:`handle`.
-    """
+    """Reaps ranks, tells their clients how they ended, kills those whose client is gone."""
 
     def __init__(self, poll: select.poll) -> None:
         self._poll = poll

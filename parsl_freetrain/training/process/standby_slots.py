@@ -73,9 +73,7 @@ class StandbySlots:
         self._dismiss(rank for rank in self._ranks.values() if rank.trainer != trainer)
 
     def claim(self, request: fork.Launch, channel: Channel[Any]) -> StandbyRank | None:
-        """Pass the connection of a launch to a matching standby rank (None: there is none), which
-        reads it once it waits. The client is answered here.
-        """
+        """Pass a launch to a matching standby rank (None: there is none), and answer the client."""
         key = key_of(request)
         found = (r for r in self._ranks.values() if r.key == key and not _has_ended(r.pidfd))
         if (rank := next(found, None)) is None:

@@ -47,9 +47,7 @@ class Quit(Message, frozen=True):
 
 
 class OfferState(Message, frozen=True):
-    """A rank that has lost another can leave its ``part`` of the state, ``alone`` with something.
-    The answer is :class:`StateWanted`, or the end of the connection if a rank here offered as much.
-    """
+    """Left by a rank that lost another; answered by :class:`StateWanted`, or the end."""
 
     trainer: str
     fragment: Count

@@ -11,9 +11,7 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 @dataclass(frozen=True)
 class Handover:
-    """A state that an earlier fragment left in the memory of nodes and has not committed; see
-    :mod:`parsl_freetrain.training.loop.handover`.
-    """
+    """A state in nodes' memory, uncommitted; see :mod:`parsl_freetrain.training.loop.handover`."""
 
     parts: tuple[tuple[str, ...], ...]
     """Of each part, the digests of what ranks have left of it, each of which will do."""

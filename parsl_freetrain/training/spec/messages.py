@@ -68,9 +68,7 @@ class LeavingState(Message, frozen=True):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """The user's exception in texts, and ``cloudpickle.dumps((it, tblib's traceback dict))``.
-    ``final``: another try would end in it, too.
-    """
+    """The exception in texts and pickled; ``final``: another try would end in it, too."""
 
     type: str
     message: str
@@ -136,9 +134,7 @@ FromRank = _PassedOn | RankPid | Waiting | LeavingState | Outcome | Exit
 
 
 class StopTraining(Message, frozen=True):
-    """Save a checkpoint at the next step boundary and end; ``node_leaves``: leave no state here.
-    ``followed``: the next fragment is ready, and can write a large state left in memory.
-    """
+    """Save and end; ``node_leaves``: keep none here; ``followed``: the next one can write it."""
 
     why: str
     node_leaves: bool = False
@@ -162,9 +158,7 @@ ToRank = Rendezvous | StopTraining | NodeStays | NodeEnds
 
 
 class Hello(Message, frozen=True):
-    """A member has started; ``node`` is the name of its node, and ``clock`` its time there, in
-    seconds since the epoch.
-    """
+    """A member has started on ``node``, with its ``clock`` in seconds since the epoch."""
 
     node: str
     clock: Seconds = 0.0
@@ -227,9 +221,7 @@ class AreYouThere(Message, frozen=True):
 
 
 class StartStandby(Message, frozen=True):
-    """Start standby ranks for the next fragment, which end after ``wait_s`` seconds without it.
-    ``rescale``: it is expected soon, here; tell when they wait. Otherwise they are a reserve.
-    """
+    """For the next fragment, for ``wait_s`` seconds; ``rescale``: soon, so say when they wait."""
 
     wait_s: Seconds
     rescale: bool = True

@@ -124,9 +124,7 @@ class Scaled(Mode, frozen=True, kw_only=True):
             )
 
     def batch_size(self, stated: int, world_size: int) -> int:
-        """Samples in a global batch of ``world_size`` ranks, with ``stated`` for the reference
-        number. Raises BadInput if the reference ranks cannot share the stated batch evenly.
-        """
+        """Of ``world_size`` ranks; BadInput if the reference ranks cannot share it evenly."""
         each, left = divmod(stated, self.reference_ranks)
         if left:
             raise BadInput(

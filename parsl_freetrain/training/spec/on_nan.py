@@ -15,9 +15,7 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 
 class NonFinitePolicy:
-    """Whether training may continue after numbers that were not finite, and how. ``where``, the
-    trainer and the fragment, begins messages.
-    """
+    """Whether and how to go on after non-finite numbers; ``where`` begins messages."""
 
     def __init__(self, policy: str, where: str) -> None:
         self.policy, self._where = policy, where

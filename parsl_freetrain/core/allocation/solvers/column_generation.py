@@ -57,8 +57,7 @@ class Incumbent:
         return False
 
     def round(self, master: Master, shares: Floats, prices: Floats) -> None:
-        """An allocation from the shares of the linear programme: bids with one set of places get
-        their mean, the others choose one after the other from what is left, at these prices.
+        """From the programme's shares: bids with one set of places get their mean, others in turn.
         """
         heaviest = np.zeros(len(self._pricing.every))
         np.maximum.at(heaviest, master.bid, shares)
@@ -259,10 +258,7 @@ class _Search:
         return _Branch(-bound, self._opened, region, prices, divided)
 
     def _dive(self, region: Region, shares: Floats, prices: Floats) -> None:
-        """Look for an allocation: divided bids with a clearly largest share, or else the one with
-        the largest, are fixed to its places, and the programme is solved again. With these decided,
-        little is lost by whole numbers of nodes.
-        """
+        """Fix divided bids with clearly the largest shares to their places, and solve again."""
         master, caps, every = self._master, self._caps, self._pricing.every
         fixed = np.zeros(len(every), dtype=bool)
         while self._left_s() > 0:

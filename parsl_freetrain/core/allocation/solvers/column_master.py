@@ -53,9 +53,7 @@ class Caps:
 
 
 class Master:
-    """The linear programme, and the ways that it knows: by way the index of its ``bid``, its nodes
-    by place, whether it is to keep what the bid holds, and its worth.
-    """
+    """The programme, and its ways: by way its ``bid``, nodes by place, if it keeps, its worth."""
 
     def __init__(self, pricing: Pricing, caps: Caps) -> None:
         import highspy  # takes long to import, and most problems are solved without it

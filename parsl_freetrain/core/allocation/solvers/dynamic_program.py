@@ -42,9 +42,7 @@ class _Table:
 
 
 class DpAllocator:
-    """Exact allocation by a price per node and a dynamic programme (:mod:`~.solvers.knapsack`). The
-    worth of a bid is cached by the object: pass the same while the bid has not changed.
-    """
+    """A price per node and a knapsack. Worths are cached by bid object: pass the same ones."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, float, float, bool, str], tuple[Bid, Floats]] = {}

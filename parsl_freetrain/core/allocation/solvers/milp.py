@@ -135,10 +135,7 @@ class IntegerProgram:
     def _in_class(
         self, j: str, bid: Bid, node_class: str, nodes: list[pulp.LpVariable], cap: list[int]
     ) -> pulp.LpVariable:
-        """For each interval between ends, a choice of the nodes left of one class: two binaries for
-        each count, with and without losing nodes at its end, which costs a restart. Returns the one
-        of having no nodes of the class.
-        """
+        """By interval between ends, binaries for the nodes left of a class; returns that of 0."""
         problem, places = self._problem, self._problem.places
         left = list(problem.places_by_class[node_class])
         remaining = {places[b].remaining_s for b in left}

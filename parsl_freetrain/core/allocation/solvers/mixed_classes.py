@@ -25,9 +25,7 @@ Integers = NDArray[np.int64]
 
 
 class MixedAllocator:
-    """Exact for trainers with :attr:`Bid.mixed_parts`, beside others: HiGHS's best within
-    ``time_limit_s`` seconds, of at most ``most_ways`` ways of all trainers.
-    """
+    """Exact for trainers with :attr:`Bid.mixed_parts`, up to ``most_ways`` ways of all trainers."""
 
     def __init__(self, time_limit_s: float = 10.0, most_ways: int = 30_000) -> None:
         self._time_limit_s, self._most_ways = time_limit_s, most_ways

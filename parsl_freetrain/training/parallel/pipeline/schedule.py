@@ -143,9 +143,7 @@ def make_schedule(method: str, stages: int, micro_batches: int) -> PipelineSched
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """The layers of each stage: consecutive ones, in the first stages one more if they cannot be
-    divided evenly. Raises BadInput if there are fewer layers than stages.
-    """
+    """Consecutive layers of each stage, one more in the first ones; or BadInput for too few."""
     if layers < stages:
         raise BadInput(
             f'{layers} layers cannot be cut into {stages} stages: use at most {layers} '

@@ -43,9 +43,7 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """Add to the parameters' gradients; returns that of the input, None at the first stage.
-        ``gradient``: of the output; None at the last stage, whose output is the loss.
-        """
+        """Add to the gradients; returns that of the input (None: first stage), or of the loss."""
         value, output = self._kept.pop(micro_batch)
         if output.requires_grad:
             torch.autograd.backward(output, gradient)

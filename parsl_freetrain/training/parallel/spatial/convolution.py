@@ -49,9 +49,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
     """``torch.nn.ConvTranspose3d`` for :class:`.Sharded`; refuses input as :class:`Conv3d`."""
 
     def forward(self, x: Sharded, like: Sharded | None = None) -> Sharded:  # type: ignore[override]
-        """With ``like``, the output has the extents and parts of that volume, which must be
-        possible with this window.
-        """
+        """``like``: the output has its extents and parts, which must be possible."""
         more = self._output_paddings(x, like)
         each = zip(self.kernel_size, self.stride, self._paddings, self.dilation, more, strict=True)
         spreads = [TransposedWindow(*numbers) for numbers in each]

@@ -110,9 +110,7 @@ def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
 
 @lru_cache(maxsize=4096)
 def moves(reach: Reach, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
-    """What every part needs of the input (in parts ``bounds``) for its part of the output
-    (``out``). Raises BadInput, on all ranks, if a part needs more than its neighbours have.
-    """
+    """What every part needs of the input's others; BadInput on all ranks if they lack it."""
     needs = [reach.need(*part) for part in pairwise(out)]
     return tuple(_move(reach, bounds, needs, part, axis) for part in range(len(needs)))
 

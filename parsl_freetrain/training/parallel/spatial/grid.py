@@ -48,9 +48,7 @@ class Axis:
     def swap(
         self, sent: tuple[Tensor, Tensor], wanted: tuple[int, int], dim: int
     ) -> tuple[Tensor, Tensor]:
-        """Send tensors to the rank before and the rank after, and receive theirs, with ``wanted``
-        positions along ``dim``. Nothing is sent for 0.
-        """
+        """Exchange ``wanted`` positions along ``dim`` with the ranks before and after."""
         got = tuple(sent[0].new_empty(_with(sent[0], dim, size)) for size in wanted)
         if self.group is not None:
             others = (self.index - 1, self.index + 1)

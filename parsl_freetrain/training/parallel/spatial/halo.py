@@ -38,9 +38,7 @@ def plan(
 
 
 def plan_window(layout: Layout, grid: Grid, *numbers: Any) -> tuple[Layout, Moves, list[int]]:
-    """As :func:`plan` for a window of torch's arguments (kernel, stride, padding, dilation), each
-    one number or three, and the padding that is left to torch.
-    """
+    """As :func:`plan`, by torch's arguments, and the padding that is left to torch."""
     triples = [(number,) * 3 if isinstance(number, int) else tuple(number) for number in numbers]
     windows = [geometry.Window(*of_axis) for of_axis in zip(*triples, strict=True)]
     out, needed = plan(windows, layout, grid)
@@ -69,9 +67,7 @@ def assembled(
 
 
 def give_back(gradient: Tensor, shape: torch.Size, needed: Moves, grid: Grid) -> Tensor:
-    """The gradient of a rank's own part, which has ``shape``, from the gradient of the result of
-    :func:`collect`. The neighbours' shares are sent to them.
-    """
+    """The gradient of a part of ``shape`` from that of :func:`collect`'s result."""
     for dim, axis, move in reversed(_steps(needed, grid)):
         before, after = move.receive
         begin = move.pad[0] + before
