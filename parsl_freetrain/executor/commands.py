@@ -1,6 +1,4 @@
-"""Commands to the event loop from other threads, by :meth:`EventLoop.post`, and how events are
-gathered that belong together for one decision.
-"""
+"""Commands to the event loop from other threads, and how events are gathered for one decision."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ def _urgent(item: Any) -> bool:
 
 
 class OfferChanges:
-    """Compares what a site says of the last while, clipped, with what it has said before. An offer
-    that is replaced by no later one is over ``stale_s`` seconds after its end.
-    """
+    """What a site offers against what it said before; stale after ``stale_s`` seconds."""
 
     def __init__(self, stale_s: float) -> None:
         self._stale_s = stale_s

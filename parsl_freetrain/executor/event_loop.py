@@ -50,9 +50,7 @@ MOST_FAILURES = 20
 
 
 class EventLoop:
-    """Runs from :meth:`start` to :meth:`stop`. Other threads use only :meth:`post`. ``requests``:
-    of other programs of the user. ``clock``: the times of all events.
-    """
+    """Runs from :meth:`start` to :meth:`stop`; other threads use only :meth:`post`."""
 
     def __init__(
         self,

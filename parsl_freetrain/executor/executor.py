@@ -264,9 +264,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         future.add_done_callback(lambda _: self._futures.discard(future))
 
     def submit_trainer(self, record: TrainerRecord) -> None:
-        """Pass a trainer to the event loop. Its future reports everything else. Raises BadInput if
-        the executor does not run, or its metric cannot be computed for this trainer.
-        """
+        """Pass a trainer to the event loop; BadInput if it does not run, or has no such metric."""
         if self._loop is None:
             raise BadInput(
                 f'Trainer {record.trainer.name!r} cannot be submitted: executor {self.label!r} is '

@@ -1,6 +1,4 @@
-"""Passes what the ledger says on while a run goes on: metrics to loggers, and all of it to Parsl's
-monitoring.
-"""
+"""Passes on what the ledger says: metrics to loggers, everything to Parsl's monitoring."""
 
 from __future__ import annotations
 
@@ -153,9 +151,7 @@ def database_of(endpoint: str | None) -> Path | None:
 
 
 class MonitoringExport:
-    """Copies one run into tables ``freetrain_trainers``, ``freetrain_fragments`` and so on,
-    periodically and at the end. Their ``run_id`` and a fragment's ``task_id`` are Parsl's.
-    """
+    """Copies a run into tables ``freetrain_trainers`` and so on of Parsl's monitoring."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s

@@ -1,6 +1,4 @@
-"""Off the event loop: what is the user's and may never return, such as handlers of logging, and a
-terminal that was stopped.
-"""
+"""Off the event loop: what is the user's and may never return, as handlers of logging."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def in_thread(work: Callable[[], object], name: str) -> None:
 
 
 def run(what: Callable[[], object]) -> bool:
-    """Call ``what`` in another thread if this one is an event loop's, and here otherwise. Returns
-    False if too much waits already, and it is not called.
-    """
+    """Call it in another thread if this is an event loop's. False if too much waits."""
     if (waiting := _waiting.get(threading.get_ident())) is None:
         what()
         return True

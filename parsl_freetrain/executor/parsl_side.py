@@ -23,9 +23,8 @@ _LOOK_MS = 200
 
 
 class ParslSide:
-    """The side of a started HighThroughputExecutor. Only the event loop's thread calls it, but for
-    :meth:`submit`. ``agent``: what the command of a block's nodes begins with. ``lock``: of the
-    run's folder; without it trainers cannot go on, but ordinary apps do.
+    """The side of a started HighThroughputExecutor, for the event loop's thread; without ``lock``,
+    trainers cannot go on.
     """
 
     def __init__(self, executor: HighThroughputExecutor, agent: str, lock: RunLock) -> None:

@@ -126,9 +126,7 @@ def _has_checkpoint(record: TrainerRecord) -> None:
 
 
 class ProgressLine:
-    """A subscriber that keeps one line about the trainers up to date, if ``out`` is a terminal. It
-    names the ``ledger`` once, for ``freetrain watch``. ``clock``: seconds that only increase.
-    """
+    """A subscriber that keeps one line about trainers, if ``out`` is a terminal."""
 
     def __init__(
         self,

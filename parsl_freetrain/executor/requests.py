@@ -1,6 +1,4 @@
-"""What other programs of the same user ask of a live run, from any node that sees the file system:
-JSON files ``ID.request`` and ``ID.answer`` in a private folder beside its ledger.
-"""
+"""What the user's other programs ask of a live run: private JSON files beside its ledger."""
 
 from __future__ import annotations
 

@@ -29,10 +29,7 @@ SILENT_S = 90.0
 
 
 class RunLock:
-    """A file in the checkpoint folder that names the live run. As a subscriber, it touches the
-    file, by which runs on other computers see that this one lives. ``lost``: why this run must end
-    (another one has the folder), or empty.
-    """
+    """Names the live run in its folder, and touches the file; ``lost``: why this run must end."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self._path = folder.absolute() / FILE

@@ -175,9 +175,7 @@ def _address(interface: str | None) -> str | None:
 
 
 def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> None:
-    """Refuse a trainer whose value the executor's metric cannot compute (BadInput, with name and
-    node count). ``samples``: that it has trained; ``at``: now, in seconds since the epoch.
-    """
+    """BadInput if the executor's metric has no value for a trainer and a node count."""
     for curve in dict(trainer.class_curves).values() or [trainer.curve]:
         objective_named(metric, 'metric')(
             candidate_of(trainer, Profile(curve).curve(trainer.max_nodes, 1.0), at, samples)

@@ -11,9 +11,7 @@ SIGNALS = signal.SIGTERM, signal.SIGHUP
 
 
 class StopSignals:
-    """While it is on, the first of these signals raises SystemExit in the main thread, unless the
-    program has a handler of its own, or ignores it (nohup). Later ones change nothing.
-    """
+    """The first of these signals raises SystemExit, unless the program handles or ignores it."""
 
     def __init__(self) -> None:
         self._pid, self._ending = os.getpid(), False

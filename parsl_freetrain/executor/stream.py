@@ -26,9 +26,7 @@ class Subscriber(Protocol):
 
 
 class Stream:
-    """Publishes events to ``subscribers``, in this order, and keeps those for the controller.
-    ``recorders`` get every event before them, but those of :meth:`pass_by`.
-    """
+    """Publishes to ``recorders``, then ``subscribers``; keeps what the controller gets."""
 
     def __init__(
         self, subscribers: Sequence[Subscriber], recorders: Sequence[Subscriber] = ()

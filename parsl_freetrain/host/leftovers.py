@@ -1,6 +1,5 @@
-"""What ``multiprocessing`` of a killed manager leaves in /dev/shm, whatever its TMPDIR: named
-semaphores, and a folder of sockets. The node's first process kills the manager and removes them; if
-it is killed too, the user's next manager on the node does.
+"""What ``multiprocessing`` of a killed manager leaves in /dev/shm; the node's first process, or the
+user's next manager, removes it.
 """
 
 from __future__ import annotations

@@ -20,9 +20,7 @@ with needs('parsl_freetrain.integrations.lightning'):
 
 
 class Log:
-    """In the place of ``LightningModule.log``. In a training step, the mean over the last global
-    batch counts; in an evaluation, over all samples. ``metrics``: what was logged last.
-    """
+    """``LightningModule.log``: the mean of a global batch, or over an evaluation."""
 
     def __init__(self, ctx: FragmentContext, metrics: dict[str, torch.Tensor]) -> None:
         self._ctx, self._metrics = ctx, metrics

@@ -11,9 +11,7 @@ from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 
 
 class Metrics:
-    """The metrics of a module. Each batch begins with empty ones, so what they hold depends neither
-    on the number of ranks nor on cuts; an evaluation puts the batches together, in their order.
-    """
+    """A module's metrics, empty for each batch; an evaluation joins batches in order."""
 
     def __init__(self, module: torch.nn.Module, peers: Peers) -> None:
         self._own = {name: one for name, one in module.named_modules() if is_metric(one)}

@@ -39,9 +39,7 @@ class OpenLog(Protocol):
         ...
 
     def close(self, state: str) -> None:
-        """No more metrics in this run. ``state``: the trainer's, such as 'finished', 'failed' or
-        'interrupted'.
-        """
+        """No more metrics in this run; ``state``: the trainer's, such as 'finished'."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""The file of a journal: a line that says what it is, then records: a mark, by which a reader gets
-behind damage, the length and CRC-32 of the content, and that: a list of events, as msgpack.
-"""
+"""A journal's file: a head line, then records: a mark, the length, CRC-32, msgpack."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The drawing primitives: inline SVG that fits any width and takes its colours from the style
-sheet. Text and marks keep their size and are placed in percent of the chart. Lines and areas are
-drawn in a square of 1000 x 1000 that is stretched over the chart, their strokes are not. The page's
-policy forbids style attributes.
+"""Inline SVG that fits any width, coloured by the style sheet. Text keeps its size; lines and areas
+are stretched. The page's policy forbids style attributes.
 """
 
 from __future__ import annotations

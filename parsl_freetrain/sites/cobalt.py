@@ -144,9 +144,7 @@ class Cobalt:
         return shape.walltime_s
 
     def render(self, shape: BlockShape, place: Output, command: str, worker_init: str = '') -> str:
-        """A script for qsub, which runs on a service node: aprun starts one process on each compute
-        node. Raises BadInput for a path that Cobalt's directives cannot hold.
-        """
+        """For qsub, on a service node: aprun starts one process on each compute node."""
         launch = ['aprun', '-n', str(shape.nodes), '-N', '1', *self._options.aprun_options]
         return batch_script(
             (f'#COBALT {line}' for line in _directives(self._options, shape, place)),
@@ -212,9 +210,7 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
 
 
 def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
-    """Nodes of a queue in the answer to :data:`NODES`, with the time until which the scheduler lets
-    jobs be backfilled there. ``now``: when it was asked, in seconds of ``time.time()``.
-    """
+    """Nodes of a queue in :data:`NODES`, with the time until which they backfill."""
     alike: dict[tuple[str, tuple[str, ...], float | None], list[str]] = defaultdict(list)
     for row in _table(answer, 'Node_id'):
         with as_documented('nodelist', row):

@@ -1,6 +1,4 @@
-"""A Python environment in one file, which nodes unpack to their own disk: many nodes that import
-from a shared file system at once wait for it.
-"""
+"""A Python environment in one file, unpacked on nodes: many imports from one disk wait."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:
 
 
 def packer(prefix: Path) -> str:
-    """The module that packs this kind of environment. Raises BadInput if it is no virtual or conda
-    environment, or the module is not installed.
-    """
+    """The module that packs this environment; BadInput for an unknown kind."""
     if (prefix / 'conda-meta').is_dir():
         module = 'conda_pack'
     elif (prefix / 'pyvenv.cfg').is_file():

@@ -1,6 +1,4 @@
-"""The child process of :class:`~parsl_freetrain.solver.isolated.IsolatedAllocator`: problems and
-answers go through a pipe. It ends with the pipe, or by a kernel timer, even if no Python runs.
-"""
+"""IsolatedAllocator's child: problems and answers by a pipe, with which, or a timer, it ends."""
 
 from __future__ import annotations
 

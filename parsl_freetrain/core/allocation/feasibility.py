@@ -80,8 +80,7 @@ def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """What runs, as far as nodes suffice: pinned bids first, nodes that end first given up first.
-    """
+    """What runs, as far as nodes suffice: pinned bids first; what ends first is given up first."""
     kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
     used = [sum(nodes[b] for nodes in kept.values()) for b in range(len(problem.places))]
     left = [block.nodes - n for block, n in zip(problem.places, used, strict=True)]

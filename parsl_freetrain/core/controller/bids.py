@@ -104,9 +104,7 @@ LOOKS = 4
 
 
 class Bids:
-    """The bids of all trainers whose turn it is, in order of submission. ``timed``: the objective
-    changes as time passes; then all bids are renewed :data:`LOOKS` times per horizon.
-    """
+    """Bids of all trainers whose turn it is. ``timed``: the objective changes with time."""
 
     def __init__(
         self, settings: ControllerSettings, metric: Metric, *, timed: bool = False
@@ -275,10 +273,7 @@ def _ratio(state: ControllerState, node_class: str, other: str) -> float:
 def candidate_of(
     trainer: Trainer, curve: ScalingCurve, at: float, samples: int, waited_s: float = 0.0
 ) -> Candidate:
-    """A trainer at a time ``at``, on the clock of ``finish_by_s``, as the objective sees it.
-    ``curve``: samples per second, as far as known; ``waited_s``: since it last had nodes, 0 while
-    it has some.
-    """
+    """A trainer at ``at`` as the objective sees it; ``waited_s``: since it last had nodes."""
     return Candidate(
         trainer.name,
         curve,

@@ -54,9 +54,7 @@ def _within_caps(state: ControllerState, wanted: list[tuple[Trainer, int]]) -> i
 
 
 def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> list[OpenBlock]:
-    """A block for each hole that is long enough and can be paid, cheapest and largest first, while
-    more nodes are wanted; none on which no trainer could start.
-    """
+    """A block for each hole that is long enough and affordable, while more nodes are wanted."""
     if state.shutting_down:
         return []
     usable = _usable(state, at, holes)

@@ -1,8 +1,4 @@
-"""Budgets: the node-seconds that trainers have used, what blocks are charged, and what is spent.
-
-A fragment uses all of its nodes from the decision that starts it until its last member has ended.
-Times are those of events and decisions, so that a live run and its replay count the same.
-"""
+"""Budgets: node-seconds of trainers, from decision to end, and what blocks are charged."""
 
 from __future__ import annotations
 
@@ -91,10 +87,7 @@ class Budgets:
 
 
 class Charges:
-    """What the machine's accounts are charged for blocks, in their unit, ``before`` by earlier
-    runs: for an open block all that it can cost, so that the budget is never exceeded; after it at
-    most what it has, from the earliest time at which it may have got nodes.
-    """
+    """What accounts are charged for blocks: an open one counts with all that it can cost."""
 
     def __init__(self, limit: float | None, before: float) -> None:
         self.limit = math.inf if limit is None else limit

@@ -1,6 +1,4 @@
-"""The available nodes: the block of each, when it leaves, which trainer holds it. Those of a block
-and class that leave together are counted as a group. No operation walks over all nodes.
-"""
+"""The available nodes: the block of each, when it leaves, who holds it; in groups alike."""
 
 from __future__ import annotations
 

@@ -67,9 +67,7 @@ def _serving_all(
     cost: Mapping[str, float],
     given: Collection[str],
 ) -> frozenset[str] | None:
-    """The nodes that serve all demands, or None, by an integer programme. Nodes of one block with
-    the same holder that serve the same jobs are counted together.
-    """
+    """The nodes that serve all demands, or None, by an integer programme over equal nodes."""
     import pulp  # slow to import, and seldom needed
 
     groups = _groups(demands, blocks, holder, given)

@@ -44,9 +44,7 @@ class Measured:
         self.checkpoint_s = _longer(self.checkpoint_s, checkpoint_s)
 
     def costs(self, trainer: Trainer) -> tuple[float, float]:
-        """Assumed costs of a rescale to more and to fewer nodes, in seconds: the user's, the
-        measured pause, a measured checkpoint and start (the most), or the default.
-        """
+        """Assumed seconds of a rescale up and down: stated, measured (or most), or default."""
         start_s, checkpoint_s = self.start_s, self.checkpoint_s
         whole_s = None if start_s is None or checkpoint_s is None else start_s + checkpoint_s
 

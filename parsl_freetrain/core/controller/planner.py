@@ -43,11 +43,7 @@ class Planner:
         self._plan: Plan | None = None
 
     def decide(self, state: cs.ControllerState, at: float, trigger: str) -> cs.Reply:
-        """Ask the allocator, and start and stop fragments accordingly; ``state`` is updated.
-
-        A plan is carried through. The stops and starts that it makes change the problem but not the
-        answer: the planned changes cost less now, all others as much as before.
-        """
+        """Ask the allocator, and start and stop fragments; a plan is carried through."""
         if state.shutting_down:
             return cs.Reply()
         places = self._places(state, at)

@@ -107,9 +107,7 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
 
 
 class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
-    """All settings of decisions: the policy, and facts about the site, the executor and the run.
-    Raises BadInput if a value cannot be used.
-    """
+    """The policy, and facts about the site, the executor and the run."""
 
     #: The shortest useful hole, in seconds, until a trainer's own times have been measured. Nodes
     #: that leave sooner are not used.

@@ -57,9 +57,7 @@ PRIOR = _prior()
 
 
 class Posterior:
-    """A trainer's rates, from its ``own`` evidence, that of trainers of the same function
-    (``related``), or the assumed ``one_node``.
-    """
+    """A trainer's rates: by its ``own`` evidence, its function's, or the assumed one."""
 
     def __init__(self, own: Evidence | None, related: Sequence[Evidence], one_node: float) -> None:
         # All related trainers together count as one: their networks may differ in details.
@@ -289,9 +287,7 @@ class ClassProfiles:
 def speed_ratio(
     trainers: Iterable[ClassProfiles], node_class: str, other: str, unknown: float = HOPED
 ) -> float:
-    """By how much trainers are faster on one node of one class than of another: the geometric mean
-    over those whose speed on both is known; ``unknown`` if there are none.
-    """
+    """By how much trainers measured on both classes are faster on one; else ``unknown``."""
     logs = []
     for profiles in trainers:
         here, there = profiles.speeds.get(node_class, 0.0), profiles.speeds.get(other, 0.0)

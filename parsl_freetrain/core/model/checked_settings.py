@@ -39,10 +39,7 @@ class Settings(
     forbid_unknown_fields=True,
     metaclass=_Checking,
 ):
-    """Base of a group of settings: arguments are attributes of the same name, and ``repr`` gives
-    the call that makes an equal one. Raises BadInput for an unknown name, which is compared with
-    the known ones, or a value of another type or beyond the bounds of its ``msgspec.Meta``.
-    """
+    """Base of groups of settings, checked by type and ``msgspec.Meta``; ``repr``: the call."""
 
 
 S = TypeVar('S', bound=Settings)
@@ -130,10 +127,7 @@ def refuse_unknown(
     known: Iterable[str],
     elsewhere: Mapping[str, Iterable[str]] | None = None,
 ) -> None:
-    """Raise BadInput for the first of the arguments given to ``where`` that is not known; the
-    sentence says which known one is most like it. ``elsewhere`` has names that belong into a group,
-    by how the group is written: ``{'policy=Policy': ('metric',)}``.
-    """
+    """BadInput for an unknown argument, with the most similar one, or ``elsewhere`` its group."""
     known = list(known)
     written = {name: name for name in known}
     for group, names in (elsewhere or {}).items():
@@ -149,11 +143,8 @@ def refuse_unknown(
 def checked_arguments(
     where: str, *groups: tuple[str, type[Struct]]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function or constructor, called ``where`` in sentences, whose arguments are
-    settings: misspelt keywords and values of another type are refused.
-
-    ``groups``: how a group of settings is written as an argument, ``'policy=Policy'``, and its
-    class, so that a sentence can name the group that a misplaced setting belongs to.
+    """Decorator: misspelt keywords and wrong types are refused. ``groups``: by how a group is
+    written as an argument, its class, so that a misplaced setting's group can be named.
     """
     elsewhere = {written: group.__struct_fields__ for written, group in groups}
 

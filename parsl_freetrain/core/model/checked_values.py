@@ -52,11 +52,8 @@ class Wrong(NamedTuple):
 
 
 def check_value(what: str, value: object, hint: Any, *, read: bool = False) -> None:
-    """Refuse a value, called ``what``, that is not of a type or beyond the bounds of its
-    ``msgspec.Meta``, with a BadInput such as "Ranks: threads is 0; it must be at least 1."
-
-    The words are those of ``Meta(description=...)``, or else follow from the bounds. In what was
-    ``read`` from a file, lists count as tuples, and texts as members of an Enum.
+    """Refuse a value not of a type or its ``Meta``: "Ranks: threads is 0; it must be at least 1."
+    If ``read`` from a file, lists are tuples, texts enum members.
     """
     if type(value) is not hint and (wrong := wrong_with(value, hint, read)):
         refuse(f'{what}{wrong.place}', wrong.value, wrong.must)

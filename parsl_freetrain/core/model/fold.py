@@ -1,5 +1,4 @@
-"""From events to the state of runs. Events that come twice, or of unknown things, change nothing.
-"""
+"""From events to states of runs. Events that come twice, or of unknown things, do nothing."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ _NEARLY = 1e-9
 
 
 def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Parts for each worker such that the last is done soonest; of equal ones, the first get more.
-    """
+    """Parts for each worker such that the last is done soonest; first ones get more."""
     share = parts / sum(speeds)
     counts = [math.floor(share * speed + _NEARLY) for speed in speeds]
     heap = [((n + 1) / speed, i) for i, (n, speed) in enumerate(zip(counts, speeds, strict=True))]

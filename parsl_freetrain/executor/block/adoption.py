@@ -31,9 +31,7 @@ class AdoptedBlock(NamedTuple):
 
 
 class Adoption:
-    """Blocks of one run after the other, which share a checkpoint folder and a label. They wait
-    ``wait_s`` seconds for the next one (0: not at all), if the site can find its blocks again.
-    """
+    """Blocks of successive runs of a folder and label; they wait ``wait_s`` for the next one."""
 
     def __init__(
         self, provider: BackfillProvider, folder: Path, label: str, run: str, wait_s: float

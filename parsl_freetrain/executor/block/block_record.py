@@ -70,9 +70,7 @@ class BlockRecord:
         return [BlockStarted(at, name, self.waited_at)]
 
     def silent_s(self, at: float) -> float:
-        """Seconds since its start, if none of its nodes has joined and none may still do; else 0.
-        Those that were lost may come back; if not, the controller finds the block idle.
-        """
+        """Seconds since its start, if no node has joined and none may still do; else 0."""
         joined = any(manager not in self.left for manager in self.managers.values())
         return at - self.started_at if self.started and not (joined or self.answering) else 0.0
 

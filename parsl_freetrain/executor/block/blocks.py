@@ -181,9 +181,7 @@ class BlockManager:
             )
 
     def greeted(self, block_id: str, manager: str, done: Future[Greeting], at: float) -> str:
-        """Handle the return of a node's first task: the node joins, or is unusable. Returns why no
-        node of this site can be used; empty unless that is certain.
-        """
+        """A node's first task is back: it joins, or is unusable; why no node can be used."""
         block = self.blocks.get(block_id)
         if block is None:
             return ''
@@ -229,9 +227,7 @@ class BlockManager:
         )
 
     def poll(self, statuses: dict[str, JobStatus], at: float) -> None:
-        """Compare with the batch system's answer. Blocks with an unknown state are left
-        unchanged. Nodes that were lost, and whose managers are still connected, are greeted again.
-        """
+        """Compare with the batch system; greet again lost nodes whose managers are connected."""
         if any(block.unusable - block.greeted for block in self.blocks.values()):
             self.greet_new()
         for block_id, block in list(self.blocks.items()):

@@ -251,9 +251,7 @@ class ControlClient:
 
 
 def _listener(address: str, ports: range) -> socket.socket:
-    """A socket that listens at a free port, tried in random order; raises OSError. What is in its
-    backlog is accepted beyond the limit.
-    """
+    """Listen at a free port, tried in random order; its backlog comes beyond the limit."""
     for port in random.sample(ports, len(ports)):
         try:
             return socket.create_server((address, port), backlog=100)

@@ -67,9 +67,7 @@ class LeftState(NamedTuple):
 
 @dataclass
 class RunningFragment:
-    """The members of one fragment. ``outer`` is what Parsl waits for; a member is *settled* when
-    its task has come back or its node is lost.
-    """
+    """The members of one fragment; *settled* ones came back or lost their node."""
 
     action: StartFragment
     decided_at: float
@@ -136,9 +134,7 @@ class RunningFragment:
             self.lost_why[self.action.nodes.index(node)] = 'its job ran out of memory'
 
     def silent(self, at: float, patience_s: float, start_s: float) -> dict[str, str]:
-        """Nodes that are not heard any more, or whose ranks have ended without their task coming
-        back; with a reason. One that was never heard may still be starting for ``start_s`` seconds.
-        """
+        """Nodes not heard any more, with a reason; one never heard may start for ``start_s``."""
         found: dict[str, str] = {}
         cut_off = self.cut_off()
         for member in set(self.members) - self.settled.keys() - self.lost:
@@ -252,9 +248,7 @@ class RunningFragment:
         }
 
     def result(self, faults_before: Mapping[str, Collection[str]] = {}) -> FragmentResult:
-        """What all that the members said adds up to. ``faults_before``: by the message of a
-        device's fault, the nodes where earlier fragments of the trainer had it.
-        """
+        """What all members said adds up to; ``faults_before``: nodes with this device's fault."""
         # Only rank 0 knows the last checkpoint; without its word the next fragment looks for it.
         last = self.outcome()
         if last is not None and last.how in _ENDINGS:

@@ -29,9 +29,7 @@ class Listener:
     def heard(
         self, said: msg.FromMember, fragment: RunningFragment, record: TrainerRecord, at: float
     ) -> None:
-        """Record a member's message in its fragment, and emit what concerns others. Its events get
-        the time of their arrival: the node may have another clock.
-        """
+        """Record a member's message and emit events, with the time of their arrival."""
         member, message = said.member, said.message
         if member not in fragment.members or not _is_its_own(said, fragment):
             return

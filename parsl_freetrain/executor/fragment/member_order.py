@@ -106,9 +106,7 @@ class MemberOrder:
 
 @dataclass(frozen=True)
 class ControlEndpoint:
-    """Address of the control channel, as seen from nodes. ``node_log_dir``: for the logs of their
-    fork servers. ``template``: the fork server of this computer that forks those, if there is one.
-    """
+    """The control channel as seen from nodes, folder of logs, and the template server."""
 
     addresses: list[str]
     port: int

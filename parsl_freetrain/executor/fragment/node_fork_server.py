@@ -27,9 +27,7 @@ def node_name() -> str:
 
 
 def manager_pid() -> int:
-    """The process id of this worker's manager. Not ``os.getppid()``: after the manager was killed
-    that never ends, and neither would a fork server owned by it.
-    """
+    """This worker's manager. ``os.getppid()`` would outlive a killed one."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 

@@ -140,9 +140,7 @@ def _cached(function: Any, how: dict[str, Any]) -> Any:
 
 
 class _Loaded:
-    """The modules of the program. There are thousands, and calls may be many: they are looked at
-    when one has come or gone.
-    """
+    """The program's modules, looked at again when one has come or gone."""
 
     def __init__(self) -> None:
         self._loaded: list[tuple[str, ModuleType]] = []

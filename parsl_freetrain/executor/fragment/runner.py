@@ -190,9 +190,7 @@ class FragmentRunner(Subscriber):
                 self._members.ask_to_stop(fragment, at)
 
     def rehearse(self, name: str, grace_s: float, at: float) -> str:
-        """Stop a trainer's running fragment as a preemption would, with a notice of ``grace_s``
-        seconds. Returns a sentence about it; raises BadInput if it has no running fragment.
-        """
+        """Stop a fragment as a preemption with notice would; a sentence, or BadInput."""
         going = (f for f in self.running.values() if f.name == name and not f.given_up.why)
         fragment = next(going, None)
         if fragment is None:

@@ -41,9 +41,7 @@ def run_member(buffer: bytes, order: MemberOrder, execute: str | None = None) ->
 
 
 def run_ordinary(buffer: bytes, execute: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Parsl's ``task_executor`` hook for all other tasks; ``execute``: the hook before, if any.
-    Processes that they start must end on SIGTERM, as programs expect.
-    """
+    """Parsl's hook for other tasks (``execute``: the one before); SIGTERM ends their processes."""
     heed_notices()
     return _executing(execute)(buffer, *args, **kwargs)
 

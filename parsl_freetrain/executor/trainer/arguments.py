@@ -58,9 +58,7 @@ def when_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
 
 
 def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str, Any]) -> bool:
-    """Write down the plain ones of a trainer's arguments, by name; warn of those that differ from
-    what the trainer had when it wrote the checkpoint that it continues from. True: they differ.
-    """
+    """Write down plain arguments; warn of, and return, a difference from those before."""
     texts = {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
     now = {name: text for name, text in texts.items() if len(text) <= _LONGEST}
     file, path = folder / FILE, '' if checkpoint is None else checkpoint.path

@@ -142,9 +142,7 @@ class TrainingFuture(Future[Checkpoint]):
             self.set_running_or_notify_cancel()
 
     def _settle(self, settle: Callable[[], object]) -> None:
-        """Settle the future in a thread of its own: its callbacks are the user's, and the caller
-        may be the event loop, which others wait for.
-        """
+        """Settle in a thread of its own: callbacks are the user's, the caller the event loop."""
         self._ended = True
         in_thread(settle, f'FreeTrain-{self.name}')
 

@@ -45,9 +45,7 @@ class Needs:
 
 
 def waits(job: BatchJob, ours: frozenset[str]) -> bool:
-    """Whether a job of others waits for nodes and for nothing else. Blocks of other runs do not
-    count: they have the lowest priority too.
-    """
+    """Whether a job of others, no run's block, waits for nodes and for nothing else."""
     pending = job.state is JobState.PENDING and not job.blocked
     return pending and job.job_id not in ours and not is_block(job.name)
 
@@ -141,9 +139,7 @@ def reserved(
     ours: frozenset[str],
     by_s: float,
 ) -> tuple[NodeDemand, ...]:
-    """Nodes of ours that are set aside: from a time before ``by_s`` on, if we would still have them
-    then (the reservation was made after the block had begun), or drained by an administrator.
-    """
+    """Nodes of ours that a reservation takes before ``by_s``, or that are drained."""
     holding = [state for state in HOLDING if state is not JobState.ENDING]
     held = [job for job in jobs if job.job_id in ours and job.state in holding]
     demands = []

@@ -12,9 +12,7 @@ from parsl_freetrain.sites.batch.records import JobState
 
 
 class BlockLife(Enum):
-    """Where a block stands: in words, and for Parsl. TIMEOUT: nodes were taken, which is normal
-    life. FAILED: asking for the same again at once would not help.
-    """
+    """Where a block stands. TIMEOUT: nodes were taken; FAILED: asking again would not help."""
 
     def __init__(self, words: str, parsl: ParslState) -> None:
         self.words, self.parsl = words, parsl
@@ -118,8 +116,6 @@ def ran_out_of_memory(status: JobStatus) -> bool:
 
 
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:
-    """Whether a block that the scheduler does not know any more is over. It must have ended by now,
-    or been deleted by this process, and several answers must agree.
-    """
+    """A block unknown to several answers is over if it must have ended or was deleted here."""
     ended = now > latest_end_s or seen.cancelled or seen.withdrawn or seen.taken
     return seen.missing >= answers and ended

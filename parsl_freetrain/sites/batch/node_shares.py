@@ -64,9 +64,7 @@ class NodeCalendar:
     def first_time(
         self, eligible: int, count: int, named: int, length_s: float
     ) -> tuple[float, int]:
-        """When ``count`` of the eligible nodes are first free for ``length_s`` seconds, those that
-        are ``named`` among them, and all that are free then; infinite: never.
-        """
+        """When and which ``count`` nodes, ``named`` ones too, are first free so long."""
         # Nodes are only ever taken: no job begins before one that asked for less.
         before = self._found.setdefault((eligible, named), [])
         not_before = (at for less, short_s, at in before if less <= count and short_s <= length_s)

@@ -29,9 +29,7 @@ Groups = dict[tuple[float, str], list[str]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which nodes blocks can use. A node must have all features of one of the sets in ``features``,
-    and ``gpus`` GPUs. Where there are node ``classes``, it must be of one of them.
-    """
+    """Which nodes blocks can use: all of one set of ``features``, ``gpus``, a class."""
 
     partition: str
     features: tuple[frozenset[str], ...] = ()

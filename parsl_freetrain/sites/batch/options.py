@@ -146,9 +146,7 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def fast_poll_s(self) -> float:
-        """Time between two questions while somebody could use nodes of blocks. Where the scheduler
-        takes them by itself, it need not be short.
-        """
+        """Between questions while somebody could use nodes; long if they are taken anyway."""
         if self.preemptible:
             return self.poll_s
         unsaid = 4.0 if self.poll_s <= POLL_S else self.poll_s
@@ -193,9 +191,7 @@ def read_table(path: str | Path) -> dict[str, object]:
 def given_options(
     kind: type[Kind], site: str, options: Kind | None, settings: dict[str, object]
 ) -> Kind:
-    """The options of a site that was given either options or settings. Raises BadInput if it was
-    given both, or a setting that cannot be used.
-    """
+    """Options, or settings as such; BadInput for both, or what cannot be used."""
     if options is not None and settings:
         both = f'options and the settings {", ".join(settings)}'
         raise BadInput(f'{site} was given {both}; give one or the other.')

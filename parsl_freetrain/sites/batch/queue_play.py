@@ -1,6 +1,4 @@
-"""The scheduler's queue as it would be played through if no block had nodes: which nodes are free
-for a job, and when; pure. Where jobs share nodes, what is left of each counts: CPUs, memory, GPUs.
-"""
+"""The queue as if no block had nodes: which are free for a job, and when, in shares too."""
 
 from __future__ import annotations
 
@@ -138,9 +136,7 @@ class QueuePlay:
         return self._eligible[want] & ~self._set_of(refused)
 
     def first_time(self, job: BatchJob, eligible: int) -> tuple[float, int]:
-        """When enough of these nodes are first free for a job, those that it names among them, and
-        all that are free then; infinite: never.
-        """
+        """When enough of these nodes, named ones too, are first free; infinite: never."""
         named, length_s = self._set_of(job.only), _length_s(job)
         if self._shares and job.cpus:
             return self._shares.first_time(job, eligible, named, length_s)
@@ -153,9 +149,7 @@ class QueuePlay:
         return self._shares.caps(job, free, begin, _length_s(job))
 
     def plan(self, job: BatchJob, begin: float, free: int) -> None:
-        """The job gets nodes of those that are ``free`` when it can first begin, if that ever is:
-        those that the scheduler told, unless it told them because blocks last too long.
-        """
+        """A job gets nodes ``free`` when it begins: the told ones, unless because of blocks."""
         if begin == math.inf:
             return
         named, told = self._set_of(job.only), self._set_of(job.planned) & free
@@ -228,9 +222,7 @@ class QueuePlay:
             yield from (members & told, members)
 
     def _hides(self, got: int) -> int:
-        """Nodes of blocks that keep the scheduler from giving these nodes to a job: because of them
-        it has planned another job there. Each is told once.
-        """
+        """Nodes of blocks because of which another job is planned there; each once."""
         hides = self._any_of(freed for moved, freed in self._moved if moved & got)
         self._moved = [(moved, freed) for moved, freed in self._moved if not moved & got]
         return hides
@@ -251,9 +243,7 @@ class QueuePlay:
         job: BatchJob | None = None,
         caps: Caps | None = None,
     ) -> None:
-        """Reserve the nodes ``members``, and ``own`` that stand for nodes of blocks, from ``begin``
-        to ``end``: for a job where it shares them, and as a whole otherwise.
-        """
+        """Reserve ``members``, and ``own`` for blocks' nodes: shared if the job shares them."""
         if self._shares:
             of = None if caps is None else job
             self._shares.take(begin, end, members | own, of, caps)

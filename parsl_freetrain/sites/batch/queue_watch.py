@@ -111,9 +111,7 @@ class QueueWatch:
     def ask(
         self, with_nodes: bool, newer_than: float = NEVER, done: Callable[[], None] | None = None
     ) -> bool:
-        """Ask in a thread of its own, if the answers are old, and call ``done`` there at the end.
-        Returns whether it asks now: it need not, must not, or a question waits for its answer.
-        """
+        """Ask in a thread if answers are old, then call ``done``; whether it asks."""
         with self._lock:
             if self._steps.set_back_s():  # the times of all answers are still to come
                 self._jobs_answered = self._nodes_answered = self._not_before = NEVER

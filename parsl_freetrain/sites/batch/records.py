@@ -163,9 +163,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class NodeReservation:
-    """Nodes that are set aside from ``start_s`` to ``end_s``, for maintenance or for somebody else.
-    ``everywhere``: which they are could not be read, so it may be any.
-    """
+    """Nodes set aside for a time; ``everywhere``: their names were not readable."""
 
     name: str
     start_s: float

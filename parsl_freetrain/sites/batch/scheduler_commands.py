@@ -73,9 +73,7 @@ class Commands:
         folder: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, whatever its exit status; in ``folder`` if that is given.
-        Raises SchedulerSilent if it took too long; BadInput if there is no such command.
-        """
+        """Run a command to its end; SchedulerSilent after too long, BadInput if missing."""
         with self._lock:
             self.commands[command[0]] += 1
         kept = {n: value for n, value in os.environ.items() if not n.startswith(self._meddling)}

@@ -20,9 +20,7 @@ from pathlib import Path
 
 @dataclass
 class Sharing:
-    """``not_before``: older answers than to questions of this time do not do. ``asked_at``: when
-    the oldest question was asked whose answer was used. In seconds of ``clock``.
-    """
+    """``not_before``: the oldest question that will do; ``asked_at``: that used."""
 
     clock: Callable[[], float]
     not_before: float
@@ -49,9 +47,7 @@ def shared(clock: Callable[[], float], not_before: float) -> Iterator[Sharing]:
 def answer(
     command: Sequence[str], environment: Mapping[str, str], ask: Callable[[], str], wait_s: float
 ) -> str:
-    """The answer to a command, from another run's question if that is new enough, else from
-    ``ask``. A run that asks at the moment is waited for, for ``wait_s`` seconds.
-    """
+    """Another run's new answer, waited for up to ``wait_s``, or else from ``ask``."""
     if (sharing := _now.get()) is None:
         return ask()
     with _file(command, environment, wait_s) as fd:

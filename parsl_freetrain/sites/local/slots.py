@@ -48,10 +48,7 @@ def nodes_file(folder: str | Path, job_name: str) -> Path:
 
 
 def kill_block(folder: Path, job_name: str) -> int:
-    """SIGKILL all processes of a block's nodes; returns the number of processes that were killed.
-    They are found by their session and by the mark that they inherit: a program that renames itself
-    overwrites the mark, and one that opens a session of its own keeps it.
-    """
+    """SIGKILL a block's processes, and count them: by session, and by the mark they inherit."""
     sessions = _sessions(folder, job_name)
     killed: set[int] = set()
     # Between a look and the kill a process may have started another one.

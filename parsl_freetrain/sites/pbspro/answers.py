@@ -153,9 +153,7 @@ def _elsewhere(job: Mapping[str, Any], features: Collection[str], apart: Collect
 
 
 def _ended(job: Mapping[str, Any]) -> JobState:
-    """How a finished job has ended. A preemption that deletes looks like a qdel, and a job that
-    ends itself on SIGTERM was preempted or told to.
-    """
+    """How a job ended. A preemption looks like a qdel; SIGTERM may be either."""
     status = int(job['Exit_status']) if 'Exit_status' in job else None
     if job.get('substate') == _DELETED or status is None:
         return JobState.CANCELLED
@@ -297,9 +295,7 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. One whose
-    times cannot be read lasts for ever.
-    """
+    """Reservations with nodes; one without readable times lasts for ever."""
     found = []
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
         name, _, rest = text.partition('\n')

@@ -108,9 +108,7 @@ class Pbs:
         return answers.parse_reservations(self.client.ask(answers.RESERVATIONS))
 
     def history(self, places: dict[str, Output]) -> dict[str, JobState]:
-        """``qstat -x``, where PBS keeps a history. It does not tell a preemption that deletes from
-        a qdel. Where blocks may be preempted, one that ran and was deleted counts as preempted.
-        """
+        """``qstat -x``, if kept. A preemptible block that ran and was deleted was preempted."""
         done = self.client.run(answers.history_of(list(places)))
         if done.returncode == NO_HISTORY:
             raise NoHistory(f'PBS keeps no history: {in_one_line(done.stderr)}')

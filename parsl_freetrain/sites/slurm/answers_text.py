@@ -164,9 +164,7 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
 
 @as_documented('scontrol show reservation')
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. One whose
-    times cannot be read lasts for ever, and one whose nodes cannot be read has all.
-    """
+    """Reservations with nodes; unreadable times last for ever, unreadable nodes are all."""
     found = []
     if answer and not answer.endswith('\n'):
         raise NotUnderstood('the answer of scontrol show reservation was cut off')
@@ -235,17 +233,13 @@ def can_shrink(config: str) -> bool:
 
 
 def is_blocked(reason: str, reservation: str = '') -> bool:
-    """Whether a pending job waits for something else than nodes that all may use, given Slurm's
-    reason and the reservation in which it is to run.
-    """
+    """Whether a pending job waits for something else than nodes that all may use."""
     for_nodes = not reason or reason.replace('_', ' ').startswith(_FOR_NODES)
     return not for_nodes or reservation not in _NOTHING
 
 
 def choices_of(constraint: str, gres: str) -> tuple[frozenset[str], ...]:
-    """A constraint such as ``a&b|c`` as the features, and types of GPUs, of which a node must have
-    one set. Where groups and counts are in it, any of its features will do.
-    """
+    """Sets of features and GPU types of ``a&b|c``; any feature of groups and counts."""
     said = '' if constraint in _NOTHING else constraint
     if re.search(r'[][()*]', said):
         said = '|'.join(re.findall(r'[\w.:+-]+', re.sub(r'\*\d+', '', said)))

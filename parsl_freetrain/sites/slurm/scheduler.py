@@ -152,9 +152,7 @@ class Slurm:
 
 
 def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) -> Partition:
-    """The partition of the options. Raises BadInput if there is none of this name, it does not take
-    this account or QOS, or it does not suit the mode.
-    """
+    """The options' partition; BadInput if missing, refused to us, or unfit for the mode."""
     partition = offered('Slurm', 'partition', options.partition, partitions)
     why, limit_s = '', math.inf if partition.longest_s is None else partition.longest_s
     for what, given, taken in (

@@ -13,9 +13,7 @@ from parsl_freetrain.sites.slurm.options import SlurmOptions
 def render(
     options: SlurmOptions, shape: BlockShape, place: Output, command: str, worker_init: str = ''
 ) -> str:
-    """The batch script of one block. ``command``: what each node runs, as a shell command.
-    ``worker_init``: shell lines after those of the options.
-    """
+    """The batch script of one block; ``command`` and ``worker_init`` are shell."""
     srun = shlex.join(
         [
             'srun',

@@ -32,9 +32,7 @@ _OF_SHELL = 128  # a shell's status for a command that a signal ended is this an
 
 
 def end_of(state: JobState, status: int, signal_number: int) -> JobState:
-    """The state, given how the job's first process has ended. The notice of a preemption is a
-    SIGTERM, at which a block that is still starting just ends; for Slurm it has failed.
-    """
+    """Given how its first process ended. SIGTERM ends a starting block: FAILED to Slurm."""
     told = signal_number == signal.SIGTERM or status == _OF_SHELL + signal.SIGTERM
     return JobState.TERMINATED if state is JobState.FAILED and told else state
 
@@ -53,9 +51,7 @@ _NOTHING = ('', '(null)', 'None', 'N/A', 'n/a')
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Every node of a compressed list, in its order; several brackets in one name are allowed.
-    Raises NotUnderstood if the brackets don't match or do not hold numbers.
-    """
+    """A compressed list's nodes, in order; NotUnderstood for brackets that do not match."""
     if text.strip() in _NOTHING:
         return ()
     return tuple(name for word in _words(text.strip()) for name in _names(word))

@@ -42,10 +42,8 @@ def untrained(prepared: Prepared, state: State) -> set[str]:
 
 
 class Frozen:
-    """What a rank's checkpoints need not hold, since a file in the trainer's folder does.
-
-    A name says nothing about values, which a function may change by itself: a checkpoint refers to
-    the file for what has the same fingerprint as the bytes that were written, and holds the rest.
+    """What checkpoints refer to a file for, where its fingerprint is that of the written bytes: a
+    function may change frozen values itself.
     """
 
     def __init__(self, store: PosixCheckpointStore, fragment: int, rank: int) -> None:

@@ -37,10 +37,7 @@ class NextStep(msgspec.Struct, frozen=True):
 def write(
     store: Path, samples: int, fragment: int, what: NextStep, *, all_kept: bool = False
 ) -> None:
-    """Write it for the state of a fragment at a number of samples, and remove old ones unless
-    ``all_kept``. Without room for it, the next fragment cannot verify how it goes on, which is
-    logged.
-    """
+    """Write it for a fragment and samples; a failure is logged. Old ones go unless ``all_kept``."""
     folder = store / FOLDER
     try:
         make_dir(folder)

@@ -12,11 +12,9 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types: bool) -> None:
-    """Set an optimizer to a state that its ``state_dict()`` returned. Tensors of a parameter's
-    shape get its memory layout: fused kernels read all in the order of memory, and with another
-    layout of the parameter (channels_last) would combine elements that do not belong together.
-    ``keep_types``: torch would cast every tensor to its parameter's type, and round what an
-    optimizer keeps in float32 for a bfloat16 parameter.
+    """Set an optimizer to a ``state_dict()``. Tensors of a parameter's shape get its memory layout,
+    as fused kernels need; ``keep_types``: no cast, which would round float32 for a bfloat16
+    parameter.
     """
     optimizer.load_state_dict(state)
     if 'param_groups' not in state:  # it has another optimizer, and a form of its own
@@ -74,10 +72,7 @@ def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
 
 
 def add_groups(optimizer: torch.optim.Optimizer, then: list[list[str]], prepared: Prepared) -> None:
-    """Add the groups of parameters that were added to an optimizer after ``ctx.prepare``, where
-    ``then`` has their names. A function that then adds them again (at the beginning of an epoch, or
-    before the loop) changes nothing.
-    """
+    """Add groups that were added after ``ctx.prepare``; adding them again is nothing then."""
     now = group_names(optimizer, parameter_names(prepared))
     if len(then) <= len(now) or then[: len(now)] != now:
         return

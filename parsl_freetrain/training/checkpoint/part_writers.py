@@ -1,6 +1,5 @@
-"""Ranks that have a part of the state write a checkpoint together, in threads beside training, and
-coordinate by keys of the store: rank 0 names the folder, each rank writes its part and sets a key,
-rank 0 waits for all keys. If one is missing, nothing is committed.
+"""Ranks write a checkpoint's parts beside training: rank 0 names the folder and waits for all keys
+in the store; if one is missing, nothing is committed.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class PartWriters:
         return self._store is None
 
     def peer_lost(self, patience_s: float) -> float | None:
-        """A rank is gone: wait no longer than others may need. Seconds to the end (None: no wait).
-        """
+        """A rank is gone: wait no longer than others need. Seconds to the end (None: no wait)."""
         if self.alone:
             return None
         self._until = time.monotonic() + patience_s / _LOST

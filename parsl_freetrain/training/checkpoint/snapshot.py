@@ -20,11 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """Copies states, one at a time, into the same memory; a copy is valid until the next one. The
-    memory is one piece with the bytes of the file that is written, page-locked if tensors are on an
-    accelerator, and if there is room a file in memory, which can be handed to another process; it
-    lives as long as this object. An accelerator copies while Python goes on, but before whatever it
-    is given next: on a stream of its own, it could copy weights that the function changes by hand.
+    """Copies states, one at a time, into one piece of memory (page-locked for accelerators; a file
+    in memory if there is room, for other processes). Copies are enqueued before what comes next: on
+    a stream of its own, weights changed by hand could be copied.
     """
 
     def __init__(self) -> None:

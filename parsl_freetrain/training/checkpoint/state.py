@@ -109,10 +109,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's content, read. ``classes``: names by 'optimizer', 'scheduler_2' and so on;
-    ``groups``: the names of the parameters in each of its groups; ``modules``, ``variables``: as of
-    ModuleState and Carried.
-    """
+    """A checkpoint's content. ``classes``: by 'optimizer' ...; ``groups``: their parameters."""
 
     path: str
     position: Position
@@ -132,10 +129,7 @@ class Saved:
 
 
 def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
-    """The states of everything, as 'model', 'optimizer', 'scheduler', 'scaler', 'model_2' and so
-    on, with the live tensors. ``named``: states of optimizers go by the names of parameters, so
-    that models may be divided differently when they are loaded.
-    """
+    """All states by name, with live tensors; ``named``: optimizers' go by parameters' names."""
     things: dict[str, Any] = {}
     for kind, several in _KINDS.items():
         things |= zip(names_of(kind), getattr(prepared, several), strict=False)
@@ -163,10 +157,7 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
 
 
 def collect(content: Mapping[str, Any], position: Position) -> State:
-    """The state to save: :func:`content_of`, and the position, which with the seed sets all random
-    numbers. Raises BadInput if it holds anything but tensors, numbers, texts and containers, which
-    cannot be loaded without running code of the file.
-    """
+    """:func:`content_of` and the position; BadInput for what only code of the file could load."""
     called = {name: f'the state of {name}' for name in content['classes']}
     position_too = {**content, 'position': {**vars(position)}}
     return State(*take_apart(position_too, {'position': 'ctx.state', **called}))

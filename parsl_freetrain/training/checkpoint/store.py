@@ -141,10 +141,7 @@ class PosixCheckpointStore:
         return tuple(found)
 
     def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that ``keep`` does not keep, after the newest was verified (not the
-        blocks that this object wrote and hashed), and incomplete ones of earlier fragments. A
-        directory that cannot be removed is logged and left.
-        """
+        """Remove what ``keep`` does not keep, after verifying the newest, and incomplete ones."""
         newest = self.newest()
         if newest is not None and self._superfluous(keep, newest):
             own, hashed = self._written

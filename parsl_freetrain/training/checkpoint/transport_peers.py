@@ -28,12 +28,9 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class PeerTransport:
-    """The ranks of a fragment, which make one, and call :meth:`put` and :meth:`fetch`, together.
-    ``memory``, ``disk``: of this rank's node (no disk: memory only). ``files``: of the state that
-    is fetched. ``per_node``: ranks on each node, one of which reads from the disk. ``heirs``, for
-    :meth:`put`: by rank, the one whose node keeps its file. ``bytes_here``, ``bytes_from_others``:
-    used from this node's memory and from other ranks; ``taken``: by name, digests of other ranks'
-    files kept on this node.
+    """The ranks that ``put`` and ``fetch`` together. ``memory``, ``disk``: of this node; ``files``:
+    of the state; ``heirs``: by rank, the one whose node keeps its file; ``taken``: others' digests
+    kept here.
     """
 
     def __init__(

@@ -206,10 +206,7 @@ def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:
 def join(
     order: FragmentOrder, place: RankPlace, channel: Channel[ToRank], inbox: Inbox, gpu: str
 ) -> Callable[[], Peers]:
-    """Begin to connect to the other ranks. Returns a function that waits for them. Rank 0 opens the
-    store and sends its address to the node agent; the others wait for that. ``gpu`` is this rank's
-    GPU, as :func:`~parsl_freetrain.training.comm.devices.name_of` names it.
-    """
+    """Begin to connect, and return what waits for it; rank 0 sends its store's address."""
     if place.world_size == 1:
         return Peers
     host, interface = _listens_at(order, place)

@@ -68,9 +68,7 @@ def kind_here() -> Accelerator | None:
 def share_of(
     names: Sequence[str], local_rank: int, ranks_per_node: int, *, shared: bool = False
 ) -> tuple[str, ...]:
-    """A rank's share of its node's devices, as many as the others'; where there are fewer devices
-    than ranks, one each, which several may have if ``shared``. Raises BadInput if they may not.
-    """
+    """As many devices as the others', or one each; BadInput if too few and not ``shared``."""
     if not 0 < len(names) < ranks_per_node:
         each = len(names) // ranks_per_node
         return tuple(names[local_rank * each : (local_rank + 1) * each])

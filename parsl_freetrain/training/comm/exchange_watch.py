@@ -61,10 +61,7 @@ class ExchangeWatch:
         broken: Callable[[], bool],
         end: Callable[[str], object],
     ) -> None:
-        """Look from now on, in a thread, and send what is found. Once a connection to another rank
-        is ``broken`` and this rank is in the same exchange a look later, ``end`` is called with its
-        name; it ends the process.
-        """
+        """Look, in a thread, and send what is found; ``end`` this process if one is ``broken``."""
         threading.Thread(target=lambda: self._run(rank, send, broken, end), daemon=True).start()
 
     def _run(self, rank: int, send: Any, broken: Any, end: Any) -> None:

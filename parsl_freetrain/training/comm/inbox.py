@@ -17,11 +17,7 @@ GOES, MAY_STAY, STAYS = range(3)
 
 
 class Inbox:
-    """Reads the channel at step boundaries only: nothing happens in the middle of a step.
-
-    ``deadline``: when the nodes are taken away, in seconds of ``time.monotonic()``, as far as it
-    was heard since the order.
-    """
+    """Reads the channel between steps; ``deadline``: by monotonic time, as far as heard."""
 
     def __init__(self, channel: Channel[ms.ToRank]) -> None:
         self._channel = channel

@@ -59,9 +59,7 @@ class PeerLost(FreeTrainError):
 
 
 class Peers:
-    """All ranks of a fragment, which make the same calls in the same order; here one, without a
-    process group. ``exchanges_on_cpu``: tensors of devices are copied for each exchange.
-    """
+    """A fragment's ranks, with the same calls in the same order; here one alone."""
 
     rank = 0
     world_size = 1

@@ -66,9 +66,7 @@ def show() -> ProcessGroup:
 
 
 def refuse_in_body(in_body: Callable[[], bool]) -> None:
-    """Refuse every exchange of this process that is asked for while ``in_body()``, by BadInput with
-    its name. The ranks would wait for each other if they have different numbers of shards.
-    """
+    """BadInput for each exchange ``in_body()``: ranks have different numbers of shards."""
     global _in_body
     _in_body = in_body
     for name in filter(_EXCHANGES.search, dir(ProcessGroup)):

@@ -25,10 +25,7 @@ Looks = dict[str, list[Any]]
 
 
 def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All that is in named objects, each once, by a path: items, attributes, and what functions
-    refer to. Of long containers it is the first items. Models, and objects of ours, as the context,
-    are not looked into.
-    """
+    """All in named objects, once, by path; of long containers the first items, no models."""
     seen: set[int] = set()
     waiting = deque((name, value, 0) for name, value in named.items())
     while waiting and len(seen) < _MOST:

@@ -33,10 +33,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Every sample once per epoch, in an order that depends only on the seed and the epoch. Raises
-    BadInput if the dataset is empty, the batch size or the total is below 1, or with ``drop_last``
-    the last batch would be short.
-    """
+    """Every sample once per epoch, by seed and epoch; BadInput for sizes that do not fit."""
 
     dataset_size: int  # or what ``sampler`` gives for an epoch
     batch_size: int  # over all ranks

@@ -21,9 +21,7 @@ Index = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 class Together(Dataset[Any]):
-    """The first loader's samples are counted, and those of the others go with them: as many as
-    their batch sizes say, in orders of their own, which begin anew where they end.
-    """
+    """The first loader's samples count; the others' go along, in orders that begin anew."""
 
     def __init__(self, loaders: Sequence[LoaderData]) -> None:
         self.first, *self.others = loaders

@@ -1,6 +1,4 @@
-"""Averages of models, which are saved with every checkpoint: ``ctx.ema``, and the ``AveragedModel``
-of torch that is given to ``ctx.prepare``.
-"""
+"""Averages of models, saved with every checkpoint: ``ctx.ema``, and torch's AveragedModel."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class PreparedAverage:
 def take_averages(
     model: Model, peers: Peers, in_body: Callable[[], bool], *, fresh: bool
 ) -> list[PreparedAverage]:
-    """Update the averages that were given to ``ctx.prepare`` after each step. ``fresh``: they have
-    not been restored. Raises BadInput if the model is divided.
-    """
+    """Update prepared averages after each step. ``fresh``: not restored."""
     taken = []
     for average in model.prepared.averages:
         assert isinstance(average, AveragedModel)

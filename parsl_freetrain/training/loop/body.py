@@ -66,9 +66,7 @@ def find_generators(hooks: LoopHooks, data: LoaderData) -> None:
 
 
 class Body:
-    """What is seen of the body of one loop, made in the call of ``ctx.loop``. ``anew``: whether the
-    loop begins here; ``mean``: whether its loss must be a mean if it has several parts.
-    """
+    """One loop's body. ``anew``: it begins here; ``mean``: its loss must be a mean."""
 
     def __init__(
         self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, mean: bool

@@ -1,6 +1,4 @@
-"""State in the variables of the user's function (the best score so far, patience, an average): what
-changes while training goes on and is read later. A checkpoint holds it, by name.
-"""
+"""The function's variables that change while training goes on; checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -249,9 +247,7 @@ def _refused(path: str, why: str) -> BadInput:
 
 @lru_cache(maxsize=256)
 def live_names(code: CodeType, at: int) -> frozenset[str]:
-    """The variables of a function whose values may be read from an instruction on, before they are
-    set; those that inner functions share count always.
-    """
+    """Variables that may be read from an instruction on; shared ones always count."""
     steps = list(dis.get_instructions(code))
     place = {step.offset: i for i, step in enumerate(steps)}
     after: list[list[int]] = []

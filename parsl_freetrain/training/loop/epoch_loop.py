@@ -127,9 +127,7 @@ class EpochLoop:
             self._batches.throw(EvaluationStopped())  # type: ignore[attr-defined]
 
     def left(self) -> None:
-        """Call when the function has returned. Where it left the loop over epochs at the end of an
-        epoch (``break``), the training ends early.
-        """
+        """The function returned; at an epoch's end (``break``), training ends early."""
         if self._place is _Place.BEHIND_LOOP:
             self._state.finishing = self._state.finishing or 'the function left ctx.epochs()'
             self._end()
@@ -158,9 +156,7 @@ class EpochLoop:
 
 
 class PreparedLoader:
-    """Stands for a DataLoader that was given to ``ctx.prepare``: an iteration over it is
-    ``ctx.loop`` within ``ctx.epochs()``. Everything else is the DataLoader's own.
-    """
+    """Stands for a prepared DataLoader, whose iteration is ``ctx.loop``."""
 
     def __init__(self, loader: Any, loop: Callable[[Any], Iterator[Any]]) -> None:
         self.loader, self._loop = loader, loop

@@ -53,9 +53,7 @@ class StateSender:
         return self._inbox.followed()
 
     def leave(self, state: State | None, samples: int, *, uncommitted: bool) -> None:
-        """Leave this rank's part, and keep what others send; None: this rank has no part. All ranks
-        call this together. If that fails, the next fragment reads the checkpoint.
-        """
+        """Leave this rank's part, and keep others'; None: it has none. All ranks call this."""
         try:
             self._leave(state, samples, uncommitted)
         except Exception:  # the checkpoint is there in any case

@@ -95,9 +95,7 @@ class LastStep:
 
     @property
     def knows_all(self) -> bool:
-        """Whether this rank has what is not a tensor: of ctx.state and variables, which may differ
-        from rank to rank, what rank 0 has counts.
-        """
+        """Whether this rank has rank 0's ctx.state and variables, which may differ."""
         return self._parts.place.rank == 0 or not self._uses_state
 
     @property

@@ -38,9 +38,7 @@ _SPLIT = (
 
 @dataclass(frozen=True)
 class LoopSpan:
-    """One of the function's loops: its number, from 1, the samples of those before it, its own, and
-    those of all loops as far as it is known.
-    """
+    """A loop's number, from 1, the samples before it, its own, and of all, if known."""
 
     number: int
     base: int
@@ -164,9 +162,7 @@ class LoopData:
         )
 
     def check_same(self, saved: Source | None) -> None:
-        """All ranks call this. Raises BadInput if the dataset is not the same on all ranks, or not
-        the one with which the checkpoint was written within an epoch.
-        """
+        """All ranks; BadInput if the dataset differs among them, or from the checkpoint's."""
         if self._stream is not None:
             return
         self.looks.update(looks_of(self.read.dataset))
@@ -208,9 +204,7 @@ class LoopData:
         )
 
     def batches(self, samples: int, span: LoopSpan, spec: TrainingSpec) -> BatchSource:
-        """What the loop trains from a number of samples on. All ranks call this. Raises BadInput if
-        a stream is not the same on all ranks, or the order is none that can be trained.
-        """
+        """What is trained from there on, on all ranks; BadInput for unlike streams."""
         if self._stream is not None and samples < span.base + span.length:
             self._stream.check_same(samples - span.base, self._peers)
         mode, batch_size = spec.mode, self.read.batch_size

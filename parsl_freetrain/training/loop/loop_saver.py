@@ -28,9 +28,7 @@ from parsl_freetrain.training.steps.group_settings import plain_values
 
 
 class LoopSaver:
-    """Saves the state of a loop. ``position_at`` a number of samples is saved with each checkpoint,
-    with what has changed since the loop began.
-    """
+    """Saves the state of a loop, with ``position_at`` and what has changed."""
 
     def __init__(
         self,

@@ -21,9 +21,7 @@ _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a va
 
 @dataclass
 class How:
-    """``live``: tensors that are saved already, of which the number is packed; ``known``: objects
-    that are saved already; ``find``: the class of a name, by which objects in containers are made.
-    """
+    """``live``: tensors saved as numbers; ``known``: saved objects; ``find``: classes by name."""
 
     live: list[torch.Tensor]
     known: set[int]
@@ -139,9 +137,7 @@ class _Packer:
 
 
 def unpacked(packed: Any, now: Any, how: How) -> Any:
-    """The value, in the place of ``now`` where that is of its kind, and what is in it likewise:
-    others may refer to it.
-    """
+    """The value, in the place of ``now`` if of its kind, as others may refer to it."""
     return _Unpacker(how).unpack(packed, now)
 
 

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 def prepare_model(
     things: tuple[Any, ...], run: FragmentRun, clip_grad_norm: float | None, find_unused: bool
 ) -> Model:
-    """The models on the device, in the state of the last checkpoint, and how they take a step.
-    Raises BadInput if something cannot be trained, or the checkpoint belongs to another model.
-    """
+    """Models on the device in the checkpoint's state, and their steps; or BadInput."""
     parts, division, hooks = run.parts, run.division, run.hooks
     prepared, modules, variables = _restored(things, parts, division, clip_grad_norm)
     watch = Watch(prepared)

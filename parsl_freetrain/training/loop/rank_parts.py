@@ -82,9 +82,7 @@ class LoopHooks:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank trains with: its instructions, its connections to the other ranks and to the node
-    agent, what writes checkpoints, and the state to continue from (None when training begins).
-    """
+    """What a rank trains with; ``start`` is None where training begins."""
 
     order: FragmentOrder
     place: RankPlace

@@ -12,9 +12,7 @@ from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 
 
 class Rollback:
-    """Looks at the state of a rank, and goes back together with the other ranks. ``fine_at``:
-    number of samples at which the state was last seen to be finite.
-    """
+    """Looks at a rank's state, and goes back with the others; last fine at ``fine_at``."""
 
     def __init__(
         self, parts: RankParts, model: Model, state: LoopState, policy: NonFinitePolicy

@@ -83,9 +83,7 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
 def _after(
     weights: OuterWeights, order: FragmentOrder, diloco: DiLoCo, samples: int, length: int
 ) -> str:
-    """Where the weights are, made here if need be; empty: not all replicas are there. Raises
-    FreeTrainError if they are gone.
-    """
+    """Where the weights are, made if need be; '' if replicas lack, FreeTrainError if gone."""
     root, name = _training(order)
     stores = [
         PosixCheckpointStore(replica_folder(root, k), replica_name(name, k))

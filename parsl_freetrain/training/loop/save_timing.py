@@ -85,9 +85,7 @@ class SaveTiming:
         return max(self._steps_s, default=self._first_step_s)
 
     def writing_takes(self, seconds: float) -> bool:
-        """Whether a last checkpoint, or a poll of ranks, takes a step and ``seconds``; time is
-        left.
-        """
+        """Seconds for a last checkpoint, or a poll of ranks, and a step; time is left."""
         seconds += self.expected_step_s
         enough = seconds + 2 * self.longest_s + FLOOR_S < self.time_left()
         return enough and seconds <= max(self.longest_s, EVERY_S)

@@ -74,9 +74,7 @@ def begin(
 def find_start(
     order: FragmentOrder, place: RankPlace, store: PosixCheckpointStore, peers: Peers
 ) -> tuple[Checkpoint | None, Source | None]:
-    """The newest checkpoint, known to rank 0 only, and the state to continue from; None where
-    training begins. All ranks call this together.
-    """
+    """The newest checkpoint (rank 0), and the state to go on from, or None. All ranks."""
     per_node = place.world_size // place.nodes
     handed = order.handover
     contents = left_in_memory(handed, order.trainer, peers) if handed is not None else None
@@ -107,9 +105,7 @@ def find_start(
 
 
 class SharedState:
-    """A state that all ranks get together: each what it needs, from wherever it is nearest. It has
-    ``path`` and ``position`` as of Saved; ``complete``: whether all of it is there.
-    """
+    """A state that all ranks read together, each what it needs from the nearest place."""
 
     def __init__(
         self,

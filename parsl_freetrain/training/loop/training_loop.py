@@ -42,9 +42,7 @@ been trained, and when its end is done.
 
 
 class TrainingLoop:
-    """Trains one loop of a fragment, and keeps ``state`` up to date. ``position_at``: the position
-    at a number of samples, as it is saved.
-    """
+    """Trains one loop, and keeps ``state`` up to date."""
 
     def __init__(
         self,

@@ -42,9 +42,7 @@ _HELP = (
 
 
 class Verification:
-    """Keeps the digests of the step after each checkpoint, and compares those of a fragment's first
-    step. Other steps cost nothing. ``by_steps``: they are compared, not only what is before them.
-    """
+    """Keeps, and compares at a first step, the digests of the step after checkpoints."""
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
         order, mode = parts.order, parts.order.spec.mode

@@ -1,7 +1,4 @@
-"""The holder file: a small file in a run's own folder that says which run holds the blocks. A block
-outlives the process that submitted it: its nodes read this file, in which the next run of the same
-name has for each adopted job the command by which its nodes connect to that run.
-"""
+"""The holder file in a run's folder: which run holds the blocks, and how nodes reach it."""
 
 from __future__ import annotations
 

@@ -107,10 +107,7 @@ class ForkClient:
     def start_template(
         cls, name: str, owner_pid: int, log: str, new_session: bool = True
     ) -> ForkClient:
-        """As :meth:`start`, for a template, which other fork servers can ask as soon as this
-        returns. No signal from a terminal reaches it in a session of its own. Without one, its fork
-        servers stay in this session too, which the scheduler may stop as a whole.
-        """
+        """As :meth:`start`, for a template, which others can ask at once; in its own session."""
         parent = cls(name, log)
         parent._owner_pid = owner_pid
         listener = listen(name)
@@ -153,10 +150,7 @@ class ForkClient:
     def launch(
         self, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str]
     ) -> RankProcess:
-        """Fork a rank, which calls ``function(ctx, *args, **kwargs)``. ``payload``:
-        ``cloudpickle.dumps((function, args, kwargs))``; ``env``: additions to its environment.
-        Raises FreeTrainError if the fork server is gone or cannot fork.
-        """
+        """Fork a rank that calls ``payload``'s function(ctx, ...); FreeTrainError if it cannot."""
         request = fork.Launch(order, place, env, _digest(payload))
         return RankProcess(*self._ask_for(request, payload))
 

@@ -1,7 +1,4 @@
-"""The fork server of a node: it has imported torch, forks ranks, and ends with its owner. As a
-template it forks other fork servers. Its options: ``--name NAME --owner-pid PID [--listener-fd
-FD]``.
-"""
+"""A node's fork server: imports torch, forks ranks (a template: servers), ends with its owner."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Imports torch._dynamo at its first real use. Every optimizer imports torch's compiler at its
-first step, only to tell it where compiled code ends, and DistributedDataParallel for one of its
-settings; that takes as long as the import of torch, on each node and before the first step.
-"""
+"""Imports torch._dynamo (as long as torch) when used, not at every optimizer's first step."""
 
 from __future__ import annotations
 

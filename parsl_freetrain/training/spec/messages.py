@@ -78,10 +78,7 @@ class RankError(msgspec.Struct, frozen=True):
 
 
 class StateLeft(msgspec.Struct, frozen=True):
-    """A state in memory for the next fragment, ``here`` (on the rank's node) or on another node.
-    ``needs``: samples of a checkpoint that has to be committed before it; 0: none. ``part``: which
-    of its ``parts`` it is, from 0.
-    """
+    """A state in memory; ``needs``: samples of a checkpoint it needs (0: none)."""
 
     digest: str
     samples: Count

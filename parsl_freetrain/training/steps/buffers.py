@@ -87,9 +87,7 @@ class Buffers:
         ]
 
     def take_firsts(self, peers: Peers, first: int, changed: Sequence[int]) -> None:
-        """Set :attr:`integers` to those of the first shard, on all ranks, which call this together.
-        ``first``: the rank that has it; ``changed``: which it has changed.
-        """
+        """Set :attr:`integers` on all ranks to the first shard's, which rank ``first`` has."""
         if peers.world_size == 1:
             copy_all(self.integers, self._firsts)
             return
@@ -198,9 +196,7 @@ def plain_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def make_plain(model: torch.nn.Module) -> None:
-    """Give buffers that cannot be written to (expanded ones, those of inference mode) memory of
-    their own.
-    """
+    """Give buffers that cannot be written to memory of their own."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or not is_plain(buffer):

@@ -128,9 +128,7 @@ class ThroughputSteps:
         self._accumulation = Accumulation(self._prepared, self._combine)
 
     def micro_batches(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """The micro-batches of this rank; all ranks have equally many. One without samples trains
-        one with weight 0, since DDP and FSDP need all ranks.
-        """
+        """As many on every rank, as DDP and FSDP need; empty ones have weight 0."""
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
         first, before, size = tuple(batch.indices[:1]), batch.samples_before, len(batch.indices)
         rank = self._division.data_rank
@@ -217,9 +215,7 @@ class ThroughputSteps:
         return bad if self._mean is None else bool(self._peers.all_reduce_max((bad,))()[0])
 
     def _count_gradients(self, weight: float) -> None:
-        """Weight this rank's gradient by its samples, if ranks have different numbers: DDP takes
-        the plain mean. Hooks on parameters cost some time, so they are there only when needed.
-        """
+        """Weight this rank's gradient by its samples if ranks differ: hooks cost time."""
         factor = weight * self._division.shape.data
         if self._adasum:
             factor = 1.0 if weight else 0.0

@@ -19,9 +19,7 @@ NO_SCALER = (
 
 
 class DeferredOptimizer:
-    """Stands for an optimizer in the user's loop. ``step()`` hands over the micro-batch's gradient,
-    and the optimizer steps later. Everything else is the optimizer's own.
-    """
+    """In the user's loop, hands over gradients; the optimizer itself steps later."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, hand_over: Callable[[], None]) -> None:
         self._optimizer, self._hand_over = optimizer, hand_over
@@ -87,9 +85,7 @@ def several_times(optimizer: torch.optim.Optimizer) -> str:
 
 
 def step_once(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer, whose gradients are set. One that is not torch's may ask for more than one
-    pass: raises BadInput.
-    """
+    """Step an optimizer; BadInput if one that is not torch's asks for a second pass."""
     own = type(optimizer).__module__.startswith('torch.')
     if own or 'closure' not in signature(optimizer.step).parameters:
         optimizer.step()

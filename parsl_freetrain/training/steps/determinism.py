@@ -38,9 +38,7 @@ def demand_determinism(*, warn_only: bool) -> None:
 
 
 def fill_new_memory(wanted: bool) -> bool:
-    """Whether deterministic torch fills uninitialised memory, as by default to find operations that
-    read it, in a tenth of a GPU's step; returns whether it did so.
-    """
+    """Set, and return, whether torch fills new memory (a tenth of a GPU's step)."""
     before = bool(_SETTING.fill_uninitialized_memory)
     _SETTING.fill_uninitialized_memory = wanted
     return before

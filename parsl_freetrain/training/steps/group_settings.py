@@ -25,9 +25,7 @@ _OFFER = (
 
 
 class GroupSettings:
-    """Compares the settings of optimizers in all micro-batches of a global batch and on all ranks.
-    ``history``: a number for all steps so far and their settings; 0: there were none.
-    """
+    """Compares optimizers' settings in all micro-batches and on all ranks."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -66,9 +64,7 @@ class GroupSettings:
         self._at_step[number] = settings_of(self._optimizers[number])
 
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch. Raises BadInput if it has changed settings after
-        optimizer.step(), or in another way than an earlier micro-batch.
-        """
+        """BadInput if it changed settings after a step, or otherwise than one before."""
         now = self.now()
         for number, then in self._at_step.items():
             if then != now[number] and repr(then) != repr(now[number]):
@@ -90,9 +86,7 @@ class GroupSettings:
             )
 
     def agree(self, peers: Peers, *, in_micro_batches: bool = True) -> None:
-        """Compare the settings of all ranks, which call this together. ``in_micro_batches``: of
-        those that had one; the others take them over. Raises BadInput on all if they differ.
-        """
+        """Compare on all ranks, whatever had micro-batches; BadInput on all if they differ."""
         mine, own = self.now(), self._first is not None or not in_micro_batches
         said = gather_bytes(peers, msgspec.msgpack.encode((own, mine)))
         found = [msgspec.msgpack.decode(one, type=tuple[bool, _Groups]) for one in said]

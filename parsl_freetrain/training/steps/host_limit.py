@@ -8,9 +8,7 @@ _SKIPPED, _LOOKED_AT, _LEAST_SHARE = 10, 20, 0.03
 
 
 class HostLimit:
-    """Looks at how long Python waits for the device in each step: if for next to no time, the
-    device would have been fast enough for larger operations.
-    """
+    """Tells from Python's waits in a step whether the device was fast enough."""
 
     def __init__(self, shards: int, say: Callable[[str], None] = print) -> None:
         self._shards, self._say = shards, say

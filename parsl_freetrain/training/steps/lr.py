@@ -17,9 +17,7 @@ def by_samples(
 
 
 def scale_steps(optimizers: Iterable[torch.optim.Optimizer], factor: Callable[[], float]) -> None:
-    """Multiply the learning rate by ``factor()`` during every step of the optimizers from now on.
-    Between steps, and in checkpoints, it is what the user or a scheduler has set.
-    """
+    """Multiply the learning rate by ``factor()`` during every step, not in between."""
     kept: dict[int, list[Any]] = {}
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -68,9 +68,7 @@ class Division:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh with the dimensions :data:`~parsl_freetrain.core.model.types.MESH`,
-        made when it is first asked for, by all ranks at the same point.
-        """
+        """The ranks as a mesh with the dimensions of MESH, made by all at the same point."""
         world.show()  # a mesh needs a process group
         mesh = init_device_mesh(self._device.type, self.shape.sizes, mesh_dim_names=MESH)
         guard_connections(self._hang_s)
@@ -94,9 +92,7 @@ class Division:
                     )
 
     def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
-        """Overwrite tensors with those of the first rank that holds the same ones. Tensors that are
-        divided among ranks, or have no values yet, are left as they are.
-        """
+        """Overwrite tensors, unless divided or on meta, by the first holder's."""
         peers.broadcast(_plain(tensors))
 
     @property

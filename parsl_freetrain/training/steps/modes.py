@@ -66,9 +66,7 @@ def make_steps(
     device: torch.device,
     in_hook: Callable[[], bool],
 ) -> Steps:
-    """The implementation of the order's mode. ``in_hook``: whether a function that was given to the
-    context runs, on all ranks and between micro-batches.
-    """
+    """The order's mode; ``in_hook``: a function given to the context runs."""
     mode = order.spec.mode
     if isinstance(mode, Reproducible) and order.spec.sharded:
         # Only here, as it imports FSDP2.

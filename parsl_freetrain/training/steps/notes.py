@@ -45,9 +45,7 @@ def stepped_in(notes: Sequence[Notes]) -> list[bool]:
 def scheduled_in(
     notes: Sequence[Notes], schedulers: int, sizes: Sequence[int]
 ) -> list[tuple[float | None, ...]]:
-    """How to step each scheduler: () not at all, else (value,) with the mean of the values over the
-    samples, or (None,) if there were none. ``sizes``: of the shards.
-    """
+    """Per scheduler () not stepped, (value,) the mean over samples, or (None,)."""
     found: list[tuple[float | None, ...]] = []
     for number in range(schedulers):
         calls = [(shard, v) for one in notes for shard, i, v in one.scheduled if i == number]

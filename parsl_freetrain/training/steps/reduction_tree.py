@@ -34,9 +34,7 @@ class ShardTree:
     def add(
         self, sums: dict[Node, T | None], node: Node, value: T | None, plus: Callable[[T, T], T]
     ) -> None:
-        """Add one node's sum (None: its shards are empty) to ``sums``, and then every parent whose
-        parts are complete. ``plus`` adds the sum of later shards to that of earlier ones.
-        """
+        """Add a node's sum (None: empty shards), and every parent whose parts are complete."""
         sums[node] = value
         while node in self._parent:
             parent = self._parent[node]

@@ -1,6 +1,4 @@
-"""A model on several ranks in throughput mode, and the mean of gradients that
-DistributedDataParallel does not see.
-"""
+"""A model on several ranks in throughput mode, and the gradients that DDP does not see."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ def is_replica(model: torch.nn.Module) -> bool:
 
 
 def with_shared_parts(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The models that have a parameter of another one: DistributedDataParallel would wait for all
-    of them in every pass.
-    """
+    """Models with another's parameter, for all of which DDP would wait."""
     own = [set(map(id, model.parameters())) for model in models]
     others = [[o for j, o in enumerate(own) if j != i] for i in range(len(own))]
     return [model for i, model in enumerate(models) if any(own[i] & o for o in others[i])]
@@ -153,9 +149,7 @@ class MeanAtSteps:
         self._buffers.share(self._group)
 
     def _backward(self) -> Callable[[], None]:
-        """Notice which replicas get gradients that DistributedDataParallel does not average: of a
-        part by itself, of weights, or of a second backward pass for the same forward pass.
-        """
+        """Notice whose gradients DDP misses: parts, weights, a second backward pass."""
         several = len(self.replicas) > 1
         seen = [(one, one.gradients() if several or not one.waits else -1) for one in self.replicas]
 

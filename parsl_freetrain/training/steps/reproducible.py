@@ -220,9 +220,7 @@ class ReproducibleSteps:
         torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], largest)
 
     def _exchange(self, wish: int) -> tuple[list[told.Notes], Contribution, list[int] | None]:
-        """What all ranks know, the sum over all shards, and whose gradients are not finite (None:
-        all are). Takes over the buffers.
-        """
+        """What all ranks know, the sum of shards, whose gradients are not finite; and buffers."""
         notes = self._tell(wish)
         total = self._sum.total(told.present_in(notes))
         culprits = self._culprits(total)
@@ -247,9 +245,7 @@ class ReproducibleSteps:
         return notes
 
     def settle(self) -> None:
-        """Wait until it is known that the last step's gradient was finite, on all ranks together.
-        Raises BadInput if it was not, and that ends the training.
-        """
+        """Wait, all ranks, until the last gradient is known to be finite; else BadInput."""
         asked, self._asked = self._asked, None
         ranks = self._found(asked) if asked is not None else None
         if asked is not None and ranks is not None and self._stop is not None:

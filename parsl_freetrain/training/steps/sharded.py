@@ -200,8 +200,6 @@ class SumOfShards(ReduceScatter):
         return total
 
     def seen(self) -> list[torch.Tensor]:
-        """Sums of this rank's smallest gradients since this was last asked. That is enough to name
-        the rank: a bad loss nearly always shows in all, and a bad sum is noticed in any case.
-        """
+        """Sums of the smallest gradients since the last call: enough to name the rank."""
         seen, self._seen = self._seen, []
         return seen

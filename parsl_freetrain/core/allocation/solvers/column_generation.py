@@ -57,8 +57,7 @@ class Incumbent:
         return False
 
     def round(self, master: Master, shares: Floats, prices: Floats) -> None:
-        """From the programme's shares: bids with one set of places get their mean, others in turn.
-        """
+        """From the programme's shares: bids with one set of places get their mean, then others."""
         heaviest = np.zeros(len(self._pricing.every))
         np.maximum.at(heaviest, master.bid, shares)
         divided, mean = master.divided(shares), np.zeros(self.ways.shape)

@@ -1,7 +1,4 @@
-"""The restricted master problem of column generation: a linear programme over the known ways.
-
-It stays in HiGHS: new columns are added, and the next solve starts from the last basis.
-"""
+"""Column generation's master problem; each solve in HiGHS starts from the last basis."""
 
 from __future__ import annotations
 
@@ -18,11 +15,7 @@ _PENALTY = 1e3
 
 
 class Caps:
-    """What the bids share: the nodes of each place, and the limits.
-
-    ``weight`` has the shape (caps, bids, places): how much of a cap one node uses; ``most``
-    (caps,): how much there is. The first caps are the places.
-    """
+    """Nodes of places, then limits. ``weight``: (caps, bids, places); ``most``: (caps,)."""
 
     def __init__(self, problem: Problem) -> None:
         bids, places = len(problem.bids), len(problem.places)

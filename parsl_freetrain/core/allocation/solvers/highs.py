@@ -21,10 +21,8 @@ def scale_of(largest: float) -> float:
 def solved(
     worth: Floats, use: Floats, least: Floats, most: Floats, integer: bool = False, **options: Any
 ) -> tuple[Any, float]:
-    """Maximise ``worth @ x`` for x from 0 to 1 (if ``integer``, 0 or 1) with ``least <= x @ use <=
-    most``; ``use`` has the shape (choices, rows), ``options`` are HiGHS's.
-
-    Returns HiGHS, which has run and minimised, and the factor by which worths were scaled.
+    """Maximise ``worth @ x``, 0 <= x <= 1 (``integer``: binary), with ``least <= x @ use <= most``;
+    ``use``: (choices, rows). Returns HiGHS after its run, and the factor of the worths.
     """
     column, row = np.nonzero(use)
     return solved_sparse(worth, (column, row, use[column, row]), least, most, integer, **options)

@@ -1,6 +1,5 @@
-"""The allocation as a mixed-integer linear programme (PuLP and HiGHS): the reference. It counts
-nodes per trainer and block, whose nodes are interchangeable. A binary for each count, in place of
-weights between points of a curve, stays exact for curves that are not concave.
+"""The allocation as a MILP (PuLP and HiGHS): the reference. Counts per trainer and block, a binary
+for each count, so that it is exact for any curve.
 """
 
 from __future__ import annotations

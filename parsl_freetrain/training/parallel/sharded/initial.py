@@ -1,6 +1,4 @@
-"""The first values of a model made on the meta device, module by module, each from its own seed:
-they depend neither on the ranks nor on the division, and a rank holds one whole module at a time.
-"""
+"""First values of a model on the meta device, by module and seed: alike for any division."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Halo exchange: a rank receives what it needs of its neighbours' parts, and sends back the
-gradient of it, one axis after the other, so that corners come along.
-"""
+"""Halo exchange along one axis after the other, so that corners come along; and its gradient."""
 
 from __future__ import annotations
 
