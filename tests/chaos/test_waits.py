@@ -7,21 +7,37 @@ from __future__ import annotations
 import ast
 import contextlib
 import socket
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import FragmentContext, FreeTrainError, LocalSite, freetrain_app
+from parsl_freetrain import (
+    Checkpoint,
+    FragmentContext,
+    FreeTrainError,
+    LocalSite,
+    Timeouts,
+    TrainingFuture,
+    freetrain_app,
+)
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
+from parsl_freetrain.executor.fragment.runner import FragmentRunner
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.waits import waits
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import ToRank
+from tests.support.parsl_sides import NoParsl
 from tests.support.processes import Started, command_line, victims
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
@@ -51,6 +67,9 @@ STOPPED_BY = {
         'test_a_worker_that_is_stopped_before_its_first_task_holds_no_block'
     ),
     'the first step of a fragment': (
+        'tests/chaos/test_waits.py::test_a_task_that_parsl_never_passes_on_ends_with_a_sentence'
+    ),
+    'a first word of a node whose fragment is ended': (
         f'{FRAGMENT}::test_a_node_that_never_says_anything_is_lost_when_its_fragment_was_given_up'
     ),
     'the next step of a fragment': (
@@ -186,6 +205,35 @@ def test_a_fragment_that_does_not_stop_is_killed(tmp_path: Path) -> None:
         wait_until(future.done)
         wait_until(lambda: _errors(executor.ledger_path))
         assert _errors(executor.ledger_path) == ['it did not stop within 2 s']
+
+
+@pytest.mark.parametrize('raises', [False, True])
+def test_a_task_that_parsl_never_passes_on_ends_with_a_sentence(raises: bool) -> None:
+    said, ended = list[ev.Event](), Checkpoint('cnn', '', 0, 0)
+
+    def launch(*_: object) -> Future[Checkpoint]:
+        if raises:
+            raise FreeTrainError('Parsl is shut down')
+        return Future()
+
+    spec = freetrain_app(max_nodes=1, total_epochs=1)(fit).spec
+    record = TrainerRecord(
+        spec.trainer('cnn'), spec, '/store', launch, TrainingFuture('cnn'), ended
+    )
+    told: Any = SimpleNamespace(send=lambda *_: None, forget=lambda *_: None, post=said.append)
+    told.take, told.flush = said.append, lambda: None
+    endpoint = ControlEndpoint([], 0, None, None, '')
+    runner = FragmentRunner(told, Stream([told]), endpoint, Timeouts(), NoParsl(), {'cnn': record})
+    runner.start(ev.StartFragment('cnn', 1, ('n0',), None, 0), 10.0)
+    for at in (10.0, 131.0, 132.0):
+        runner.look(at)
+    assert not runner.running
+    errors = [event.error for event in said if isinstance(event, ev.FragmentEnded)]
+    assert errors == [
+        'it could not be submitted: Parsl is shut down'
+        if raises
+        else 'it did not start within 120 s; nothing was heard from n0'
+    ]
 
 
 def _began(ledger: str | Path) -> bool:

@@ -8,12 +8,16 @@ import traceback
 
 import pytest
 
-from tests.simulation.world import World
+from parsl_freetrain.core.model import events as ev
+from tests.simulation.world import FAULTS_S, World
 
 
 def run(seed: int) -> World:
-    """Raises AssertionError, with the journal of the run as a note, if a promise is broken."""
-    world = World(seed)
+    """Raises AssertionError, with the journal of the run as a note, if a promise is broken. Of a
+    hundred seeds one has 64 nodes that come at once, and one blocks that end after some seconds.
+    """
+    nodes, stay_s = {0: (64, None), 1: (16, 4.0)}.get(seed % 100, (0, None))
+    world = World(seed, nodes, stay_s)
     try:
         world.run()
     except BaseException as error:
@@ -24,7 +28,7 @@ def run(seed: int) -> World:
 
 
 def test_short_runs_keep_every_promise() -> None:
-    for seed in range(12):
+    for seed in range(2, 10):
         run(seed)
 
 
@@ -43,6 +47,15 @@ def test_a_broken_promise_is_noticed_though_the_event_loop_goes_on(
     monkeypatch.setattr(World, '_started', refuse)
     with pytest.raises(AssertionError, match='planted'):
         run(7)
+
+
+@pytest.mark.long
+def test_many_nodes_come_at_once_and_trainers_change_their_nodes_every_second() -> None:
+    joined = [len(event.nodes) for event in run(0).said if isinstance(event, ev.NodesJoined)]
+    assert sum(joined) >= 64
+    world = run(1)
+    begun = [event.at for event in world.said if isinstance(event, ev.FragmentLaunched)]
+    assert sum(at < world.begun_at + FAULTS_S for at in begun) >= 50
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -133,8 +133,8 @@ class RunningFragment:
             self.job_short_of_memory = True
             self.lost_why[self.action.nodes.index(node)] = 'its job ran out of memory'
 
-    def silent(self, at: float, patience_s: float, start_s: float) -> dict[str, str]:
-        """Nodes not heard any more, with a reason; one never heard may start for ``start_s``."""
+    def silent(self, at: float, patience_s: float) -> dict[str, str]:
+        """Nodes not heard any more, or whose tasks do not come back, with a reason."""
         found: dict[str, str] = {}
         cut_off = self.cut_off()
         for member in set(self.members) - self.settled.keys() - self.lost:
@@ -155,16 +155,14 @@ class RunningFragment:
                 found[node] = f'no sign of life for {answer_s:g} s after {self.contact.asked_why}'
             elif len(ended) < self.ranks_per_node and at - heard.get(member, at) > patience_s:
                 found[node] = f'no sign of life for {patience_s:g} s'
-            elif (
-                self.given_up.seen_at is not None
-                and member in heard
-                and at - self.given_up.seen_at > patience_s + self.given_up.spare_s
-            ):
+            elif (seen_at := self.given_up.seen_at) is None:
+                continue
+            elif member in heard and at - seen_at > patience_s + self.given_up.spare_s:
                 # SIGKILL ends a process only when it returns from the driver.
                 found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
-            elif self.given_up.why and member not in heard and at - self.decided_at > start_s:
-                # Its manager answers, but no worker of it takes the task.
-                found[node] = f'nothing was heard from it within {start_s:g} s'
+            elif member not in heard and at - max(seen_at, self.sent_at) > LONE_ANSWER_S:
+                # The others wait for no worker that may never take the task; this one may still.
+                found[node] = f'nothing was heard from it in {at - self.sent_at:.0f} s'
         return found
 
     def unanswered(self) -> set[int]:

@@ -96,7 +96,6 @@ class FragmentRunner(Subscriber):
             task = record.task = record.launch({FRAGMENT: f'{name}/{number}'}, newest)
         except Exception as error:
             logger.exception('Fragment %s of %s could not be submitted', number, name)
-            fragment.lost = set(fragment.members)
             fragment.given_up.why = f'it could not be submitted: {error}'
         task_id = (getattr(task, 'task_record', None) or {}).get('id')
         what = nodes, action.deadline_s, action.samples, action.shape, task_id
@@ -272,6 +271,9 @@ class FragmentRunner(Subscriber):
     def look(self, at: float) -> set[str]:
         """Give up fragments that exceed a time limit; returns nodes that do not answer at all."""
         silent: dict[str, str] = {}
+        for fragment in list(self.running.values()):
+            if fragment.given_up.why and fragment.outer is None:
+                self._conclude(fragment, at)  # Parsl has not passed its task on, and may never
         for found in self._watchdog.look(self.running.values(), at):
             match found:
                 case GiveUp(fragment, why):

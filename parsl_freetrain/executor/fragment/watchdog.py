@@ -64,8 +64,8 @@ class Watchdog:
                 fragment.nobody_listened(away_s)
             if fragment.given_up.why and fragment.given_up.seen_at is None:
                 fragment.given_up.seen_at = at
-            limits = self._timeouts.silence_s, self._timeouts.start_s
-            found += [NodeSilent(*silent) for silent in fragment.silent(at, *limits).items()]
+            silent = fragment.silent(at, self._timeouts.silence_s)
+            found += [NodeSilent(*one) for one in silent.items()]
             if why := self._too_long(fragment, at):
                 found.append(GiveUp(fragment, why))
             elif overdue(fragment, at):
