@@ -10,6 +10,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.module_state import ModuleState, Structure
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.checkpoint.trial import try_optimizers
 from parsl_freetrain.training.loop.carried import Carried
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.mode import Scaled
@@ -67,6 +68,7 @@ def _restored(
         division.restore(prepared, saved)
         modules.put_back()
     else:
+        try_optimizers(prepared)
         division.make_equal((tensor.data for tensor in prepared.tensors()), parts.peers)
     return prepared, modules, saved.variables if saved is not None else {}
 

@@ -4,7 +4,7 @@ differs.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of, restore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.checkpoint.transport import Disk
+from parsl_freetrain.training.checkpoint.trial import try_optimizers
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
@@ -335,3 +336,74 @@ def test_a_scaler_in_reproducible_mode_is_refused(fork_server: ForkClient, tmp_p
         (outcome,) = gang.run()
     assert (outcome.how, outcome.error.type) == ('error', 'BadInput')
     assert 'use mode=Throughput(), or bfloat16' in outcome.error.message
+
+
+class Counting(torch.optim.SGD):
+    """Its steps grow with a number that is only in an attribute."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group['lr'] = 0.1 * self.count
+        return super().step(closure)
+
+
+class Queued(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.state[self.param_groups[0]['params'][0]]['queue'] = deque([1])
+        return super().step(closure)
+
+
+class Unloadable(torch.optim.SGD):
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError('slow_weights')
+
+
+class Holding(Counting):
+    """It keeps its number in its state, and another optimizer that steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = torch.optim.Adam(self.param_groups[0]['params'])
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), 'count': self.count, 'inner': self.inner.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state['count']
+        self.inner.load_state_dict(state['inner'])
+        super().load_state_dict({k: state[k] for k in ('state', 'param_groups')})
+
+
+@pytest.mark.parametrize(
+    ('kind', 'refused'),
+    [
+        (Counting, 'Counting does not go on as before from its own state_dict'),
+        (Queued, 'Queued cannot be saved and loaded again .* has a deque'),
+        (Unloadable, "Unloadable cannot be saved and loaded again .*'slow_weights'"),
+        (Holding, ''),
+    ],
+)
+def test_an_optimizer_that_cannot_go_on_is_refused_before_it_trains(
+    kind: Any, refused: str
+) -> None:
+    model, called = nn.Sequential(nn.Linear(200, 3), nn.Conv1d(3, 3, 3)), list[Any]()
+    optimizer = kind(model.parameters())
+    optimizer.register_step_pre_hook(lambda *how: called.append(how))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # its wrapper of step is the optimizer's own
+    weights, numbers = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    if refused:
+        with pytest.raises(BadInput, match=refused):
+            try_optimizers(sort_out((model, optimizer)))
+    else:
+        try_optimizers(sort_out((model, optimizer)))
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert not called
+    assert not optimizer.state
+    assert all(map(torch.equal, weights, model.parameters()))
