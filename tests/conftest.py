@@ -39,6 +39,9 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 # test, as the next one: a template that was started with another value is of no use to later tests.
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
 os.environ.setdefault('PYTORCH_NVML_BASED_CUDA_CHECK', '1')  # as Lightning does when imported
+# On a computer with accelerators too: ranks of one test would have to share them, and what they
+# compute is compared with plain loops on the CPU. `make gpu` is for accelerators.
+os.environ.update(CUDA_VISIBLE_DEVICES='', ZE_AFFINITY_MASK='')  # ROCm has the first, too
 # Nor does time decide the verdict of a property: by default hypothesis fails an example that takes
 # 200 ms, and a strategy that is slow on a busy machine.
 hypothesis.settings.register_profile(

@@ -234,6 +234,12 @@ def _described(raised: BaseException) -> RankError:
             'batches or fewer parts (shards, nodes).'
         )
         raised = BadInput(message)
+    if 'Expected all tensors to be on the same device' in message:
+        raised.add_note(
+            'ctx.prepare and ctx.loop move models and batches to ctx.device; what the function '
+            'makes itself, such as a second model or torch.zeros, needs .to(ctx.device).'
+        )
+        message = f'{message} {raised.__notes__[-1]}'
     if isinstance(raised, SystemExit):
         message = f'the function called sys.exit({raised.code!r}); let it return instead'
     return RankError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain.core.model.events import CheckpointSaved, FragmentProgressed
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.rank import _described
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import KILLED, order, ranks
 
@@ -88,6 +90,15 @@ def test_what_the_function_returns_is_kept(fork_server: ForkClient, tmp_path: Pa
         assert json.loads(outcomes[0].result) == {'accuracy': 0.5, 'names': ['a', 'b'], 'rank': 0}
     (outcome,), _ = run(fork_server, tmp_path / '2', returns_a_model)
     assert 'The function returned a Linear that cannot be kept' in outcome.error.message
+
+
+def test_what_torch_says_of_devices_names_what_to_move() -> None:
+    """Here is one device, so with torch's own words."""
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError('Expected all tensors to be on the same device, but found ...')
+    said = _described(raised.value)
+    assert said.message.endswith('needs .to(ctx.device).')
+    assert 'needs .to(ctx.device).' in cloudpickle.loads(said.exception or b'')[0].__notes__[0]
 
 
 def test_the_same_script_twice(fork_server: ForkClient, tmp_path: Path) -> None:
