@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from parsl_freetrain.cli.live.view import LiveView, Screen, plain_lines
-from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
 

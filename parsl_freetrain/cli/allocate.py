@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from parsl_freetrain.cli.where import value
-from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.explain import explain
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
+from parsl_freetrain.core.allocation.problem import Answer
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.model.errors import BadInput

@@ -10,7 +10,7 @@ import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at, value
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.report.names import trainer_named
+from parsl_freetrain.report.runs import trainer_named
 
 if TYPE_CHECKING:
     from parsl_freetrain.core.model.state import Training
@@ -31,7 +31,7 @@ def cancel(
     run again goes on from them.
     """
     from parsl_freetrain.executor.requests import Cancel, ask
-    from parsl_freetrain.report.life import check_live
+    from parsl_freetrain.report.runs import check_live
 
     if every == (trainer is not None):
         raise BadInput('Name one trainer, or give --all.')

@@ -23,7 +23,7 @@ def export(
     import sqlite3
 
     from parsl_freetrain.journal.tables import write_parquet, write_sqlite
-    from parsl_freetrain.report.names import chosen
+    from parsl_freetrain.report.runs import chosen
 
     if sqlite is None and parquet is None:
         raise BadInput('Say where to: --sqlite FILE or --parquet FOLDER.')

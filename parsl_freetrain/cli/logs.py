@@ -16,7 +16,7 @@ import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput, clean
-from parsl_freetrain.report.names import trainer_named
+from parsl_freetrain.report.runs import trainer_named
 from parsl_freetrain.training.spec.diloco import replica_folder
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _chosen(
 
 
 def _over(journal: Journal, trainer: str) -> bool:
-    from parsl_freetrain.report.life import life_of
+    from parsl_freetrain.report.runs import life_of
 
     history = journal.history()
     mine = [run.trainers[trainer] for run in history.runs if trainer in run.trainers]

@@ -28,7 +28,7 @@ def preempt(
     Works from any computer that sees the run's file system.
     """
     from parsl_freetrain.executor.requests import Preempt, ask
-    from parsl_freetrain.report.life import check_live
+    from parsl_freetrain.report.runs import check_live
 
     if not 0 <= grace < float('inf'):
         raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')

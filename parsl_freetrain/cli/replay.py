@@ -16,7 +16,7 @@ from parsl_freetrain.cli.where import RunOption, journal_at, value
 from parsl_freetrain.core.model.checked_settings import described
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.replay.study import Study, option, read_study
-from parsl_freetrain.report.names import chosen
+from parsl_freetrain.report.runs import chosen
 
 if TYPE_CHECKING:
     import pandas as pd

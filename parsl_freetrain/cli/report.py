@@ -10,7 +10,7 @@ from typing import Annotated
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
-from parsl_freetrain.report.names import chosen
+from parsl_freetrain.report.runs import chosen
 
 
 def report(
@@ -34,9 +34,9 @@ def report(
     """
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.report.figures import as_document, figures
-    from parsl_freetrain.report.life import life_of
     from parsl_freetrain.report.metrics import MetricView
     from parsl_freetrain.report.page import report_page
+    from parsl_freetrain.report.runs import life_of
 
     view = MetricView(axis, smooth)
     journal = journal_at(ledger)

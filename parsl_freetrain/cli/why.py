@@ -48,10 +48,9 @@ def explanation(
 ) -> dict[str, Any]:
     """What ``freetrain why`` says, as data. Raises BadInput if there is no such run or trainer."""
     from parsl_freetrain.report.learned import shapes_tried
-    from parsl_freetrain.report.life import life_of
-    from parsl_freetrain.report.names import chosen, trainer_named
     from parsl_freetrain.report.outcome import outcomes
     from parsl_freetrain.report.reasons import decision_about, waits_for
+    from parsl_freetrain.report.runs import chosen, life_of, trainer_named
     from parsl_freetrain.report.status import state_of
 
     history = journal.history()

@@ -20,7 +20,7 @@ from parsl.executors.high_throughput.executor import HTEXFuture
 from parsl.executors.status_handling import BlockProviderExecutor
 from parsl.jobs.states import JobStatus
 
-from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model import events as ev

@@ -13,9 +13,9 @@ from msgspec import Meta, structs
 from parsl.data_provider.staging import Staging
 from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
-from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.constraints import EVERYBODY
 from parsl_freetrain.core.allocation.objectives import objective_named
+from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.controller.bids import candidate_of
 from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionPolicy
@@ -49,7 +49,7 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
     solver
         The solver's name ('auto', 'milp', 'equal-share', or 'dp' where all nodes are alike and
         stay), or an object with the method
-        :meth:`~parsl_freetrain.core.allocation.answer.Allocator.allocate`. If the object has a
+        :meth:`~parsl_freetrain.core.allocation.problem.Allocator.allocate`. If the object has a
         method ``close()``, it is called when the executor shuts down.
     solver_time_limit_s
         Maximum seconds that a solver given by name may search; it then returns its best allocation.

@@ -13,8 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import ControllerState, Reply
 from parsl_freetrain.core.controller.planner import Planner

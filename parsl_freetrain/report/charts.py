@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from parsl_freetrain.core.model.errors import nodes_text
-from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import MeasuredScaling
 from parsl_freetrain.report.metrics import CurvePoint, Losses, MetricView, smoothed
-from parsl_freetrain.report.svg import Chart
+from parsl_freetrain.report.svg import Chart, Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.timeline import (
     Interval,
     clip,

@@ -6,16 +6,15 @@ from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report import learned
-from parsl_freetrain.report.causes import Cause, causes
 from parsl_freetrain.report.metrics import Curves, Losses, losses, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
 from parsl_freetrain.report.status import RunStatus, snapshot, state_of
 from parsl_freetrain.report.summary import RunEfficiency, efficiency, summary
-from parsl_freetrain.report.timeline import Clock
+from parsl_freetrain.report.timeline import Cause, Clock, causes
 
 
 @dataclass(frozen=True)

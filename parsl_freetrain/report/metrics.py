@@ -9,7 +9,7 @@ from typing import Any
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.kept_metrics import KeptMetrics, began_in, main_metric
-from parsl_freetrain.report.axes import drawable, extremes
+from parsl_freetrain.report.svg import drawable, extremes
 from parsl_freetrain.report.timeline import Clock, ending_of
 
 

@@ -16,12 +16,12 @@ from markupsafe import Markup
 from parsl_freetrain import __version__
 from parsl_freetrain.core.model.errors import clean
 from parsl_freetrain.report import charts
-from parsl_freetrain.report.axes import duration, number
 from parsl_freetrain.report.cells import block_cells, trainer_cells
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import MeasuredScaling
 from parsl_freetrain.report.metrics import MetricView
 from parsl_freetrain.report.status import RunStatus, limit_in_words, resumes_in_words
+from parsl_freetrain.report.svg import duration, number
 
 MOST_CARDS = 24  # maximum number of trainers with charts; all are in the table
 MOST_ERRORS = 20

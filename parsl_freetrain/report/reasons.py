@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parsl_freetrain.core.allocation.answer import relative_gap
 from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Reason
-from parsl_freetrain.core.allocation.problem import problem_in
+from parsl_freetrain.core.allocation.problem import problem_in, relative_gap
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import nodes_text as nodes
-from parsl_freetrain.core.model.node_demand import in_need
 from parsl_freetrain.core.model.state import RunState, Training
+from parsl_freetrain.core.model.types import in_need
 from parsl_freetrain.report.outcome import DecisionOutcome
 
 REFUSAL_S = 600.0  # maximum age in seconds of a site's refusal that is still relevant

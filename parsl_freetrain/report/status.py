@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from parsl_freetrain.core.allocation.answer import Allocator, relative_gap
 from parsl_freetrain.core.allocation.constraints import EVERYBODY
+from parsl_freetrain.core.allocation.problem import Allocator, relative_gap
 from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.journal.usage import owners_in, used_until
-from parsl_freetrain.report.life import Liveness, life_of
-from parsl_freetrain.report.names import run_named
+from parsl_freetrain.report.runs import Liveness, life_of, run_named
 from parsl_freetrain.report.summary import efficiency
 from parsl_freetrain.report.timeline import ending_of
 

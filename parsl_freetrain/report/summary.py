@@ -10,13 +10,18 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.objectives import Candidate, speedup
-from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Problem
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.report.causes import node_seconds_of
-from parsl_freetrain.report.timeline import ending_of, length, offered, phases_of, struck_nodes
+from parsl_freetrain.report.timeline import (
+    ending_of,
+    length,
+    node_seconds_of,
+    offered,
+    phases_of,
+    struck_nodes,
+)
 
 EVENNESS = 1e-3
 """How far, relatively, an even division of the constant pool may be off the best and is taken."""

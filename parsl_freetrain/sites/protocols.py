@@ -9,8 +9,7 @@ from typing import Protocol, runtime_checkable
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand, NodeOffer
 
 
 class HoleGone(FreeTrainError, RuntimeError):

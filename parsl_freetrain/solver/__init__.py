@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator

@@ -8,7 +8,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator
 
 # The parent kills first: it can report more about the failure.
 _AFTER_THE_PARENT_S = 2.0

@@ -11,8 +11,7 @@ import sys
 import threading
 from multiprocessing import Pipe
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.allocation.solution import Asked
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, fr
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.executor.requests import Cancel
-from parsl_freetrain.report.life import life_of
+from parsl_freetrain.report.runs import life_of
 from parsl_freetrain.report.status import RunStatus
 from tests.support.journals import demo_journal
 from tests.support.told import Told

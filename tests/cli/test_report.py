@@ -18,7 +18,6 @@ from parsl_freetrain.core.model.events import Action, Rescaled, StartFragment, S
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.replay.forecast import trainers_at
-from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs, scalings
 from parsl_freetrain.report.metrics import (
@@ -30,6 +29,7 @@ from parsl_freetrain.report.metrics import (
     thinned,
 )
 from parsl_freetrain.report.page import report_page
+from parsl_freetrain.report.svg import linear, logarithmic, seconds
 from tests.support.browser import DESKTOP, PHONE, tab
 from tests.support.browser import browser as browser  # a fixture
 from tests.support.journals import demo_journal

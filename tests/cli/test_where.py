@@ -6,7 +6,7 @@ import pytest
 
 from parsl_freetrain.cli.where import ledger_at
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.report.names import nearest, run_named, trainer_named
+from parsl_freetrain.report.runs import nearest, run_named, trainer_named
 
 
 def test_the_nearest_ledger_from_here_upwards(

@@ -22,8 +22,7 @@ from parsl_freetrain import (
     TrainerFailed,
     freetrain_app,
 )
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev

@@ -9,8 +9,8 @@ from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Alternative, Reason
 from parsl_freetrain.core.allocation.problem import Limit, Problem, record_of
 from parsl_freetrain.core.model.events import BlockRefused, Decided, NodesNeeded, packed
-from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.core.model.state import Training
+from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.report.reasons import DecisionAbout, decision_about, in_words, waits_for
 from tests.support.told import Told
 

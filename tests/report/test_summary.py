@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.report.causes import node_seconds_of
 from parsl_freetrain.report.summary import CachedAllocator, RunEfficiency, efficiency, summary
+from parsl_freetrain.report.timeline import node_seconds_of
 from tests.support.journals import demo_journal
 from tests.support.told import Told
 

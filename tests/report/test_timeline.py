@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.state import Fragment, History, RunState
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.report.causes import node_seconds_of
 from parsl_freetrain.report.timeline import (
     Interval,
     clip,
     intersect,
     length,
     merge,
+    node_seconds_of,
     struck_nodes,
     subtract,
 )

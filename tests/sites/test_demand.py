@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
+from parsl_freetrain.core.model.types import BlockNodes, NodeDemand
 from parsl_freetrain.sites.batch.demand import (
     FORGET_S,
     MOST_JOBS,

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
-from parsl_freetrain.core.allocation.problem import Bid, Capacity, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.solver import allocator_named
 

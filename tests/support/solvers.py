@@ -7,8 +7,7 @@ import time
 
 import psutil
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from tests.support.processes import command_line
 

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.model.errors import clean, nodes_text
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report import cells as texts

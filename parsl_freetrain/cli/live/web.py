@@ -27,8 +27,8 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.figures import figures
-from parsl_freetrain.report.names import chosen
 from parsl_freetrain.report.page import report_page
+from parsl_freetrain.report.runs import chosen
 
 SHARE = 10  # of the time, at most one part in so many goes into writing the page
 

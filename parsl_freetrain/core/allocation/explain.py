@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, pinned
-from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Limit, Problem
 
 NOISE = 1e-9  # objectives that differ by so small a part are the same
 

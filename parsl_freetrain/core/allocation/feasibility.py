@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
 
 
 def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
-from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.objectives import Metric
+from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller import trainer_end
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, charges_spent, idle_blocks

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem, record_of
+from parsl_freetrain.core.allocation.problem import Answer, Problem, record_of
 from parsl_freetrain.core.controller.budgets import Budgets, Charges
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from parsl_freetrain.core.controller.controller_state import ControllerState, Yielded
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand, in_need
+from parsl_freetrain.core.model.types import BlockNodes, NodeDemand, in_need
 
 
 class _Group(NamedTuple):

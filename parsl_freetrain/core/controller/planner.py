@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from parsl_freetrain.core.allocation import constraints
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller.bids import Bids, Places, places_of
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee

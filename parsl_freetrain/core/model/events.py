@@ -18,8 +18,15 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, msgpack
 
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Checkpoint, Hole, NodeOffer, Trainer
+from parsl_freetrain.core.model.types import (
+    BlockNodes,
+    BlockRequest,
+    Checkpoint,
+    Hole,
+    NodeDemand,
+    NodeOffer,
+    Trainer,
+)
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]

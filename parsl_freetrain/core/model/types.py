@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -312,3 +312,35 @@ class Checkpoint:
         """When training stood still for it: while writing if it had to wait, else before."""
         until = self.at if self.pause_s >= self.seconds else self.at - self.seconds
         return until - self.pause_s, until
+
+
+@dataclass(frozen=True)
+class NodeDemand:
+    """A job of others (or a reservation, or a drain) that would start if we gave nodes back."""
+
+    job: str  # its id, or 'reservation' and its name, or 'drained' and the nodes
+    nodes: int  # how many of ours it lacks
+    among: frozenset[str]  # our nodes that would serve it
+    # of these, what a reservation or a planned job takes later: fewer jobs could use them
+    spare: frozenset[str] = frozenset()
+    # giving back is enough: another job is planned around them, they may serve others
+    shared: bool = False
+    # of these, what the scheduler would give first if blocks had none: later jobs find the others
+    first: frozenset[str] = field(default=frozenset(), compare=False)
+
+
+def in_need(jobs: Iterable[str]) -> str:
+    """The :attr:`NodeDemand.job` of several demands in words, each once."""
+    named = (
+        job if job.startswith(('reservation ', 'drained ')) else f'job {job}'
+        for job in sorted(set(jobs))
+    )
+    return ', '.join(named)
+
+
+@dataclass(frozen=True)
+class BlockNodes:
+    block: str
+    nodes: tuple[str, ...]
+    releasable: frozenset[str] = frozenset()  # while the block goes on
+    leaving: bool = False  # the scheduler takes them already

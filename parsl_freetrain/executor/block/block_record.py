@@ -12,8 +12,7 @@ from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.core.model.events import BlockStarted, NodesJoined, NodesNeeded
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.host.clocks import Backoff

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_windows import HOLDING
 from parsl_freetrain.sites.batch.queue_play import QueuePlay

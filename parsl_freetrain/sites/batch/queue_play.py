@@ -10,7 +10,7 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 
-from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeCalendar, NodeShares
 from parsl_freetrain.sites.batch.node_windows import HOLDING

@@ -13,8 +13,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.checked_settings import given
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand, NodeOffer
 from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.block_table import BatchBlock, block_from, found_from
 from parsl_freetrain.sites.batch.demand import shortest_behind_s

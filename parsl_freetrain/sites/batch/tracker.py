@@ -12,8 +12,7 @@ from itertools import chain
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.node_demand import NodeDemand
-from parsl_freetrain.core.model.types import NodeOffer
+from parsl_freetrain.core.model.types import NodeDemand, NodeOffer
 from parsl_freetrain.host.clocks import Backoff, ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable

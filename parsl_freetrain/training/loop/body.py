@@ -26,8 +26,7 @@ from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.loss import refuse_sum
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
 from parsl_freetrain.training.loop.unknown_state import frame_around, variables
-from parsl_freetrain.training.spec.mode import ADASUM, Reproducible
-from parsl_freetrain.training.spec.on_nan import ROLLBACK
+from parsl_freetrain.training.spec.mode import ADASUM, ROLLBACK, Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.mesh import Division

@@ -22,7 +22,7 @@ from parsl_freetrain.training.loop.loop_state import Phase
 from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.loop.preparing import shard_model_of
 from parsl_freetrain.training.spec.training import TrainingSpec
-from parsl_freetrain.training.steps import lr
+from parsl_freetrain.training.steps.deferred import by_samples
 
 
 class FragmentContext(ContextOfKept):
@@ -146,7 +146,7 @@ class FragmentContext(ContextOfKept):
             The factor of the initial learning rate in a batch, as a function of the number of
             samples before it, by all ranks in all fragments.
         """
-        return lr.by_samples(optimizer, factor, lambda: self._run.state.reached)
+        return by_samples(optimizer, factor, lambda: self._run.state.reached)
 
     def report(self, **metrics: float) -> None:
         """Report numbers by name; they are shown, recorded and saved with checkpoints.

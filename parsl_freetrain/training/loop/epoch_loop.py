@@ -19,8 +19,7 @@ from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model
 from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
-from parsl_freetrain.training.spec.mode import Reproducible
-from parsl_freetrain.training.spec.on_nan import ROLLBACK
+from parsl_freetrain.training.spec.mode import ROLLBACK, Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 

@@ -14,8 +14,8 @@ from parsl_freetrain.training.checkpoint.trial import try_optimizers
 from parsl_freetrain.training.loop.carried import Carried
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.mode import Scaled
-from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.buffers import make_plain
+from parsl_freetrain.training.steps.deferred import scale_steps
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.modes import make_steps
 from parsl_freetrain.training.steps.nonfinite import Watch
@@ -32,7 +32,7 @@ def prepare_model(
     prepared, modules, variables = _restored(things, parts, division, clip_grad_norm)
     watch = Watch(prepared)
     if isinstance(mode := parts.order.spec.mode, Scaled):
-        lr.scale_steps(
+        scale_steps(
             prepared.optimizers, lambda: mode.lr_factor(parts.place.world_size, run.state.samples)
         )
     steps = make_steps(

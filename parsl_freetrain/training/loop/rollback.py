@@ -7,8 +7,7 @@ import json
 from parsl_freetrain.training.comm.peers import on_any_rank
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
-from parsl_freetrain.training.spec.mode import Reproducible
-from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
+from parsl_freetrain.training.spec.mode import ROLLBACK, NonFinitePolicy, Reproducible
 
 
 class Rollback:

@@ -29,8 +29,7 @@ from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped, Wishes
 from parsl_freetrain.training.spec.messages import StateLeft
-from parsl_freetrain.training.spec.mode import Reproducible
-from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
+from parsl_freetrain.training.spec.mode import ROLLBACK, NonFinitePolicy, Reproducible
 from parsl_freetrain.training.steps.determinism import demand_determinism
 
 Batch = tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]

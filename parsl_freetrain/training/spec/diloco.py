@@ -12,8 +12,7 @@ from msgspec import Meta, to_builtins
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.spec.mode import Reproducible, Throughput
-from parsl_freetrain.training.spec.on_nan import ROLLBACK
+from parsl_freetrain.training.spec.mode import ROLLBACK, Reproducible, Throughput
 
 if TYPE_CHECKING:
     from parsl_freetrain.training.spec.training import TrainingSpec

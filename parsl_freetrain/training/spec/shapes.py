@@ -10,8 +10,7 @@ from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.spec.mode import ADASUM, Mode, Reproducible, Scaled, Throughput
-from parsl_freetrain.training.spec.on_nan import STOP
+from parsl_freetrain.training.spec.mode import ADASUM, STOP, Mode, Reproducible, Scaled, Throughput
 
 Shapes = tuple[Shape, ...]
 

@@ -1,13 +1,14 @@
-"""Optimizers and schedulers that act once per global batch, however many micro-batches it has."""
+"""Optimizers and schedulers that act once per global batch; rates by samples, and scaled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from itertools import count
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -97,3 +98,29 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
             raise BadInput(several_times(optimizer))
 
     optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def by_samples(
+    optimizer: torch.optim.Optimizer, factor: Callable[[int], float], samples: Callable[[], int]
+) -> LambdaLR:
+    """A scheduler whose ``step()`` sets the initial learning rate times ``factor(samples())``."""
+    return LambdaLR(optimizer, lambda _: factor(samples()))
+
+
+def scale_steps(optimizers: Iterable[torch.optim.Optimizer], factor: Callable[[], float]) -> None:
+    """Multiply the learning rate by ``factor()`` during every step, not in between."""
+    kept: dict[int, list[Any]] = {}
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        times = factor()
+        kept[id(optimizer)] = [group['lr'] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group['lr'] = group['lr'] * times
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group, lr in zip(optimizer.param_groups, kept.pop(id(optimizer)), strict=True):
+            group['lr'] = lr
+
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)

@@ -12,8 +12,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
-from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled
-from parsl_freetrain.training.spec.on_nan import STOP, NonFinitePolicy
+from parsl_freetrain.training.spec.mode import ADASUM, STOP, NonFinitePolicy, Reproducible, Scaled
 from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
 from tests.support.properties import holds_for

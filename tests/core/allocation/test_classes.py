@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
-from parsl_freetrain.core.allocation.problem import Bid, Capacity, Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Capacity, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator

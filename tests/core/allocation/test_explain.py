@@ -5,9 +5,8 @@ import math
 import pytest
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.explain import Alternative, Explanation, Reason, explain
-from parsl_freetrain.core.allocation.problem import Bid, Capacity, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import Reply

@@ -13,8 +13,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Trainer
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand, Trainer
 from tests.support.properties import holds_for
 
 

@@ -5,8 +5,7 @@ need of them.
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.events import BlockStarted
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand
 from parsl_freetrain.executor.block.block_record import BlockRecord, nodes_needed
 
 

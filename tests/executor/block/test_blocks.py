@@ -10,8 +10,7 @@ from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain import BackfillProvider, LocalSite
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_record import LeavingJobs
 from parsl_freetrain.executor.block.blocks import BlockManager

@@ -12,8 +12,7 @@ import pytest
 from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.node_demand import NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.types import BlockRequest, NodeDemand
 from parsl_freetrain.sites.batch import queue_watch, tracker
 from parsl_freetrain.sites.batch.records import NodeReservation
 from parsl_freetrain.sites.protocols import HoleGone

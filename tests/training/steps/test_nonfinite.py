@@ -17,7 +17,7 @@ from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.on_nan import (
+from parsl_freetrain.training.spec.mode import (
     MOST_ROLLBACKS,
     MOST_SKIPPED_IN_A_ROW,
     NonFinitePolicy,

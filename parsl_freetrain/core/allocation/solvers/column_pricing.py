@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.bounds import rates_at
 from parsl_freetrain.core.allocation.feasibility import pinned
 from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.solution import rates_at
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.block_groups import groups_of, spread
-from parsl_freetrain.core.allocation.bounds import worth_by_count
 from parsl_freetrain.core.allocation.feasibility import pinned
-from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
-from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
+from parsl_freetrain.core.allocation.solution import Asked, worth_by_count
 from parsl_freetrain.core.allocation.solvers.knapsack import Floats, best_counts
 from parsl_freetrain.core.model.errors import BadInput
 

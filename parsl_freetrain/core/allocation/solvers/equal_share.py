@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import objections, pinned
-from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.allocation.solution import Asked
 
 

@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import pinned
-from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked, Found
 from parsl_freetrain.core.allocation.solvers.highs import scale_of
 from parsl_freetrain.core.model.errors import BadInput

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import pinned, stay_put
-from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.allocation.solution import Asked, Found
 from parsl_freetrain.core.allocation.solvers.highs import Floats, solved
 

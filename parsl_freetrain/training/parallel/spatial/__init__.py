@@ -8,10 +8,10 @@ from parsl_freetrain.training.parallel.spatial.convolution import (
 )
 from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
 from parsl_freetrain.training.parallel.spatial.normalisation import BatchNorm3d
-from parsl_freetrain.training.parallel.spatial.rehearsal import check_division
 from parsl_freetrain.training.parallel.spatial.sharded_volume import (
     Sharded,
     ShardedVolumes,
+    check_division,
     concatenate,
     total,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from operator import add, gt
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -189,3 +191,48 @@ class ShardedVolumes(Dataset[Tensor]):
         along = (slice(at + own.start, at + own.stop) for at, own in each)
         place: tuple[int | slice, ...] = (sample, slice(None), *along)
         return torch.from_numpy(np.array(self._array[place]))
+
+
+Extents = tuple[int, int, int]
+
+
+def check_division(network: nn.Module, channels: int, extents: Extents, spatial: Extents) -> None:
+    """Refuse a division that is not possible for a layer of a network that takes a
+    :class:`.Sharded`: a part of a layer's output would be empty, or would need more than its
+    neighbours have. ``channels, extents``: of its input, extents in voxels of depth, height and
+    width; ``spatial``: numbers of parts along these. Raises BadInput, which says which divisions
+    are possible.
+    """
+    made = copy.deepcopy(network).to('meta').eval()
+    try:
+        _rehearse(made, channels, extents, spatial)
+    except BadInput as error:
+        depth, height, width = (range(1, parts + 1) for parts in spatial)
+        goes = partial(_rehearse, made, channels, extents)
+        could = [wish for wish in product(depth, height, width) if _goes(partial(goes, wish))]
+        coarsest = [wish for wish in could if not any(_finer(other, wish) for other in could)]
+        best = ', '.join('x'.join(map(str, wish)) for wish in coarsest)
+        raise BadInput(
+            f'Volumes of {"x".join(map(str, extents))} cannot be divided into '
+            f'{"x".join(map(str, spatial))} parts for this network, which can have '
+            f'{f"at the finest {best}" if could else "no division of them"}: {error}'
+        ) from error
+
+
+@torch.no_grad()
+def _rehearse(network: nn.Module, channels: int, extents: Extents, spatial: Extents) -> None:
+    grid = Grid.rehearsal(spatial)
+    own = [place.stop - place.start for place in grid.own(grid.layout(extents))]
+    network(Sharded.of(torch.empty(1, channels, *own, device='meta'), extents, grid))
+
+
+def _goes(attempt: Callable[[], None]) -> bool:
+    try:
+        attempt()
+    except BadInput:
+        return False
+    return True
+
+
+def _finer(one: Extents, other: Extents) -> bool:
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))

@@ -1,12 +1,14 @@
-"""Whether a run is running, has ended or has died, and how to resume it."""
+"""Runs of a ledger by name; whether one lives, has ended or died, and how to resume it."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -14,7 +16,6 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import RunBegan
 from parsl_freetrain.core.model.state import History, RunState
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.report.names import chosen
 
 SILENT_S = 90.0
 """Seconds without an entry after which a run is silent; a live run makes one every 30 s."""
@@ -96,3 +97,57 @@ def _how_to_resume(run: RunState) -> str:
     anew = ' and '.join(repr(name) for name, has in kept.items() if not has)
     but = f'; of {anew} there is none yet' if anew else ''
     return f'To resume, {again}; it goes on from the checkpoints{but}.'
+
+
+MOST_NAMES = 8
+
+
+def chosen(history: History, path: Path, given: str | None = None) -> RunState:
+    """The run of the ledger ``path``; BadInput as in :func:`run_named`, or without any run."""
+    if not history.runs:
+        raise BadInput(f'The ledger {path} has no run yet.')
+    name = run_named([run.name for run in history.runs], given)
+    return next((run for run in history.runs if run.name == name), history.runs[-1])
+
+
+def run_named(names: Sequence[str], given: str | None) -> str | None:
+    """The run whose name begins with ``given`` (BadInput: none, or several); None: the newest."""
+    if given is None or given in names:
+        return given
+    found = [name for name in names if name.startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadInput(
+            f'{len(found)} runs have names that begin with {given!r}: {_list(found)}; give more.'
+        )
+    raise BadInput(
+        f'There is no run {given!r} in this ledger; it has '
+        f'{_list(nearest(given, reversed(names))) or "none"}.'
+    )
+
+
+def trainer_named(names: Iterable[str], given: str) -> str:
+    """The trainer of this name. Raises BadInput if there is none, and names the most similar."""
+    known = list(names)
+    if given not in known:
+        raise BadInput(
+            f'There is no trainer {given!r} in this run; it has '
+            f'{_list(nearest(given, known)) or "none"}.'
+        )
+    return given
+
+
+def nearest(given: str, names: Iterable[str]) -> list[str]:
+    """The names, the most similar to ``given`` first, then the others in their order."""
+    return sorted(
+        names,
+        key=lambda name: (
+            -round(difflib.SequenceMatcher(None, given.lower(), name.lower()).ratio(), 2)
+        ),
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ', '.join(map(repr, names[:MOST_NAMES]))
+    return f'{shown} and {len(names) - MOST_NAMES} more' if len(names) > MOST_NAMES else shown
