@@ -112,6 +112,12 @@ class FreeTrainApp:
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
         others: list[Checkpoint | None] = []
+        taken = [name]
+
+        def free() -> None:
+            for one in taken:
+                executor.names.free(one)
+
         try:
             packed = pack(self.function, args, kwargs, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
@@ -120,12 +126,12 @@ class FreeTrainApp:
             checkpoint = claim(folder, name, self.identity(), resume)
             for replica in range(1, self.spec.diloco.replicas if self.spec.diloco else 1):
                 own = executor.names.take(replica_name(name, replica), explicit=True)
+                taken.append(own)
                 place = replica_folder(folder, replica)
                 anew: Resume = 'never' if resume == 'never' else 'auto'
                 others.append(claim(place, own, self.identity(), anew))
         except BaseException:
-            for replica in range(1 + len(others)):
-                executor.names.free(replica_name(name, replica))
+            free()
             raise
         future = TrainingFuture(name)
         executor.await_arguments(future)
@@ -133,7 +139,7 @@ class FreeTrainApp:
         def start(packed: Packed) -> None:
             # Errors are set on the future: there may be no caller left to raise to.
             if future._ended:
-                executor.names.free(name)
+                free()
                 return
             try:
                 if packed.waits_for:
@@ -145,7 +151,7 @@ class FreeTrainApp:
                     what = (checkpoint, *others), packed.payload, changed
                     self._start(future, executor, dfk, folder, *what)
             except Exception as error:
-                executor.names.free(name)
+                free()
                 future._settle_failed(error)
 
         arguments.when_done(packed.waits_for, functools.partial(start, packed))
@@ -278,6 +284,9 @@ class FreeTrainApp:
                     changed_at=checkpoint.path if changed and checkpoint else '',
                 )
             )
+        if future._ended:  # cancelled meanwhile
+            for one in future._replicas:
+                one.cancel()
         checkpoint, *_ = newest
         if checkpoint is None:
             say_if_never(definition(self.function))

@@ -21,7 +21,7 @@ _NAME = re.compile(r'ckpt-(\d{12,})-f(\d{6,})(?:-(\d+))?')
 
 def fresh(folder: Path, samples: int, fragment: int) -> Path:
     """Make a new directory (0700) for a checkpoint."""
-    name = f'ckpt-{samples:012d}-f{fragment:06d}'
+    name = name_of(samples, fragment)
     for n in count():
         path = folder / (f'{name}-{n}' if n else name)
         try:
@@ -30,6 +30,10 @@ def fresh(folder: Path, samples: int, fragment: int) -> Path:
             continue
         return path
     raise AssertionError('unreachable')
+
+
+def name_of(samples: int, fragment: int) -> str:
+    return f'ckpt-{samples:012d}-f{fragment:06d}'
 
 
 def key(path: Path) -> tuple[int, int, int]:

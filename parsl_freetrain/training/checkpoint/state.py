@@ -70,6 +70,7 @@ class Position:
     #: At the end of a round before its outer step, its number, from 1, and the names of the weights
     #: (:data:`~parsl_freetrain.training.checkpoint.outer.Weights`); else 0.
     round_ended: int = 0
+    round_from: str = ''  #: the digest of the weights with which its round began
     weights: dict[str, str] = field(default_factory=dict)
 
 

@@ -111,7 +111,7 @@ class FragmentRun:
         self.saved = rounds.next_round(self.parts, self.state)
         self.parts = replace(self.parts, saved=self.saved)
         self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
-        rounds.begin_rounds(self.parts, self.model.prepared)
+        rounds.begin_rounds(self.parts, self.model.prepared, self.state)
         prepared, steps = self.model.prepared, self.model.steps
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)

@@ -222,7 +222,8 @@ class LoopData:
         )
         diloco, length = spec.diloco, 0
         if diloco is not None:
-            length = diloco.round_samples(batch_size, span.total, self.in_epoch)
+            most = spec.max_nodes * (spec.ranks.per_node or 1)
+            length = diloco.round_samples(batch_size, span.total, self.in_epoch, most)
         replicas = diloco.replicas if diloco is not None else 1
         rounds = spec.replica, replicas, length
         return BatchSource(order, self.dataset, self.read, span.base, self.looks, *rounds)

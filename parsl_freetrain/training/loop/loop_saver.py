@@ -138,6 +138,7 @@ class LoopSaver:
             resumes=state.resumes,
             verified=state.verified,
             round_ended=state.round_ended,
+            round_from=state.round_from,
             weights=dict(weights_of(self._model.prepared)) if state.round_ended else {},
         )
         finished, modules = state.phase is Phase.FINISHED, self._model.modules.changed()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.events import RoundKnown
 from parsl_freetrain.training.checkpoint.manifest import Damaged
-from parsl_freetrain.training.checkpoint.outer import EndDamaged, OuterWeights, with_weights
+from parsl_freetrain.training.checkpoint.outer import (
+    SKIPPED,
+    EndDamaged,
+    OuterWeights,
+    digest_of,
+    with_weights,
+)
 from parsl_freetrain.training.checkpoint.state import Saved, Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -23,6 +30,7 @@ from parsl_freetrain.training.spec.diloco import (
     root_of,
 )
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
+from parsl_freetrain.training.spec.mode import Reproducible
 
 _TRIES = 3  # another replica may make the weights meanwhile
 
@@ -32,11 +40,11 @@ def refuse(order: FragmentOrder, what: str, instead: str) -> None:
         raise BadInput(f'{what} is not possible with mode=DiLoCo(...): {instead}.')
 
 
-def begin_rounds(parts: RankParts, prepared: Prepared) -> None:
+def begin_rounds(parts: RankParts, prepared: Prepared, state: LoopState) -> None:
     """Keep the weights that the training begins with; BadInput if another replica has others."""
     order = parts.order
     if order.spec.diloco is not None and parts.saved is None and parts.place.rank == 0:
-        _weights(order).begin(prepared)
+        state.round_from = _weights(order).begin(prepared)
 
 
 def tell_round(parts: RankParts, batches: BatchSource, total: int) -> None:
@@ -55,16 +63,21 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     """
     order, saved = parts.order, parts.saved
     diloco = order.spec.diloco
-    if diloco is None or saved is None or not saved.position.round_ended:
+    if diloco is None or saved is None:
         return saved
     there = saved.position
     length = diloco.steps * there.batch_size
+    weights = _weights(order)
+    if not there.round_ended:
+        state.round_from = there.round_from
+        if parts.place.rank == 0:
+            weights.check(there.samples // length * length, there.round_from)
+        return saved
     if parts.place.rank == 0:
         parts.channel.send(RoundKnown(time.time(), order.trainer, length))
     if order.spec.replica and there.samples == there.total_samples:
         state.phase = Phase.FINISHED
         raise FragmentEnd
-    weights = _weights(order)
     what = weights, order, diloco, there.samples, length
     path = parts.peers.broadcast_object('outer', lambda: _after(*what))
     if not path:
@@ -74,10 +87,16 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     print(f'Round {there.round_ended + 1} begins with {path}')
     assert isinstance(saved, Saved)
     try:
-        return with_weights(saved, Path(path))
+        found, metrics = with_weights(saved, Path(path))
+        state.round_from = digest_of(Path(path))
     except Damaged as damage:
         weights.put_aside(Path(path), damage)
         raise
+    skipped = metrics.pop(SKIPPED)
+    if skipped and there.samples == there.total_samples:
+        metrics[SKIPPED] = skipped
+    state.metrics.update(metrics)
+    return found
 
 
 def _after(
@@ -95,11 +114,11 @@ def _after(
         ends = [end for store in stores if (end := store.newest()) and end.samples >= samples]
         if len(ends) < len(stores):
             return ''
-        paths = [Path(end.path) for end in ends]
         try:
-            weights.step(paths, samples, diloco.outer, length)
+            weights.step(ends, samples, diloco.outer, length)
         except EndDamaged as damaged:
-            stores[paths.index(damaged.path)].put_aside(damaged.path, str(damaged))
+            of = [Path(end.path) for end in ends].index(damaged.path)
+            stores[of].put_aside(damaged.path, str(damaged))
     raise FreeTrainError(
         f'The weights after {samples} samples are not in {root / OUTER}, and replicas have gone on '
         'with them: put them back, or start anew in another folder.'
@@ -109,7 +128,8 @@ def _after(
 def _weights(order: FragmentOrder) -> OuterWeights:
     own = PosixCheckpointStore(Path(order.store), order.trainer)
     replica = order.spec.replica
-    return OuterWeights(*_training(order), replica, lambda: own.check_fence(order.fragment))
+    fence, exact = partial(own.check_fence, order.fragment), order.spec.mode
+    return OuterWeights(*_training(order), replica, fence, exact=isinstance(exact, Reproducible))
 
 
 def _training(order: FragmentOrder) -> tuple[Path, str]:

@@ -93,6 +93,7 @@ class TrainingLoop:
             data.look()
             self._saver.save_wanted()
         if state.round_begins and state.samples < data.end:
+            self._saver.make_room()
             self._saver.save(self._checkpointer.save_beside)
         while not state.loop_over:
             yield from self._until_end(data)

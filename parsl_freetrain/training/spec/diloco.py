@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 OUTER, REPLICAS = 'outer', 'replicas'
 """Folders in a training's own: the weights after each round, and the other replicas'."""
-ROUND_SAMPLES = 'round_samples'
-"""The metric of the weights after a round that says how many samples one has."""
+ROUND_SAMPLES, MADE_BY = 'round_samples', 'made_by'
+"""Metrics of the weights after a round: how many samples one has, and which replica made them."""
 
 
 class Nesterov(Settings, frozen=True, kw_only=True):
@@ -82,12 +82,20 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
                 f'steps, whatever the batch size: say {near(total, self.steps)}.'
             )
 
-    def round_samples(self, batch_size: int, total: int, in_epoch: int) -> int:
-        """Samples of a round over all replicas. Raises BadInput if the data cannot be divided."""
+    def round_samples(self, batch_size: int, total: int, in_epoch: int, ranks: int) -> int:
+        """Samples of a round over all replicas. ``ranks``: the most that a replica may have. Raises
+        BadInput if the data cannot be divided.
+        """
         if batch_size % self.replicas:
             raise BadInput(
                 f'The batch_size of ctx.loop is {batch_size}, which {self.replicas} replicas '
                 f'cannot share evenly; say {near(batch_size, self.replicas)}.'
+            )
+        if batch_size < self.replicas * ranks:
+            raise BadInput(
+                f'A replica trains {batch_size // self.replicas} samples of each global batch, '
+                f'which {ranks} ranks cannot share: say a smaller max_nodes, or a larger '
+                'batch_size of ctx.loop.'
             )
         if total > in_epoch and in_epoch % batch_size:
             raise BadInput(

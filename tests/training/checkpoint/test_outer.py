@@ -1,7 +1,9 @@
 """Outer steps: torch's SGD on the mean change, from files, tensor by tensor."""
 
+import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain import BadInput, FreeTrainError, Nesterov
+from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, Nesterov
 from parsl_freetrain.training.checkpoint.outer import (
     EndDamaged,
     OuterWeights,
+    digest_of,
     weights_of,
     with_weights,
 )
-from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -36,13 +38,18 @@ def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Prepared:
     return sort_out((model, torch.optim.AdamW(trained, lr=0.01)))
 
 
-def save(folder: Path, prepared: Prepared, replica: int, rounds: int) -> Path:
+def save(folder: Path, prepared: Prepared, replica: int, rounds: int) -> Checkpoint:
     weights = dict(weights_of(prepared))
     samples = rounds * LENGTH
-    position = Position(samples, 100, 0, 50, 5, 1, round_ended=rounds, weights=weights)
+    before = OuterWeights(folder, 'gpt', 0).find(samples - LENGTH)
+    assert before is not None
+    position = Position(
+        samples, 100, 0, 50, 5, 1, round_ended=rounds, round_from=digest_of(before), weights=weights
+    )
     state = collect(content_of(prepared), position)
     store = PosixCheckpointStore(folder / str(replica), f'r{replica}')
-    return Path(store.save(state.write, samples=samples, fragment=1, metrics={}).path)
+    how = {'loss': replica + 0.5, 'skipped_steps': 1.0}
+    return store.save(state.write, samples=samples, fragment=1, metrics=how)
 
 
 @torch.no_grad()
@@ -86,7 +93,8 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
         if sgd is not None:
             sgd.step()
         for prepared, end in zip(replicas, ends, strict=True):
-            saved = with_weights(read_state(str(end)), path)
+            saved, metrics = with_weights(read_state(end.path), path)
+            assert metrics == {'loss': 1.5, 'skipped_steps': 3.0}
             prepared.models[0].load_state_dict(saved.models[0])
             held = [p for p in prepared.models[0].parameters() if p.requires_grad]
             for one, other in zip(held, expected, strict=True):
@@ -99,7 +107,7 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
     assert weights.find(LENGTH) is None and weights.find(2 * LENGTH) is not None
 
 
-def two_ends(folder: Path) -> Sequence[Path]:
+def two_ends(folder: Path) -> Sequence[Checkpoint]:
     ends = []
     for replica in (0, 1):
         prepared = made()
@@ -109,7 +117,7 @@ def two_ends(folder: Path) -> Sequence[Path]:
     return ends
 
 
-def test_several_at_once_write_the_same_bytes(tmp_path: Path) -> None:
+def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_path: Path) -> None:
     ends = two_ends(tmp_path)
     together = threading.Barrier(3)
     errors: list[BaseException] = []
@@ -128,9 +136,8 @@ def test_several_at_once_write_the_same_bytes(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    paths = sorted((tmp_path / 'outer').glob(f'*{LENGTH:06d}-f*'))
-    assert len(paths) == 3
-    assert len({repr(Contents.read(path).files) for path in paths}) == 1
+    assert len([*(tmp_path / 'outer').glob(f'*{LENGTH:06d}-f*')]) == 1
+    assert not [*(tmp_path / 'outer' / 'drafts').iterdir()]
 
 
 def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
@@ -138,17 +145,34 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     weights = OuterWeights(tmp_path, 'gpt', 1)
     with pytest.raises(BadInput, match="Replica 1 begins with another 'model"):
         weights.begin(made(seed=1))
+    other = replace(Position(10, 100, 0, 50, 5, 1), round_ended=1, round_from='another')
+    foreign = PosixCheckpointStore(tmp_path / 'foreign', 'r1').save(
+        collect(content_of(made()), other).write, samples=10, fragment=1, metrics={}
+    )
+    with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
+        weights.step([ends[0], foreign], LENGTH, Nesterov(), LENGTH)
+    with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
+        weights.check(0, 'another')
     weights.step(ends, LENGTH, Nesterov(), LENGTH)
-    with pytest.raises(FreeTrainError, match='differ, and both are those after 10 samples'):
+    with pytest.raises(FreeTrainError, match='and those made here, differ'):
         weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
-    data = next(ends[1].glob('*.safetensors'))
+    OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
+    data = next(Path(ends[1].path).glob('*.safetensors'))
+    damage(data)
+    with pytest.raises(EndDamaged) as raised:
+        weights.step(ends, LENGTH, None, LENGTH)
+    assert raised.value.path == Path(ends[1].path)
+    damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))
+    with pytest.raises(FreeTrainError, match='put them back'):
+        weights.step(ends[:1], LENGTH, Nesterov(), LENGTH)
+    shutil.rmtree(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*')))
+    with pytest.raises(FreeTrainError, match='put them back'):
+        weights.step(ends[:1], LENGTH, None, LENGTH)
+    with pytest.raises(FreeTrainError, match='Replica 1 has no checkpoint any more'):
+        weights.begin(made())
+
+
+def damage(data: Path) -> None:
     content = bytearray(data.read_bytes())
     content[-1] ^= 1
     data.write_bytes(content)
-    with pytest.raises(EndDamaged) as raised:
-        weights.step(ends, LENGTH, None, LENGTH)
-    assert raised.value.path == ends[1]
-    for path in (tmp_path / 'outer').glob('ckpt-*'):
-        (path / 'COMMITTED').unlink()
-    with pytest.raises(FreeTrainError, match='put them back'):
-        weights.step(ends[:1], LENGTH, None, LENGTH)

@@ -38,6 +38,7 @@ class Tied(nn.Module):
         self.inside, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.outside = nn.Linear(4, 4)
         self.outside.weight = self.inside.weight
+        self.frozen = nn.Linear(4, 2**14).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.outside(nn.functional.dropout(self.norm(self.inside(x)), 0.2, self.training))
@@ -45,9 +46,17 @@ class Tied(nn.Module):
 
 def train(ctx: FragmentContext, drop_last: bool = True, early: bool = False) -> float:
     model = Tied()
-    model, optimizer = ctx.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = ctx.prepare(model, torch.optim.AdamW(trained, lr=0.05))
+    average: Any = ctx.ema(model, 0.5)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
     seen = []
+
+    def end_epoch() -> None:
+        ctx.state.setdefault('sums', []).append(float(average.inside.weight.double().sum()))
+        ctx.checkpoint(best=ctx.state['sums'][-1])
+
+    ctx.each_epoch(end_epoch)
     for features, target in ctx.loop(TensorDataset(x, x**2), BATCH, drop_last=drop_last):
         if early:
             ctx.finish_early('enough')
@@ -58,7 +67,7 @@ def train(ctx: FragmentContext, drop_last: bool = True, early: bool = False) -> 
         ctx.report(loss=loss.item())
         seen.append(loss.item())
     assert seen
-    return float(model.inside.weight.detach().double().sum())
+    return float(model.inside.weight.detach().double().sum() + sum(ctx.state['sums']))
 
 
 def piece(folder: Path, replica: int, fragment: int, **changes: Any) -> FragmentOrder:
@@ -149,7 +158,7 @@ def test_the_other_settings_train_something_else_and_one_replica_is_enough(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     others: list[dict[str, Any]] = [
-        {'mode': 'throughput', 'size': 2},
+        {'mode': 'throughput', 'size': 2, 'checkpoint_every_s': 3600.0},
         {'diloco': structs.replace(DILOCO, outer=None)},
     ]
     found = {
@@ -157,6 +166,8 @@ def test_the_other_settings_train_something_else_and_one_replica_is_enough(
         for number, changes in enumerate(others)
     }
     assert len(found) == 2
+    for file in (tmp_path / '0' / 'store' / 'outer').rglob('*.safetensors'):
+        assert file.stat().st_size < 2**19  # what is frozen is in the moving average only
     alone = structs.replace(DILOCO, replicas=1)
     hows = [
         run(fork_server, piece(tmp_path / 'one', 0, fragment, diloco=alone)).how
@@ -211,6 +222,7 @@ def test_damaged_weights_of_a_round_are_made_anew_while_that_is_possible(
     [
         ({'total_samples': 80}, train, 'no whole number of rounds of 2 steps with 16 samples'),
         ({'diloco': structs.replace(DILOCO, replicas=3)}, train, '3 replicas cannot share evenly'),
+        ({'per_node': 9, 'shards': 9}, train, 'trains 8 samples of each'),
         ({}, lambda ctx: train(ctx, early=True), 'ctx.finish_early is not possible'),
         ({}, lambda ctx: [*ctx.epochs()], 'ctx.epochs is not possible'),
     ],
