@@ -122,7 +122,7 @@ class PartWriters:
         if self._store is None:
             return []
         with as_peer_loss():
-            return [self._store.get(f'save/{key}') for key in keys]
+            return [self._store.text(f'save/{key}') for key in keys]
 
     def _check(self, keys: list[str]) -> bool:
         if self._store is None:

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
+from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.device_faults import causes, device_fault
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here, may_share
 from parsl_freetrain.training.comm.exchange_watch import exchanges
@@ -98,12 +99,15 @@ class RankGroup(Subgroup):
         with as_peer_loss(), lazy_dynamo.hidden():
             dist.init_process_group(
                 backend,
-                store=PrefixStore('group', store),
+                store=PrefixStore('group', self._texts if backend == GLOO else store),
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=EXCHANGE_TIMEOUT,
             )
-        self._group = dist.group.WORLD
+            self._group = dist.group.WORLD
+            if backend == GLOO and self._group is not None:
+                world.check_ends = self._texts.check_ends
+                world.check_ends(self._group)
         self._connections = linux.connections() - earlier
         linux.guard_connections(order.hang_s)
 
@@ -113,7 +117,7 @@ class RankGroup(Subgroup):
         texts, ranks = self._texts, range(self.world_size)
 
         def chosen() -> str:
-            return backend_for([texts.get(f'gpu/{i}') for i in ranks], kind_here(), shared=shared)
+            return backend_for([texts.text(f'gpu/{i}') for i in ranks], kind_here(), shared=shared)
 
         return self.broadcast_object('backend', chosen)
 
@@ -123,7 +127,7 @@ class RankGroup(Subgroup):
                 said = value()
                 self._texts.set(f'object/{key}', said)
                 return said
-            return self._texts.get(f'object/{key}')
+            return self._texts.text(f'object/{key}')
 
     def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')

@@ -7,48 +7,79 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from time import monotonic
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 
 _DIGEST = 'sha256'
-_CODE_LENGTH = 64
+_CODE_LENGTH = 32
 
 
 class SealBroken(FreeTrainError):
     """A text in the store is not from a rank of this fragment."""
 
 
-class SealedStore:
-    """Sets and gets texts in the store of the ranks; the secret is unique to the fragment."""
+class SealedStore(Store):
+    """The store of the ranks; the secret is unique to the fragment. gloo finds its peers by it: an
+    address of another program's would lead there.
+    """
 
-    def __init__(self, store: Store, secret: str) -> None:
+    def __init__(self, store: Any, secret: str) -> None:
+        super().__init__()
         self._store, self._secret = store, secret
 
     def clone(self) -> SealedStore:
-        return SealedStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
+        return SealedStore(self._store.clone(), self._secret)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check(keys))
 
-    def set(self, key: str, text: str) -> None:
-        self._store.set(key, self._code(key, text) + text)
+    def wait(self, keys: list[str], *timeout: object) -> None:
+        self._store.wait(keys, *timeout)
 
-    def get(self, key: str) -> str:
-        """Wait for a text. Raises SealBroken if no rank of this fragment has set it."""
-        found = bytes(self._store.get(key)).decode(errors='replace')
-        code, text = found[:_CODE_LENGTH], found[_CODE_LENGTH:]
-        if not hmac.compare_digest(code.encode(), self._code(key, text).encode()):
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, self._code(key, data) + data)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value. Raises SealBroken if no rank of this fragment has set it."""
+        found = bytes(self._store.get(key))
+        code, data = found[:_CODE_LENGTH], found[_CODE_LENGTH:]
+        if not hmac.compare_digest(code, self._code(key, data)):
             raise SealBroken(
-                f'The text {key!r} in the store of the ranks was not written by a rank of this '
+                f'The value of {key!r} in the store of the ranks was not written by a rank of this '
                 'fragment: another program has written to its port. Nothing of it is used.'
             )
-        return text
+        return data
 
-    def _code(self, key: str, text: str) -> str:
-        return hmac.new(self._secret.encode(), f'{key}\0{text}'.encode(), _DIGEST).hexdigest()
+    def text(self, key: str) -> str:
+        return self.get(key).decode()
+
+    def check_ends(self, group: dist.ProcessGroup) -> None:
+        """Raise SealBroken unless ranks are at the other ends of a group's connections: gloo takes
+        whoever connects first.
+        """
+        ranks, name = dist.get_process_group_ranks(group), group.group_name
+        me = ranks[dist.get_rank(group)]
+        codes = [self._code(f'{name} {me} {to}', b'') for to in ranks]
+        sent = torch.frombuffer(bytearray(b''.join(codes)), dtype=torch.uint8)
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=group)
+        if bytes(got.numpy()) != b''.join(self._code(f'{name} {of} {me}', b'') for of in ranks):
+            raise SealBroken(
+                'Another program has taken the place of a rank of this fragment: it has connected '
+                'to the port of this one. Nothing of what it sends is used.'
+            )
+
+    def _code(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret.encode(), key.encode() + b'\0' + data, _DIGEST)
 
 
 _HEAD = 8

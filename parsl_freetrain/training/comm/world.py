@@ -24,6 +24,8 @@ _EXCHANGES = re.compile('gather|reduce|alltoall|all_to_all|broadcast|scatter|sen
 _hidden: ProcessGroup | None = None
 _asked = False
 _in_body: Callable[[], bool] = bool
+check_ends: Callable[[ProcessGroup], object] = bool
+"""Raises SealBroken unless a group's connections are among ranks of this fragment."""
 
 
 def hide() -> None:

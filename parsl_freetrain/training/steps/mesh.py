@@ -72,6 +72,8 @@ class Division:
         world.show()  # a mesh needs a process group
         mesh = init_device_mesh(self._device.type, self.shape.sizes, mesh_dim_names=MESH)
         guard_connections(self._hang_s)
+        for name in MESH:
+            world.check_ends(mesh.get_group(name))
         return mesh
 
     @property
