@@ -253,7 +253,9 @@ class FreeTrainApp:
         if dfk.monitoring is not None:
             endpoint = dfk.monitoring.logging_endpoint
             executor.monitoring_export.start(endpoint, executor.ledger_path, dfk.run_id)
-        fragment = python_app(fragment_task, dfk, executors=[executor.label], cache=False)
+        if (fragment := executor.fragment_app) is None:
+            how: Any = {'executors': [executor.label], 'cache': False}
+            fragment = executor.fragment_app = python_app(fragment_task, dfk, **how)
 
         def launch(
             specification: Mapping[str, Any], previous: Future[Checkpoint] | Checkpoint

@@ -64,6 +64,8 @@ GATHER_S = 0.05
 """Seconds to wait for other nodes after one has joined, so that one decision handles them all."""
 LONGEST_GATHER_S = 4 * GATHER_S
 """Maximum seconds to wait if many nodes join one after the other."""
+SUBMITTED_S = 0.05
+"""The same for trainers: a decision for each would slow down who submits many."""
 
 
 def gather(
@@ -74,22 +76,28 @@ def gather(
 ) -> list[Any]:
     """Waiting commands and members' messages, in order; waits ``timeout_s`` at most for the first.
     ``expected``: number of nodes that have not answered their first task. If some but not all of
-    them answer, wait for more.
+    them answer, or trainers are submitted, wait for more.
     """
     items = new = list(control.receive(timeout_s))
     begun = clock()
     until = begun
-    while (joined := sum(map(_joins, items))) and joined < expected():
+    while _submitted(items) or ((joined := sum(map(_joins, items))) and joined < expected()):
         if any(map(_urgent, new)):
             break
         if any(map(_joins, new)):
             until = min(clock() + GATHER_S, begun + LONGEST_GATHER_S)
+        elif _submitted(new):
+            until = min(clock() + SUBMITTED_S, begun + 4 * SUBMITTED_S)
         left = until - clock()
         if left <= 0:
             break
         new = list(control.receive(left))
         items = [*items, *new]
     return items
+
+
+def _submitted(items: Sequence[Any]) -> bool:
+    return any(isinstance(item, co.SubmitTrainer) for item in items)
 
 
 def _joins(item: Any) -> bool:

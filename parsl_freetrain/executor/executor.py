@@ -9,6 +9,7 @@ import shlex
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -155,6 +156,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._environment_command = ''  # what unpacks the nodes' environment
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
         self._futures: set[TrainingFuture] = set()  # that are not settled
+        self.fragment_app: Callable[..., Any] | None = None  # Parsl's, of fragments
         self._metrics = MetricExport(recording.loggers)
 
     @property

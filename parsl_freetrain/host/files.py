@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -98,26 +99,42 @@ def read(path: Path, limit: int) -> bytes:
         return file.read(limit)
 
 
-def make_dir(folder: Path) -> None:
-    """Make ``folder`` with mode 0700, with its parents, unless it exists; durable in its parent."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def make_dir(folder: Path, *, durable: bool = True) -> bool:
+    """Make ``folder`` with mode 0700, with its parents, unless it exists; ``durable`` in its
+    parent. Returns whether it was made.
+    """
     try:
         folder.mkdir(mode=0o700)
+    except FileNotFoundError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return make_dir(folder, durable=durable)
     except FileExistsError:
         if not folder.is_dir():
             raise
-    else:
+        return False
+    if durable:
         sync_dir(folder.parent)
+    return True
 
 
 def sync_dir(folder: Path) -> None:
     """Make the entries of ``folder`` durable, where the file system can be asked to."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def sync_file(path: Path) -> None:
+    """Make a file of ours durable, if there is one, also one that another computer has written."""
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        file.read(1)
+        _sync(os.dup(file.fileno()))
+
+
+def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some user-space file systems have no fsync for directories; their entries are durable at
-        # once or never.
+        # Some user-space file systems have none for directories, or for files that are open for
+        # reading only; these are durable at once or never.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

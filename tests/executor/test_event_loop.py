@@ -80,17 +80,20 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
     assert [len(fragment.nodes) for fragment in history.fragments] == [4]
 
 
-def test_only_nodes_that_are_expected_are_waited_for() -> None:
+def test_only_nodes_that_are_expected_and_more_trainers_are_waited_for() -> None:
     """And not even for those, when something comes that cannot wait."""
     control = ControlServer(None, '127.0.0.1', (50000, 60000))
     greeting: Future[Any] = Future()
     greeting.set_result({})
     joins = GreetingReturned('b', 'm', greeting)
+    submitted: Any = co.SubmitTrainer(None)  # type: ignore[arg-type]
     try:
         for waiting, expected, at_least_s, most_s in (
             ((joins,), 1, 0.0, 0.04),
             ((joins,), 2, 0.045, 5.0),
             ((joins, co.CancelTrainer('a')), 2, 0.0, 0.04),
+            ((submitted,), 0, 0.045, 5.0),
+            ((submitted, co.CancelTrainer('a')), 0, 0.0, 0.04),
             ((co.CancelTrainer('a'),), 2, 0.0, 0.04),
         ):
             took_s = []

@@ -30,13 +30,15 @@ def claim(
             f"Trainer {trainer!r}: resume is 'require', but there is no folder {folder}: "
             "name the one that it trained in, or use resume='auto'."
         )
-    ids.prove_writable(folder, trainer)
+    new = ids.prove_writable(folder, trainer)
     store = PosixCheckpointStore(folder, trainer)
     if resume == 'never' and ids.is_trainer_folder(folder):
         if last := store.last_fragment():
             store.fence(last + 1)
         ids.move_aside(folder)
     ids.record_or_compare(folder, trainer, identity)
+    if new:
+        return None
     try:
         found = store.latest()
     except OSError as error:

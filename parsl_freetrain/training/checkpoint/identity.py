@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -25,21 +26,30 @@ _ANEW = (
 )
 
 
-def prove_writable(folder: Path, trainer: str) -> None:
-    """Make ``folder`` (0700), and prove that only this user can write to it; or BadInput."""
+def prove_writable(folder: Path, trainer: str) -> bool:
+    """Make ``folder`` (0700), and prove that only this user can write to it; or BadInput. Returns
+    whether it was made now; its first file is the proof then.
+    """
+    with _refusing(folder, trainer):
+        if not (made := make_dir(folder, durable=False)):
+            probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'
+            try:
+                write_new(probe, b'can this be written?\n', durable=False)
+            finally:
+                probe.unlink(missing_ok=True)
+    refuse_open(folder)
+    return made
+
+
+@contextmanager
+def _refusing(folder: Path, trainer: str) -> Iterator[None]:
     try:
-        make_dir(folder)
-        probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'
-        try:
-            write_new(probe, b'can this be written?\n', durable=False)
-        finally:
-            probe.unlink(missing_ok=True)
+        yield
     except OSError as error:
         raise BadInput(
             f'Checkpoints of trainer {trainer!r} cannot be written to {folder} ({error.strerror}): '
             f'name a folder that you can write to and that the compute nodes see.'
         ) from error
-    refuse_open(folder)
 
 
 def refuse_open(folder: Path) -> None:
@@ -53,16 +63,19 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
     wanted = json.loads(json.dumps({'trainer': trainer, 'identity': identity}, sort_keys=True))
     path = folder / TRAINER_FILE
     if not is_trainer_folder(folder):
-        if _contents(folder):
+        if set(_contents(folder)) - {path}:
             raise BadInput(
                 f'Folder {folder} for trainer {trainer!r} is not empty and is no checkpoint folder '
                 f"(it has no {TRAINER_FILE}): name a folder that is new, empty or a trainer's."
             )
         # Written under another name first: a process killed here leaves no incomplete file.
         draft = folder / f'.freetrain-{secrets.token_hex(8)}'
-        write_new(draft, json.dumps(wanted, indent=1, sort_keys=True).encode() + b'\n')
-        draft.rename(path)
-        return  # the first fragment's fence makes the folder's entries durable
+        text = json.dumps(wanted, indent=1, sort_keys=True) + '\n'
+        with _refusing(folder, trainer):
+            # The first fence makes it durable, too.
+            write_new(draft, text.encode(), durable=(folder / FENCES).exists())
+            draft.rename(path)
+        return
     owner, theirs = _read(path)
     if owner != trainer:
         raise BadInput(
@@ -82,7 +95,10 @@ def trainer_of(folder: Path) -> str:
 
 
 def is_trainer_folder(folder: Path) -> bool:
-    return (folder / TRAINER_FILE).exists()
+    """An empty file of it is what a crash of the computer leaves before the first fence."""
+    with suppress(FileNotFoundError):
+        return (folder / TRAINER_FILE).stat().st_size > 0 or (folder / FENCES).exists()
+    return False
 
 
 def move_aside(folder: Path) -> Path:

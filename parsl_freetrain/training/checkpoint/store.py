@@ -12,7 +12,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.host.files import make_dir, sync_dir, write_new
+from parsl_freetrain.host.files import make_dir, sync_dir, sync_file, write_new
 from parsl_freetrain.training.checkpoint import directories as dirs
 from parsl_freetrain.training.checkpoint import manifest as on_disk
 from parsl_freetrain.training.checkpoint.identity import FENCES, refuse_open
@@ -64,6 +64,9 @@ class PosixCheckpointStore:
         fences = self.folder / FENCES
         make_dir(self.folder)
         refuse_open(self.folder)
+        if not fences.exists():  # the first one: nothing that the call has written was durable
+            sync_file(self.folder / on_disk.TRAINER_FILE)
+            sync_dir(self.folder.parent)
         try:
             make_dir(fences)
         except FileExistsError:

@@ -384,6 +384,8 @@ def test_a_fresh_folder_is_claimed_and_claimed_again(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(path.name for path in folder.iterdir()) == ['trainer.json']
     assert claim(folder, 't', IDENTITY, 'auto') is None
+    os.truncate(folder / 'trainer.json', 0)  # a crash of the computer before the first fence
+    assert claim(folder, 't', IDENTITY, 'auto') is None and (folder / 'trainer.json').stat().st_size
     saved(PosixCheckpointStore(folder, 't'), 100)
     for resume in ('auto', 'require'):
         found = claim(folder, 't', IDENTITY, resume)
