@@ -18,7 +18,12 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir, write_new
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
-from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, verify
+from parsl_freetrain.training.checkpoint.manifest import (
+    Damaged,
+    SharedDamaged,
+    is_committed,
+    verify,
+)
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
@@ -209,6 +214,8 @@ def _checkpoint_folder(
     refuse_open(path.parent)
     try:
         verify(path)
+    except SharedDamaged:
+        raise
     except Damaged as damage:
         raise BadInput(f'Checkpoint {path} is damaged ({damage}): use the one before.') from damage
     return path

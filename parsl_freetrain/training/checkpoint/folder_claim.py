@@ -40,7 +40,7 @@ def claim(
     if new:
         return None
     try:
-        found = store.latest()
+        found = store.latest(shared=False)  # the function may have what is in them
     except OSError as error:
         raise FreeTrainError(
             f'The checkpoints in {folder} cannot be read now ({error.strerror or error}); none was '

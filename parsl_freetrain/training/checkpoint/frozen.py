@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from parsl_freetrain.host.files import make_dir, sync_dir
-from parsl_freetrain.training.checkpoint.block_digests import write_hashed
+from parsl_freetrain.host.files import make_dir, open_regular, sync_dir
+from parsl_freetrain.training.checkpoint.block_digests import blocks_of, write_hashed
 from parsl_freetrain.training.checkpoint.local_shard import Box, real
 from parsl_freetrain.training.checkpoint.manifest import SHARED, path_in
 from parsl_freetrain.training.checkpoint.parts import Chunk, Contents, Entry, placed
-from parsl_freetrain.training.checkpoint.state import State, names_of
+from parsl_freetrain.training.checkpoint.source import Opened
+from parsl_freetrain.training.checkpoint.state import State, collect, content_of, names_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 
@@ -39,6 +41,39 @@ def untrained(prepared: Prepared, state: State) -> set[str]:
     }
     paths = (state.structure or {'paths': {}})['paths']
     return {name for name, path in paths.items() if path[:2] in frozen}
+
+
+def write_anew(folder: Path, opened: Opened, prepared: Prepared) -> bool:
+    """Write the files of several checkpoints in a trainer's folder that are not what a checkpoint
+    refers to, with the tensors of models. False: one of them would not be, either.
+    """
+    own = collect(content_of(prepared), opened.position).tensors
+    for file, (size, blocks) in opened.contents.files.items():
+        path = path_in(folder / 'any', file)
+        if not file.startswith(SHARED) or _is_right(path, blocks):
+            continue
+        at = {
+            name: chunk.at[1]
+            for name, entry in opened.contents.tensors.items()
+            for chunk in entry.chunks
+            if chunk.at[0] == file
+        }
+        layout, _ = placed({n: own[n] for n in sorted(at, key=at.__getitem__) if n in own}, {})
+        draft = path.with_name(f'{path.name}.anew')
+        draft.unlink(missing_ok=True)
+        make_dir(path.parent)
+        if layout.nbytes != size or write_hashed(draft, layout.content()) != blocks:
+            draft.unlink(missing_ok=True)
+            return False
+        draft.replace(path)
+        sync_dir(path.parent)
+    return True
+
+
+def _is_right(path: Path, blocks: tuple[str, ...]) -> bool:
+    with suppress(OSError), open_regular(path) as file:
+        return blocks_of(file) == blocks
+    return False
 
 
 class Frozen:

@@ -25,7 +25,8 @@ FORMAT = 3
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
 TRAINER_FILE = 'trainer.json'
-SHARED = '../frozen/'
+SHARED_FOLDER = 'frozen/'
+SHARED = f'../{SHARED_FOLDER}'
 """How names of files begin that several checkpoints refer to."""
 _MARKER_MOST, _MANIFEST_MOST = 1024, 2**30  # bytes
 _MOMENT_S = 0.2
@@ -33,6 +34,21 @@ _MOMENT_S = 0.2
 
 class Damaged(FreeTrainError):
     """A committed checkpoint has changed since; the message says where."""
+
+
+class SharedDamaged(Damaged, BadInput):
+    """A file is damaged to which several checkpoints refer, none of which is better."""
+
+
+def damaged(name: str, what: str, part: str = '') -> Damaged:
+    """The error for file ``name`` of a checkpoint."""
+    if not name.startswith(SHARED):
+        return Damaged(f'{part}{name} {what}')
+    return SharedDamaged(
+        f'{name.removeprefix("../")} in the folder of the trainer {what}, and its checkpoints '
+        'refer to it: put the file back, or train on with a function that makes the same frozen '
+        'weights, of which it is written anew.'
+    )
 
 
 class File(msgspec.Struct, frozen=True):
@@ -129,22 +145,28 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) -> Manifest:
+def verify(
+    folder: Path, *, content: bool = True, hashed: Collection[str] = (), shared: bool = True
+) -> Manifest:
     """Read the whole checkpoint and compare every byte's digest with what was committed; of files
     only the length without ``content`` (for a reader that verifies what it reads) and if this
-    process ``hashed`` them. Raises Damaged if a file is missing or differs; OSError if the file
-    system does not answer, which says nothing about the checkpoint.
+    process ``hashed`` them; nothing of files of several checkpoints without ``shared``. Raises
+    Damaged if a file is missing or differs; OSError if the file system does not answer, which says
+    nothing about the checkpoint.
     """
     manifest = read_manifest(folder)
     for listed in manifest.files:
+        if listed.name.startswith(SHARED) and not shared:
+            continue
         try:
             with fs.open_regular(path_in(folder, listed.name)) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != listed.bytes:
-                    raise Damaged(f'{listed.name} has {found} bytes, {listed.bytes} were committed')
+                    said = f'has {found} bytes, {listed.bytes} were committed'
+                    raise damaged(listed.name, said)
                 unread = not content or listed.name in hashed
                 if not unread and blocks_of(file) != listed.blocks:
-                    raise Damaged(f'{listed.name} does not have the digest that was committed')
+                    raise damaged(listed.name, 'does not have the digest that was committed')
         except OSError as error:
             raise damage(error, path_in(folder, listed.name)) from error
     return manifest
@@ -189,7 +211,8 @@ def damage(error: OSError, path: Path) -> Exception:
     # To set a checkpoint aside for an error of the moment would lose work.
     if error.errno in fs.OF_THE_MOMENT or (error.errno == errno.EIO and not _is_lost(path)):
         return error
-    return Damaged(f'{path.name} cannot be read: {error.strerror or error}')
+    name = f'{SHARED}{path.name}' if path.parent.name == Path(SHARED).name else path.name
+    return damaged(name, f'cannot be read: {error.strerror or error}')
 
 
 def _is_lost(path: Path) -> bool:

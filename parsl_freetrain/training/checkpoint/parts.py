@@ -66,7 +66,9 @@ class Contents(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, folder: Path) -> Contents:
         """Of a checkpoint, verified; Damaged if altered, BadInput for another format."""
-        committed = {file.name: file.blocks for file in verify(folder, content=False).files}
+        committed = {
+            file.name: file.blocks for file in verify(folder, content=False, shared=False).files
+        }
         try:
             content = read_regular(folder / CONTENTS, _MOST)
         except OSError as error:

@@ -39,7 +39,7 @@ class Opened:
 
     def __init__(self, path: str, contents: Contents, transport: Transport) -> None:
         self.path = path
-        self._reader = PartReader(contents, transport)
+        self.contents, self._reader = contents, PartReader(contents, transport)
         self._structure = self._reader.structure()
         self.position = st.Position(**self._structure['rest']['position'])
 

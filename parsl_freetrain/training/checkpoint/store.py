@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,16 @@ class PosixCheckpointStore:
         self._hook('committed')
         return manifest.checkpoint(folder)
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, *, shared: bool = True) -> Checkpoint | None:
         """The newest good checkpoint, verified to the last byte, or None. Damaged ones are moved to
-        ``folder/bad``, get a ``reason.txt``, and are listed in :attr:`set_aside`.
+        ``folder/bad``, get a ``reason.txt``, and are listed in :attr:`set_aside`. ``shared``: also
+        verify files of several checkpoints.
 
-        Raises BadInput if others may write to the folder, or the format is another; OSError if the
-        file system does not answer, for which nothing is set aside.
+        Raises BadInput if others may write to the folder, the format is another, or a file of
+        several checkpoints is damaged; OSError if the file system does not answer. Nothing is set
+        aside for that.
         """
-        return self._newest(on_disk.verify)
+        return self._newest(partial(on_disk.verify, shared=shared))
 
     def newest(self) -> Checkpoint | None:
         """As :meth:`latest`, but the ranks verify the data, and call :meth:`put_aside`."""
@@ -149,7 +152,9 @@ class PosixCheckpointStore:
         if newest is not None and self._superfluous(keep, newest):
             own, hashed = self._written
             newest = self._newest(
-                lambda path: on_disk.verify(path, hashed=hashed if path == own else ())
+                lambda path: on_disk.verify(
+                    path, hashed=hashed if path == own else (), shared=False
+                )
             )
         if newest is None:
             return
@@ -203,6 +208,8 @@ class PosixCheckpointStore:
             seen.add(newest)
             try:
                 return self._checked(newest, read(newest)).checkpoint(newest)
+            except on_disk.SharedDamaged:
+                raise
             except on_disk.Damaged as damage:
                 self.put_aside(newest, str(damage))
         return None

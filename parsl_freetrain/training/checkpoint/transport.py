@@ -12,7 +12,7 @@ import torch
 from parsl_freetrain.host.files import open_regular
 from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest
-from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, path_in
+from parsl_freetrain.training.checkpoint.manifest import damage, damaged, path_in
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 
 FileBlock = tuple[str, int]
@@ -59,9 +59,8 @@ class Disk:
             content = bytes_of(torch.empty(size_of(block, self._files), dtype=torch.uint8))
             self._read(block, content)
             if not is_right(block, content, self._files):
-                raise Damaged(
-                    f'block {block[1]} of {block[0]} does not have the digest that was committed'
-                )
+                what = 'does not have the digest that was committed'
+                raise damaged(block[0], what, f'block {block[1]} of ')
             self._recent = dict([*self._recent.items(), (block, content)][-_RECENT:])
         return self._recent[block]
 
@@ -73,7 +72,7 @@ class Disk:
                 while target:
                     got = os.preadv(file.fileno(), [target], at)
                     if not got:
-                        raise Damaged(f'{name} is shorter than it was when it was committed')
+                        raise damaged(name, 'is shorter than it was when it was committed')
                     self.bytes_read += got
                     target, at = target[got:], at + got
         except OSError as error:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks, threads
-from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.manifest import Damaged, SharedDamaged
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.transport import Disk, FileBlock, Files, is_right, size_of
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, memory_file
@@ -72,7 +72,7 @@ class PeerTransport:
         return here or bool(self._holders.get(file))
 
     def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
-        needed, rank = set(blocks), self._peers.rank
+        needed, rank, self._damage = set(blocks), self._peers.rank, None
         with threads() as pool:
             right = {
                 block: pool.submit(is_right, block, content, self._files)
@@ -123,7 +123,8 @@ class PeerTransport:
                 raise Damaged(f'block {block[1]} of {block[0]} is not in memory as it was left')
             return self._disk.get(block)
         except Damaged as error:
-            self._damage = error
+            if self._damage is None or isinstance(self._damage, SharedDamaged):
+                self._damage = error
             return self._room(block)
 
     def _room(self, block: FileBlock) -> memoryview:

@@ -24,7 +24,7 @@ from parsl_freetrain.training.checkpoint.state import (
     check_averages,
     check_position,
 )
-from parsl_freetrain.training.checkpoint.trainables import check_schedulers
+from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
@@ -109,6 +109,10 @@ class FragmentRun:
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
         others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
         self.saved = rounds.next_round(self.parts, self.state)
+        if self.saved is not None and not (
+            isinstance(self.saved, Saved) or self.order.spec.sharded
+        ):
+            self.saved = self.saved.load(sort_out(others))  # a file of several is damaged
         self.parts = replace(self.parts, saved=self.saved)
         self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
         rounds.begin_rounds(self.parts, self.model.prepared, self.state)

@@ -175,7 +175,7 @@ class _Rank:
             return 'fenced'
         # A damaged checkpoint is set aside, and the next fragment uses another. The death of a
         # worker is as if the rank itself had died.
-        if isinstance(raised, Damaged) or worker:
+        if (isinstance(raised, Damaged) and not isinstance(raised, BadInput)) or worker:
             return 'peer-lost'
         if device_fault(raised):
             return 'device-fault'

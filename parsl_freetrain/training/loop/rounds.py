@@ -16,7 +16,7 @@ from parsl_freetrain.training.checkpoint.outer import (
     digest_of,
     with_weights,
 )
-from parsl_freetrain.training.checkpoint.state import Saved, Source
+from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.loop_data import BatchSource
@@ -85,7 +85,7 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
         state.phase = Phase.STOPPED
         raise FragmentEnd
     print(f'Round {there.round_ended + 1} begins with {path}')
-    assert isinstance(saved, Saved)
+    saved = saved.load()
     try:
         found, metrics = with_weights(saved, Path(path))
         state.round_from = digest_of(Path(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +16,13 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.block_digests import blocks_of, digest, digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
-from parsl_freetrain.training.checkpoint.manifest import SHARED, Damaged
+from parsl_freetrain.training.checkpoint.frozen import write_anew
+from parsl_freetrain.training.checkpoint.manifest import (
+    SHARED,
+    SHARED_FOLDER,
+    Damaged,
+    SharedDamaged,
+)
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
@@ -99,6 +106,9 @@ def find_start(
             return latest, found
         try:
             return latest, found.load()
+        except SharedDamaged as damage:
+            print(damage)
+            return latest, found  # what ctx.prepare gets may have what is in the file
         except Damaged as damage:
             print(damage)
     raise AssertionError('unreachable')
@@ -121,7 +131,7 @@ class SharedState:
         self._disk = Disk(Path(path) if self._committed else store.folder / path, contents.files)
         self._memory = NodeMemory(trainer, contents.files)
         self._ways = PeerTransport(peers, self._memory, self._disk, contents.files, per_node)
-        self._opened = Opened(path, contents, self._ways)
+        self._opened, self._mended = Opened(path, contents, self._ways), False
         self.path, self.position = path, self._opened.position
         self.complete = all(n.startswith(SHARED) or self._ways.has(n) for n in contents.files)
 
@@ -132,14 +142,15 @@ class SharedState:
     def load(self, prepared: Prepared | None = None) -> Saved:
         """Its content, divided as the prepared models are. All ranks call this together. Raises
         BadInput if the models are others; Damaged on all ranks if one of them has found damage,
-        and a checkpoint is set aside then.
+        and a checkpoint is set aside then; SharedDamaged or BadInput if that is in a file of
+        several, which is written anew if what is prepared has the same values.
         """
         damage, saved = '', None
         try:
             saved = self._opened.load(prepared)
         except Damaged as error:
             damage = str(error)
-            if self._committed:
+            if self._committed and not isinstance(error, SharedDamaged):
                 self._store.put_aside(Path(self.path), damage)
         print(
             f'Of the state, {self._ways.bytes_here} bytes were in memory here, '
@@ -148,9 +159,22 @@ class SharedState:
         said = [text.decode() for text in gather_bytes(self._peers, damage.encode())]
         if self._committed or any(said):  # else it may be needed once more
             self._memory.forget()
+        if own := [one for one in said if one and not one.startswith(SHARED_FOLDER)]:
+            raise Damaged(f'The state {self.path} is damaged ({max(own)}).')
         if saved is None or any(said):
-            raise Damaged(f'The state {self.path} is damaged ({max(said)}).')
+            if prepared is None or self._mended:
+                raise SharedDamaged(max(said))
+            self._mend(prepared, max(said))
+            return self.load(prepared)
         return saved
+
+    def _mend(self, prepared: Prepared, damage: str) -> None:
+        """Raises BadInput on all ranks if what is prepared is not what the files of several had."""
+        write = partial(write_anew, self._store.folder, self._opened, prepared)
+        if not self._peers.broadcast_object('frozen', lambda: 'written' if write() else ''):
+            raise BadInput(f'{damage} What ctx.prepare was given has other values.')
+        self._mended = True
+        print(f'{damage} It was written anew.')
 
 
 def newest(

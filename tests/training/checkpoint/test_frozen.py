@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import export_weights, load_weights
+from parsl_freetrain import BadInput, export_weights, load_weights
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.frozen import fingerprints
@@ -39,9 +40,13 @@ class Tuned(nn.Module):
 
 
 def train(
-    ctx: FragmentContext, change_at: int = 0, sharded: bool = False, stop: bool = False
+    ctx: FragmentContext,
+    change_at: int = 0,
+    sharded: bool = False,
+    stop: bool = False,
+    seed: int = 0,
 ) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: nn.Module = Tuned()
     if sharded:
         model = ctx.shard(model, blocks=(nn.Linear,))
@@ -120,26 +125,41 @@ def test_what_a_function_changes_by_itself_is_saved(
     assert [size > BASE for size in sizes(tmp_path)][-3:] == [True] * 3
 
 
-def test_damage_of_the_shared_file_is_damage_of_what_refers_to_it(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    fragment(fork_server, tmp_path, 1)
-    (file,) = frozen(tmp_path)
+def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+    content[at] ^= 1
     file.write_bytes(content)
-    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
-    count = len(sizes(tmp_path))
-    assert store.latest() is None
-    assert len(store.set_aside) == count
-    assert 'f000001-r0.safetensors does not have the digest' in store.set_aside[0].reason
-    # Where it is right again, they can be put back.
-    content[-1] ^= 1
-    file.write_bytes(content)
-    one = Path(store.set_aside[0].path)
-    back = one.rename(tmp_path / 'store' / one.name.rpartition('-')[0])
-    assert store.latest() is not None
-    assert 'base.weight' in load_weights(back)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    'bytes': lambda file: flip(file, -1),
+    'missing': Path.unlink,
+}
+
+
+@pytest.mark.parametrize('how', DAMAGES)
+def test_a_damaged_file_is_written_anew_of_what_the_function_makes(
+    fork_server: ForkClient, tmp_path: Path, how: str
+) -> None:
+    whole = fragment(fork_server, tmp_path / 'whole', 1)
+    cut = tmp_path / 'cut'
+    assert fragment(fork_server, cut, 1, stop=True).how == 'stopped'
+    (file,) = frozen(cut)
+    content, store = file.read_bytes(), PosixCheckpointStore(cut / 'store', 'digits')
+    DAMAGES[how](file)
+    newest = store.latest(shared=False)
+    assert newest is not None
+    with pytest.raises(BadInput, match=r'f000001-r0.* put the file back, or train on'):
+        load_weights(newest)
+    count = 2 if how == 'missing' else 1
+    other = fragment(fork_server, cut, 2, count, seed=1)
+    assert 'What ctx.prepare was given has other values' in other.error.message
+    assert store.newest() == newest  # nothing was set aside
+    ended = fragment(fork_server, cut, 3, count)
+    assert ended.how == 'finished', ended.error
+    assert file.read_bytes() == content
+    assert same_weights(whole.path, ended.path)
+    assert max(sizes(cut)) < BASE / 4
 
 
 def test_the_file_goes_with_the_last_checkpoint_that_refers_to_it(
