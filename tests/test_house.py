@@ -104,7 +104,7 @@ def test_the_house_stays_small() -> None:
     """A number here may sink, and rises only where something that is kept is worth it."""
     package, tests = modules('parsl_freetrain'), modules('tests')
     assert sum(map(lines, package)) <= 58_000
-    assert sum(map(lines, tests)) <= 60_100
+    assert sum(map(lines, tests)) <= 60_400
     assert len(package) <= 381
     large = [str(path.relative_to(ROOT)) for path in package if lines(path) > 400]
     assert len(large) <= 4, large
@@ -130,6 +130,7 @@ def test_tests_install_nothing_on_this_computer() -> None:
 
 def test_files_that_are_begun_first_exist() -> None:
     assert not [file for file in FIRST if not (ROOT / file).is_file()]
+    assert PBS[0] in FIRST, 'it stands for all that need a PBS server'
 
 
 def test_files_that_need_a_pbs_server_stay_together() -> None:

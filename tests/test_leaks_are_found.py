@@ -55,15 +55,8 @@ def test_leaks_are_found(tmp_path: Path) -> None:
     (tests / 'test_leaks.py').write_text(LEAKS)
     done = run_to_end(
         [
-            sys.executable,
-            '-m',
-            'pytest',
-            '-rE',
-            '-c',
-            '/dev/null',
-            '--rootdir',
-            str(tmp_path),
-            str(tests),
+            *(sys.executable, '-m', 'pytest', '-rE', '-c', '/dev/null'),
+            *('--rootdir', str(tmp_path), str(tests)),
         ],
         cwd=tmp_path,
         more_env={'COLUMNS': '200'},

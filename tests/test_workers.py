@@ -7,15 +7,11 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.programs import run_to_end
 
 CONFTEST = """
 from pathlib import Path
 import os
-import pytest
-from tests.support import workers
 
 def pytest_addoption(parser):
     parser.addoption('--workers', type=int)
@@ -121,15 +117,10 @@ def test_a_worker_that_dies_fails_what_it_did_not_run(tmp_path: Path) -> None:
     assert 'the worker ended before the end of this test, status 3' in said
 
 
-@pytest.mark.parametrize(
-    ('how', 'words'),
-    [('raise', 'ValueError: left behind'), ('die', 'the worker ended before the end')],
-)
-def test_what_fails_at_the_end_of_a_worker_is_a_failure(
-    tmp_path: Path, how: str, words: str
-) -> None:
+def test_what_fails_at_the_end_of_a_worker_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / 'conftest.py').write_text(CONFTEST)
     (tmp_path / 'test_one.py').write_text(FILE)
-    said = pytest_in(tmp_path, AT_THE_END=how)
-    assert '4 passed, 1 warning, 1 error' in said and words in said, said
+    for how, words in (('raise', 'ValueError: left behind'), ('die', 'the worker ended before')):
+        said = pytest_in(tmp_path, AT_THE_END=how)
+        assert '4 passed, 1 warning, 1 error' in said and words in said, said
     assert '1 passed' in pytest_in(tmp_path, '--last-failed'), 'it is not run again'

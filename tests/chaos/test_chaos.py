@@ -50,6 +50,7 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             monkey.check(ended, good, epochs)
 
 
+@pytest.mark.long
 def test_faults_on_a_sharded_training_change_no_bit(tmp_path: Path) -> None:
     said: list[str] = []
     with running_fork_server(tmp_path) as fork_server:

@@ -13,6 +13,7 @@ from tests.support.openpbs import PbsCluster
 from tests.support.slurm import Cluster
 
 
+@pytest.mark.long
 def test_the_script_trains_on_this_computer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.cli.main import main
+from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,18 +50,9 @@ def main(config, arguments=()):
 """
 
 
-def freetrain_run(
-    folder: Path, *arguments: str, timeout: float = LIMIT_S
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        timeout=timeout,
-        check=False,
-    )
+def freetrain_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', *arguments]
+    return run_to_end(program, cwd=folder, more_env={'PYTHONPATH': str(ROOT)})
 
 
 @pytest.fixture
@@ -103,7 +95,9 @@ if __name__ == '__main__':
 """
 
 
-def test_a_script_needs_no_configuration(folder: Path) -> None:
+def test_a_script_needs_no_configuration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / 'neighbour.py').write_text('total = 2')
     (folder / 'mine.py').write_text(SCRIPT)
     done = freetrain_run(folder, 'mine.py', '--site', 'site.py', '--', 'a', '--b')
@@ -112,10 +106,11 @@ def test_a_script_needs_no_configuration(folder: Path) -> None:
         'import parsl\nfrom parsl_freetrain import FreeTrainExecutor\n'
         "parsl.load(parsl.Config(executors=[FreeTrainExecutor(site='laptop')]))"
     )
-    failed = freetrain_run(folder, 'loads.py', '--site', 'site.py')
-    assert failed.returncode == 2 and 'run it with python, or leave parsl.load out' in failed.stderr
+    monkeypatch.chdir(folder)
+    assert main(['run', 'loads.py', '--site', 'site.py']) == 2
+    assert 'run it with python, or leave parsl.load out' in capsys.readouterr().err
     (folder / 'leaves.py').write_text('raise SystemExit(3)')
-    assert freetrain_run(folder, 'leaves.py', '--site', 'site.py').returncode == 3
+    assert main(['run', 'leaves.py', '--site', 'site.py']) == 3
 
 
 BESIDE = """
@@ -136,6 +131,7 @@ print('apps', parsl.python_app(twice, executors=['ordinary'])(3).result(), own(3
 """
 
 
+@pytest.mark.long
 def test_apps_on_an_executor_beside_find_the_modules_of_the_files_folder(folder: Path) -> None:
     (folder / 'site.py').write_text(SITE + BESIDE)
     (folder / 'sub').mkdir()

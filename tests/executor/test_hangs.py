@@ -112,9 +112,10 @@ def test_after_a_kill_the_next_fragment_is_made_of_the_ranks_ahead(tmp_path: Pat
         ),
         ([stop_at(1, 5)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
         # Rank 1 is stopped while it waits for rank 0, so within the exchange.
-        (
+        pytest.param(
             [slow_rank(0, 2.0, step=5, fragment=1), stop_at(1, 5, after_s=1.0)],
             r'rank 1 on slot\d\d was stopped \(SIGSTOP',
+            marks=pytest.mark.long,
         ),
     ],
     ids=['killed', 'stopped', 'stopped-in-exchange'],

@@ -47,7 +47,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 QUICK: dict[str, Any] = {
     'site': {'type': 'local', 'nodes': 1, 'poll_s': 0.2},
-    'look_every_s': 0.5,
+    'look_every_s': 1.0,
     'max_workers_per_node': 0,
     'min_hole_s': 1.0,
     'policy': {'horizon_s': 20.0},
@@ -109,6 +109,7 @@ def trainer(**settings: Any) -> FreeTrainApp:
     )(fit)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_is_followed_by_another_one_with_the_same_weights(
     connect: Connect, tmp_path: Path
 ) -> None:

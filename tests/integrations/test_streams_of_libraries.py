@@ -54,8 +54,8 @@ def trains(
 @pytest.mark.parametrize(
     ('name', 'library'),
     [
-        ('stream_torchdata', 'torchdata'),
-        ('stream_hugging_face', 'datasets'),
+        pytest.param('stream_torchdata', 'torchdata', marks=pytest.mark.long),
+        pytest.param('stream_hugging_face', 'datasets', marks=pytest.mark.long),
         ('stream_tar_files', 'webdataset'),
     ],
 )

@@ -43,6 +43,7 @@ def test_a_client_from_afar_may_name_the_type() -> None:
     assert type(made) is site_types()['lsf'].make
 
 
+@pytest.mark.long
 def test_a_training_runs_in_a_block_of_the_other_package(lsf: Rehearsal, tmp_path: Path) -> None:
     site: Any = site_types()['lsf'].make(**LSF)
     with freetrain(tmp_path / 'run', site, address='127.0.0.1'):

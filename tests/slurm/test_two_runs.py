@@ -39,7 +39,7 @@ def users(cluster: Cluster) -> AbstractContextManager[None]:
 
 
 @needs_root
-@pytest.mark.parametrize('runs', [trainings, users])
+@pytest.mark.parametrize('runs', [pytest.param(trainings, marks=pytest.mark.long), users])
 def test_a_job_that_needs_nodes_of_two_runs_gets_them(
     slurm: Cluster, runs: Callable[[Cluster], AbstractContextManager[None]]
 ) -> None:

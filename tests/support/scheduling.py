@@ -12,26 +12,27 @@ import pytest
 # The longest first, those that mostly wait (for a scheduler, a time limit, a download) mixed with
 # those that compute, so that the processors are never without work.
 FIRST = (
-    'tests/sites/pbspro/test_openpbs.py',
     'tests/globus/test_in_its_environment.py',
+    'tests/slurm/test_load.py',
     'tests/slurm/test_zero_delay.py',
+    'tests/sites/pbspro/test_openpbs.py',
     'tests/test_interruption.py',
+    'tests/test_workflows.py',
     'tests/slurm/test_whole_training.py',
-    'tests/sites/slurm/test_slurm_live.py',
     'tests/integrations/test_whole_scripts.py',
+    'tests/test_ffn.py',
+    'tests/sites/slurm/test_slurm_live.py',
+    'tests/globus/test_client.py',
     'tests/executor/test_hangs.py',
     'tests/executor/test_endings.py',
     'tests/chaos/test_chaos.py',
     'tests/sites/slurm/test_slurm_blocks.py',
     'tests/test_demo.py',
     'tests/test_divided.py',
-    'tests/test_workflows.py',
-    'tests/test_ffn.py',
     'tests/executor/test_training.py',
     'tests/slurm/test_adoption.py',
     'tests/executor/test_computers.py',
     'tests/docs/test_guides.py',
-    'tests/slurm/test_load.py',
     'tests/training/parallel/test_sharded.py',
     'tests/training/parallel/test_pipeline.py',
     'tests/core/allocation/test_allocation.py',
@@ -45,10 +46,9 @@ FIRST = (
     'tests/cli/doctor/test_doctor.py',
     'tests/cli/test_looking.py',
 )
-# The first of them stands for all in FIRST.
 PBS = (
+    'tests/sites/pbspro/test_openpbs.py',  # its place is that of all
     'tests/cli/test_new.py',
-    'tests/sites/pbspro/test_openpbs.py',
     'tests/sites/test_batch_training.py',
     'tests/sites/test_site_contract.py',
     'tests/pbs/test_zero_delay.py',
