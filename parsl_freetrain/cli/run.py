@@ -112,11 +112,7 @@ def _close(ledger: Path, run: str, as_json: bool) -> None:
 
 
 def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
-    """The function to call with the Parsl configuration. ``given``: a Python file, or a module that
-    can be imported from here. ``arguments``: the second argument of its ``main``, where that takes
-    one. Raises BadInput if the file or module does not exist, cannot be imported, or has no such
-    ``main``.
-    """
+    """The function of the configuration: a file's or module's ``main``, or the file itself."""
     path = Path(given)
     if path.suffix == '.py' and path.is_file() and not _has_main(path):
         return lambda config: _as_script(path, arguments, config)

@@ -17,11 +17,7 @@ from parsl_freetrain.sites.provider import BackfillProvider
 
 
 def provider_of(given: str | None) -> BackfillProvider:
-    """The provider of the site that ``--site`` names; it is not started. ``given``: ``local``; a
-    TOML file with the settings of one queue; a Python file whose ``config()`` returns a Parsl
-    configuration with a FreeTrainExecutor; or the name of such a file in ``site_configs/``. Raises
-    BadInput if there is no such site, or its file cannot be used.
-    """
+    """What ``--site`` names: ``local``, a TOML file, a Python file with ``config()``, a name."""
     if given is None:
         raise BadInput(f'Name a site with --site: one of {_known()}, or a .py or .toml file.')
     path = Path(given)
@@ -39,12 +35,7 @@ def _known() -> str:
 
 
 def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:
-    """A Parsl configuration for the site that ``--site`` names, and its FreeTrainExecutor.
-
-    A Python file has its own configuration. For other sites all settings have their defaults, and
-    checkpoints go to ``checkpoints/`` in the current folder. Nothing is started. Raises BadInput if
-    there is no such site, or its file cannot be used.
-    """
+    """The configuration and executor of a site: a file's own, or all defaults and checkpoints/."""
     if file := file_of(given):
         config = _configured(file)
         return config, _executor(config, given)[0]

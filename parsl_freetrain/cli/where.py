@@ -41,10 +41,7 @@ JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on s
 
 
 def ledger_at(given: Path | None) -> Path:
-    """Find the ledger: itself, or in a folder with ``ledger.journal`` or
-    ``checkpoints/ledger.journal``, or in the first such folder from the current one upwards. Raises
-    BadInput if there is none.
-    """
+    """The ledger itself, in a folder or its checkpoints/, or the nearest above; or BadInput."""
     if given is not None:
         path = given.absolute()
         found = next(_in_folder(path), None) if path.is_dir() else path if path.is_file() else None

@@ -74,9 +74,8 @@ def gather(
     expected: Callable[[], int],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Any]:
-    """Waiting commands and members' messages, in order; waits ``timeout_s`` at most for the first.
-    ``expected``: number of nodes that have not answered their first task. If some but not all of
-    them answer, or trainers are submitted, wait for more.
+    """Commands and messages, in order, waiting ``timeout_s`` for the first; for the rest of the
+    ``expected`` nodes once one has answered, and for more where trainers are submitted.
     """
     items = new = list(control.receive(timeout_s))
     begun = clock()

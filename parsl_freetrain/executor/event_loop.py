@@ -1,7 +1,4 @@
-"""The event loop: one thread that gathers events, has the controller decide on all of them at once,
-and carries out the decision. Only this thread uses the controller, the blocks, the fragments and
-the control channel. Every event goes through one :class:`~.stream.Stream`.
-"""
+"""The event loop: one thread gathers events, lets the controller decide, and carries it out."""
 
 from __future__ import annotations
 

@@ -32,10 +32,7 @@ MOST_OF_THE_TIME = 0.05
 
 
 class MetricExport:
-    """Passes on what is known to be kept
-    (:class:`~parsl_freetrain.journal.kept_metrics.KeptMetrics`), so no logger sees what a later
-    fragment repeats. A file beside the ledger keeps its position, for the next run of the workflow.
-    """
+    """Passes on what is known to be kept; a file beside the ledger keeps its position."""
 
     def __init__(self, loggers: Sequence[MetricLogger], period_s: float = PERIOD_S) -> None:
         self._loggers = tuple(loggers)

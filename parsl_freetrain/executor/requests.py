@@ -129,10 +129,7 @@ def ask(
     check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence. ``check`` is
-    called about once a second and raises BadInput when the run can no longer answer; so does this
-    if there is no such run, it cannot do that, or does not answer within ``timeout_s`` seconds.
-    """
+    """Ask the live run of ``ledger``, and wait; BadInput from ``check``, or without an answer."""
     folder = requests_folder(ledger)
     if not ledger.is_file() or not folder.is_dir():
         raise BadInput(

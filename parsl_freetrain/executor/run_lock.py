@@ -166,10 +166,7 @@ def refuse_unquotable(logdir: str) -> None:
 
 
 def keep_others_out(checkpoint_dir: Path, run_dir: str) -> None:
-    """Refuse folders that other users can change (BadInput), and make Parsl's folder of this run
-    private: what is in it (scripts, keys) is trusted by its name. Members of a group may replace a
-    checkpoint_dir: no program in it is run, and who reads from it looks first whose it is.
-    """
+    """Refuse folders that other users can change, and make Parsl's folder of this run private."""
     folder = checkpoint_dir.absolute()
     refuse_replaceable(folder, 'checkpoint_dir', group_may=True)
     refuse_foreign(folder, 'checkpoint_dir')

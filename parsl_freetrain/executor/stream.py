@@ -1,7 +1,4 @@
-"""The stream of all events of a run: each is appended to the journal and published at once. Those
-that concern the controller are kept, too, until the event loop gives them to it in one batch;
-:class:`~parsl_freetrain.core.model.events.Decided` follows.
-"""
+"""The stream of a run's events: appended to the journal, published, and kept for the controller."""
 
 from __future__ import annotations
 

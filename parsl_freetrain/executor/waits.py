@@ -1,7 +1,4 @@
-"""Who waits for whom, for how long, and what then: every wait for somebody else's answer.
-
-docs/evidence/waits.md shows the table, and tests/chaos/test_waits.py stops the partners.
-"""
+"""Who waits for whom, for how long, and what then: see docs/evidence/waits.md."""
 
 from __future__ import annotations
 

@@ -78,10 +78,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """At most ``limit`` bytes of a file that nobody else can have written. Raises FileNotFoundError
-    if there is none; BadInput if it is a link or no regular file, belongs to another user, or
-    others may read or write it.
-    """
+    """At most ``limit`` bytes of a file that only this user can write; else BadInput."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

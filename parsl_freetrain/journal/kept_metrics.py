@@ -50,10 +50,7 @@ def began_in(history: History, trainer: str, run: int) -> int:
 
 
 class KeptMetrics:
-    """The metrics of one trainer, from its reports as they come in, beginning with run ``began``
-    (:func:`began_in`) and behind the last point known (``mark``). A point counts when a checkpoint
-    has it behind it: what was trained and lost never appears.
-    """
+    """A trainer's metrics from run ``began`` and ``mark`` on, once a checkpoint is behind them."""
 
     def __init__(self, trainer: str, began: int, mark: tuple[int, int] = (-1, 0)) -> None:
         self.trainer, self.began = trainer, began

@@ -30,10 +30,7 @@ class EventBatch(NamedTuple):
 
 
 class Journal:
-    """A read-only view of the journal at ``path``, whose writer may be at work; between two calls,
-    no file is open. ``keep_progress``: fragments keep all of their reports, not only the last.
-    Raises BadInput if there is no file, it is no journal, or it is one of another version.
-    """
+    """A view of the journal, also while it is written; ``keep_progress``: all reports."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep_progress: bool = True) -> None:
         self.path = Path(path)

@@ -114,10 +114,7 @@ def scan(file: BinaryIO, begin: int) -> Iterator[Extent]:
 
 
 def _end_of_record(data: bytes, at: int, size: int) -> int | None:
-    """Where the record at a place ends; 0: there is none, or it is cut; None: more is to be read;
-    negative: minus its length, if its sum is wrong. ``size``: what there is to read in all. A
-    length that is no length costs no reading.
-    """
+    """Its end; 0: none, or cut; None: read more; negative: the length of a wrong one."""
     if len(data) - at < _RECORD.size:
         return None
     mark, length, crc = _RECORD.unpack_from(data, at)

@@ -1,7 +1,4 @@
-"""``python -m parsl_freetrain.remote.endpoint``: carries out the order on standard input, and
-answers. Orders and their outcomes are private files in the checkpoint folder, which a process of
-its own takes (:mod:`parsl_freetrain.remote.run`).
-"""
+"""``python -m parsl_freetrain.remote.endpoint``: an order on standard input, its answer out."""
 
 from __future__ import annotations
 

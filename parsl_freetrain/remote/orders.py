@@ -1,7 +1,4 @@
-"""What a client sends to an endpoint, and what comes back, as msgpack. An endpoint runs
-:func:`run_or_join`, a plain function that passes the order to a Python that has this package. Only
-the function to train is unpickled, by the run that trains it.
-"""
+"""What a client sends to an endpoint, and what comes back, as msgpack; only the run unpickles."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ COMPARED = {'python': 2, 'parsl-freetrain': 3, 'cloudpickle': 1, 'torch': 2}
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """'train' (start a trainer, or find this request's), 'look', 'cancel' or 'versions'; each is
-    answered with the state of the trainer, or of all, after ``hold_s`` seconds or when one ends.
-    Trainers of a ``checkpoint_dir`` train in one run, with these ``settings``.
-    """
+    """'train', 'look', 'cancel' or 'versions', answered after ``hold_s`` seconds or at an end."""
 
     verb: str
     checkpoint_dir: str = ''
@@ -114,9 +108,7 @@ class Comparison:
 
 
 def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Comparison, ...]:
-    """Compare the versions of a client (``here``) with those of an endpoint (``there``). What the
-    client lacks is not compared: it needs torch only if its user's module imports it.
-    """
+    """Versions ``here`` (a client's) and ``there``; what the client lacks does not count."""
     found = []
     for name, count in COMPARED.items():
         mine, theirs = here.get(name, '-'), there.get(name, '-')

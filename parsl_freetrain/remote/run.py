@@ -1,7 +1,4 @@
-"""``python -m parsl_freetrain.remote.run CHECKPOINT_DIR PID START``: the run of one checkpoint
-folder, until its orders are done. On this computer's own nodes it also ends with the process
-``PID`` of the endpoint's job; elsewhere it submits blocks, and outlives the endpoint.
-"""
+"""``python -m parsl_freetrain.remote.run``: the run of a checkpoint folder, while it has orders."""
 
 from __future__ import annotations
 

@@ -31,10 +31,7 @@ _INSTANTS = 200
 def most_samples(
     trace: Trace, known_ends: bool, trainers: Sequence[Trainer], at_a_time: int
 ) -> float:
-    """A bound of the samples that the trainers can train on a trace, ``at_a_time`` at most at once,
-    with ends as in :meth:`Trace.intervals`. All count as there all the time, and beyond their
-    totals: a trainer's end frees its nodes at no cost, which the bound does not count.
-    """
+    """A bound of what ``at_a_time`` trainers can train on a trace, all there all the time."""
     curves = [t.curve for t in trainers if t.curve is not None]
     largest = max(t.max_nodes for t in trainers)
     # Between two of these counts, every curve is linear.
@@ -56,11 +53,7 @@ def most_samples(
 
 
 def _most(trains: Floats, pays: Floats, counts: Ints, idle: Floats, stay: Floats) -> float:
-    """The best that one trainer can have, divided at will. ``trains``, of shape (instants, counts):
-    samples on each of the ``counts`` of nodes until the next instant; ``pays``: samples that it
-    costs to give up each. ``idle``, ``stay``: nodes after each instant, and those that stay at the
-    next.
-    """
+    """The best of one divided trainer: ``trains`` samples, ``pays`` for nodes given up."""
     instants, ways = trains.shape
     x = np.arange(trains.size).reshape(trains.shape)
     y = x + trains.size

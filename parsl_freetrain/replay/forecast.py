@@ -55,10 +55,7 @@ class Forecast:
 
 
 def trainers_at(path: Path) -> list[ReplayTrainer]:
-    """The trainers of a file in the format of ``freetrain replay``, with ``submit_s`` from now; or
-    the unfinished trainers of a ledger's newest run, with the samples left. Raises BadInput if the
-    file is invalid, lacks a trainer's speed, or no trainer has samples left.
-    """
+    """Those of a trainers' file, or the unfinished ones of a ledger's newest run; BadInput."""
     try:
         with path.open('rb') as file:
             is_ledger = file.read(len(HEAD)) == HEAD
@@ -113,10 +110,7 @@ def forecasts(
     start_s: float,
     look_ahead_s: float,
 ) -> list[Forecast]:
-    """What the trainers would train on these blocks alone. Maximum: every block starts at once, and
-    a preemptible one lasts for ``look_ahead_s``. Minimum: all start ``start_s`` seconds later and
-    end when their nodes are needed, and a preemptible one as soon as it may be preempted.
-    """
+    """At most: all blocks start at once. At least: late, and preempted as soon as may be."""
     early, late = [], []
     for block in blocks:
         start, end = block.time(0.0)

@@ -31,10 +31,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class JobTable:
-    """The jobs of one machine, as columns in order of submission: as in :class:`Job`, in seconds
-    from the first submission. ``machine``: names of all nodes; ``placed``: for each job, the
-    indices of its nodes there, None if the log does not name them.
-    """
+    """One machine's jobs as columns by submission, in seconds from it; ``placed``: node indices."""
 
     path: str
     machine: tuple[str, ...]
@@ -57,10 +54,7 @@ class JobTable:
 
 
 def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) -> JobTable:
-    """Check and sort the jobs of a log. ``machine_nodes`` None: the nodes that the log names, for
-    every job that ran. Raises BadInput for a log without jobs, impossible times, a job that is
-    larger than its machine, or a machine of unknown size.
-    """
+    """Check and sort a log's jobs; nodes of the machine: as named. BadInput if impossible."""
     kept = [job for job in jobs if job.nodes > 0 or job.end > job.start]
     if odd := len(jobs) - len(kept):
         logger.warning('%s: %d jobs that never ran have no nodes; left out.', path, odd)

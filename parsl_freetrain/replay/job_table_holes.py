@@ -233,10 +233,7 @@ def reserve(
 
 
 def promises(reservation: Reservation, asking: int, kept: Floats, now: float) -> Floats:
-    """Times until which the reservation leaves the ``asking`` idle nodes without a promise alone,
-    increasing: the shadow time, or infinite for extra nodes that promises beyond it (``kept``, of
-    the other idle nodes) have not used up; ``now`` if the reservation begins now.
-    """
+    """Until when the reservation leaves ``asking`` nodes alone; extra ones for ever."""
     if reservation.shadow_s == math.inf:
         return np.full(asking, math.inf)
     beyond = max(reservation.extra - int((kept > reservation.shadow_s).sum()), 0)

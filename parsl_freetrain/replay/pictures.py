@@ -186,10 +186,7 @@ WIDE = 20.0  # numbers that differ by more than this factor are drawn on a logar
 
 
 def draw_sweep(table: pd.DataFrame, swept: Sequence[str], folder: Path) -> list[Path]:
-    """Draw into an existing folder: ``efficiency-NAME.png`` for each swept number,
-    ``node-seconds.png``, ``decisions.png``. ``table``: from :func:`~.sweep.sweep`; ``swept``: the
-    columns that identify its rows. Returns the files.
-    """
+    """Draw a sweep's ``table`` into a folder, by the columns ``swept``; returns the files."""
     numeric, boolean = pd.api.types.is_numeric_dtype, pd.api.types.is_bool_dtype
     numbers = [name for name in swept if numeric(table[name]) and not boolean(table[name])]
     drawn = []

@@ -74,11 +74,7 @@ def read_idle(
     since: float | None = None,
     until: float | None = None,
 ) -> Trace:
-    """Read idle intervals, as observed on some machine, from CSV ``start_s,end_s,node``, plain or
-    gzipped; see :func:`parsl_freetrain.sites.idle_schedule.read_schedule`. No ends are known in
-    advance. The window is that of the file, from 0 to the last end, or the part requested as for
-    :meth:`Trace.window`. Raises BadInput, with file and line, for an invalid file or empty window.
-    """
+    """Idle intervals from CSV, whose ends are not known in advance; the part as of window."""
     return part_of(path, of_schedule(read_schedule(path)), nodes, since, until)
 
 
@@ -88,11 +84,7 @@ def synthetic(
     duration_s: float = WEEK_S,
     idle_share: float = SUMMIT_IDLE_SHARE,
 ) -> Trace:
-    """A synthetic trace with the published statistics of OLCF Summit, those that
-    :func:`parsl_freetrain.sites.synthetic_schedule.generate` names: number of nodes, length in
-    seconds, mean share of idle nodes. The same arguments give the same trace to the last bit.
-    Raises BadInput for one out of its range.
-    """
+    """A made-up trace with Summit's statistics, the same for the same arguments."""
     schedule = generate(nodes, duration_s, seed, idle_share=idle_share)
     names = tuple(f'node{i:04d}' for i in range(nodes))
     place = {name: i for i, name in enumerate(names)}

@@ -54,13 +54,7 @@ def sweep(
     jobs: int = 1,
     done: Callable[[], None] | None = None,
 ) -> pd.DataFrame:
-    """Replay all requests, in so many processes (-1: one for each core); ``done`` is called after
-    each. Raises BadInput if any of them is invalid; nothing is replayed then.
-
-    Returns one row for each request, in their order: the ``swept`` fields, named like their options
-    with ``_`` for ``-``, then the values of :meth:`ReplayResult.as_json
-    <parsl_freetrain.replay.result.ReplayResult.as_json>` with nested names joined by ``_``.
-    """
+    """A row for each replay: the ``swept`` fields, and the flattened answer; or BadInput."""
     ready = scenarios(asked)
     # The processes share arrays as memory-mapped files, without copies.
     parallel = Parallel(n_jobs=jobs, return_as='generator')

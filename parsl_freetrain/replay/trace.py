@@ -46,10 +46,7 @@ class PoolChange:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Idle intervals of nodes within a window of time, sorted by start, then by node. Raises
-    BadInput for an empty window, or an interval that is empty, outside the window, of an unknown
-    node, or overlaps another one of its node.
-    """
+    """Idle intervals of nodes within a window, by start, then node; BadInput for overlaps."""
 
     names: tuple[str, ...]  #: the nodes' names, by index
     #: With ``end_s``: the window, in seconds of the trace's clock. All intervals lie within it.
@@ -150,10 +147,7 @@ class Trace:
         return starts[order], ends[order], nodes[order]
 
     def changes(self, known_ends: bool = False) -> tuple[PoolChange, ...]:
-        """Every change of the idle pool, in order of time, at most one for each instant;
-        ``known_ends``: see :meth:`intervals`. Nodes idle at the window's start join then; those at
-        its end stay.
-        """
+        """Every change of the pool, one an instant; nodes idle at first join, at last stay."""
         starts, ends, nodes, known = self.intervals(known_ends)
         order = np.lexsort((nodes, ends))
         order = order[ends[order] < self.end_s]

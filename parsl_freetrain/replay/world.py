@@ -62,10 +62,7 @@ class Measuring:
 
 
 class World:
-    """Nodes, fragments and their progress: the
-    :class:`~parsl_freetrain.core.controller.runtime.Runtime` of a replay. ``measuring``: how
-    speeds, then hidden from the controller, are measured; None: it knows them.
-    """
+    """Nodes, fragments, progress: a replay's Runtime. ``measuring``: None: speeds are known."""
 
     def __init__(
         self,

@@ -52,12 +52,7 @@ def outcomes(
     only: str | None = None,
     numbers: Collection[int] | None = None,
 ) -> Iterator[DecisionOutcome]:
-    """The outcomes of decisions about all trainers or one trainer, in order of trainers and time.
-
-    ``now``: end of the account of a live run, in epoch seconds; default: its last entry.
-    ``numbers``: of the decisions within their run, from 1; None: all that changed a trainer's node
-    count.
-    """
+    """Of decisions about all trainers or one, until ``now``; ``numbers``: of these only."""
     for run in history.runs:
         until = history.until(run, now)
         for one in run.trainers.values():

@@ -276,10 +276,7 @@ class Cause:
 
 
 def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
-    """All offered node-seconds by use (see :func:`node_seconds_of`) and cause, in the order of
-    :data:`WHY`. ``now``: end of the account of a live run, in epoch seconds; default: its last
-    entry.
-    """
+    """All offered node-seconds by use and cause, in the order of :data:`WHY`, until ``now``."""
     totals = dict.fromkeys(WHY, 0.0)
 
     def divide(kind: str, mine: list[Interval], where: list[Interval], *causes: str) -> None:

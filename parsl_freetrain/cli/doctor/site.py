@@ -87,10 +87,7 @@ def _queues(path: Path, site: BatchSite) -> list[tuple[str, QueueLimits | None, 
 def of_queue(
     file: SiteFile, name: str, limits: QueueLimits, told: Partition, *, whole: bool = True
 ) -> list[Finding]:
-    """A machine's queue as the file states it. What the scheduler does not limit is not compared:
-    the centre may refuse jobs by other means. ``whole``: the file states the limits of the whole
-    queue, not of a part (a QOS, or jobs of some sizes), which may be narrower.
-    """
+    """A queue as the file states it, for what the scheduler limits; a part may be narrower."""
     # What, as the file has it, as the scheduler has it, and whether larger claims are refused.
     compared = (
         ('maximum number of nodes', limits.nodes[1], told.most_nodes, True),

@@ -1,7 +1,4 @@
-"""A server of one page, for the browsers of this user. Login nodes are shared: it serves only this
-computer (or a tunnel), to processes of this user and root that have the token, and refuses a
-foreign Host header (rebinding).
-"""
+"""A server of one page, here only, for processes of this user and root that have the token."""
 
 from __future__ import annotations
 

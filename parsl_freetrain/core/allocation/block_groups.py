@@ -44,12 +44,7 @@ def grouped(problem: Problem, groups: Groups) -> Problem:
 def spread(
     problem: Problem, groups: Groups, allocation: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Deal out counts by group to the places: nobody gives up nodes in a group where it does not
-    shrink.
-
-    A trainer that shrinks keeps the nodes of the blocks that last longest. One that grows gets
-    nodes from blocks where it has some, then from those that last longest, then from the emptiest.
-    """
+    """Deal out counts: who shrinks keeps what lasts; who grows stays, then takes what lasts."""
     if _as_they_are(problem, groups):
         return {name: tuple(nodes) for name, nodes in allocation.items()}
     places = problem.places

@@ -57,10 +57,7 @@ class Explanation:
 def explain(
     problem: Problem, answer: Answer, allocator: Allocator, only: str | None = None
 ) -> Explanation:
-    """Explain ``answer``; the problem is solved again for every trainer, once for trainers that are
-    alike. An exact ``allocator`` makes the alternatives exact. ``only``: the one trainer to
-    explain; None: all.
-    """
+    """Explain to ``only`` one trainer or all; alternatives are as exact as the ``allocator``."""
     chosen = by_place(problem, answer)
     keep = pinned(problem)
     known: dict[tuple[Bid, tuple[int, ...], bool], Alternative | None] = {}

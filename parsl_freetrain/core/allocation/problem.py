@@ -1,8 +1,4 @@
-"""The allocation problem, and the value of an allocation.
-
-Solvers, tests and explanations share these definitions. :meth:`Problem.objective` defines what is
-maximised; docs/allocation.md states it as mathematics.
-"""
+"""The allocation problem, an answer, and its value: docs/allocation.md states it as mathematics."""
 
 from __future__ import annotations
 
@@ -98,11 +94,7 @@ class Bid:
         return self.curve_on(self.current_class).rate_at(self.current_nodes)
 
     def mixed_rate(self, nodes: Iterable[tuple[str, int]]) -> float:
-        """Value per second of nodes of several classes, a class and a number in turn, to a bid with
-        ``mixed_parts``. Each is as fast as one of as many nodes of its own class. The parts of a
-        batch are dealt to them by speed, and who is done last sets the pace. Of more nodes than it
-        can use, it uses the fastest.
-        """
+        """Of nodes by class: each as fast as in its own class, the batch dealt by speed."""
         there = [(name, count) for name, count in nodes if count]
         left = used = self.usable(sum(count for _, count in there))
         workers = []

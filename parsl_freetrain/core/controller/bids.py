@@ -238,11 +238,7 @@ class Bids:
     def _worth(
         self, state: ControllerState, trainer: TrainerState, at: float, here: Running | None
     ) -> tuple[ScalingCurve, ClassCurves]:
-        """The worth by node count under the objective, also for each node class where classes
-        differ; cached for curves that the user stated, unless they depend on time.
-
-        If an expression no longer has a value (a deadline has passed), the last worth is kept.
-        """
+        """By node count and class, cached for stated curves; without a value, the last one."""
         spec, profiles = trainer.trainer, trainer.profiles
         known = self._curves.get(spec.name)
         same = profiles.stated and self._renew_s == math.inf

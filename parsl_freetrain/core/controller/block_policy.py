@@ -122,10 +122,7 @@ def _of_use(state: ControllerState, node_class: str) -> bool:
 
 
 def _slower(state: ControllerState, node_class: str, offered: set[str]) -> tuple[int, int]:
-    """How many classes, offered or there, are slower than this, and how many of their nodes are
-    there or to come, which are no reason to do without it. It must be so much faster that trainers
-    surely move, or an idle block is given back and asked for again.
-    """
+    """How many classes are surely slower, and their nodes, no reason to do without this one."""
     if not node_class:
         return 0, 0
     profiles = [t.profiles for t in state.active.values()]

@@ -71,12 +71,7 @@ class Controller:
         return self.handle_all((event,))
 
     def handle_all(self, events: Sequence[ev.Event], at: float | None = None) -> cs.Reply:
-        """Process all events of one instant, in this order, and decide once.
-
-        Then no decision uses nodes that are known to leave, or overlooks nodes that are known to
-        join. ``at``: the time; default: that of the last event. Raises DecisionFailed, with the
-        events processed, if the allocator raised an error; otherwise as :meth:`handle`.
-        """
+        """Process all events of an instant, and decide once; or DecisionFailed."""
         if not events:
             return cs.Reply()
         at = events[-1].at if at is None else at

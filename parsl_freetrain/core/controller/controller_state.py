@@ -21,11 +21,8 @@ REPORTS = 3
 
 @dataclass
 class ShapeChoice:
-    """Tries each shape of a node count when the trainer has that count, and then keeps the fastest.
-
-    A shape that is tried is used until it has been reported :data:`REPORTS` times, in one fragment
-    or in several. The choice is final, so that noise does not make a trainer change its shape.
-    ``names``: the shapes by node count, in the order of tries; counts with one need not be there.
+    """Tries each shape of a node count, for :data:`REPORTS` reports, and then keeps the fastest,
+    whatever noise follows. ``names``: by node count, in the order of tries.
     """
 
     names: Mapping[int, tuple[str, ...]]
@@ -35,12 +32,11 @@ class ShapeChoice:
     def next(self, nodes: int) -> int:
         """The shape for the next fragment on ``nodes`` nodes, as its place in the list."""
         untried = [s for s in self._usable(nodes) if not self._tried(nodes, s)]
-        return untried[0] if untried else self._fastest(nodes)
+        return untried[0] if untried else self._fastest(nodes, 0)
 
     def best(self, nodes: int) -> int:
         """The fastest shape that has been tried; the one that is tried first, if there is none."""
-        tried = any(self._tried(nodes, s) for s in self._usable(nodes))
-        return self._fastest(nodes) if tried else self.next(nodes)
+        return self._fastest(nodes, self.next(nodes))
 
     def observe(self, nodes: int, shape: int, rate: float) -> None:
         if not self._tried(nodes, shape):
@@ -51,10 +47,8 @@ class ShapeChoice:
         then = self.next(nodes)
         if then == shape or not self._tried(nodes, shape):
             return ''
-        name = self.names[nodes][then]
-        if self._tried(nodes, then):
-            return f'go on in the fastest shape, {name}'
-        return f'try the shape {name}'
+        how = 'go on in the fastest shape,' if self._tried(nodes, then) else 'try the shape'
+        return f'{how} {self.names[nodes][then]}'
 
     def exclude(self, nodes: int, shape: int) -> bool:
         """Do not use a shape again; whether another one is left for this node count."""
@@ -68,9 +62,9 @@ class ShapeChoice:
     def _tried(self, nodes: int, shape: int) -> bool:
         return len(self._reports.get((nodes, shape), ())) >= REPORTS
 
-    def _fastest(self, nodes: int) -> int:
+    def _fastest(self, nodes: int, default: int) -> int:
         tried = [s for s in self._usable(nodes) if self._tried(nodes, s)]
-        return max(tried, key=lambda s: self._reports[nodes, s][-1], default=0)
+        return max(tried, key=lambda s: self._reports[nodes, s][-1], default=default)
 
 
 @dataclass
@@ -226,9 +220,6 @@ class ControllerState:
         known = [self.blocks.get(self.pool.nodes[node].block) for node in nodes]
         until_s = min(block.exempt_until_s if block else -math.inf for block in known)
         return until_s if until_s > at else None
-
-    def busy(self) -> set[str]:
-        return set(self.pool.holder)
 
     def profiles_of(self, trainer: Trainer) -> ClassProfiles:
         """The profiles of a new trainer, which learns from others of its function."""

@@ -1,7 +1,4 @@
-"""Chooses the nodes of each trainer once their number is decided.
-
-A trainer that grows keeps all its nodes; one that shrinks keeps those that stay longest.
-"""
+"""Chooses each trainer's nodes; who grows keeps all, who shrinks those that stay longest."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Which idle nodes stay longest, learned from what has been seen.
-
-The hazard, the rate at which nodes leave, depends on how long they have been idle; it is taken to
-be constant within each bin of age. And schedulers choose among idle nodes in a fixed order: those
-at one end of the list of names are taken first, and neighbours together. How often a fragment is to
-expect an interruption follows from both.
-"""
+"""Which idle nodes stay longest: the hazard by age, and the order in which they are taken."""
 
 from __future__ import annotations
 
@@ -60,11 +54,7 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
         return [node.name for node in staying]
 
     def interruptions_per_s(self, nodes: Sequence[PoolNode], at: float) -> float:
-        """How often to expect that some of these nodes, at least one, leave.
-
-        ``together`` neighbours leave at a time: n nodes in a row are hit by n + together - 1 of the
-        places where that can begin.
-        """
+        """How often some of these nodes leave: ``together`` neighbours go at a time."""
         each = sum(self._now(at - node.since_s) for node in nodes) / len(nodes)
         return each * (len(nodes) + self.together - 1) / self.together
 
@@ -73,11 +63,7 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
 
 
 def learn(starts: Floats, ends: Floats, nodes: Ints, begin_s: float, end_s: float) -> NodeHabits:
-    """The habits that intervals of idle nodes show; raises BadInput if none ends in a departure.
-
-    Times in seconds; ``nodes``: of each interval, the position in the sorted names. Intervals that
-    reach ``begin_s`` or ``end_s``, where the record ends, may be longer.
-    """
+    """The habits in intervals of idle nodes by sorted name; BadInput if none departs."""
     left = ends < end_s
     if not left.any():
         raise BadInput(

@@ -135,10 +135,7 @@ def _groups(
 def _costs(
     groups: Mapping[_Group, Sequence[str]], cost: Mapping[str, float]
 ) -> tuple[dict[_Group, float], dict[str, float]]:
-    """What a node of each group counts, and the end of each trainer's fragment. A node weighs more
-    than all that are not spare, each of these more than all that are not first, each of these more
-    than all fragments together.
-    """
+    """A node weighs more than all not spare, those than all not first, those than fragments."""
     nodes = sum(map(len, groups.values()))
     holders = {key.holder for key in groups if key.holder}
     going = {key.holder for key in groups if key.given}

@@ -13,11 +13,7 @@ FLOOR_S = 0.5  # minimum seconds that a fragment keeps free before its deadline
 
 @dataclass
 class Measured:
-    """Times in seconds; None: never measured.
-
-    The last three follow a longer measurement at once and a shorter one by half, because a hole
-    that is too short costs more than one that is not used.
-    """
+    """Seconds; None: never measured. A longer hole need counts at once, a shorter one by half."""
 
     up_s: float | None = None  # pause of a rescale to more nodes, from step to step, smoothed
     down_s: float | None = None  # the same to fewer nodes

@@ -31,12 +31,7 @@ def shapes(nodes: Sequence[int]) -> Floats:
 
 
 class Evidence:
-    """What the measurements of one trainer say: node count, typical rate in samples per second, and
-    number of measurements.
-
-    By pair of parameters, ``likelihood`` has the logarithm of it up to a constant, ``one_node``
-    that of the rate on one node that fits best.
-    """
+    """One trainer's measurements: by parameters, log ``likelihood`` and ``one_node`` rate."""
 
     def __init__(self, measured: Iterable[tuple[int, float, int]]) -> None:
         nodes, rates, times = zip(*measured, strict=True)
@@ -106,11 +101,7 @@ _HALF_TRUST = 3
 
 @dataclass
 class Profile:
-    """Rates by node count, in samples per second.
-
-    ``stated``: the user's curve; None: it is learned. ``related``: the profiles of trainers of the
-    same function, which they share; a profile adds itself when it is first measured.
-    """
+    """Rates by node count: ``stated``, or learned, also from ``related`` profiles."""
 
     stated: ScalingCurve | None
     related: list[Profile] = field(default_factory=list, repr=False, compare=False)
@@ -163,12 +154,7 @@ class Profile:
     def curve(
         self, max_nodes: int, assumed_one_node_rate: float, optimism: float | None = None
     ) -> ScalingCurve:
-        """The curve for decisions up to ``max_nodes``; if none was stated, the model's, bent to the
-        measured rates.
-
-        ``assumed_one_node_rate`` holds while no trainer of this function has been measured;
-        ``optimism``: standard deviations above what to expect, None: by :data:`OPTIMISM`.
-        """
+        """For decisions: stated, or modelled and bent to rates; ``optimism`` in deviations."""
         if self.stated is not None:
             return self.stated
         if optimism is None:
@@ -214,11 +200,7 @@ HOPED = 1.4
 
 
 class ClassProfiles:
-    """The profiles of one trainer, one for each node class; where nodes are not told apart, there
-    is one class, whose name is empty.
-
-    ``related``: the profiles on a class of the trainers of the same function, which they share.
-    """
+    """A trainer's profile for each node class; ``related``: its function's, by class."""
 
     def __init__(
         self, trainer: Trainer, related: Callable[[str], list[Profile]] = lambda node_class: []
@@ -261,11 +243,7 @@ class ClassProfiles:
         ratio: Callable[[str, str], float],
         optimism: float | None = None,
     ) -> tuple[tuple[str, ScalingCurve], ...]:
-        """The curve on each class for decisions; for the numbers see :meth:`Profile.curve`.
-
-        A class on which neither it nor a trainer of its function has been measured has the curve of
-        one on which it has, times the ``ratio`` of speeds on one node, as in Sia (SOSP 2023).
-        """
+        """By class; one never measured has another's, times the ``ratio`` (Sia, SOSP 2023)."""
         if self._by_class:
             return tuple(self._by_class.items())
         if self._curve is not None:

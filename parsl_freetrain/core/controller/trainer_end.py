@@ -72,11 +72,7 @@ def _short_of_memory(trainer: cs.TrainerState, ended: cs.FragmentState, error: s
 
 
 def without(trainer: Trainer, nodes: int, trained: bool) -> Trainer | None:
-    """The trainer without a node count whose memory does not suffice; None: no count is left.
-
-    Fewer nodes have less memory, so they are left out too, unless the trainer has been ``trained``
-    on fewer: with shapes, more nodes need not mean more memory for a part of the model.
-    """
+    """The trainer without a count of too little memory, and fewer never trained; or None."""
     counts = trainer.counts()
     left = [n for n in counts if (n != nodes if trained else n > nodes)]
     curve = trainer.curve

@@ -1,12 +1,7 @@
-"""Every fact of a run, and the controller's actions.
+"""Every fact of a run, one class from where it is seen to where it is read; and actions.
 
-An event is one class from where it is seen to where it is read: a rank or a node sends it, the
-controller handles it, the journal keeps it, and reports, command line and replay read it back.
-:mod:`parsl_freetrain.core.model.fold` makes a run's state of them.
-
-Every event carries ``at``, the time at which it was seen, in seconds of one clock per run; the
-controller has no other clock. Node names are unique within a run: a node that comes back in
-another block has another name.
+Every event carries ``at``, when it was seen, in seconds of one clock per run; the controller has no
+other. Node names are unique within a run: one that comes back in another block has another name.
 """
 
 from __future__ import annotations
@@ -190,9 +185,7 @@ class FragmentStarted(Event, frozen=True):
 
 
 class FragmentProgressed(Event, frozen=True):
-    """``samples`` trained in total; ``rate`` in samples per second since the fragment's first step,
-    None if unknown; ``metrics``: the last ones that were reported.
-    """
+    """``samples`` in total; ``rate`` per second since the first step, None if unknown."""
 
     at: Seconds
     trainer: str

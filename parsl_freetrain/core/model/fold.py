@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import structs
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model import state as st
+
+OfBlock = ev.BlockStarted | ev.BlockRequeued | ev.BlockEndKnown | ev.BlockClosed
+OfTraining = ev.TotalKnown | ev.RoundKnown | ev.Rescaled
 
 
 def fold(history: st.History, events: Iterable[ev.Event], keep_progress: bool = True) -> st.History:
@@ -38,25 +41,18 @@ def _block_opened(run: st.RunState, event: ev.BlockOpened) -> None:
     run.blocks[event.block] = st.Block(run.id, event, until=until)
 
 
-def _block_started(run: st.RunState, event: ev.BlockStarted) -> None:
+def _block(run: st.RunState, event: OfBlock) -> None:
     if block := run.blocks.get(event.block):
-        block.begun = event.since_s
-
-
-def _block_requeued(run: st.RunState, event: ev.BlockRequeued) -> None:
-    if block := run.blocks.get(event.block):
-        block.used.append((block.begun, event.at))
-        block.begun = None
-
-
-def _block_end_known(run: st.RunState, event: ev.BlockEndKnown) -> None:
-    if block := run.blocks.get(event.block):
-        block.until = event.until_s
-
-
-def _block_closed(run: st.RunState, event: ev.BlockClosed) -> None:
-    if (block := run.blocks.get(event.block)) and block.closed_at is None:
-        block.closed_at, block.how = event.at, event.how
+        match event:
+            case ev.BlockStarted():
+                block.begun = event.since_s
+            case ev.BlockRequeued():
+                block.used.append((block.begun, event.at))
+                block.begun = None
+            case ev.BlockEndKnown():
+                block.until = event.until_s
+            case ev.BlockClosed() if block.closed_at is None:
+                block.closed_at, block.how = event.at, event.how
 
 
 def _nodes_joined(run: st.RunState, event: ev.NodesJoined) -> None:
@@ -84,15 +80,16 @@ def _submitted(run: st.RunState, event: ev.TrainerSubmitted) -> None:
     run.trainers[trainer.name] = new
 
 
-def _total_known(run: st.RunState, event: ev.TotalKnown) -> None:
+def _training(run: st.RunState, event: OfTraining) -> None:
     if training := run.trainers.get(event.trainer):
-        training.trainer = replace(training.trainer, total_samples=event.total_samples)
-
-
-def _round_known(run: st.RunState, event: ev.RoundKnown) -> None:
-    if training := run.trainers.get(event.trainer):
-        for one in run.replicas(training):
-            one.trainer = replace(one.trainer, round_samples=event.round_samples)
+        match event:
+            case ev.TotalKnown():
+                training.trainer = replace(training.trainer, total_samples=event.total_samples)
+            case ev.RoundKnown():
+                for one in run.replicas(training):
+                    one.trainer = replace(one.trainer, round_samples=event.round_samples)
+            case ev.Rescaled():
+                training.rescaled.append(event)
 
 
 def _launched(run: st.RunState, event: ev.FragmentLaunched) -> None:
@@ -134,11 +131,6 @@ def _saved(run: st.RunState, event: ev.CheckpointSaved) -> None:
         training.resumes, training.verified = saved.resumes, saved.verified
 
 
-def _rescaled(run: st.RunState, event: ev.Rescaled) -> None:
-    if training := run.trainers.get(event.trainer):
-        training.rescaled.append(event)
-
-
 def _fragment_ended(run: st.RunState, event: ev.FragmentEnded) -> None:
     fragment = run.fragments.get((event.trainer, event.fragment))
     if fragment is not None:
@@ -169,10 +161,7 @@ def _decided(run: st.RunState, event: ev.Decided) -> None:
 
 _STEPS: dict[type[ev.Event], Callable[[st.RunState, Any], None]] = {
     ev.BlockOpened: _block_opened,
-    ev.BlockStarted: _block_started,
-    ev.BlockRequeued: _block_requeued,
-    ev.BlockEndKnown: _block_end_known,
-    ev.BlockClosed: _block_closed,
+    **dict.fromkeys(get_args(OfBlock), _block),
     ev.BlockRefused: lambda run, event: run.refused.append(event),
     ev.NodesJoined: _nodes_joined,
     ev.NodesLeft: _nodes_left,
@@ -180,13 +169,11 @@ _STEPS: dict[type[ev.Event], Callable[[st.RunState, Any], None]] = {
     ev.NodesNeeded: lambda run, event: setattr(run, 'needed', event),
     ev.OffersSeen: _offers_seen,
     ev.TrainerSubmitted: _submitted,
-    ev.TotalKnown: _total_known,
-    ev.RoundKnown: _round_known,
+    **dict.fromkeys(get_args(OfTraining), _training),
     ev.FragmentLaunched: _launched,
     ev.FragmentStarted: _started,
     ev.FragmentProgressed: _progressed,
     ev.CheckpointSaved: _saved,
-    ev.Rescaled: _rescaled,
     ev.FragmentEnded: _fragment_ended,
     ev.TrainerInterrupted: lambda run, event: _change(run, event.trainer, 'interrupted', event.at),
     ev.Decided: _decided,

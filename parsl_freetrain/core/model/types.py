@@ -1,7 +1,4 @@
-"""The basic words: hole, block request, scaling curve, shape, trainer, checkpoint.
-
-Frozen dataclasses that every other room uses; docs/glossary.md explains the words.
-"""
+"""The basic words as frozen dataclasses; docs/glossary.md explains them."""
 
 from __future__ import annotations
 

@@ -50,10 +50,7 @@ class Mailbox(Protocol):
 
 
 class BlockManager:
-    """Carries out OpenBlock and CloseBlock, and emits changes of blocks and nodes. ``inbox`` gets a
-    :class:`GreetingReturned` when a node's first task has returned. ``template``: the fork server
-    that forks those of its nodes, if these are processes of this computer.
-    """
+    """Opens and closes blocks, and emits changes of them and nodes; ``template``: a server."""
 
     def __init__(
         self,

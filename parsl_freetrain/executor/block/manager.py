@@ -1,7 +1,4 @@
-"""Parsl's manager of a node (``process_worker_pool.py``, with its options), started so that Parsl
-is imported once on the node, not four times: its other processes, which Parsl spawns, are forked
-here from one that was forked right after the import, without threads or ZeroMQ contexts.
-"""
+"""Parsl's manager of a node; its processes are forked from one that has imported Parsl."""
 
 from __future__ import annotations
 

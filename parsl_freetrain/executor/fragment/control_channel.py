@@ -110,10 +110,7 @@ class _ConnectionLimit:
 
 
 class ControlServer:
-    """The executor's end. All methods except :meth:`post` must be called from one thread.
-    ``cert_dir``: Parsl's certificates; None: no encryption (``encrypted=False``). ``address``: to
-    listen at; None: every interface. ``port_range``: first and last port to choose from.
-    """
+    """The executor's end, of one thread but for :meth:`post`; no ``cert_dir``: no encryption."""
 
     def __init__(
         self, cert_dir: str | None, address: str | None, port_range: tuple[int, int]
@@ -156,10 +153,7 @@ class ControlServer:
             yield self._waiting.get()
 
     def receive(self, timeout_s: float) -> Iterator[Any]:
-        """Yield members' messages (:class:`FromMember`), posted items, and last which members'
-        connections have ended. Waits at most ``timeout_s`` seconds for the first. A member's result
-        is posted after its messages: a scheduler's notice must not come last.
-        """
+        """Messages, posted items, then ended connections; waits ``timeout_s`` for the first."""
         self._poller.poll(max(0, int(timeout_s * 1000)))
         with suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
@@ -209,10 +203,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """A member's end, which adds its ``key`` to every message. The first of ``addresses`` that
-    answers a TCP connection is used, and :attr:`address` is this node's own in it. ``cert_dir``:
-    Parsl's certificates, on the shared file system.
-    """
+    """A member's end, by the first of ``addresses`` that answers; adds ``key`` to every message."""
 
     def __init__(
         self, addresses: list[str], port: int, cert_dir: str | None, key: MemberKey

@@ -97,10 +97,7 @@ class StandbyLauncher:
         nodes: Collection[str],
         order: Callable[[RunningFragment, float], MemberOrder],
     ) -> bool:
-        """Start ranks on the nodes where the next fragment is expected; whether to wait for them.
-        Members start those on their own nodes. Other nodes are free, and run a task for it that
-        does not wait; ``order`` makes theirs, with the ranks' patience in seconds.
-        """
+        """Start ranks where the next fragment is expected; whether to wait for them."""
         if fragment.started_at is None or fragment.outer is None:
             return False
         wait_s = AHEAD_S + _SPARE_S

@@ -69,10 +69,7 @@ def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Cha
 
 
 class NodeStandby:
-    """Starts a node's standby ranks once for each fragment, and knows when they wait. ``start``
-    takes the seconds for which they wait, and returns a channel for each that becomes readable when
-    it waits or has ended.
-    """
+    """Starts a node's standby ranks once a fragment, and knows when they wait."""
 
     def __init__(self, start: Callable[[float], list[Channel[FromRank]]]) -> None:
         self._start = start

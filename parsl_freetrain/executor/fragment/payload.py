@@ -45,10 +45,8 @@ def pack(
     *,
     values: bool = False,
 ) -> Packed:
-    """Serialise a function with its arguments. One of an installed package is sent by name;
-    anything else by value, with what it uses of the modules beside it, which nodes may lack.
-    ``values``: futures in the arguments that are done become their values. Raises BadInput if it
-    cannot be serialised; TrainerFailed if such a future has failed.
+    """Serialise a function and arguments: installed ones by name, others by value with their
+    modules; done futures as ``values``. Raises BadInput; TrainerFailed if a future has failed.
     """
     with _registering, _by_value(definition(function)):
         try:

@@ -50,10 +50,7 @@ class MemberReturned(NamedTuple):
 
 
 class FragmentRunner(Subscriber):
-    """Carries out StartFragment, StopFragment and AbandonFragment, and emits the results. As a
-    subscriber, it ends the members of a node that is gone. ``records``: all trainers, by name;
-    ``running``: fragments that have not ended, by trainer and number. ``clock``: as of all times.
-    """
+    """Carries out the controller's actions on fragments, and emits the results."""
 
     def __init__(
         self,
@@ -316,10 +313,7 @@ class FragmentRunner(Subscriber):
 
 
 def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, why: str) -> None:
-    """Set the result of the future that Parsl waits for, in a thread of its own, since callbacks of
-    its AppFuture are the user's. A preempted fragment is not a failure, so that it does not use up
-    Parsl's retries. ``why`` there is no result.
-    """
+    """Settle Parsl's future in a thread: callbacks are the user's. A preemption is no failure."""
 
     def settle() -> None:
         if result is None:

@@ -95,10 +95,7 @@ class TrainerRecord:
 
 
 def left_states(fragment: RunningFragment, result: FragmentResult) -> tuple[LeftState, ...]:
-    """The states that the next fragment may go on from, the best first: after a stop, the one that
-    rank 0 has left to be committed; after a loss, those of the last global batches that ranks have
-    finished. All ranks that have finished one hold the same, or their parts of it.
-    """
+    """What the next fragment may go on from, the best first: rank 0's, or last batches'."""
     if result.ending is Ending.STOPPED:
         return tuple(_of_rank_0(fragment))
     if result.ending is not Ending.PREEMPTED:

@@ -22,10 +22,7 @@ _order: ContextVar[MemberOrder] = ContextVar('member_order')
 def fragment_task(
     payload: bytes, checkpoint: Any = None, parsl_resource_specification: Any = None
 ) -> list[RankResult]:
-    """The Parsl task of a fragment on one node: a result for each of its ranks. ``payload``: the
-    user's function and its arguments, by cloudpickle. ``checkpoint`` makes the chain of fragments
-    visible to Parsl; the ranks find the newest good one themselves.
-    """
+    """A fragment's Parsl task on one node: a result for each of its ranks."""
     order = _order.get()
     if order.ahead_s is not None:
         node_fork_server.start_standby(order, payload, order.ahead_s)

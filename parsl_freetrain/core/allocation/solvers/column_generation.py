@@ -32,10 +32,7 @@ _SLACK = 1e-12
 
 
 class Incumbent:
-    """The best allocation that is known, and the search for better ones around it while ``go_on``.
-
-    ``ways``: shape (bids, places); those given at first need not keep the caps.
-    """
+    """The best allocation known, and the search around it while ``go_on``."""
 
     def __init__(
         self, pricing: Pricing, caps: Caps, ways: Integers, go_on: Callable[[], bool]

@@ -133,11 +133,7 @@ class Pricing:
     def best(
         self, prices: Floats, region: Region, bids: Integers | slice = _ALL
     ) -> tuple[Floats, Integers, Flags]:
-        """For each bid, the most that a way of the region is worth after paying (minus infinity:
-        there is none); that way; and whether it is to keep what it holds.
-
-        ``prices`` of a node, shape (bids, places); ``prices`` and ``region`` are about ``bids``.
-        """
+        """By bid: the most that a way is worth after ``prices``, that way, and if it keeps."""
         worth, ways = self._best_of_class(0, prices, region, bids)
         if len(self._classes) > 1:
             worth = np.where(self._elsewhere(0, region), -np.inf, worth)

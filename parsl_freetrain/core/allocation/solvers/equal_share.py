@@ -8,10 +8,7 @@ from parsl_freetrain.core.allocation.solution import Asked
 
 
 class EqualShareAllocator:
-    """The heuristic that BFTrainer (arXiv 2106.12091) is compared with: each of J trainers gets N
-    // J of N nodes; the rest goes first come, first served. Caps and node counts are obeyed, curves
-    and ends of blocks are not: an answer may be worse than staying put.
-    """
+    """BFTrainer's heuristic (arXiv 2106.12091): N // J nodes each; the rest go in order."""
 
     def allocate(self, problem: Problem) -> Answer:
         """Equal shares; where they break a limit, staying put with status 'infeasible'."""

@@ -22,12 +22,7 @@ _STEPS = 100
 
 
 def best_counts(values: Floats, nodes: int) -> Integers | None:
-    """The counts, one for each row, of the largest sum of values among those that sum to at most
-    ``nodes``; None if no choice fits.
-
-    ``values``: shape (trainers, counts), the worth of each count from 0; minus infinity where it is
-    not allowed.
-    """
+    """The counts of the largest sum of ``values`` (trainers, counts) that fit; None: none."""
     if nodes < 0:
         return None
     if not len(values):
