@@ -282,7 +282,7 @@ def lines_of(result: ReplayResult) -> list[str]:
         f'samples              {run.samples:.4g}, on a constant pool {result.constant.samples:.4g}',
         f'idle                 {run.idle_node_s / 3600:.1f} node-hours in {hours:.1f} h, '
         f'in the mean {result.equivalent_nodes:.1f} nodes',
-        f'trainers             {run.trainers_done} of {len(run.samples_by_trainer)} done, '
+        f'trainers             {len(run.done_s)} of {len(run.samples_by_trainer)} done, '
         f'{run.preempted} preemptions, {run.rescaled} rescales',
         'where the idle node-hours went:',
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.replay.result import WHERE_THEY_WENT, PoolResult, Series
+from parsl_freetrain.replay.result import PoolResult, Series
 
 
 class Interruption(StrEnum):
@@ -60,55 +60,45 @@ class Idle:
     stranded: int = 0  # a waiting trainer could have started: should be none
 
 
-@dataclass
-class Accounts:
-    """All accounts from ``start_s`` to the instant that was closed last."""
+@dataclass(eq=False)
+class Accounts(PoolResult):
+    """All accounts from ``start_s`` to ``end_s``, the instant that was closed last."""
 
-    start_s: float
-    now: float = 0.0
     idle: int = 0
     used: int = 0
     running: int = 0
     unused: Idle = field(default_factory=Idle)
     rate: float = 0.0
-    trained: float = 0.0
-    preempted: int = 0
-    rescaled: int = 0
-    lost_preemption: float = 0.0
-    lost_rescale: float = 0.0
-    node_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHERE_THEY_WENT, 0.0))
-    used_node_s: float = 0.0
-    idle_node_s: float = 0.0
     decision_s: list[float] = field(default_factory=list)
     _instants: list[tuple[float, int, int, int, float]] = field(default_factory=list)
     _spans: list[tuple[str, float, float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.now = self.start_s
+        self.end_s = self.start_s
 
     def advance(self, at: float) -> None:
         """Account for the time from the last instant to ``at``, in which nothing changes."""
-        passed = at - self.now
+        passed = at - self.end_s
         self.idle_node_s += self.idle * passed
         self.used_node_s += self.used * passed
         self.node_s['trained'] += self.used * passed
         for why, nodes in vars(self.unused).items():
             if nodes:
                 self.node_s[why] += nodes * passed
-        self.trained += self.rate * passed
-        self.now = at
+        self.samples += self.rate * passed
+        self.end_s = at
 
     def train(self, run: RecordedJob, nodes: int, rate: float) -> None:
         """Set the node count and rate of a trainer from now on; 0: no nodes."""
-        if run.nodes and run.started_s < self.now:
-            self._spans.append((run.trainer.name, run.started_s, self.now, run.nodes))
+        if run.nodes and run.started_s < self.end_s:
+            self._spans.append((run.trainer.name, run.started_s, self.end_s, run.nodes))
         self.used += nodes - run.nodes
         self.running += (nodes > 0) - (run.nodes > 0)
         self.rate += rate - run.rate
         if not self.running:
             self.rate = 0.0  # remove the rounding error of the sum
-        run.advance(self.now)
-        run.nodes, run.rate, run.started_s = nodes, rate, self.now
+        run.advance(self.end_s)
+        run.nodes, run.rate, run.started_s = nodes, rate, self.end_s
         run.version += 1
 
     def charge(self, run: RecordedJob, before: tuple[int, float], cause: Interruption) -> None:
@@ -120,7 +110,7 @@ class Accounts:
         lost = seconds * rate
         run.samples -= lost
         run.version += 1
-        self.trained -= lost
+        self.samples -= lost
         self.node_s['trained'] -= seconds * nodes
         if cause is Interruption.PREEMPTED:
             self.preempted += 1
@@ -135,28 +125,17 @@ class Accounts:
         self.idle, self.unused = idle, unused
         if decision_s is not None:
             self.decision_s.append(decision_s)
-        self._instants.append((self.now, idle, self.used, self.running, self.trained))
+        self._instants.append((self.end_s, idle, self.used, self.running, self.samples))
 
     def outcome(self, runs: dict[str, RecordedJob]) -> PoolResult:
         for run in runs.values():
             self.train(run, 0, 0.0)
         self.close_instant(self.idle, self.unused, None)
-        samples = sum(run.samples for run in runs.values())
-        done = [run.done_s for run in runs.values() if run.done_s is not None]
-        return PoolResult(
-            samples=samples,
-            start_s=self.start_s,
-            end_s=self.now,
-            finished_s=max(done) if len(done) == len(runs) else None,
-            idle_node_s=self.idle_node_s,
-            used_node_s=self.used_node_s,
-            node_s=dict(self.node_s),
-            preempted=self.preempted,
-            rescaled=self.rescaled,
-            lost_preemption=self.lost_preemption,
-            lost_rescale=self.lost_rescale,
-            trainers_done=len(done),
-            samples_by_trainer={name: run.samples for name, run in runs.items()},
-            done_s={name: run.done_s for name, run in runs.items() if run.done_s is not None},
-            series=Series.of(self._instants, self.decision_s, self._spans),
-        )
+        self.samples = sum(run.samples for run in runs.values())
+        self.samples_by_trainer = {name: run.samples for name, run in runs.items()}
+        self.done_s = {name: run.done_s for name, run in runs.items() if run.done_s is not None}
+        self.finished_s = max(self.done_s.values()) if len(self.done_s) == len(runs) else None
+        self.series = Series.of(self._instants, self.decision_s, self._spans)
+        for rows in (self._instants, self.decision_s, self._spans):
+            rows.clear()
+        return self

@@ -20,14 +20,7 @@ with needs('A picture of a replay'):
     from matplotlib.patches import Patch
 
 TOL_MUTED = (
-    '#332288',
-    '#CC6677',
-    '#117733',
-    '#DDCC77',
-    '#88CCEE',
-    '#882255',
-    '#44AA99',
-    '#999933',
+    *('#332288', '#CC6677', '#117733', '#DDCC77', '#88CCEE', '#882255', '#44AA99', '#999933'),
     '#AA4499',
 )
 """A palette that colour-blind readers can distinguish."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -59,24 +59,23 @@ class Series:
         return cls(times, *counts, samples, took, tuple(names), starts, ends, ran)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PoolResult:
-    samples: float  #: trained, minus losses
     start_s: float  #: of the window, by the trace's clock
-    end_s: float
-    finished_s: float | None  #: the last total was reached; None: not all were
-    idle_node_s: float  #: node-seconds available
-    used_node_s: float  #: held by fragments
+    end_s: float = 0.0
+    samples: float = 0.0  #: trained, minus losses
+    finished_s: float | None = None  #: the last total was reached; None: not all were
+    idle_node_s: float = 0.0  #: node-seconds available
+    used_node_s: float = 0.0  #: held by fragments
     #: all of them by use: trained, rescaling, lost_to_preemption, or a cause of Idle
-    node_s: dict[str, float]
-    preempted: int  #: losses of nodes without notice
-    rescaled: int  #: other changes
-    lost_preemption: float  #: samples
-    lost_rescale: float
-    trainers_done: int  #: that reached their total
-    samples_by_trainer: dict[str, float]
-    done_s: dict[str, float]  #: when each trainer finished
-    series: Series
+    node_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHERE_THEY_WENT, 0.0))
+    preempted: int = 0  #: losses of nodes without notice
+    rescaled: int = 0  #: other changes
+    lost_preemption: float = 0.0  #: samples
+    lost_rescale: float = 0.0
+    samples_by_trainer: dict[str, float] = field(default_factory=dict)
+    done_s: dict[str, float] = field(default_factory=dict)  #: when each trainer finished
+    series: Series = field(init=False)
 
     def time_to(self, samples: float) -> float:
         """Seconds until so many samples were trained, linear between instants, or the window."""
@@ -141,7 +140,7 @@ class ReplayResult:
             'preempted': run.preempted,
             'rescaled': run.rescaled,
             'lost_samples': {'preemption': run.lost_preemption, 'rescale': run.lost_rescale},
-            'trainers_done': run.trainers_done,
+            'trainers_done': len(run.done_s),
             'events': len(run.series.decision_s),
             'decision_ms': {'p50': p50, 'p99': p99, 'max': most},
             'wall_s': self.wall_s,

@@ -246,14 +246,8 @@ WHY = {
     ('trained', ''): 'turned into training',
     ('checkpointing', ''): 'training stood still while a checkpoint was copied or written',
     ('starting', 'block'): 'a block had been asked for, and the node had not joined yet',
-    (
-        'starting',
-        'fragment',
-    ): 'a fragment had been given the node, and had not made its first step yet',
-    (
-        'lost',
-        'preempted',
-    ): 'trained, but kept by no checkpoint and no rank when the nodes were taken',
+    ('starting', 'fragment'): 'a fragment had the node, and had not made its first step yet',
+    ('lost', 'preempted'): 'trained, but kept by no checkpoint and no rank when nodes were taken',
     ('lost', 'failed'): 'trained, but not kept when the fragment failed',
     ('idle', 'joined'): 'the node had joined, and no trainer could use it or was given it',
     ('idle', 'outside'): 'no block had the node: none asked for, none granted, or no trainer left',

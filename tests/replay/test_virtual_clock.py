@@ -55,7 +55,7 @@ def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> PoolResult:
     )
     result = replay(Scenario(trace, trainers, settings, **more))
     outcome = result.trace
-    if result.efficiency_bound is not None and not outcome.trainers_done:
+    if result.efficiency_bound is not None and not outcome.done_s:
         assert result.efficiency is not None
         assert result.efficiency <= result.efficiency_bound + 1e-9
     assert outcome.node_s['stranded'] == 0
@@ -106,7 +106,7 @@ def test_two_trainers_share_three_nodes_and_a_completion_frees_its_nodes_at_once
     assert outcome.done_s == {'short': 100.0}
     samples = {'short': 1000.0, 'long': pytest.approx(100 * 20 + 400 * 30 - 3 * 20)}
     assert outcome.samples_by_trainer == samples
-    assert (outcome.trainers_done, outcome.finished_s) == (1, None)
+    assert (len(outcome.done_s), outcome.finished_s) == (1, None)
 
 
 def test_a_loss_delays_completion() -> None:

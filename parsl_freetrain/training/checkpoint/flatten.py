@@ -23,10 +23,8 @@ _CODE = (FunctionType, BuiltinFunctionType, type)
 def take_apart(
     state: Mapping[str, Any], called: Mapping[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split a state of tensors, numbers, texts and containers (new ones are made) into its tensors,
-    by names such as 'optimizer.state.0.exp_avg', and everything else, in a form that ``torch.load``
-    with ``weights_only`` can read. ``called``: names of the entries for messages. Raises BadInput
-    for anything else, which could not be loaded without running code of the file.
+    """A state's tensors by name, and the rest as ``torch.load`` with ``weights_only`` can read it;
+    BadInput, with names ``called``, for what only code of the file could load.
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}

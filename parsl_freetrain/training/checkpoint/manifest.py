@@ -88,10 +88,7 @@ def write_manifest(
     metrics: Mapping[str, float],
     hashed: Mapping[str, tuple[str, ...]],
 ) -> Manifest:
-    """Make the data files in ``folder`` durable and private, and write their manifest. Those in
-    ``hashed``, with the digest of each block, are so already, and not read. Raises BadInput for
-    other things than plain files and directories, or a reserved name.
-    """
+    """Make files durable and private, unless ``hashed``, and write their manifest; BadInput."""
     values = {name: float(value) for name, value in metrics.items()}
     files = _sealed_files(folder, hashed)
     shared = (name for name in sorted(hashed) if name.startswith(SHARED))

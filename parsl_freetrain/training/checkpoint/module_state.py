@@ -14,10 +14,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModuleState:
-    """Notices which settings and buffers change while training goes on: a checkpoint holds these,
-    by name. What depends on a rank or a node, or is derived, does not change. ``saved``: what a
-    checkpoint holds; None: training begins.
-    """
+    """Notices which settings and buffers change in training, which checkpoints hold by name."""
 
     def __init__(self, models: Sequence[torch.nn.Module], saved: Mapping[str, Any] | None) -> None:
         self._models, self._saved = models, saved or {}

@@ -24,10 +24,7 @@ _REFUSED = 'refused: '
 
 
 class PartWriters:
-    """The ranks that write together into the trainer's folder, as one of them sees it. ``store``: a
-    connection of its own, since the waits are in a thread; None: this rank writes alone.
-    ``limit_s``: seconds that rank 0 waits for the others' parts after its own.
-    """
+    """The ranks that write together; ``store``: for the thread (None: this one writes alone)."""
 
     def __init__(
         self,

@@ -72,10 +72,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
-    """Sort what was given to ``ctx.prepare`` by kind. ``named``: every parameter of an optimizer
-    must belong to a model, whose names checkpoints use. Raises BadInput if something is of another
-    kind, there is no model or no optimizer, or a parameter belongs to no model.
-    """
+    """Sort by kind what ``ctx.prepare`` got; ``named``: parameters must belong to a model."""
     sorted_out: dict[str, list[Any]] = {name: [] for name in Prepared.__dataclass_fields__}
     for thing in things:
         sorted_out[_kind_of(thing)].append(thing)

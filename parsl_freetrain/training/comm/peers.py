@@ -191,10 +191,9 @@ def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
 
 
 class Agreement:
-    """Finds the maximum of all ranks' wishes while training continues: the ranks ask after one step
-    and read the answer after the next. All must call :meth:`after_step` equally often. They also
-    agree on the steps to the next agreement, the fewest that a rank asks for. ``same`` gives a
-    number that must be the same on all ranks; otherwise they are :attr:`Agreed.DIFFERENT`.
+    """The maximum of all ranks' wishes while training goes on: asked after one step, read after the
+    next; ``same``: a number without which they are :attr:`Agreed.DIFFERENT`. All call it equally
+    often.
     """
 
     def __init__(

@@ -53,9 +53,8 @@ class LoaderData(LoaderSettings):
 
     @staticmethod
     def of_loop(data: Any, batch_size: int | None, own: LoaderSettings) -> LoaderData:
-        """The arguments of ``ctx.loop``: a dataset, or a DataLoader in its place. A DataLoader of a
-        stream with ``batch_size=None`` is a stream itself. Raises BadInput if there is no batch
-        size or two, or the DataLoader does something that ``ctx.loop`` does not.
+        """The arguments of ``ctx.loop``, a dataset or a DataLoader; BadInput for none or two batch
+        sizes, or what ``ctx.loop`` does not do.
         """
         is_loader = isinstance(data, DataLoader)
         if not is_loader or (isinstance(data.dataset, IterableDataset) and data.batch_size is None):

@@ -73,10 +73,7 @@ class GlobalOrder:
         return epoch_size(self.dataset_size, self.batch_size, self.drop_last)
 
     def batches(self, samples_done: int) -> Iterator[GlobalBatch]:
-        """From a number of samples seen to the total. A batch never crosses the end of an epoch, so
-        the last one of an epoch or of all may be short. Raises BadInput, at the call, if no batch
-        ends at ``samples_done``.
-        """
+        """From a position to the total, none across epochs; BadInput if none ends there."""
         self._check_position(samples_done)
         return self._batches(samples_done)
 
@@ -131,10 +128,7 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[float] = ()) -> range:
-    """The contiguous, possibly empty range that a rank computes; each shard belongs to one rank.
-    ``speeds``: of each rank, relative to the others; empty: all are alike. Raises BadInput if
-    ``shards`` is below 1 or there is no such rank.
-    """
+    """A rank's contiguous, maybe empty range, by ``speeds`` (empty: alike); or BadInput."""
     _check('The number of shards of a batch', shards)
     _check_rank(world_size, rank)
     if not speeds:

@@ -50,10 +50,8 @@ class MovingAverage:
 
 
 class PreparedAverage:
-    """Updates an AveragedModel once per global batch, after the step, when the body of the loop
-    calls its ``update_parameters``, which is replaced. Outside of the body that acts at once, on
-    all ranks. Raises BadInput if it cannot be said of which of the prepared ``models`` it is the
-    average.
+    """Updates an AveragedModel after the step whenever the body has called ``update_parameters``;
+    outside of it at once. BadInput if it is not known of which model it is.
     """
 
     def __init__(

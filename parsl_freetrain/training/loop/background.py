@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 
 class Background:
-    """Runs a job in a thread. An exception of the job is raised once, by the next call here.
-
-    The thread dies with the process, so a job must tolerate being cut off at any point.
-    """
+    """Runs a job in a thread, which may be cut off; the next call raises its exception."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -115,10 +115,7 @@ class Checkpointer:
         return self.timing.must_stop(steps_ahead, writing=self._background.busy)
 
     def wants_to_save(self, *, near_end: bool = False, steps_left: float = math.inf) -> bool:
-        """Whether it is time for a periodic checkpoint, as :meth:`SaveTiming.due`; never while
-        another is being written. Raises FreeTrainError if the previous checkpoint could not be
-        written.
-        """
+        """Whether one is due and none is being written; FreeTrainError if the last one failed."""
         if self._background.busy:
             return False
         self._background.wait()

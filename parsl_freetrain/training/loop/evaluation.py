@@ -32,11 +32,8 @@ def evaluate(
     after_batch: Callable[[], None],
     gradients: bool = False,
 ) -> dict[str, float]:
-    """The mean of each metric over all samples. All ranks call this.
-
-    The batches are the same for any number of ranks, and their sums are added exactly.
-    ``after_batch`` is called equally often on all ranks. Raises BadInput if the dataset has no
-    length or no samples, or ``measure`` returns something else than it should.
+    """The mean of each metric over all samples, the same for any number of ranks, which all call
+    this; BadInput for no length or samples, or other answers of ``measure``.
     """
     part, parts, device = division.data_rank, division.parts, rank.device
     size = size_of(data.dataset)

@@ -61,10 +61,7 @@ from parsl_freetrain.training.steps.mesh import division_of
 
 
 class FragmentRun:
-    """One rank in one fragment. Its methods are what
-    :class:`~parsl_freetrain.training.loop.context.FragmentContext` does, and its end.
-    ``saved`` is the state to continue from, until a loop goes on from it.
-    """
+    """One rank in one fragment: the context's methods, and its end. ``saved``: where to go on."""
 
     def __init__(self, parts: RankParts) -> None:
         self.parts, self.order, self.saved = parts, parts.order, parts.saved

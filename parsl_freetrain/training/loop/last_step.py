@@ -131,10 +131,7 @@ class LastStep:
         self._end = None
 
     def leave(self, state: Callable[[], State]) -> StateLeft | None:
-        """After the loss of another rank: make the state what it was at the end of the last batch,
-        and leave all that this rank holds of it in the memory of its node. None if that cannot be
-        done, there is a checkpoint as new, or another rank of the node leaves the same.
-        """
+        """After a loss: go back to the last batch, and leave this rank's state on its node."""
         if not self._put_back() or self._model.watch.spoilt():
             return None
         order, rank, samples = self._parts.order, self._parts.place.rank, self._state.samples
@@ -207,10 +204,7 @@ def changes_of(before: _End, now: _End) -> str:
 def put_back_changes(
     before: Any, state: LoopState, model: Model, saved: Source, peers: Peers
 ) -> None:
-    """Undo what the function has done since ``ctx.prepare``, where it was as ``before`` (loaded
-    weights, set learning rates): in the first fragment it had done that, too, and what has become
-    of it since then counts. All ranks call this.
-    """
+    """Undo the function's changes since ``ctx.prepare``, where it is as ``before``."""
     now = around_models(state, model.prepared)
     changed = changes_of(before, replace(now, user=before.user))
     if on_any_rank(peers, bool(changed)):

@@ -240,10 +240,7 @@ class Restarted:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """The batches of a loop: the order of the samples, what has them, and how it is read. Earlier
-    loops of the function have trained ``base`` samples, which the order does not count.
-    ``round_samples``: those of a round, if this is one of the ``replicas`` of a training; else 0.
-    """
+    """A loop's batches, after ``base`` samples of earlier ones; of a replica, by rounds."""
 
     order: GlobalOrder
     dataset: Any

@@ -152,12 +152,7 @@ class LoopSaver:
 
 
 class Replicas:
-    """Compares parameters (by their norms), schedulers, gradient scalers and settings of optimizers
-    of all ranks, if every rank holds all of them.
-
-    Ranks that take the same steps have the same bits on processors and devices of one kind, and
-    only there.
-    """
+    """Compares what all ranks hold alike, where that is bit for bit: on devices of one kind."""
 
     def __init__(self, parts: RankParts, model: Model) -> None:
         self._peers, self._prepared, self._device = parts.peers, model.prepared, parts.device

@@ -104,10 +104,7 @@ class Reports:
 
 
 class EpochMeans:
-    """Means over an epoch of what is reported in the body of the loop; exact, so they depend on
-    neither nodes nor cuts. ``used``: whether the function asks for them; ``values``: those of the
-    last epoch; ``sums``: sum and samples by metric, which are saved.
-    """
+    """Exact means over an epoch of the body's reports; ``values``: the last epoch's."""
 
     def __init__(self, saved: Mapping[str, Sequence[Any]]) -> None:
         self.used, self.values = False, dict[str, float]()
@@ -177,11 +174,7 @@ class UserState:
 
 @dataclass
 class LoopState:
-    """The progress of the training.
-
-    ``reached`` is the number of samples at the end of the current global batch, and ``epoch`` its
-    epoch.
-    """
+    """The progress of training; ``reached``: at the end of the current batch, of ``epoch``."""
 
     samples: int
     total_samples: int | None  # not known yet

@@ -40,10 +40,8 @@ class TooLarge(NotPlain):
 def packed(
     one: Any, how: How, unchanged: Collection[str] = (), room: list[int] | None = None
 ) -> Any:
-    """A value in a form that checkpoints hold, without the ``unchanged`` attributes of an object.
-    ``room``: elements and bytes that there may be, of which those that there are are taken off.
-    Of objects and dicts that the function makes again, it is what can be saved; otherwise it raises
-    NotPlain.
+    """A value as checkpoints hold it, without ``unchanged`` attributes, within ``room`` (elements,
+    bytes); NotPlain if it cannot be saved and is not made again.
     """
     room = [_MOST, _MOST_BYTES] if room is None else room
     return _Packer(how, unchanged, room).pack(one, True)

@@ -57,10 +57,7 @@ def tell_round(parts: RankParts, batches: BatchSource, total: int) -> None:
 
 
 def next_round(parts: RankParts, state: LoopState) -> Source | None:
-    """What the fragment goes on from: at the end of a round with the weights after its outer step.
-    All ranks call this. Raises FragmentEnd where others have not ended the round, or training is
-    over for this replica: the first one does what is behind the loop.
-    """
+    """Where to go on, with a round's outer step done; FragmentEnd if others lack, or at the end."""
     order, saved = parts.order, parts.saved
     diloco = order.spec.diloco
     if diloco is None or saved is None:

@@ -98,10 +98,7 @@ class SaveTiming:
         return self.time_left() < margin_s
 
     def due(self, *, near_end: bool, steps_left: float) -> bool:
-        """Whether it is time for a periodic checkpoint: True once for each. ``near_end``: one is
-        wanted if a kill before the last one would cost more than it does. ``steps_left``: number of
-        global batches until the last one.
-        """
+        """Whether a periodic one is due, once each; ``near_end``: a kill would cost more."""
         every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
         if near_end:
             every_s = min(every_s, max(NEAR_END_S, self._pause_s + self.longest_s))

@@ -21,10 +21,7 @@ _LARGEST_REQUEST = 1_000_000
 
 
 class StandbyPlace:
-    """Where a standby rank waits for its fragment, for at most ``wait_s`` seconds. ``channel``
-    leads to the fork server; when the fragment is launched, it becomes the connection to the node
-    agent. ``asker``, which has asked for this rank, gets a message when it waits.
-    """
+    """Where a standby rank waits, at most ``wait_s``; ``channel`` becomes its node agent's."""
 
     def __init__(
         self, channel: Channel[ToRank], asker: Channel[ForkRequest], wait_s: float

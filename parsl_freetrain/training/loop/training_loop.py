@@ -311,10 +311,8 @@ class TrainingLoop:
             seed_everything(micro_batch.seed(self._seed, 'fragment'))
 
     def _stop(self, batches: Iterator[Batch] | None = None, *before: object) -> Iterator[Any]:
-        """End the fragment here, with a checkpoint: raises FragmentEnd, on all ranks together.
-
-        While it is written, the next step of ``batches`` is computed, which the next fragment has
-        to repeat, if that does not delay the end. ``before``: what to yield first.
+        """End with a checkpoint (FragmentEnd on all ranks), while the next step of ``batches`` is
+        computed for the next fragment to repeat, if there is time. ``before``: to yield first.
         """
         state, checkpointer = self._state, self._checkpointer
         wanted = state.wanted is not None or state.round_ended > 0

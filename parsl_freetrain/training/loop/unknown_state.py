@@ -50,10 +50,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
-    """The variables of the user's function, of those between it and us, and of the functions among
-    them and among ``functions``: their own, those around them, and the globals that they use. Of
-    equal names, the nearest counts.
-    """
+    """The function's variables, of those up to us, and of functions in them; nearest first."""
     found: dict[str, Any] = {}
     for frame in frames():
         its = frame.f_globals

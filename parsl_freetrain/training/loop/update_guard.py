@@ -140,10 +140,7 @@ class UpdateGuard:
 
 
 def check_left_out(prepared: Prepared, names: Mapping[str, Any], *, scalers: bool = True) -> None:
-    """Check that nothing around the loop has a state that would be lost at the end of a fragment.
-    Raises BadInput if a gradient scaler was not prepared, at once; if an optimizer of prepared
-    parameters was not, when it steps.
-    """
+    """BadInput for a scaler or an optimizer, when it steps, that was not prepared."""
     for name, scaler in among(names, torch.amp.GradScaler).items():
         if scalers and scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
             raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')

@@ -21,10 +21,7 @@ class EvaluationStopped(BaseException):
 
 
 class Wishes:
-    """The wishes of one rank, on which all ranks agree. ``near_end``: the next step may be the last
-    one of the training or an epoch; ``steps_left``: number of steps of the training after this one;
-    ``rate``: samples per second since the fragment began.
-    """
+    """One rank's wishes, on which all agree; ``near_end``: the next step may be an epoch's last."""
 
     def __init__(
         self, parts: RankParts, model: Model, state: LoopState, rollback: Rollback

@@ -24,10 +24,7 @@ _BACKLOG = 128
 
 
 class Channel(Generic[T]):
-    """Whole messages over a connected ``SOCK_SEQPACKET`` socket: the kernel keeps packets whole. Of
-    a sender killed within a long message at most an unfinished one comes, which is dropped when a
-    short one follows from another process that holds the socket.
-    """
+    """Whole messages over ``SOCK_SEQPACKET``; what a killed sender left unfinished is dropped."""
 
     def __init__(self, sock: socket.socket, decoder: Decoder[T]) -> None:
         self._socket, self._decoder = sock, decoder

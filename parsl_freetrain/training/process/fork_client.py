@@ -66,10 +66,7 @@ class RankProcess:
 
 
 class ForkClient:
-    """A node's fork server: a process that has imported torch and forks ranks, shared by all
-    clients of one user on one node that say the same ``name``. ``log``: its file. ``pid``, and
-    ``devices``, the number of accelerators for its ranks, are known after :meth:`wait_ready`.
-    """
+    """A node's fork server of this name, shared by a user's clients; ``pid``: once it is ready."""
 
     def __init__(self, name: str, log: str, process: subprocess.Popen[bytes] | None = None) -> None:
         self.name, self.log = name, log

@@ -22,10 +22,7 @@ class Launch(Message, frozen=True):
 
 
 class ForkServerWanted(Message, frozen=True):
-    """Fork another fork server, as if the requesting process had started it: with its environment,
-    ``sys.path``, directory and CPUs, and only for the same ``sys.prefix`` and Python. See
-    :meth:`~parsl_freetrain.training.process.fork_client.ForkClient.start`.
-    """
+    """Fork a server as the asking process would have started it, for the same Python."""
 
     name: str
     owner_pid: ProcessId

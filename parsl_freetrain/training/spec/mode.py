@@ -177,10 +177,7 @@ class NonFinitePolicy:
         self._in_a_row = 0
 
     def go_back(self, first: int, last: int, rollbacks: int, path: str, culprit: str = '') -> None:
-        """Go back to the checkpoint at ``path``, because of bad numbers between two sample counts.
-        Raises BadInput if the policy does not allow it, there is no checkpoint, or training has
-        gone back ``rollbacks`` times, which is the maximum.
-        """
+        """Go back to the checkpoint at ``path``; BadInput if not allowed, or too often."""
         if self.policy != ROLLBACK or not path:
             raise BadInput(self.sentence(first, last, culprit))
         if rollbacks >= MOST_ROLLBACKS:

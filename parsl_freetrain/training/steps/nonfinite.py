@@ -32,10 +32,7 @@ def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 class Watch:
-    """Checks a few times a second whether parameters and buffers are still finite, which finds what
-    checking every gradient would, at less cost: what is not finite stays so. Tensors with
-    infinities from the beginning (masks) are left out.
-    """
+    """Looks a few times a second whether parameters and buffers are still finite."""
 
     def __init__(self, prepared: Prepared, clock: Callable[[], float] = monotonic) -> None:
         tensors = [t.detach() for t in prepared.tensors() if t.layout is torch.strided]
@@ -113,10 +110,7 @@ class FirstNonFinite:
 
 
 class Guard:
-    """Prevents optimizers from stepping with a gradient that is not finite. ``on``: whether it
-    checks at all, which waits for the device. ``bad``: whether a step was skipped since this was
-    set to False. ``anywhere`` says whether any rank has found one, if a rank sees only parts.
-    """
+    """Keeps optimizers from stepping with non-finite gradients; ``bad``: one was skipped."""
 
     def __init__(
         self,

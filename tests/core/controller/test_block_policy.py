@@ -147,7 +147,7 @@ def test_a_block_on_which_nothing_runs_is_given_back_after_a_while() -> None:
     made.handle(ev.NodesJoined(0.0, 'b', ('n1', 'n2')))
     made.handle(ev.NodesJoined(0.0, 'spare', ('m1',)))
     made.handle(ev.BlockOpened(0.0, 'queued', BlockRequest(1)))
-    idle = next(iter({'b', 'spare'} - {made.state.pool.nodes[n].block for n in made.state.busy()}))
+    idle = next(iter({'b', 'spare'} - {made.state.pool.nodes[n].block for n in made.state.pool.holder}))
     assert made.handle(ev.Tick(29.0)).actions == ()
     closes = (CloseBlock(idle, 'nothing has run on it for 30 s'),)
     assert made.handle(ev.Tick(30.0)).actions == closes
@@ -185,7 +185,7 @@ def test_nodes_that_are_kept_free_are_there_and_stay() -> None:
     made = controller(Trainer('a', 1, 1), settings=spared)
     for block in 'bcde':
         made.handle(ev.NodesJoined(0.0, block, (f'n-{block}',)))
-    assert len(made.state.busy()) == 1
+    assert len(made.state.pool.holder) == 1
     assert len(made.handle(ev.Tick(40.0)).actions) == 2, 'of the three that are idle one stays'
     made.handle(ev.FragmentEnded(50.0, 'a', 1, 1, ev.Ending.FINISHED))
     made.handle(ev.Tick(100.0))
