@@ -147,7 +147,7 @@ def test_a_block_on_which_nothing_runs_is_given_back_after_a_while() -> None:
     made.handle(ev.NodesJoined(0.0, 'b', ('n1', 'n2')))
     made.handle(ev.NodesJoined(0.0, 'spare', ('m1',)))
     made.handle(ev.BlockOpened(0.0, 'queued', BlockRequest(1)))
-    idle = next(iter({'b', 'spare'} - {made.state.pool.nodes[n].block for n in made.state.pool.holder}))
+    [idle] = {'b', 'spare'} - {made.state.pool.nodes[n].block for n in made.state.pool.holder}
     assert made.handle(ev.Tick(29.0)).actions == ()
     closes = (CloseBlock(idle, 'nothing has run on it for 30 s'),)
     assert made.handle(ev.Tick(30.0)).actions == closes
