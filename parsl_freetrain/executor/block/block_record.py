@@ -40,6 +40,7 @@ class BlockRecord:
     #: The manager of each node that was ever ready, by host name.
     managers: dict[str, str] = field(default_factory=dict)
     waited_at: float = 0.0  #: when it was last known to wait for its nodes
+    heard_at: float = 0.0  #: when one of its nodes last joined or could not be used
     started: bool = False  #: whether it has nodes now
     started_at: float = 0.0  #: when it was first known to have them
 

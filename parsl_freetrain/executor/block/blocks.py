@@ -196,6 +196,7 @@ class BlockManager:
         block.unusable.discard(manager)
         self._useless = 0
         block.nodes[manager], block.managers[name] = name, manager
+        block.heard_at = at
         if not block.noticed:
             block.until_s = self._end_of(block)
         joined = block.joined(at, block_id, (manager,), (node.devices,))
@@ -205,6 +206,7 @@ class BlockManager:
     def _unusable(self, block_id: str, manager: str, error: BaseException, at: float) -> str:
         block = self.blocks[block_id]
         block.unusable.add(manager)
+        block.heard_at = at
         logger.warning('Node %s of block %s cannot be used: %s', manager, block_id, error)
         self._stream.emit(ev.NodeUnusable(at, block_id, manager, str(error)))
         self._refusals.append(f'{type(error).__name__}: {error}')
@@ -227,6 +229,7 @@ class BlockManager:
         """Compare with the batch system; greet again lost nodes whose managers are connected."""
         if any(block.unusable - block.greeted for block in self.blocks.values()):
             self.greet_new()
+        asked_at = self._clock.of_wall(getattr(self._provider.site, 'asked_at', None))
         for block_id, block in list(self.blocks.items()):
             status = statuses.get(block_id)
             self._stream.emit(*block.look(block_id, status, at))
@@ -240,7 +243,9 @@ class BlockManager:
             if block_id not in self.blocks:
                 continue
             waits = status is not None and status.state in (JobState.PENDING, JobState.HELD)
-            if waits and (block.nodes or block.unusable):
+            # It may have waited when that was asked, and started since.
+            newer = asked_at is None or asked_at > block.heard_at
+            if waits and newer and (block.nodes or block.unusable):
                 self._requeued(block_id, at)
             until_s = block.until_s if block.noticed else self._end_of(block)
             if until_s != block.until_s:

@@ -61,6 +61,7 @@ class BatchSite:
     ) -> None:
         self.options = given_options(self.options_type, type(self).__name__, options, settings)
         self.poll_s = self.options.poll_s
+        self.asked_at: float | None = None  #: when that was asked which statuses() last answered
         self.spans_blocks = self.options.spans_blocks
         self.interface: str | None = self.options.interface
         self.script_dir: str | None = None
@@ -217,7 +218,7 @@ class BatchSite:
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """The status of each job; the last one seen while the scheduler is silent."""
         statuses = self._tracker.statuses(job_ids)
-        self.poll_s = self._tracker.poll_s
+        self.poll_s, self.asked_at = self._tracker.poll_s, self._tracker.taken_in
         return statuses
 
     def cancel(self, job_ids: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ class BlockTracker:
         self._stalled = StalledJobs(4 * options.start_s)
         self._needs: tuple[QueueSnapshot, Needs] = (QueueSnapshot(), Needs())
         self._offers = OfferLog(3 * options.poll_s)
-        self._taken_in = NEVER  # when the question was asked whose answer was last taken in
+        self.taken_in = NEVER  # when the question was asked whose answer was last taken in
         self._waiting = False
         self._held: dict[str, tuple[str, ...]] = {}
         self._leaving: set[str] = set()  # jobs that end themselves
@@ -223,7 +223,7 @@ class BlockTracker:
         self._ask_history()
         self._delete(snapshot)
         now = self._clock()
-        silent = self._watch.failures > 0 and now - self._taken_in > self._options.unreachable_s
+        silent = self._watch.failures > 0 and now - self.taken_in > self._options.unreachable_s
         silence = self._watch.error if silent else ''
         with self._lock:
             return [self._blocks.status(job_id, now, silence) for job_id in job_ids]
@@ -234,8 +234,8 @@ class BlockTracker:
             self._changed = min(self._changed, self._clock())
             self._next_history = self._next_cancel = NEVER
         snapshot = self._watch.look(with_nodes, self._changed)
-        if snapshot.jobs_at not in (NEVER, self._taken_in):
-            self._taken_in = snapshot.jobs_at
+        if snapshot.jobs_at not in (NEVER, self.taken_in):
+            self.taken_in = snapshot.jobs_at
             with self._lock:
                 self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)
                 self._note_offers(snapshot)

@@ -81,6 +81,18 @@ class Shared(LocalSite):
         pass
 
 
+def test_an_answer_of_before_its_nodes_joined_does_not_say_that_a_block_is_queued_again() -> None:
+    site, nobody = Shared(), cast(Any, None)
+    blocks = BlockManager(BackfillProvider(site), Stream([]), nobody, '', NoParsl())
+    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
+    block = blocks.blocks['b1']
+    block.nodes['n1'], block.heard_at = 'node01', 5.0
+    for asked_at, nodes in ((4.0, {'n1'}), (6.0, set[str]())):
+        setattr(site, 'asked_at', asked_at)  # noqa: B010
+        blocks.poll({'b1': JobStatus(JobState.PENDING)}, 7.0)
+        assert block.nodes.keys() == nodes
+
+
 def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited() -> None:
     nobody = cast(Any, None)
     sent: list[dict[str, Any]] = []
