@@ -25,6 +25,7 @@ from parsl_freetrain.sites.batch.records import (
     warn_once,
 )
 from parsl_freetrain.sites.pbspro.documents import document
+from parsl_freetrain.sites.pbspro.recurring import later_starts
 
 JOBS = ('qstat', '-f', '-F', 'json')
 NODES = ('pbsnodes', '-a', '-F', 'json')
@@ -295,18 +296,24 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations with nodes; one without readable times lasts for ever."""
+    """Reservations with nodes, and the next occurrences of those that recur; one whose times cannot
+    be read lasts for ever.
+    """
     found = []
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
         name, _, rest = text.partition('\n')
         fields = dict(re.findall(r'^\s*(\w+) = (.*)$', rest.replace('\n\t', ''), re.MULTILINE))
+        start_s, end_s = 0.0, math.inf
+        later: tuple[float, ...] = ()
         try:
             start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
+            later = later_starts(fields, start_s)
         except (KeyError, ValueError, OverflowError):
             warn_once(f'A reservation of PBS has no times that can be read: {text[:200]!r}')
-            start_s, end_s = 0.0, math.inf
+            end_s = math.inf
         if nodes := _hosts(fields.get('resv_nodes', '')):
-            found.append(NodeReservation(name.strip(), start_s, end_s, nodes))
+            ends = ((at, at + end_s - start_s) for at in (start_s, *later))
+            found += [NodeReservation(name.strip(), *times, nodes) for times in ends]
     return tuple(found)
 
 

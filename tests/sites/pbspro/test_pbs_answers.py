@@ -5,10 +5,14 @@ was recorded there.
 import json
 import math
 import os
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
+from dateutil.rrule import rrulestr  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,10 +30,11 @@ from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.documents import document
 from parsl_freetrain.sites.pbspro.options import PbsOptions
+from parsl_freetrain.sites.pbspro.recurring import later_starts
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
 
 pytestmark = pytest.mark.usefixtures('utc')
-RECORDED = Path(__file__).with_name('recorded')
+ZOO = Path(__file__).parents[1] / 'zoo' / 'openpbs-23.06'
 NOW = 1699535000  # before the estimates below
 
 
@@ -106,7 +111,7 @@ def test_a_planned_job_has_a_start() -> None:
 
 def test_an_estimate_that_has_gone_by_says_nothing() -> None:
     """As a real server answered: PBS renews only the estimates of the first jobs that wait."""
-    said = json.loads((RECORDED / 'qstat-f-stale-estimate.json').read_text(), strict=False)
+    said = json.loads((ZOO / 'qstat-f-stale-estimate.json').read_text(), strict=False)
     begun = {job.job_id: job.start_s for job in answers.parse_jobs(json.dumps(said), 'pool')}
     [stale, fresh] = [start for job, start in begun.items() if 'estimated' in said['Jobs'][job]]
     assert stale is not None and fresh is not None
@@ -311,6 +316,43 @@ def test_reservations() -> None:
     )
     odd = 'Resv ID: R1\nreserve_start = soon\nresv_nodes = (x3:ncpus=4)\n'
     assert answers.parse_reservations(odd) == (NodeReservation('R1', 0.0, math.inf, ('x3',)),)
+    [unread] = answers.parse_reservations(
+        f'{text}resv_nodes = (x3:ncpus=4)\nreserve_rrule = FREQ=DAILY;INTERVAL=often\n'
+    )[1:]
+    assert unread == NodeReservation('R13.polaris', 1699535150.0, math.inf, ('x3',))
+
+
+def test_all_occurrences_of_a_reservation() -> None:
+    """As a real server answered; the first of COUNT is the one that is told."""
+    found = answers.parse_reservations((ZOO / 'pbs_rstat-f-recurring.txt').read_text())
+    daily, hourly = (
+        [r.start_s - 1795743780 for r in found if r.name == name] for name in ('S0.vm', 'S1.vm')
+    )
+    assert daily == [86400 * day for day in range(4)]
+    assert hourly == [7200 * number for number in range(5)]
+    assert {r.end_s - r.start_s for r in found if r.nodes == ('node03',)} == {1200.0}
+
+
+@pytest.mark.parametrize(
+    ('rule', 'few'),
+    [
+        ('FREQ=WEEKLY;INTERVAL=2;BYDAY=MO,WE;COUNT=7', True),
+        ('FREQ=WEEKLY;UNTIL=20260408T100000Z', True),
+        ('FREQ=DAILY;BYHOUR=9,17;COUNT=4', True),
+        ('FREQ=MONTHLY;INTERVAL=2;COUNT=3', True),
+        ('FREQ=YEARLY;COUNT=2', True),
+        ('FREQ=MONTHLY;BYDAY=2WE;COUNT=5', False),
+        ('FREQ=MONTHLY;BYMONTHDAY=11,-1;COUNT=5', False),
+    ],
+)
+def test_no_occurrence_of_a_rule_is_missed(rule: str, few: bool) -> None:
+    """``few``: and no other time is taken for one. Wall clocks change on 29 March in Berlin."""
+    begin = datetime(2026, 3, 11, 9, tzinfo=ZoneInfo('Europe/Berlin'))
+    real = [at.timestamp() for at in islice(rrulestr(rule, dtstart=begin), 1, 8)]
+    count = {'reserve_count': str(1 + len(real))} if 'COUNT' in rule else {}
+    told = {'reserve_rrule': rule, 'Variable_List': 'A=b,PBS_TZID=Europe/Berlin', **count}
+    found = later_starts(told, begin.timestamp())
+    assert found == tuple(real) if few else {*found} >= {at for at in real if at <= found[-1]}
 
 
 @given(
