@@ -49,7 +49,7 @@ _ENDS |= dict.fromkeys((-26, -27), JobState.OUT_OF_MEMORY)
 _ENDS |= dict.fromkeys((128 + 15, 256 + 15), JobState.PREEMPTED)  # on SIGTERM
 # PBS renews only the estimates of the first backfill_depth jobs.
 _STALE_S = 120.0
-_QUEUED = re.compile(r'Queued:(\d+)')
+_TASKS = re.compile(r'(\w+):(\d+)')
 # How comments begin of jobs that more idle nodes would not start (OpenPBS's job_info.cpp): a limit,
 # a resource of the server such as licences, a time of day, or what no node can give. Where nodes
 # are what is lacking, other comments say so, also "Node has reached user run limit".
@@ -60,6 +60,7 @@ _BLOCKED = re.compile(
     '|Dedicated time|Job will |Job would cross |Job would exceed |Job exceeds |Job is under '
     "|Job has zero shares|Not enough total nodes|can't fit in the largest placement set)"
 )
+_NAMES = 'host', 'vnode'
 _RANK = 4096.0  # more than the priorities of two jobs can differ
 _SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
 
@@ -90,21 +91,29 @@ def parse_jobs(
         return tuple(
             BatchJob(job_id, JobState.UNKNOWN, pool, 1)
             if job is None
-            else _job(job_id, job, '' if _elsewhere(job, features, apart) else pool, now, ranks)
+            else _job(job_id, job, '' if job.get('queue') in apart else pool, now, ranks, features)
             for job_id, job in said.get('Jobs', {}).items()
             if job is None or 'job_state' in job
         )
 
 
 def _job(
-    job_id: str, job: Mapping[str, Any], pool: str, now: float, ranks: Mapping[str, int]
+    job_id: str,
+    job: Mapping[str, Any],
+    pool: str,
+    now: float,
+    ranks: Mapping[str, int],
+    known: Collection[str],
 ) -> BatchJob:
     letter, resources = job['job_state'], job.get('Resource_List') or {}
     comment = str(job.get('comment', ''))
     state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
-    tasks = _QUEUED.search(str(job.get('array_state_count', '')))
-    if letter == 'B' and tasks and tasks[1] == '0':
-        state = JobState.HELD  # all of its jobs run, and none waits
+    counts = dict(_TASKS.findall(str(job.get('array_state_count', ''))))
+    tasks = int(counts.get('Queued', 1))
+    if 'max_run_subjobs' in job:
+        tasks = min(tasks, int(job['max_run_subjobs']) - int(counts.get('Running', 0)))
+    if state is JobState.PENDING and tasks <= 0:
+        state = JobState.HELD  # all of its jobs run, or as many as may
     start_s = end_s = None
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
@@ -117,11 +126,15 @@ def _job(
     names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     nodes = int(resources.get('nodect', len(names) or 1))
     place = str(resources.get('place', ''))
-    cpus = 0 if 'excl' in place else _count(resources.get('ncpus', 0))
+    select = str(resources.get('select', ''))
+    words, only = _wishes(select, known)
+    # Which of unlike chunks share a node is not known: they get whole ones.
+    unlike = len({re.sub(r'^\d+:', '', chunk) for chunk in select.split('+')}) > 1
+    cpus = 0 if unlike or 'excl' in place else _count(resources.get('ncpus', 0))
     return BatchJob(
         job_id,
         state,
-        pool,
+        '' if all(not each.issubset(known) for each in words) else pool,
         nodes,
         start_s,
         end_s,
@@ -134,7 +147,9 @@ def _job(
         seconds_of(resources['walltime']) if 'walltime' in resources else None,
         priority=_RANK * ranks.get(job.get('queue', ''), 0) + _count(job.get('Priority', 0)),
         blocked=_BLOCKED.match(comment) is not None,
-        tasks=int(tasks[1]) if tasks else 1,
+        only=only,
+        features=tuple(dict.fromkeys(words)) if all(words) else (),
+        tasks=max(1, tasks),
         gpus=0 if not cpus else -(-_count(resources.get('ngpus', 0)) // nodes),
         cpus=cpus,
         step=max(1, cpus // nodes),
@@ -143,14 +158,18 @@ def _job(
     )
 
 
-def _elsewhere(job: Mapping[str, Any], features: Collection[str], apart: Collection[str]) -> bool:
-    """Whether a job can get none of the pool's nodes."""
-    named = {feature.partition('=')[0] for feature in features}
-    chunks = str((job.get('Resource_List') or {}).get('select', '')).lower().split('+')
-    return job.get('queue') in apart or all(
-        any(part.partition('=')[0] in named and part not in features for part in chunk.split(':'))
+def _wishes(
+    select: str, known: Collection[str]
+) -> tuple[tuple[frozenset[str], ...], tuple[str, ...]]:
+    """What each chunk wants of the words that are known of nodes, and the hosts that are named."""
+    named = {feature.partition('=')[0] for feature in known}
+    chunks = [[part.partition('=') for part in chunk.split(':')] for chunk in select.split('+')]
+    hosts = (_host(at) for chunk in chunks for name, _, at in chunk if name in _NAMES)
+    words = (
+        frozenset(f'{name}={value}'.lower() for name, _, value in chunk if name.lower() in named)
         for chunk in chunks
     )
+    return tuple(words), tuple(dict.fromkeys(hosts))
 
 
 def _ended(job: Mapping[str, Any]) -> JobState:
@@ -169,7 +188,7 @@ def parse_nodes(
     classes: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
-    its vnodes are. The features of a node are the values of those resources that are words:
+    its vnodes are. The features of a node are the values of those of its resources that are words:
     ``system=polaris``. Raises NotUnderstood if it is not such a document. ``owners``: see
     :func:`node_owners`. ``classes``: the resources of each node class.
     """
@@ -178,18 +197,20 @@ def parse_nodes(
     with as_documented('pbsnodes'):
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
-        words = [resource for resource, value in resources.items() if _amount(value) is None]
+        words = {name for name, value in resources.items() if _amount(value) is None}
+        for vnodes in hosts.values():
+            for name, value in (pair for v in vnodes for pair in _available(v).items()):
+                if isinstance(value, str) and _amount(value) is None and name not in _NAMES:
+                    words.add(name)
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
-            useful = [
-                v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))
-            ] or vnodes
+            useful = [v for v in vnodes if _count(_available(v).get('ncpus', 0))] or vnodes
             if all(
                 (v.get('queue', ''), v.get('partition', '')) in owners
-                and _has(v.get('resources_available', {}), resources)
+                and _has(_available(v), resources)
                 for v in useful
             ):
-                has = [v.get('resources_available', {}) for v in useful]
+                has = [_available(v) for v in useful]
                 ngpus, ncpus, mem = (
                     sum(_amount(str(here.get(resource, 0))) or 0.0 for here in has)
                     for resource in ('ngpus', 'ncpus', 'mem')
@@ -198,8 +219,8 @@ def parse_nodes(
                 features = {
                     f'{word}={value}'.lower()
                     for word in words
-                    for vnode in useful
-                    for value in str(vnode['resources_available'].get(word, False)).split(',')
+                    for here in has
+                    for value in str(here.get(word, False)).split(',')
                 }
                 state, sizes = _node_state(useful), (int(ngpus), int(ncpus), mem // 2**28 * 256)
                 alike[state, tuple(sorted(features)), node_class, *sizes].append(name)
@@ -209,9 +230,13 @@ def parse_nodes(
     )
 
 
+def _available(vnode: Mapping[str, Any]) -> Mapping[str, Any]:
+    return vnode.get('resources_available') or {}
+
+
 def _class_of(vnodes: list[Mapping[str, Any]], classes: Mapping[str, Mapping[str, str]]) -> str:
     """The first class whose resources each of the vnodes has; empty: none."""
-    has = [vnode.get('resources_available', {}) for vnode in vnodes]
+    has = [_available(vnode) for vnode in vnodes]
     return next((name for name, wanted in classes.items() if all(_has(h, wanted) for h in has)), '')
 
 

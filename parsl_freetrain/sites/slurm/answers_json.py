@@ -42,8 +42,11 @@ def _job(job: dict[str, Any]) -> BatchJob:
     end = _number(job['end_time'])
     preempted = _number(job.get('preempt_time', 0))
     nodes = int(_number(job['node_count']) or 0)
-    gres, of_job = job.get('tres_per_node') or '', job.get('tres_per_job') or ''
-    gpus = gpus_of(gres) or -(-gpus_of(of_job) // max(1, nodes))
+    gres, *more = (job.get(f'tres_per_{what}') or '' for what in ('node', 'socket', 'job', 'task'))
+    socket, of_job, task = map(gpus_of, more)
+    of_job = of_job or task * int(_number(job.get('tasks')) or 1)
+    gpus = gpus_of(gres) or socket or -(-of_job // max(1, nodes))
+    per_gpu = gpus_of(job.get('memory_per_tres') or '')  # MiB, told as a number of GPUs is
     # 22.05: one word, or nothing; later a list of words.
     shared = job.get('shared') or ()
     words = (shared,) if isinstance(shared, str) else shared
@@ -68,12 +71,12 @@ def _job(job: dict[str, Any]) -> BatchJob:
         blocked=is_blocked(reason, job.get('resv_name') or ''),
         only=expand(job.get('required_nodes') or ''),
         excluded=expand(job.get('excluded_nodes') or ''),
-        features=choices_of(job.get('features') or '', f'{gres},{of_job}'),
+        features=choices_of(job.get('features') or '', ','.join((gres, *more))),
         gpus=gpus,
         tasks=tasks_of(job.get('array_task_string') or ''),
         cpus=0 if whole else int(_number(job.get('cpus')) or 0),
         step=int(_number(job.get('minimum_cpus_per_node')) or 1),
-        memory=per_node or per_cpu,
+        memory=per_node or per_cpu or per_gpu * gpus,
         memory_per_cpu=per_cpu,
     )
 

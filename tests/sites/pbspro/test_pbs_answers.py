@@ -5,6 +5,7 @@ was recorded there.
 import json
 import math
 import os
+from collections.abc import Collection
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -38,7 +39,10 @@ ZOO = Path(__file__).parents[1] / 'zoo' / 'openpbs-23.06'
 NOW = 1699535000  # before the estimates below
 
 
-def jobs(**job: object) -> tuple[BatchJob, ...]:
+NEW, OLD = frozenset({'model=new', 'bigmem=true'}), frozenset({'model=old'})
+
+
+def jobs(known: Collection[str] = (), **job: Any) -> tuple[BatchJob, ...]:
     said = {
         'Job_Name': 'n',
         'Job_Owner': 'eve@login',
@@ -47,7 +51,7 @@ def jobs(**job: object) -> tuple[BatchJob, ...]:
         **job,
     }
     text = json.dumps({'timestamp': NOW, 'Jobs': {'7.polaris': said}})
-    return answers.parse_jobs(text, 'pool')
+    return answers.parse_jobs(text, 'pool', known)
 
 
 def test_a_running_job_has_nodes_and_an_end() -> None:
@@ -82,6 +86,43 @@ def test_a_job_that_shares_nodes_says_what_it_takes() -> None:
         [job] = jobs(job_state='Q', Resource_List={**asked, 'place': place})
         assert (job.nodes, job.cpus, job.least_nodes) == (2, cpus, least)
         assert (job.memory, job.gpus) == (1024.0, 1 if cpus else 0)
+
+
+@pytest.mark.parametrize(
+    ('said', 'expected'),
+    [
+        ({'select': '1:ncpus=4+2:ncpus=8', 'ncpus': 20, 'nodect': 3}, {'cpus': 0}),
+        ({'select': 'ncpus=4+2:ncpus=4', 'ncpus': 12, 'nodect': 3}, {'cpus': 12, 'step': 4}),
+        ({'select': '1:host=x3+1:vnode=x4[0]', 'nodect': 2}, {'only': ('x3', 'x4')}),
+        ({'select': '2:model=New:bigmem=True:ncpus=1'}, {'features': (NEW,)}),
+        ({'select': '1:model=new:bigmem=true+1:model=old'}, {'features': (NEW, OLD)}),
+        ({'select': '1:model=new+1:ncpus=4'}, {'features': ()}),
+        ({'select': '1:model=unknown'}, {'partition': ''}),
+    ],
+)
+def test_what_chunks_want(said: dict[str, object], expected: dict[str, object]) -> None:
+    [job] = jobs(job_state='Q', Resource_List=said, known=[*NEW, *OLD, 'bigmem=false'])
+    assert {name: getattr(job, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(('running', 'tasks', 'state'), [(1, 2, 'PENDING'), (3, 1, 'HELD')])
+def test_an_array_says_how_many_may_run(running: int, tasks: int, state: str) -> None:
+    counts = f'Queued:10 Running:{running} Exiting:0 Expired:0 '
+    [job] = jobs(job_state='B', array_state_count=counts, max_run_subjobs=3)
+    assert (job.tasks, job.state) == (tasks, state)
+
+
+def test_nodes_tell_their_words() -> None:
+    """Also those that the site's settings do not name."""
+    nodes: dict[str, Any] = {
+        'x1': {'ncpus': 4, 'model': 'New', 'bigmem': 'True', 'host': 'x1'},
+        'x2': {'ncpus': 4, 'model': 'old', 'mem': '8gb', 'vnode': 'x2'},
+    }
+    said = {name: {'state': 'free', 'resources_available': has} for name, has in nodes.items()}
+    found = answers.parse_nodes(json.dumps({'nodes': said}), 'pool', {})
+    assert {group.names[0]: group.features for group in found} == {
+        'x1': ('bigmem=true', 'model=new'), 'x2': ('bigmem=false', 'model=old'),
+    }  # fmt: skip
 
 
 def test_a_job_whose_nodes_are_made_ready_has_an_end_although_it_has_no_start() -> None:
@@ -156,7 +197,7 @@ def _planned(said: dict[str, Any]) -> list[BatchJob]:
         ({'job_state': 'Y'}, 'UNKNOWN'),
     ],
 )
-def test_states(job: dict[str, object], state: str) -> None:
+def test_states(job: dict[str, Any], state: str) -> None:
     assert [found.state for found in jobs(**job)] == [state]
 
 

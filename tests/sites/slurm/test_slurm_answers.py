@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    NotUnderstood,
-    Partition,
-)
+from parsl_freetrain.sites.batch.records import JobState, NodeReservation, NotUnderstood, Partition
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.scheduler import Slurm, partition_for
@@ -78,23 +72,6 @@ def job_document(**changes: object) -> str:
 
 def test_jobs_as_text() -> None:
     jobs = {job.job_id: job for job in answers_text.parse_jobs(recorded('squeue-22.05.txt'))}
-    assert jobs['3'] == BatchJob(
-        '3',
-        JobState.PENDING,
-        'batch',
-        6,
-        1795248170.0,
-        1795248770.0,
-        PLANNED,
-        (),
-        'root',
-        'Resources',
-        'next',
-        limit_s=600.0,
-        priority=4294901757.0,
-        memory=100.0,
-        memory_per_cpu=100.0,
-    )
     assert jobs['1'].name == 'wide|name, "x"'
     assert jobs['1'].names == ('node01', 'node02', 'node03')
     assert (jobs['5_[0-3]'].start_s, jobs['5_[0-3]'].nodes) == (None, 8)
@@ -235,6 +212,14 @@ def test_jobs_as_a_document_of_23_11() -> None:
         job_document(cpus=number(9), memory_per_cpu=number(700), minimum_cpus_per_node=number(3))
     )
     assert (job.cpus, job.step, job.memory, job.memory_per_cpu) == (9, 3, 700.0, 700.0)
+    for gres, gpus, types in (
+        ({'tres_per_task': 'cpu=2,gres/gpu=1', 'tasks': number(12)}, 2, ()),
+        ({'tres_per_task': 'gres/gpu:a100:1', 'tasks': number(6)}, 1, (frozenset({'gpu:a100'}),)),
+        ({'tres_per_socket': 'gres/gpu:2'}, 2, ()),
+        ({'tres_per_job': 'gres/gpu:h100=13'}, 3, (frozenset({'gpu:h100'}),)),
+    ):
+        [job] = answers_json.parse_jobs(job_document(memory_per_tres='gres/gpu:1024', **gres))
+        assert (job.gpus, job.features, job.memory) == (gpus, types, gpus * 1024.0)
     for shared in (['none'], ['user'], ['topo'], 'none'):
         [job] = answers_json.parse_jobs(job_document(cpus=number(9), shared=shared))
         assert job.cpus == 0, 'it gets whole nodes'
@@ -280,13 +265,6 @@ def test_one_reservation_that_cannot_be_read_does_not_hide_the_others() -> None:
 def test_a_job_of_another_cluster_of_the_federation_waits_for_nothing_here() -> None:
     [job] = answers_json.parse_jobs(job_document(job_state=['PENDING', 'REVOKED']))
     assert job.state is JobState.CANCELLED
-
-
-def test_gpus_of_a_whole_job_are_divided_among_its_nodes() -> None:
-    [job] = answers_json.parse_jobs(
-        job_document(node_count=number(2), tres_per_node='', tres_per_job='gres/gpu:a100:3')
-    )
-    assert (job.gpus, job.features) == (2, (frozenset({'gpu:a100'}),))
 
 
 def test_reservations() -> None:
