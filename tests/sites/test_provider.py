@@ -145,13 +145,6 @@ def test_another_executor_cannot_scale_with_it(tmp_path: Path) -> None:
     assert (status.state, 'give other executors' in str(status.message)) == (JobState.FAILED, True)
 
 
-def test_it_shows_how_it_was_made() -> None:
-    text = repr(BackfillProvider(LocalSite(2), max_blocks=3))
-    assert text.startswith('BackfillProvider(')
-    assert 'LocalSite(nodes=2' in text
-    assert 'max_blocks=3' in text
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(BadInput, match='max_blocks'):
         BackfillProvider(LocalSite(2), max_blocks=0)

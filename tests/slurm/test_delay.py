@@ -1,11 +1,7 @@
 """The arithmetic of the experiment finds a delay, and accounts for every idle node-second."""
 
-import pytest
-
 from tests.slurm.delay import delays_s, idle_of, scatter_s
 from tests.slurm.experiment import Outcome, Ran
-from tests.slurm.mix import Mix, untidy
-from tests.slurm.zero_delay import aims
 
 
 def outcome(
@@ -54,20 +50,3 @@ def test_what_is_idle_for_more_than_a_minute_is_counted_apart() -> None:
     )
     assert (idle.idle, idle.long, idle.in_long) == (80 + 40, 80, 70)
     assert idle.share_of_long == 70 / 80
-
-
-def test_the_report_says_which_aims_a_run_has_reached() -> None:
-    assert set(aims([0.0, 2.0, 15.0], 2.0, 15.0).values()) == {True}
-    assert set(aims([0.0, 2.5, 15.5], 2.0, 15.0).values()) == {False}
-    missed = aims([0.0, 2.0, 31.0], 2.0, 15.0)
-    assert [aim for aim, yes in missed.items() if not yes] == ['maximum within 15 s']
-
-
-@pytest.mark.parametrize('mix', [untidy(seed, 4, 8, 90.0, 30.0) for seed in (6, 8)])
-def test_mixes_are_untidy_but_keep_their_limits(mix: Mix) -> None:
-    assert {1, 4} <= {job.nodes for job in mix.jobs}
-    assert any(job.tasks > 1 for job in mix.jobs)
-    assert any(job.after is not None for job in mix.jobs)
-    assert all(job.after is None or job.after < n for n, job in enumerate(mix.jobs))
-    assert all(2 * job.run_s <= 60 * job.minutes for job in mix.jobs)
-    assert mix.reserved is not None

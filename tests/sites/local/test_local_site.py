@@ -251,16 +251,3 @@ def test_a_site_that_cannot_work_says_so_at_once(bad: dict[str, Any], says: str)
     with pytest.raises(BadInput) as raised:
         LocalSite(**(good | bad))
     assert says in str(raised.value)
-
-
-def test_a_bad_schedule_file_says_so_at_once(tmp_path: Path) -> None:
-    path = tmp_path / 'idle.csv'
-    path.write_text('start_s,end_s,node\n5,1,a\n')
-    with pytest.raises(BadInput, match=r'idle.csv, line 2'):
-        LocalSite(2, str(path))
-
-
-def test_the_representation_shows_what_the_site_was_made_of() -> None:
-    assert repr(LocalSite(2, taken='mixed', seed=7)).startswith(
-        "LocalSite(nodes=2, schedule=None, time_factor=1.0, repeat=False, taken='mixed'"
-    )

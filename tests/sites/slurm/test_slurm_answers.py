@@ -243,11 +243,6 @@ def test_marks_of_states(state: str, bare: str, marks: str) -> None:
     assert (nodes.state, nodes.marks) == (bare, marks)
 
 
-def test_types_of_gpus_may_begin_with_a_digit() -> None:
-    gres = 'gpu:3090:2,gpu:1g.5gb:7(IDX:0-6),gpu:4'
-    assert answers_text.features_of('ib', gres) == ('ib', 'gpu:3090', 'gpu:1g.5gb')
-
-
 def test_one_reservation_that_cannot_be_read_does_not_hide_the_others() -> None:
     right = 'ReservationName=r StartTime=100 EndTime=200 Nodes=n1 Comment=EndTime=1 Nodes=n9'
     odd = 'ReservationName=odd StartTime=tomorrow EndTime=200 Nodes=n2'
