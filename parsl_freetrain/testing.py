@@ -36,8 +36,7 @@ class Fault:
     strike: Callable[[], None]  #: causes the fault; called in the rank
     step: int | None = None  #: the step at which it occurs; None: not at a step
     every: bool = False  #: whether it occurs at every step from ``step`` on, not only once
-    #: stage, checkpoint: the stage of saving at which it occurs, and the number of the checkpoint
-    #: in the fragment, from 1.
+    #: stage, checkpoint: of saving, and which checkpoint of the fragment, from 1.
     stage: str | None = None
     checkpoint: int = 1
     mend: Callable[[], None] | None = None  #: undoes the fault when the save or the function ends
@@ -153,8 +152,7 @@ def _at_stages(faults: list[Fault]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Mend only after an error, which must still be written, for instance to the log. After a
-        # normal end the last checkpoint may still be in progress.
+        # Mend after an error, to be written; after a normal end a checkpoint may be in progress.
         for fault in faults:
             if fault.mend is not None:
                 fault.mend()

@@ -79,8 +79,7 @@ class _Service:
         from parsl_freetrain.solver import allocator_named, close_allocator
 
         self._allocator = allocator_named(solver.value, time_limit_s=time_limit_s)
-        # The alternative is the optimum of another problem, to which the dynamic programme may not
-        # apply.
+        # The alternative is another problem's optimum; the dynamic programme may not apply.
         exact = 'milp' if solver is SolverName.MILP else 'auto'
         self._exact = allocator_named(exact, time_limit_s=time_limit_s) if reasons else None
         self._metric, self._close = metric, close_allocator

@@ -13,8 +13,7 @@ from parsl_freetrain.host.processes import allow_open_files
 
 
 def main() -> None:
-    # These may reach all processes of a terminal, a job or a ``timeout``; the submitting process
-    # ends this one in order, when trainers have saved.
+    # They may reach all processes; the submitting one ends this one when trainers have saved.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

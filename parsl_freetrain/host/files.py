@@ -130,8 +130,7 @@ def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some user-space file systems have none for directories, or for files that are open for
-        # reading only; these are durable at once or never.
+        # Some file systems have no fsync for directories: entries are durable at once or never.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -82,8 +82,7 @@ def _run_or_join(order: bytes, python: str = '') -> bytes:
     return done.stdout
 
 
-# Pickled by value, not by name: the endpoint's own Python need not have this package. ALCF's has an
-# older Parsl.
+# By value: the endpoint's own Python need not have this package (ALCF's has an old Parsl).
 run_or_join = types.FunctionType(_run_or_join.__code__, {}, 'run_or_join', ('',))
 run_or_join.__module__, run_or_join.__doc__ = '__main__', _run_or_join.__doc__
 

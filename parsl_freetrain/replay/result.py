@@ -108,17 +108,14 @@ class ReplayResult:
     #: Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
     equivalent_nodes: float
     efficiency: float | None  #: U; None if the constant pool trained nothing
-    #: What U compares: 'samples' in the same time, or the 'time' for the same samples if all
-    #: trainers finished on one of the two.
+    #: 'samples' in the same time, or the 'time' for the same, if all finished on one of them.
     compared: str
-    #: The same ratio, with each trainer's samples divided by its speed on one node, so that fast
-    #: and slow networks can be added up; None if U compares times.
+    #: The same, each trainer's samples by its speed on one node; None if U compares times.
     work_efficiency: float | None
     wall_s: float  #: computing time of both, in seconds
     #: For learned curves, the comparison with known ones; None: the curves were known.
     oracle: Oracle | None = None
-    #: U of no decisions is higher, see :func:`~parsl_freetrain.replay.bound.most_samples`; None if
-    #: U compares times.
+    #: No decisions have a higher U, see bound.most_samples; None if U compares times.
     efficiency_bound: float | None = None
 
     def as_json(self) -> dict[str, object]:

@@ -40,8 +40,7 @@ class Scenario(Settings, frozen=True):
     rescale_up_s: Seconds | None = None  #: with ``rescale_down_s``: in place of the trainers' own
     rescale_down_s: Seconds | None = None
     by_file: bool = True  #: the objective of the trainers' file counts, not ``settings.metric``
-    #: How decisions learn the scaling curves; None: they know them. The objective cannot be that of
-    #: the file then, which would tell them.
+    #: How decisions learn curves; None: known. Then the file's objective would tell them.
     learning: CurveLearning | None = None
 
     def __post_init__(self) -> None:

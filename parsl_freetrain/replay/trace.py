@@ -55,10 +55,8 @@ class Trace:
     starts: Floats  #: with ``ends``: start and end of each interval, in seconds
     ends: Floats
     nodes: Ints  #: the node of each interval, as an index into ``names``
-    #: Until when the scheduler's reservations, as known at the interval's start, would have left
-    #: the node alone. Infinite if no reservation includes it or nothing is known; not after the
-    #: interval's start if it was promised for no time. If a promise runs out and the node is still
-    #: idle, the interval ends and the next one follows at once, with its own promise.
+    #: Until when reservations, as known at its start, leave the node alone: infinite if none does,
+    #: its start if it was promised for no time. When a promise runs out, another interval follows.
     known_until: Floats
     node_classes: tuple[str, ...] = ()  #: the nodes' classes, by index; empty: nodes are alike
 

@@ -103,9 +103,8 @@ class RescaleCost:
     change: str  #: 'up', 'down', or 'start': from no nodes at all
     #: The cost that decisions assume before the first measurement, or always if the user stated it.
     assumed_s: float
-    #: One for each change: from the last step before it to the first step after it, as the ranks
-    #: report. Without such a report: the time of the last checkpoint before the change plus the
-    #: time from the decision to the first step.
+    #: By change: from the last step before to the first after it, as reported; else the last
+    #: checkpoint's time plus that from the decision to the first step.
     measured_s: tuple[float, ...]
 
 

@@ -39,8 +39,7 @@ class DecisionOutcome:
     #: nodes_before, nodes: the trainer's nodes before and after, with those about to start.
     nodes_before: int
     nodes: int
-    #: expected, staying: samples expected in this time from the decision, and from changing
-    #: nothing; None if the trainer's speed on these node classes was not known yet.
+    #: expected, staying: samples by the decision, and without a change; None: speed not known.
     expected: float | None
     staying: float | None
     trained: float  #: samples trained in this time and kept

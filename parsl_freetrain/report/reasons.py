@@ -52,17 +52,14 @@ class DecisionAbout:
     objective: float
     others: Mapping[str, int]  #: nodes of the other trainers that have any
     actions: tuple[str, ...]
-    #: horizon_s, worth_before, worth, rescale_cost, alternative: from solving the problem again;
-    #: None if it was not recorded: see :class:`parsl_freetrain.core.allocation.explain.Reason`.
+    #: horizon_s to alternative: by solving the problem again, see Reason; None: not recorded.
     horizon_s: float | None = None
     worth_before: float | None = None
     worth: float | None = None
     rescale_cost: float | None = None
     alternative: Mapping[str, float] | None = None
-    #: stood_s, expected, staying_expected, trained: outcome in samples: see
-    #: :class:`parsl_freetrain.report.outcome.DecisionOutcome`. ``staying_expected`` is also None if
-    #: the trainer was about to start on nodes from an earlier decision, since to change nothing was
-    #: then not to keep its nodes.
+    #: stood_s to trained: see DecisionOutcome; ``staying_expected`` is None, too, if the trainer
+    #: was about to start on nodes from an earlier decision.
     stood_s: float | None = None
     expected: float | None = None
     staying_expected: float | None = None

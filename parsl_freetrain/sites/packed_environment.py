@@ -84,8 +84,7 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
             raise FreeTrainError(
                 f'The environment for the nodes could not be packed in {folder}: {error}.'
             ) from error
-        # The script itself: nodes may not see our packages yet, and in a folder of a project others
-        # could put another one in its place.
+        # The script itself: nodes may not see our packages yet, and others could replace it.
         script = ['/bin/bash', '-c', SCRIPT.read_text(), SCRIPT.name]
         return shlex.join([*script, str(archive), found, self.local or ''])
 

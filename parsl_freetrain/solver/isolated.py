@@ -78,8 +78,7 @@ class _SolverProcess:
         self._pipe, theirs = Pipe()
         with theirs:
             ids = str(theirs.fileno()), str(os.getpid())
-            # The child inherits only its end of the pipe. It has its own session, so that a Ctrl-C
-            # at the terminal does not reach it.
+            # It inherits only its end of the pipe, and a session that no Ctrl-C reaches.
             self._process = subprocess.Popen(
                 [sys.executable, '-m', 'parsl_freetrain.solver.child', *ids],
                 pass_fds=(theirs.fileno(),),

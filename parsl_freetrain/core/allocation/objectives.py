@@ -58,8 +58,7 @@ class Candidate:
 
     name: str  #: for error messages
     curve: ScalingCurve  #: samples per second by node count
-    #: With ``max_nodes``: the counts that its worth is asked for; ``max_nodes`` need not exceed the
-    #: nodes that there are.
+    #: With ``max_nodes`` (no more than there are): the counts that its worth is asked for.
     min_nodes: int
     max_nodes: int
     priority: float = 1.0  #: how much it counts, relative to 1

@@ -33,26 +33,21 @@ class Bid:
     name: str  #: the trainer
     min_nodes: int  #: with ``max_nodes``: it gets 0 nodes or a count in this range
     max_nodes: int
-    #: What it holds now; leaving this count costs ``rescale_up_s`` or ``rescale_down_s`` seconds of
-    #: the current rate.
+    #: What it holds; leaving it costs ``rescale_up_s`` or ``rescale_down_s`` of the current rate.
     current_nodes: int
     rescale_up_s: float
     rescale_down_s: float
     #: What a node count is worth per second: the objective's view of the trainer's scaling curve.
     curve: ScalingCurve
-    #: ``current_nodes`` by block, in the order of :attr:`Problem.blocks`; empty where there is one
-    #: block or nothing is held.
+    #: ``current_nodes`` by block, as :attr:`Problem.blocks`; empty: one block, or nothing.
     held: tuple[int, ...] = ()
     #: The only counts it may get, besides 0; empty: every one in the range.
     sizes: tuple[int, ...] = ()
-    #: Whether it was rescaled too recently to be rescaled again. It keeps what it holds, even if
-    #: that is nothing; if it cannot (nodes are gone, the count is not allowed), it may change.
+    #: Rescaled too recently: it keeps what it holds, if it can, even if that is nothing.
     fixed: bool = False
-    #: Minimum time, in seconds, for which nodes must stay for it to start on them; it may go on
-    #: with what it holds.
+    #: Seconds for which nodes must stay for it to start on them; it may go on with its own.
     shortest_s: float = 0.0
-    #: What node counts of each node class are worth, in place of ``curve``; it does not use nodes
-    #: of other classes. Empty: ``curve`` holds for all classes.
+    #: By class, in place of ``curve``; it uses no others. Empty: ``curve`` holds for all.
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
     #: The class of the nodes that it holds; empty where they are of several.
     current_class: str = ''
@@ -126,12 +121,10 @@ class Limit:
     """A side constraint on some trainers together."""
 
     members: tuple[str, ...] = ()  #: names of the bids that it is about; empty: all
-    #: With ``most``: minimum and maximum number of nodes that they hold in total; ``most`` None: no
-    #: cap.
+    #: With ``most`` (None: no cap): the fewest and most nodes that they hold in total.
     least: int = 0
     most: int | None = None
-    #: Maximum node-seconds that they use within the horizon; None: no budget. A node of a block
-    #: uses min(horizon, remaining) seconds.
+    #: The most node-seconds within the horizon (of a block at most its rest); None: no budget.
     node_s: float | None = None
     #: Where it comes from, for explanations: 'user anna', 'group physics', 'nodes kept free'.
     why: str = ''
@@ -305,21 +298,18 @@ def relative_gap(objective: float, bound: float | None) -> float | None:
 class Answer:
     """An allocation."""
 
-    #: 'optimal' (to within 1e-9 of the objective, where MILP solvers stop), 'feasible' (time ran
-    #: out; never worse than staying) or 'infeasible' (no allocation that keeps all limits exists,
-    #: or none was found in time: what runs is kept).
+    #: 'optimal' (to 1e-9 of the objective), 'feasible' (time ran out; never worse than staying) or
+    #: 'infeasible' (no allocation keeps all limits, or none was found: what runs is kept).
     status: str
     objective: float  #: its value, by :meth:`Problem.objective`
     solver: str  #: name of the solver
     seconds: float  #: how long that took
     #: Nodes by trainer; every bid's name is a key.
     allocation: dict[str, int] = field(default_factory=dict)
-    #: Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the
-    #: problem names no blocks.
+    #: Nodes by trainer and block, without zeros; empty where the problem names no blocks.
     by_block: dict[str, dict[str, int]] = field(default_factory=dict)
     staying: float = 0.0  #: the objective of keeping what runs, as far as it can be kept
-    #: No allocation is worth more than this; the objective itself where the answer is optimal.
-    #: None: there is no allocation that keeps all limits, or none is known.
+    #: No allocation is worth more; None: none keeps all limits, or no bound is known.
     bound: float | None = None
 
     @property

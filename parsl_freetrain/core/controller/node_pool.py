@@ -31,8 +31,7 @@ class Group:
     node_class: str = ''
     total: int = 0
     free: set[str] = field(default_factory=set)
-    # A heap of free names, so that the first ones are found without sorting. Names that are no
-    # longer free stay in it until they reach the top.
+    # A heap of free names; others stay in it until they reach the top.
     _order: list[str] = field(default_factory=list, repr=False)
     _queued: set[str] = field(default_factory=set, repr=False)
 

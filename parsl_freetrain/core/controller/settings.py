@@ -109,13 +109,11 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
 class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
     """The policy, and facts about the site, the executor and the run."""
 
-    #: The shortest useful hole, in seconds, until a trainer's own times have been measured. Nodes
-    #: that leave sooner are not used.
+    #: Shortest useful hole in seconds, until measured; nodes that leave sooner are not used.
     min_hole_s: checked.Seconds = 5.0
     max_blocks: checked.AtLeast1 = 32  #: maximum number of blocks that are open or queued at once
     spans_blocks: bool = True  #: whether a fragment may use nodes of several blocks
-    #: Maximum number of consecutive fragments that may die without progress and without the loss of
-    #: a node before their trainer fails.
+    #: Consecutive fragments that may die without progress or lost nodes before it fails.
     stalls: checked.AtLeast1 = 5
     #: Number of ordinary Parsl tasks that one node runs at once.
     workers_per_node: checked.AtLeast1 = 1

@@ -48,8 +48,7 @@ class Charge:
     """What nodes of a queue cost, in the unit of the machine's accounts."""
 
     price: float = 0.0  #: of a node for an hour
-    #: Every node costs ``least_price`` an hour for the first ``least_s``
-    #: seconds, also if its block ends before.
+    #: ``least_price`` an hour and node for the first ``least_s`` seconds, even if it ends before.
     least_s: float = 0.0
     least_price: float = 0.0
 
@@ -197,15 +196,13 @@ class Trainer:
     #: Total number of samples to train; None while only the number of epochs is known.
     total_samples: checked.AtLeast1 | None = None
     curve: ScalingCurve | None = None  #: the scaling curve, where the user stated one
-    #: With ``rescale_down_s``: what a change to more or to fewer nodes costs, in seconds of the
-    #: current rate; until it has been measured, unless it is stated.
+    #: With ``rescale_down_s``: seconds of the current rate for a change, until measured.
     rescale_up_s: checked.Seconds = ASSUMED_RESCALE_S
     rescale_down_s: checked.Seconds = ASSUMED_RESCALE_S
     priority: checked.Positive = 1.0  #: weight relative to 1, for objectives that use it
     #: The allowed node counts; empty: every count from ``min_nodes`` to ``max_nodes``.
     sizes: tuple[int, ...] = ()
-    #: When it should be finished, in seconds of the events' clock, for objectives that use it;
-    #: None: no deadline.
+    #: When it should be finished, by the events' clock; None: no deadline.
     finish_by_s: checked.Number | None = None
     #: Statistical efficiency by nodes, for objectives that use it; None: 1 at every count.
     efficiency: Efficiency | None = None
@@ -214,19 +211,15 @@ class Trainer:
     group: str = ''
     #: The rescale costs that the user has stated, 'up' or 'down'. They hold whatever is measured.
     stated_costs: tuple[str, ...] = ()
-    #: What it trains: trainers of the same function are taken to scale alike until they have been
-    #: measured. Empty: like no other.
+    #: What it trains: those of one function scale alike until measured. Empty: like no other.
     function: str = ''
     #: The names of the shapes by node count, in the order in which they are tried.
     shapes: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    #: The scaling curves by node class, in place of ``curve``; it does not use nodes of other
-    #: classes.
+    #: By node class, in place of ``curve``; it does not use nodes of other classes.
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
-    #: If above 0, it may run on nodes of several classes at once, among which each batch is divided
-    #: by speed, in this number of parts for each rank of a node.
+    #: Above 0: parts of a batch for each rank, divided by speed among nodes of several classes.
     mixed_parts: int = 0
-    #: With ``replicas``, ``round_samples``: it is one of so many replicas of a training, which go
-    #: on to the next round (samples of all of them; None: not known yet) together.
+    #: With ``replicas``, ``round_samples`` (of all; None: not known): its place in a training.
     training: str = ''
     replicas: checked.AtLeast1 = 1
     round_samples: checked.AtLeast1 | None = None
@@ -293,15 +286,12 @@ class Checkpoint:
     at: float = field(default=0.0, compare=False)
     #: How long writing it took, as long as a stop may take.
     seconds: float = field(default=0.0, compare=False)
-    #: For how long training stood still for it, in seconds: copying the state, where it was written
-    #: beside training, else collecting and writing it.
+    #: Seconds that training stood still: to copy the state, or to collect and write it.
     pause_s: float = field(default=0.0, compare=False)
-    #: How often the training went on after a cut, and how often its first step proved that nothing
-    #: was lost.
+    #: How often it went on after a cut, and its first step proved that nothing was lost.
     resumes: int = field(default=0, compare=False)
     verified: int = field(default=0, compare=False)
-    #: Of the result of a training: the best checkpoint that was kept, by ``Retention(best=...)`` or
-    #: ``ctx.checkpoint(best=...)``; None: there is none.
+    #: Of a result: the best kept checkpoint, by ``best=``; None: there is none.
     best: Checkpoint | None = field(default=None, compare=False)
 
     @property

@@ -19,8 +19,7 @@ class BlockShape:
     """What is asked of the scheduler for one block."""
 
     nodes: int
-    #: With the minimum, ``least_s``, with which the scheduler may start it: in seconds, as
-    #: multiples of its steps.
+    #: With ``least_s``, with which it may start: seconds, in the scheduler's steps.
     walltime_s: int
     least_s: int
     #: when it must have ended (``time.time()``); None: the walltime alone limits it

@@ -137,8 +137,7 @@ class QueueWatch:
         snapshot = self._snapshot
         jobs_answered, nodes_answered = self._jobs_answered, self._nodes_answered
         try:
-            # Jobs first: a job that starts between the two questions is then counted twice, which
-            # is harmless, instead of not at all.
+            # Jobs first: one that starts in between counts twice, which is harmless, and not never.
             at = self._clock()
             old = snapshot.jobs_at <= newer_than or at - jobs_answered > self.poll_s / 4
             if old or not with_nodes:

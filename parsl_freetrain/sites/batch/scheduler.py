@@ -32,8 +32,7 @@ class Scheduler(Protocol):
     label: str  #: its name, for sentences
     step_s: int  #: walltimes are multiples of this, in seconds
     script_mode: int  #: permissions of batch scripts
-    #: Maximum time between two questions for :meth:`nodes`, in seconds; infinite where jobs tell
-    #: which nodes are free.
+    #: Most seconds between questions for :meth:`nodes`; infinite where jobs tell it.
     nodes_every_s: float
     history_every_s: float  #: minimum time between two questions for :meth:`history`, in seconds
 

@@ -27,8 +27,7 @@ class NextStep(msgspec.Struct, frozen=True):
     device: str  #: the kind of processor or accelerator that computed it
     batch: int  #: a digest of the numbers of the samples of the next global batch; 0: unknown
     state: Digests  #: parameters and buffers before the step
-    #: gradients, after: the summed gradients of the step, and parameters and buffers behind it;
-    #: None: the step was not computed.
+    #: gradients, after: of the step, and what it makes; None: it was not computed.
     gradients: Digests | None = None
     after: Digests | None = None
     reports: dict[str, float] = {}  #: the metrics that the step reported

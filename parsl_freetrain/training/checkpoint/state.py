@@ -67,8 +67,7 @@ class Position:
     #: resumes, verified: how often the training went on, and how often that was verified.
     resumes: int = 0
     verified: int = 0
-    #: At the end of a round before its outer step, its number, from 1, and the names of the weights
-    #: (:data:`~parsl_freetrain.training.checkpoint.outer.Weights`); else 0.
+    #: At a round's end before its outer step: its number, from 1, and its weights; else 0.
     round_ended: int = 0
     round_from: str = ''  #: the digest of the weights with which its round began
     weights: dict[str, str] = field(default_factory=dict)

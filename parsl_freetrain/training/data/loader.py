@@ -54,8 +54,7 @@ def seed_alike(samples: int, seed: int, what: str) -> None:
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), ``random``, numpy if imported, and the user's own generators."""
     torch.default_generator.manual_seed(seed)
-    # torch.manual_seed also records a stack for every kind of device that may be used later, which
-    # takes as long as a step of a small model.
+    # torch.manual_seed also records a stack for each kind of device, as long as a small step.
     for module in (torch.cuda, torch.xpu):
         if module.is_initialized():
             module.manual_seed_all(seed)

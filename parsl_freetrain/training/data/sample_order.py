@@ -101,8 +101,7 @@ class GlobalOrder:
         order = torch.randperm(
             self.dataset_size, generator=generator, dtype=torch.int64, device='cpu'
         )
-        # Slicing an array is cheap. With a tensor, every rank would convert the samples of all
-        # ranks to Python integers.
+        # An array, since each rank would convert all of a tensor to Python integers.
         return array('q', order.numpy().tobytes())
 
     def _check_position(self, samples_done: int) -> None:

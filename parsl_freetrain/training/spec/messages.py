@@ -99,8 +99,7 @@ class Outcome(Message, frozen=True):
     #: How it ended. 'finished' implies a committed state; 'stopped' too if there is a ``path``.
     how: RankEnd
     samples: Count = 0  #: number of samples that this rank knows of
-    #: On rank 0: the last committed checkpoint; None: there is none, or the fragment stopped and
-    #: left a newer state in memory, for the next fragment to commit.
+    #: Rank 0's last checkpoint; None: none, or it left a newer state to be committed.
     path: str | None = None
     metrics: Metrics = {}  #: the user's last reported metrics
     #: The exception of the user's function, or the fault of a device, if any.

@@ -179,8 +179,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
     goal: Epochs | Samples
     #: the only node counts of fragments; empty: all from minimum to maximum
     sizes: tuple[int, ...] = ()
-    #: How the ranks share the work, by node count; several are tried in this order. Empty: each
-    #: rank trains its own samples.
+    #: How ranks share the work, by node count, tried in this order. Empty: own samples.
     shapes: dict[int, Shapes] = field(default_factory=dict)
     mode: Reproducible | Throughput | Scaled = field(default_factory=Reproducible)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
