@@ -46,7 +46,7 @@ class Cancel(msgspec.Struct, frozen=True, tag='cancel', forbid_unknown_fields=Tr
 Request = Preempt | Cancel
 
 
-class Reply(msgspec.Struct, frozen=True):
+class RequestAnswer(msgspec.Struct, frozen=True):
     done: bool
     sentence: str
 
@@ -79,7 +79,7 @@ class Requests:
             path.unlink(missing_ok=True)
         return found
 
-    def answer(self, request_id: str, answer: Reply) -> None:
+    def answer(self, request_id: str, answer: RequestAnswer) -> None:
         """Tell whoever asked what has become of it."""
         try:
             files.replace(self._folder / f'{request_id}{_ANSWER}', msgspec.json.encode(answer))
@@ -96,9 +96,9 @@ class RequestHandler:
     def look(self, at: float) -> None:
         for request_id, request in self._requests.new():
             try:
-                answer = Reply(True, self._fulfil(request, at))
+                answer = RequestAnswer(True, self._fulfil(request, at))
             except BadInput as error:
-                answer = Reply(False, str(error))
+                answer = RequestAnswer(False, str(error))
             self._requests.answer(request_id, answer)
 
     def _fulfil(self, request: Request, at: float) -> str:
@@ -144,7 +144,7 @@ def ask(
     try:
         while clock() < deadline:
             if answer.exists():
-                said = msgspec.json.decode(files.read(answer, _LARGEST), type=Reply)
+                said = msgspec.json.decode(files.read(answer, _LARGEST), type=RequestAnswer)
                 if not said.done:
                     raise BadInput(said.sentence)
                 return said.sentence

@@ -163,12 +163,7 @@ class Trainer:
         data = LoaderData.of(source.train_dataloader, 'the training')
         if data is None:
             raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
-        held_out = None
-        try:
-            held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
-        except Exception as error:  # of a module without val_dataloader, from either package
-            if type(error).__name__ != 'MisconfigurationException':
-                raise
+        held_out = _validation_data(val_dataloaders, source)
         self._steps = StepCount(len(data.dataset), data.batch_size * self._accumulate)
         self._count_steps()
         configured, configs = _optimizer_of(model)
@@ -192,16 +187,15 @@ class Trainer:
         self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
         for batch in data.in_loop(ctx, accumulate=self._accumulate):
             step = self.global_step
+            number = step % self.num_training_batches
             optimizer.zero_grad()
             with self._autocast(), self._log.training():
-                loss = _run(model, prepared, batch, step % self.num_training_batches)
+                loss = _run(model, prepared, batch, number)
             loss.backward()
             self._metrics.reset()
             if own_step:
-                number = step % self.num_training_batches
-                model.optimizer_step(
-                    self.current_epoch, number, optimizer, partial(torch.Tensor.detach, loss)
-                )
+                closure = partial(torch.Tensor.detach, loss)
+                model.optimizer_step(self.current_epoch, number, optimizer, closure)
             else:
                 optimizer.step()
             for one, scheduler in zip(configs, stepped, strict=True):
@@ -327,6 +321,15 @@ class Trainer:
         if self.max_steps >= 0 or self.max_epochs is not None:
             told = f'max_epochs={self.max_epochs}, max_steps={self.max_steps}'
             self._steps.check(total, said, f'the Trainer was told {said} ({told})')
+
+
+def _validation_data(given: Any, source: Any) -> LoaderData | None:
+    try:
+        return LoaderData.of(given or source.val_dataloader, 'the validation')
+    except Exception as error:  # of a module without val_dataloader, from either package
+        if type(error).__name__ != 'MisconfigurationException':
+            raise
+        return None
 
 
 def _optimizer_of(model: Any) -> tuple[Any, Sequence[Any]]:

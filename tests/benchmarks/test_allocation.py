@@ -20,8 +20,8 @@ import matplotlib.pyplot as plt
 import pytest
 
 from parsl_freetrain.core.allocation import solution
-from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
 from parsl_freetrain.core.allocation.problem import Allocator, Bid, Capacity, Problem
+from parsl_freetrain.core.allocation.solution import grouped, groups_of
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import IntegerProgram, MilpAllocator

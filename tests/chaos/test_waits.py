@@ -35,8 +35,7 @@ from parsl_freetrain.executor.waits import waits
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import ToRank
+from parsl_freetrain.training.spec.messages import Decoder, ToRank
 from tests.support.parsl_sides import NoParsl
 from tests.support.processes import Started, command_line, victims
 from tests.support.training import fit, freetrain

@@ -10,8 +10,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.requests import (
     Cancel,
     Preempt,
-    Reply,
     Request,
+    RequestAnswer,
     Requests,
     ask,
     requests_folder,
@@ -30,7 +30,9 @@ def serve(requests: Requests, over: threading.Event, taken: list[Request]) -> No
     while not over.wait(0.01):
         for request_id, request in requests.new():
             taken.append(request)
-            requests.answer(request_id, Reply(request.trainer == 'cnn', f'for {request.trainer}'))
+            requests.answer(
+                request_id, RequestAnswer(request.trainer == 'cnn', f'for {request.trainer}')
+            )
 
 
 def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:

@@ -36,9 +36,15 @@ from parsl_freetrain import (
 from parsl_freetrain import Ranks as RankSettings
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
-from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import Exit, FromRank, Outcome, Rendezvous, ToRank
+from parsl_freetrain.training.spec.messages import (
+    Decoder,
+    Exit,
+    FromRank,
+    Outcome,
+    Rendezvous,
+    ToRank,
+)
 from parsl_freetrain.training.spec.training import TrainingSpec
 from tests.support import template
 from tests.support.waiting import LIMIT_S

@@ -1,4 +1,4 @@
-"""From a solver's result to an :class:`Answer`: compared with the incumbent, and timed."""
+"""From a solver's result to an :class:`Answer`, compared with what runs; blocks that are alike."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
 from parsl_freetrain.core.allocation.feasibility import objections, stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
@@ -114,7 +112,7 @@ class Asked:
             return worth
         if status == 'infeasible':
             return None
-        if known is None or known == inf:
+        if known is None or known == math.inf:
             known = upper_bound(self._problem)
         return max(worth, known)
 
@@ -188,3 +186,72 @@ def _with_fewer(problem: Problem, bid: Bid, nodes: int) -> Floats:
         for node_class in problem.places_by_class
     ]
     return np.maximum.accumulate(np.max(worths, axis=0))
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_of(problem: Problem) -> Groups:
+    """Indices of the places of one class that end together; each alone where that is not exact.
+
+    It is exact: :meth:`Problem.value` tells two such blocks apart only by the cost of moving, and
+    where all held nodes fit, they can be dealt out so that nobody moves without need.
+    """
+    places = problem.places
+    if len(places) == 1 or not (problem.spans_blocks and problem.held_fits):
+        return tuple((b,) for b in range(len(places)))
+    reach_s = max([problem.horizon_s, *(bid.shortest_s for bid in problem.bids)])
+    alike: dict[tuple[float, str], list[int]] = {}
+    for b, block in enumerate(places):
+        alike.setdefault((min(block.remaining_s, reach_s), block.node_class), []).append(b)
+    return tuple(tuple(alike[key]) for key in sorted(alike))
+
+
+def grouped(problem: Problem, groups: Groups) -> Problem:
+    if _as_they_are(problem, groups):
+        return problem
+    firsts = [problem.places[group[0]] for group in groups]
+    counts = [sum(problem.places[b].nodes for b in group) for group in groups]
+    blocks = tuple(replace(one, nodes=n) for one, n in zip(firsts, counts, strict=True))
+    bids = []
+    for bid in problem.bids:
+        held = problem.held(bid)
+        bids.append(replace(bid, held=tuple(sum(held[b] for b in group) for group in groups)))
+    return replace(problem, blocks=blocks, bids=tuple(bids))
+
+
+def spread(
+    problem: Problem, groups: Groups, allocation: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Deal out counts: who shrinks keeps what lasts; who grows stays, then takes what lasts."""
+    if _as_they_are(problem, groups):
+        return {name: tuple(nodes) for name, nodes in allocation.items()}
+    places = problem.places
+    free = [block.nodes for block in places]
+    dealt: dict[str, list[int]] = {}
+    for bid in problem.bids:
+        held, nodes = problem.held(bid), [0] * len(places)
+        for group, count in zip(groups, allocation[bid.name], strict=True):
+            for b in (
+                sorted(group, key=lambda b: (-places[b].remaining_s, -held[b], b)) if count else ()
+            ):
+                nodes[b] = min(held[b], count)
+                free[b] -= nodes[b]
+                count -= nodes[b]
+        dealt[bid.name] = nodes
+    for bid in problem.bids:
+        nodes = dealt[bid.name]
+        for group, count in zip(groups, allocation[bid.name], strict=True):
+            count -= sum(nodes[b] for b in group) if count else 0
+            while count:
+                there = [b for b in group if free[b]]
+                b = min(there, key=lambda b: (not nodes[b], -places[b].remaining_s, -free[b], b))
+                more = min(free[b], count)
+                nodes[b] += more
+                free[b] -= more
+                count -= more
+    return {name: tuple(nodes) for name, nodes in dealt.items()}
+
+
+def _as_they_are(problem: Problem, groups: Groups) -> bool:
+    return groups == tuple((b,) for b in range(len(problem.places)))

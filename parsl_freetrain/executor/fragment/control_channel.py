@@ -24,8 +24,13 @@ from parsl import curvezmq
 from parsl.addresses import tcp_url
 from zmq.utils.monitor import recv_monitor_message
 
-from parsl_freetrain.training.spec.codec import Decoder, encode
-from parsl_freetrain.training.spec.messages import FromMember, MemberMessage, ToMember
+from parsl_freetrain.training.spec.messages import (
+    Decoder,
+    FromMember,
+    MemberMessage,
+    ToMember,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from parsl_freetrain.training.checkpoint.transport import FileBlock, Files, is_r
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
 from parsl_freetrain.training.spec import fork_messages as fork
-from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import Decoder
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.rank import set_up
 from parsl_freetrain.training.loop.start import begin
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import FromRank, ToRank
+from parsl_freetrain.training.spec.messages import Decoder, FromRank, ToRank
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps.determinism import fill_new_memory
 

@@ -12,10 +12,9 @@ import torch
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fork_messages import ForkRequest, Launch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import ToRank, Waiting
+from parsl_freetrain.training.spec.messages import Decoder, ToRank, Waiting
 
 _LARGEST_REQUEST = 1_000_000
 

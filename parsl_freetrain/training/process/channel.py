@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from parsl_freetrain.training.spec.codec import Decoder, encode
+from parsl_freetrain.training.spec.messages import Decoder, encode
 
 T = TypeVar('T')
 U = TypeVar('U')

@@ -19,9 +19,8 @@ from parsl_freetrain.training.process.channel import Channel, connect, is_ours, 
 from parsl_freetrain.training.process.fork_request import request_of_this_process, start_environment
 from parsl_freetrain.training.process.linux import StopWatch
 from parsl_freetrain.training.spec import fork_messages as fork
-from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import FromRank, RankPid, ToRank
+from parsl_freetrain.training.spec.messages import Decoder, FromRank, RankPid, ToRank
 
 T = TypeVar('T')
 

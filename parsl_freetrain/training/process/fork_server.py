@@ -26,8 +26,7 @@ from parsl_freetrain.training.process.fork_request import obstacle, take_effect
 from parsl_freetrain.training.process.linux import die_with_parent, end_session
 from parsl_freetrain.training.process.rank_children import RankChildren
 from parsl_freetrain.training.spec import fork_messages as fork
-from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import Outcome, RankError, RankPid, ToRank
+from parsl_freetrain.training.spec.messages import Decoder, Outcome, RankError, RankPid, ToRank
 
 # What every fragment imports sooner or later.
 _TO_IMPORT = (

@@ -39,8 +39,7 @@ from parsl_freetrain.training.process.block_lease import LeasedCommands
 from parsl_freetrain.training.process.channel import Channel, connect, is_ours, listen
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
-from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import Leave, Notice
+from parsl_freetrain.training.spec.messages import Decoder, Leave, Notice
 
 NOTICE_VARIABLE = 'FREETRAIN_NODE_NOTICE'
 TEMPLATE_VARIABLE = 'FREETRAIN_NODE_TEMPLATE'

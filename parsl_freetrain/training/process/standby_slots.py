@@ -16,8 +16,7 @@ import msgspec
 
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec import fork_messages as fork
-from parsl_freetrain.training.spec.codec import encode
-from parsl_freetrain.training.spec.messages import RankPid
+from parsl_freetrain.training.spec.messages import RankPid, encode
 
 FORK_SERVER_VARIABLE = 'FREETRAIN_FORK_SERVER'
 """Variable of a rank: the address of its node's fork server, without the leading zero byte."""

@@ -1,14 +1,16 @@
-"""All messages between our processes: one class per kind, one union per channel. What a rank says
-of its training is an event of the run (:mod:`parsl_freetrain.core.model.events`).
+"""All messages between our processes, as JSON: one class per kind, one union per channel; others are
+logged and dropped. What a rank says of its training is an event (:mod:`~.core.model.events`).
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Count, Metrics, Seconds
@@ -230,3 +232,58 @@ class TimeLeft(Message, frozen=True):
 
 
 ToMember = Rendezvous | StopTraining | Abandon | AreYouThere | StartStandby | TimeLeft
+
+
+log = logging.getLogger(__name__)
+
+_KINDS_LOGGED = 10  # per decoder, so that a sender cannot fill the log by inventing kinds
+_KIND_CHARACTERS = 40
+
+T = TypeVar('T')
+
+
+def encode(message: Struct) -> bytes:
+    """By Python's ``json``: msgspec refuses metrics that are not finite and names beyond UTF-8."""
+    return json.dumps(msgspec.to_builtins(message, enc_hook=_as_float)).encode()
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, float):  # numpy's float64, for instance
+        return float(value)
+    raise TypeError(f'{value!r} cannot be part of a message.')
+
+
+class Decoder(Generic[T]):
+    """Reads the messages of a channel: of the union ``kinds``. ``sender`` is named in the log."""
+
+    def __init__(self, kinds: object, sender: str) -> None:
+        self._kinds: Any = kinds
+        self._sender = sender
+        self._logged: set[str] = set()
+
+    def decode(self, data: bytes) -> T | None:
+        """None if it is not an expected message, which is logged once per kind."""
+        document: object = None
+        try:
+            document = json.loads(data)
+            message: T = msgspec.convert(document, self._kinds, str_keys=True)
+        except Exception as error:  # no bytes may end their reader
+            self._log_unknown(document, error)
+            return None
+        return message
+
+    def _log_unknown(self, document: object, error: Exception) -> None:
+        if isinstance(document, dict) and isinstance(document.get('message'), dict):
+            document = document['message']
+        found = document.get('kind') if isinstance(document, dict) else None
+        kind = ascii(found)[:_KIND_CHARACTERS]
+        if kind in self._logged or len(self._logged) >= _KINDS_LOGGED:
+            return
+        self._logged.add(kind)
+        log.warning(
+            'A message from %s was dropped (kind %s): %s; others of this kind are dropped '
+            'without a word',
+            self._sender,
+            kind,
+            ascii(str(error))[:200],
+        )

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.block_groups import groups_of
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
 from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Capacity, Limit, Problem
-from parsl_freetrain.core.allocation.solution import Asked, Found
+from parsl_freetrain.core.allocation.solution import Asked, Found, groups_of
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
 from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.solution import grouped, groups_of
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.column_pricing import Pricing
 from tests.support.allocation import problems_with_blocks, rounding

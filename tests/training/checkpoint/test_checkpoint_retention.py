@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from parsl_freetrain import BadInput, Checkpoint, Retention, Samples, Shape
-from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.fork_messages import Launch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.messages import Decoder, encode
 from parsl_freetrain.training.spec.training import TrainingSpec
 from tests.support.ranks import order
 

@@ -9,7 +9,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec import messages as msg
-from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import Decoder
 from tests.support.ranks import channel_pair
 
 

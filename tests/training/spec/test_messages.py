@@ -26,9 +26,8 @@ from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec import fork_messages as fm
 from parsl_freetrain.training.spec import messages as ms
-from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.fragment_order import RankPlace
-from parsl_freetrain.training.spec.messages import FromMember, FromRank
+from parsl_freetrain.training.spec.messages import Decoder, FromMember, FromRank, encode
 from tests.support.properties import holds_for
 from tests.support.ranks import channel_pair, order
 from tests.support.waiting import LIMIT_S

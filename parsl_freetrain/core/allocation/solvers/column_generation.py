@@ -20,10 +20,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from parsl_freetrain.core.allocation.block_groups import groups_of
 from parsl_freetrain.core.allocation.feasibility import stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Problem
-from parsl_freetrain.core.allocation.solution import NO_GAIN, Asked, Found
+from parsl_freetrain.core.allocation.solution import NO_GAIN, Asked, Found, groups_of
 from parsl_freetrain.core.allocation.solvers.column_master import Caps, Master
 from parsl_freetrain.core.allocation.solvers.column_pricing import Floats, Integers, Pricing, Region
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.block_groups import groups_of, spread
 from parsl_freetrain.core.allocation.feasibility import pinned
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
-from parsl_freetrain.core.allocation.solution import Asked, worth_by_count
+from parsl_freetrain.core.allocation.solution import Asked, groups_of, spread, worth_by_count
 from parsl_freetrain.core.allocation.solvers.knapsack import Floats, best_counts
 from parsl_freetrain.core.model.errors import BadInput
 
