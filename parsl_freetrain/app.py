@@ -100,14 +100,7 @@ class FreeTrainApp:
         self._check_arguments(args, kwargs)
         if instead_of_calls is not None:
             return instead_of_calls(self, args, kwargs)
-        try:
-            dfk = DataFlowKernelLoader.dfk()
-        except NoDataFlowKernelError as error:
-            raise BadInput(
-                f'{self.name} cannot train yet, since Parsl has no configuration: call parsl.load '
-                'with one that has a FreeTrainExecutor, or run the file by freetrain run FILE.'
-            ) from error
-        executor = self._executor(dfk)
+        dfk, executor = self._parsl()
         called = self.name if trainer_name is None else trainer_name
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
@@ -197,12 +190,17 @@ class FreeTrainApp:
         args, kwargs = arguments.values_of(args, kwargs)
         return rehearsal.rehearse(app, args, kwargs, steps, plain)
 
-    def _executor(self, dfk: DataFlowKernel) -> FreeTrainExecutor:
+    def _parsl(self) -> tuple[DataFlowKernel, FreeTrainExecutor]:
+        try:
+            dfk = DataFlowKernelLoader.dfk()
+        except NoDataFlowKernelError as error:
+            raise BadInput(
+                f'{self.name} cannot train yet, since Parsl has no configuration: call parsl.load '
+                'with one that has a FreeTrainExecutor, or run the file by freetrain run FILE.'
+            ) from error
         ours = {label: e for label, e in dfk.executors.items() if isinstance(e, FreeTrainExecutor)}
-        if self.executor is None and ours:
-            return next(iter(ours.values()))
-        if self.executor in ours:
-            return ours[self.executor]
+        if self.executor in ours or (self.executor is None and ours):
+            return dfk, ours[self.executor or next(iter(ours))]
         known = ', '.join(map(repr, ours)) or 'none'
         raise BadInput(
             f'Trainer {self.name!r} needs a '

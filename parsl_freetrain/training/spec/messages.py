@@ -1,5 +1,5 @@
-"""All messages between our processes, as JSON: one class per kind, one union per channel; others are
-logged and dropped. What a rank says of its training is an event (:mod:`~.core.model.events`).
+"""All messages between our processes, as JSON: one class per kind, one union per channel; others
+are logged and dropped. What a rank says of its training is an event of the run.
 """
 
 from __future__ import annotations
