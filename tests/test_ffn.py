@@ -24,28 +24,9 @@ from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
-from workflows.ffn_flood import (
-    FOUND,
-    Places,
-    connected,
-    flood,
-    overlaps,
-    segmented,
-    segmented_by_brightness,
-)
-from workflows.ffn_network import (
-    BLANK,
-    FFN,
-    INSIDE,
-    MOVE,
-    OUTSIDE,
-    START,
-    Examples,
-    View,
-    centres_in,
-    follow,
-)
-from workflows.tubes import GAP, tubes
+from workflows.ffn_flood import FOUND, flood, overlaps, segmented, segmented_by_brightness
+from workflows.ffn_network import BLANK, INSIDE, OUTSIDE, START, Examples, View, centres_in, follow
+from workflows.tubes import tubes
 
 VIEW = View(extent=5, delta=2, moves=26)
 
@@ -92,23 +73,6 @@ def test_a_volume_that_is_too_small() -> None:
         BadInput, match='No voxel of an object lies 4 voxels or more inside of the 1 volumes'
     ):
         centres_in(torch.zeros(1, 12, 12, 12), 5, VIEW, seed=1)
-
-
-def test_the_network_changes_the_seed_by_what_it_gives() -> None:
-    """The residual stack has the layers that were asked for, and its last one gives one logit for
-    each voxel.
-    """
-    model = FFN(channels=4, depth=3)
-    assert sum(p.numel() for p in model.parameters()) == (2 * 27 + 1) * 4 + 5 * (4 * 27 + 1) * 4 + 5
-    image, seed = torch.randn(2, 1, 7, 7, 7), torch.full((2, 1, 7, 7, 7), BLANK)
-    with torch.no_grad():
-        assert model(image, seed).shape == seed.shape
-        for residual in model.residuals:
-            for parameter in list(residual.parameters())[-2:]:
-                parameter.zero_()
-        # Without what the pairs add, only the first two convolutions and the last one are left.
-        alone = model.last(model.first(torch.cat([image, seed], 1)))
-        torch.testing.assert_close(model(image, seed), alone)
 
 
 def test_examples_are_turned_with_their_truth_and_have_their_moves() -> None:
@@ -178,67 +142,6 @@ def test_it_moves_where_the_seed_says_so_and_finds_there_what_it_left() -> None:
     assert places == 5 and both.item() == pytest.approx((loss.item() + nothing.item()) / 2)
 
 
-def test_gradients_of_all_places_reach_the_network() -> None:
-    """They are those of the places one by one: what was left in the seed is taken as it is."""
-    torch.manual_seed(0)
-    model, (image, labels) = FFN(4, 2), bars()
-    image, target = (
-        part[6:15, :9, :9][None, None]
-        for part in (image, torch.where(labels == 1, INSIDE, OUTSIDE))
-    )
-    with torch.no_grad():
-        next(p for p in model.last.parameters() if p.ndim == 1).fill_(
-            6.0
-        )  # the last bias: so that it moves everywhere
-    loss, places = follow(model, image, target, torch.tensor([[[2, 0, 0], [0, 2, 2]]]), VIEW)
-    loss.backward()
-    assert places == 3
-    together = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    seed = torch.full_like(image, BLANK)
-    seed[0, 0, 4, 4, 4] = START
-    for at in ((4, 4, 4), (6, 4, 4), (4, 6, 6)):
-        before = VIEW.cut(seed, at).clone()
-        now = before + model(VIEW.cut(image, at), before)
-        (F.binary_cross_entropy_with_logits(now, VIEW.cut(target, at)) / 3).backward()
-        VIEW.cut(seed, at).copy_(now.detach())
-    torch.testing.assert_close(together, [p.grad for p in model.parameters()])
-
-
-def test_nowhere_twice_and_never_outside() -> None:
-    places = Places((24, 14, 14), VIEW)
-    visited, random = [], torch.Generator().manual_seed(1)
-    places.add((12, 3, 3))
-    for position in places:
-        visited.append(position)
-        places.add_around(
-            position, MOVE + torch.rand((5, 5, 5), generator=random)
-        )  # as far as it can go
-    assert len(visited) == len(set(visited)) <= 12 * 7 * 7  # cells of the grid, and the ends
-    covered = torch.zeros(24, 14, 14)
-    for position in visited:
-        VIEW.cut(covered, position).fill_(1)
-    assert covered.all()
-    assert np.min(visited, 0).tolist() == [2, 2, 2] and np.max(visited, 0).tolist() == [21, 11, 11]
-    dull = Places((24, 14, 14), VIEW)
-    dull.add_around((12, 7, 7), torch.full((5, 5, 5), MOVE - 0.01))
-    assert not list(dull)
-
-
-@pytest.mark.parametrize('axis', [0, 1, 2])
-@pytest.mark.parametrize('side', [0, 4])
-def test_it_goes_to_the_brightest_voxel_of_a_face(axis: int, side: int) -> None:
-    logits = torch.full((5, 5, 5), BLANK)
-    at = [1, 3, 1]
-    at[axis] = side
-    logits[tuple(at)] = MOVE
-    places = Places((24, 14, 14), VIEW)
-    places.add_around((12, 7, 7), logits)
-    assert list(places) == [
-        tuple(middle + step - 2 for middle, step in zip((12, 7, 7), at, strict=True))
-    ]
-
-
 def test_one_object_is_filled_and_no_other() -> None:
     image, labels = bars()
     filled = flood(sees_all, image, (12, 3, 3), VIEW) >= FOUND
@@ -246,42 +149,6 @@ def test_one_object_is_filled_and_no_other() -> None:
     found = segmented(sees_all, image, VIEW)
     assert overlaps(found, labels.numpy()) == [1.0, 1.0] and found.max() == 2
     assert overlaps(segmented_by_brightness(image, labels.numpy()), labels.numpy())[0] > 0.3
-
-
-def test_intersection_over_union() -> None:
-    truth, found = np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4, 4), np.int32)
-    truth[0], truth[2] = 1, 2
-    found[0, :2], found[0, 2:], found[2:] = 1, 3, 2
-    assert overlaps(found, truth) == [0.5, 0.5]
-    assert overlaps(np.zeros_like(found), truth) == [0.0, 0.0]
-
-
-def test_tubes_are_apart_and_go_through() -> None:
-    """Each is one piece, from face to face, as thick as was asked for; the same seed makes the same
-    volume.
-    """
-    image, labels = tubes(40, 3, 3, seed=5)
-    assert image.mean() == pytest.approx(0, abs=1e-5) and image.std() == pytest.approx(1, abs=1e-4)
-    for number in (1, 2, 3):
-        inside = torch.from_numpy(labels == number)
-        others = torch.from_numpy((labels > 0) & (labels != number)).float()
-        near = F.max_pool3d(inside.float()[None, None], 2 * GAP - 1, stride=1, padding=GAP - 1)[
-            0, 0
-        ]
-        assert not (near * others).any()
-        through = [
-            axis
-            for axis in range(3)
-            if inside.select(axis, 0).any() and inside.select(axis, 39).any()
-        ]
-        assert len(through) >= 1
-        assert min(inside.select(through[0], at).sum() for at in range(40)) >= 7
-        assert connected(inside.numpy()).max() == 1
-    assert np.array_equal(tubes(40, 3, 3, seed=5)[0], image) and not np.array_equal(
-        tubes(40, 3, 3, seed=6)[1], labels
-    )
-    with pytest.raises(BadInput, match=r'had room for \d tubes of radius 6 and not for 9'):
-        tubes(40, 9, 6, seed=5)
 
 
 TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, examples=192, epochs=4, batch=8)

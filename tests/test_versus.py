@@ -7,17 +7,8 @@ import pytest
 from tests.benchmarks.kills import figures, p95, repeated
 from tests.benchmarks.versus.constants import BATCH
 from tests.benchmarks.versus.machine import Step
-from tests.benchmarks.versus.measures import (
-    ARRIVAL,
-    RANK,
-    Event,
-    Run,
-    cpu_ms,
-    next_step,
-    same_bits,
-    work,
-)
-from tests.benchmarks.versus.tables import ROWS, Column, cell, markdown
+from tests.benchmarks.versus.measures import ARRIVAL, RANK, Event, Run, next_step, work
+from tests.benchmarks.versus.tables import ROWS, cell
 from tests.benchmarks.versus.training import Batches
 
 # Steps of 1 s: three on 3 ranks, a rank is killed in the fourth, which one survivor still ends; the
@@ -44,10 +35,6 @@ RUN = Run(-5.0, 13.0, 3, (KILLED, ARRIVED), LOG)
 
 def test_a_step_that_had_begun_before_the_kill_is_not_the_next_one() -> None:
     assert next_step(RUN, KILLED) == pytest.approx(8.9 - 3.5)
-
-
-def test_an_arrival_is_over_with_a_step_on_all_nodes() -> None:
-    assert next_step(RUN, ARRIVED) == pytest.approx(11.9 - 9.5)
 
 
 def test_an_event_without_a_step_before_the_next_one_has_no_time() -> None:
@@ -79,30 +66,9 @@ def test_samples_trained_again_count_once() -> None:
     assert done.goodput == pytest.approx(8 * 0.9 / (13.0 - 0.9))
 
 
-def test_bits_are_the_same_where_both_have_a_digest() -> None:
-    one, other = steps(0, 1, 0.0, range(2), 'a'), steps(0, 1, 0.0, range(3), 'b')
-    assert same_bits(one, one) is True
-    assert same_bits(one, other) is False
-    assert same_bits([*one, *other], one) is False
-    assert same_bits(one, LOG) is None
-
-
-def test_cpu_time_is_that_of_undisturbed_steps() -> None:
-    assert cpu_ms(RUN) is None  # too few
-    assert cpu_ms(Run(0.0, 20.0, 3, (), tuple(steps(0, 9, 0.0, range(3))))) == pytest.approx(100)
-
-
 def test_ranks_divide_a_batch_among_them() -> None:
     batches = Batches()
     whole = batches.part(BATCH, 0, 1)[0].tolist()
     parts = [batches.part(BATCH, rank, 3) for rank in range(3)]
     assert [row for x, _, _ in parts for row in x.tolist()] == whole
     assert sum(factor for _, _, factor in parts) == pytest.approx(3)
-
-
-def test_what_could_not_be_run_has_its_reason() -> None:
-    there, missing = Column('one'), Column('two', 'not installed: no wheel')
-    there.add(RUN, None)
-    assert '| | one |' in markdown([there, missing])
-    assert '- two: not installed: no wheel' in markdown([there, missing])
-    assert '| no blocks |' in markdown([there, missing])

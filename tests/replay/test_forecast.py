@@ -62,20 +62,6 @@ def test_what_can_be_preempted_promises_nothing() -> None:
     )
 
 
-def test_no_block_too_short_a_block_and_too_few_nodes() -> None:
-    for blocks in ([], [block(4, 10.0)], [block(0, 100.0)]):
-        [one] = forecasts(blocks, [trainer(100)], SETTINGS, 20.0, 50.0)
-        assert one.samples[0] == 0 and one.finish_s[1] is None
-    [wide] = forecasts([block(1, 100.0)], [trainer(100, least=2)], SETTINGS, 0.0, 50.0)
-    assert wide.samples == (0, 0)
-
-
-def test_trainers_share_what_there_is() -> None:
-    trainers = [trainer(100_000), trainer(100_000, 'b')]
-    both = forecasts([block(2, 100.0)] * 2, trainers, SETTINGS, 0.0, 50.0)
-    assert sum(one.samples[1] for one in both) == pytest.approx(4000)
-
-
 def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
     # 60 of 100 s are asked for: 20 s late there is still time for all of them, 50 s late there is
     # not.
@@ -101,13 +87,6 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
         1000.0,
     )
     assert exempt.samples == pytest.approx((1200, 2400))
-
-
-def test_fragments_use_several_blocks_only_where_the_site_lets_them() -> None:
-    for spans, samples in ((True, 4000), (False, 0)):
-        settings = ControllerSettings(min_hole_s=5.0, spans_blocks=spans)
-        [one] = forecasts([block(2, 100.0)] * 2, [trainer(ENDLESS, least=4)], settings, 0.0, 50.0)
-        assert one.samples == pytest.approx((samples, samples))
 
 
 def test_when_trainers_come_and_what_they_are_worth_is_as_their_file_says() -> None:

@@ -136,18 +136,6 @@ def test_all_nodes_that_leave_at_once_are_gone() -> None:
     assert outcome.preempted == 2
 
 
-def test_a_node_that_is_taken_and_given_back_in_one_instant_costs_a_preemption() -> None:
-    outcome = on_trace(trace_of(('a', 0, 100), ('a', 100, 200), end_s=200), trainer('net'))
-    assert spans(outcome) == [('net', 0, 100, 1), ('net', 100, 200, 1)]
-    assert (outcome.preempted, outcome.samples) == (1, 2000 - 20)
-
-
-def test_a_trainer_that_finishes_when_its_nodes_go_has_finished() -> None:
-    trace = trace_of(('a', 0, 100), ('b', 0, 300), end_s=300)
-    outcome = on_trace(trace, trainer('net', total=2000))
-    assert (outcome.done_s, outcome.preempted) == ({'net': 100.0}, 0)
-
-
 def test_trainers_have_their_turn_in_the_order_of_submission() -> None:
     trace = trace_of(('a', 0, 400), ('b', 0, 400), end_s=400)
     outcome = on_trace(

@@ -276,17 +276,6 @@ def test_equal_trainers_do_not_swap_nodes_even_when_rescaling_is_free(allocator:
 
 
 @pytest.mark.parametrize('allocator', EXACT)
-def test_no_bids_and_no_nodes(allocator: Allocator) -> None:
-    nobody = allocator.allocate(Problem(120.0, 5, ()))
-    assert (nobody.allocation, nobody.status) == ({}, 'optimal')
-    none = Problem(120.0, 5, (), limits=(Limit(least=1),))
-    assert allocator.allocate(none).status == 'infeasible'
-    answer = allocator.allocate(Problem(120.0, 0, (bid('a', 3), bid('b'))))
-    assert answer.allocation == {'a': 0, 'b': 0}
-    assert answer.objective == -12.0 * 30.0
-
-
-@pytest.mark.parametrize('allocator', EXACT)
 def test_limits_on_trainers_that_do_not_bid(allocator: Allocator) -> None:
     problem = Problem(120.0, 4, (bid('a'),), limits=(Limit(('gone',), most=2),))
     assert allocator.allocate(problem).allocation == {'a': 4}
@@ -395,14 +384,6 @@ def test_counts_are_the_range_within_the_pool_or_the_sizes() -> None:
     assert bid('a', low=3, high=5).counts(2) == []
     assert bid('a', low=0, high=2).counts(9) == [1, 2]
     assert replace(bid('a', low=3, high=9), sizes=(8, 2, 4, 4)).counts(9) == [4, 8]
-
-
-@pytest.mark.parametrize('limits', [(Limit(('a', 'b'), most=2),), (Limit(least=1),)])
-def test_what_dp_cannot_do_it_refuses(limits: tuple[Limit, ...]) -> None:
-    problem = Problem(120.0, 4, (bid('a'), bid('b'), bid('c')), limits=limits)
-    assert not DP.applies(problem)
-    with pytest.raises(BadInput, match='milp'):
-        DP.allocate(problem)
 
 
 @pytest.mark.parametrize('limit_s', [-1.0, math.nan])

@@ -64,18 +64,6 @@ def test_column_generation_agrees_with_the_milp_where_enumeration_ends(seed: int
     assert found.objective == pytest.approx(reference.objective, rel=1e-9)
 
 
-@pytest.mark.parametrize('solver', [MILP, COLUMNS], ids=['milp', 'columns'])
-def test_who_gains_most_gets_the_fast_nodes(solver: MilpAllocator) -> None:
-    def curve(rate: float) -> ScalingCurve:
-        return ScalingCurve.from_points({1: rate, 4: 4 * rate})
-
-    gpu = Bid('gpu', 1, 4, 0, 0, 0, curve(0), class_curves=(('a100', curve(9)), ('cpu', curve(1))))
-    any_node = Bid('any', 1, 4, 0, 0, 0, curve(5))
-    blocks = (Capacity('fast', 4, node_class='a100'), Capacity('slow', 4, node_class='cpu'))
-    answer = solver.allocate(Problem(100.0, 8, (any_node, gpu), blocks))
-    assert answer.by_block == {'any': {'slow': 4}, 'gpu': {'fast': 4}}
-
-
 def in_mixes(problem: Problem, parts: int) -> Problem:
     """The same problem, where trainers with curves by class may mix them."""
     return replace(

@@ -11,7 +11,7 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
-from tests.support.allocation import Remembering, feasible
+from tests.support.allocation import feasible
 from tests.support.properties import holds_for
 
 TWICE = ScalingCurve.from_points({1: 10.0, 2: 20.0, 4: 30.0})
@@ -145,17 +145,6 @@ def test_a_better_alternative_is_told_where_the_answer_was_not_optimal() -> None
     assert answer.allocation == {'a': 2, 'b': 2}
     alternative = explain(problem, answer, DpAllocator()).reasons[0].alternative
     assert alternative == Alternative(4, 10000.0, answer.objective - 10000.0)
-
-
-def test_trainers_that_are_alike_are_solved_for_once() -> None:
-    allocator = Remembering()
-    bids = tuple(bid(f't{i}', high=1) for i in range(30))
-    _, explanation = explained(Problem(100.0, 3, bids), allocator)
-    assert len(allocator.asked) == 1 + 2
-    assert {reason.alternative for reason in explanation.reasons} == {
-        Alternative(0, 3000.0, 0.0),
-        Alternative(1, 3000.0, 0.0),
-    }
 
 
 def test_trainers_that_are_alike_but_for_a_limit_are_not_confused() -> None:

@@ -48,14 +48,6 @@ def test_throughput_is_the_curve_itself() -> None:
     assert worths('throughput', candidate()) == [0, 10, 19, 27.5, 36, 36, 36]
 
 
-def test_priority_weighs_the_speedup() -> None:
-    assert worths('speedup', candidate()) == pytest.approx([0, 1, 1.9, 2.75, 3.6, 3.6, 3.6])
-    found = worths('priority', candidate(priority=3.0))
-    assert found == pytest.approx([0, 3, 5.7, 8.25, 10.8, 10.8, 10.8])
-    assert worths('priority', candidate(priority=0.0)) == [0] * 7
-    assert worths('speedup', candidate(curve=ScalingCurve((4,), (80.0,)), low=4))[4] == 4.0
-
-
 def test_a_deadline_is_worth_what_is_done_by_it_and_speed_beyond_only_a_little() -> None:
     # 1900 samples in 100 s: 19 per second suffice, which 2 nodes have
     assert worths(
@@ -216,14 +208,6 @@ def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count(
         worths(text, candidate())
     assert says in str(caught.value)
     assert "'a'" in str(caught.value)
-
-
-@pytest.mark.parametrize('name', ['fame', '', 'deadlines'])
-def test_unknown_names_list_the_known_ones(name: str) -> None:
-    for what in ('objective', 'metric'):
-        every = 'throughput, speedup, priority.*rate, rate1'
-        with pytest.raises(BadInput, match=f'There is no {what} .*{every}'):
-            objective_named(name, what)
 
 
 @pytest.mark.parametrize(

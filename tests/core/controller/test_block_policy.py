@@ -33,22 +33,6 @@ def test_the_largest_holes_first_and_no_more_nodes_than_trainers_could_use() -> 
     ]
 
 
-def test_holes_that_are_too_short_or_empty_are_left_alone() -> None:
-    made = controller(Trainer('a', 1, 9), settings=ControllerSettings(min_hole_s=60.0))
-    assert opened(made, Hole(2, 69.0), Hole(0), Hole(1, 70.0), at=10) == [BlockRequest(1, 60.0)]
-
-
-def test_no_more_blocks_than_allowed() -> None:
-    made = controller(Trainer('a', 1, 9), settings=ControllerSettings(max_blocks=2))
-    assert len(opened(made, Hole(1), Hole(1), Hole(1))) == 2
-    made.handle(ev.BlockOpened(0.0, 'b0', BlockRequest(1)))
-    assert len(opened(made, Hole(1), Hole(1), Hole(1))) == 1
-    made.handle(ev.BlockOpened(0.0, 'b1', BlockRequest(1)))
-    assert opened(made, Hole(1)) == []
-    made.handle(ev.BlockClosed(0.0, 'b0'))
-    assert len(opened(made, Hole(1))) == 1
-
-
 def test_nodes_that_are_here_or_on_their_way_are_not_asked_for_again() -> None:
     made = controller(Trainer('a', 1, 6))
     made.handle(ev.BlockOpened(0.0, 'b', BlockRequest(4)))
@@ -134,12 +118,6 @@ def test_where_blocks_cannot_talk_a_running_fragment_wants_no_second_block() -> 
     assert opened(made, Hole(6)) == []
     made.handle(ev.TrainerSubmitted(0.0, Trainer('c', 1, 4)))
     assert opened(made, Hole(6)) == [BlockRequest(4)]
-
-
-def test_nothing_is_opened_after_shutdown() -> None:
-    made = controller(Trainer('a', 1, 2))
-    made.handle(ev.ShutdownRequested(0.0))
-    assert opened(made, Hole(2)) == []
 
 
 def test_a_block_on_which_nothing_runs_is_given_back_after_a_while() -> None:

@@ -115,15 +115,6 @@ def test_a_trainer_whose_budget_is_spent_is_stopped_and_says_so() -> None:
     assert world.over['late'].state == 'failed'  # at once: it would wait for ever
 
 
-def test_what_earlier_runs_have_used_counts() -> None:
-    world = World(budgets={'total': 400.0}, used_before={'total': 390.0, 'user anna': 5.0})
-    world.tell(ev.NodesJoined(0.0, 'b', nodes(1)))
-    world.tell(ev.TrainerSubmitted(0.0, trainer('net', high=1)))
-    world.until(100.0)
-    assert world.used() == pytest.approx(10 + STOP_S)
-    assert 'budget of all trainers' in world.over['net'].why
-
-
 def test_nothing_is_started_on_what_is_left_of_a_budget_if_it_is_too_little() -> None:
     world = World(budgets={'trainer net': 400.0}, used_before={'trainer net': 391.0}, min_hole_s=5)
     world.tell(ev.NodesJoined(0.0, 'b', nodes(4)))

@@ -20,7 +20,6 @@ from parsl_freetrain.core.model.events import (
 )
 from parsl_freetrain.core.model.types import BlockRequest, Hole, ScalingCurve, Trainer
 
-LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
 CONCAVE = ScalingCurve.from_points({n: 10.0 * n**0.8 for n in range(1, 65)})
 
 
@@ -113,16 +112,6 @@ def test_leaving_nodes_abandon_their_fragment_and_the_next_one_takes_what_is_lef
     assert starts(history.ended('net', 1, Ending.PREEMPTED, samples=0)) == {'net': {'n1', 'n3'}}
 
 
-def test_a_closed_block_takes_its_nodes_with_it() -> None:
-    history = ClockedController()
-    history.submit('net')
-    history.join('b', 'n1')
-    history.join('c', 'm1')
-    history.ended('net', 1)
-    assert history.tell(ev.BlockClosed(history.at, 'b')) == (AbandonFragment('net', 2),)
-    assert starts(history.ended('net', 2, Ending.PREEMPTED)) == {'net': {'m1'}}
-
-
 def test_names_that_begin_alike_are_different() -> None:
     history = ClockedController()
     history.submit('t1', high=1)
@@ -144,38 +133,6 @@ def test_names_that_begin_alike_are_different() -> None:
         (StopFragment('t1', 1, 'cancelled'),),
     )
     assert not history.controller.state.trainers['t10'].dismissed
-
-
-def test_events_that_are_late_or_unknown_change_nothing() -> None:
-    history = ClockedController()
-    history.submit('net')
-    history.join('b', 'n1')
-    history.ended('net', 1, samples=10)
-    for event in (
-        ev.FragmentEnded(1.0, 'net', 1, 999, Ending.FAILED, 'late'),
-        ev.FragmentEnded(1.0, 'gone', 1, 0, Ending.FINISHED),
-        ev.FragmentProgressed(1.0, 'net', 1, 999, 5.0),
-        ev.FragmentProgressed(1.0, 'gone', 1, 1),
-        ev.NodesLeft(1.0, ('?',)),
-        ev.BlockClosed(1.0, '?'),
-        ev.BlockEndKnown(1.0, '?', 5.0),
-        ev.TrainerCancelled(1.0, 'gone'),
-        ev.TotalKnown(1.0, 'gone', 0),
-        ev.NodesJoined(1.0, 'b', ('n1',)),
-        ev.NodesJoined(1.0, '?', ('n9',)),
-    ):
-        assert history.tell(event) == ()
-    assert history.controller.state.trainers['net'].samples == 10
-    assert set(history.controller.state.pool.nodes) == {'n1'}
-
-
-def test_what_is_heard_of_a_closed_block_comes_late() -> None:
-    history = ClockedController()
-    history.submit('net')
-    history.tell(ev.BlockClosed(0.0, 'b'))
-    assert history.join('b', 'n1') == ()
-    assert history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1))) == ()
-    assert not history.controller.state.blocks
 
 
 def test_a_block_whose_opening_is_told_after_its_nodes_keeps_them() -> None:
@@ -221,17 +178,6 @@ def test_a_new_trainer_shares_what_there_is() -> None:
     assert history.submit('b') == (StopFragment('a', 1, 'rescale from 4 to 2 nodes'),)
     assert history.tick() == ()
     assert counts(history.ended('a', 1)) == {'a': 2, 'b': 2}
-
-
-def test_by_speedup_trainers_of_unlike_sample_sizes_share() -> None:
-    heavy = ScalingCurve(CONCAVE.nodes, tuple(rate / 1000 for rate in CONCAVE.rate))
-    shares = {}
-    for metric in ('throughput', 'speedup'):
-        history = ClockedController(ControllerSettings(metric=metric))
-        history.submit('light')
-        history.submit('heavy', curve=heavy)
-        shares[metric] = counts(history.join('x', 'n1', 'n2', 'n3', 'n4'))
-    assert shares == {'throughput': {'light': 4}, 'speedup': {'light': 2, 'heavy': 2}}
 
 
 def test_measured_speed_decides_where_none_was_stated() -> None:

@@ -8,7 +8,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending, StartFragment, StopFragment
-from parsl_freetrain.core.model.types import Efficiency, Hole, ScalingCurve, Trainer
+from parsl_freetrain.core.model.types import Hole, ScalingCurve, Trainer
 from parsl_freetrain.solver import allocator_named
 from tests.support.allocation import Remembering
 
@@ -241,17 +241,6 @@ def test_a_formula_that_has_no_value_any_more_leaves_the_worth_as_it_was() -> No
     history.tell(ev.NodesJoined(0.0, 'b', names(4)))
     history.tell(ev.NodesJoined(100.0, 'b', names(5)))
     assert planned(history) == {'a': 5}
-
-
-def test_efficiency_holds_back_the_trainer_whose_batches_grow_worthless() -> None:
-    history = CountingController(metric='goodput')
-    submitted(
-        history,
-        Trainer('a', 1, 64, PLENTY, LINEAR, efficiency=Efficiency((1, 2, 3), (1.0, 1.0, 0.5))),
-        Trainer('b', 1, 64, PLENTY, LINEAR, priority=0.5),
-    )
-    history.tell(ev.NodesJoined(0.0, 'b', names(6)))
-    assert (len(history.held('a')), len(history.held('b'))) == (2, 4)
 
 
 def test_who_waits_grows_in_worth() -> None:

@@ -33,17 +33,6 @@ def test_each_shape_is_tried_once_and_the_fastest_is_kept() -> None:
     assert (choice.next(4), choice.next(3)) == (0, 0)  # each count for itself
 
 
-def test_until_another_is_faster_the_first_one_is_the_best() -> None:
-    choice = ShapeChoice(NAMES)
-    assert choice.best(2) == 0
-    report(choice, 2, 0, 5.0, 5.0, 5.0)
-    assert (choice.best(2), choice.change(2, 0)) == (0, 'try the shape b')
-    report(choice, 2, 1, 9.0, 9.0)
-    assert choice.best(2) == 0
-    report(choice, 2, 1, 9.0)
-    assert choice.best(2) == 1
-
-
 def test_a_shape_that_does_not_fit_is_left_out() -> None:
     choice = ShapeChoice(NAMES)
     assert choice.exclude(4, 0) and choice.next(4) == 1
