@@ -31,10 +31,8 @@ def shared(
     [
         (0, '--ntasks=9', 2),
         (1, '--ntasks=1 --cpus-per-task=8', 1),
-        pytest.param(0, '--ntasks=3', 0, marks=pytest.mark.long),
         pytest.param(0, '--ntasks=5', 1, marks=pytest.mark.long),
         pytest.param(0, '--ntasks=1 --mem=3500', 1, marks=pytest.mark.long),
-        pytest.param(0, '--array=0-5 --ntasks=1 --mem=1', 1, marks=pytest.mark.long),
     ],
     indirect=['shared'],
 )

@@ -30,13 +30,13 @@ def wait_until(
 def looks(limit_s: float = LIMIT_S) -> Iterator[None]:
     """Moments to look at a condition, for ``limit_s`` seconds.
 
-    Looks at a ledger, at all processes or by a scheduler's commands take at most a fifth of a
-    processor: the others are for what is waited for.
+    Looks at a ledger, at all processes or by a scheduler's commands take at most a tenth of a
+    processor: the rest is for what is waited for.
     """
     end = time.monotonic() + limit_s
     while (begun := time.monotonic()) < end:
         yield
-        pause_s = min(max(0.02, 4.0 * (time.monotonic() - begun)), 0.5)
+        pause_s = min(max(0.02, 9.0 * (time.monotonic() - begun)), 1.0)
         threading.Event().wait(pause_s)  # lets this process's other threads run and signals arrive
 
 
