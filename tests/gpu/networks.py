@@ -184,10 +184,12 @@ def _pool(count: int, shape: tuple[int, ...], device: torch.device, words: int =
 WORKLOADS = {
     'gpt': gpt_of(50304, 1024, 768, 12, 12, batch=16),
     'resnet': resnet_of(64, (3, 4, 6, 3), 224, batch=64),
+    'small gpt': gpt_of(8192, 256, 512, 4, 8, batch=16),
     'mixed': _mixed_of(256),
     'layers': layers_of(32, 150),
     'tiny gpt': gpt_of(100, 8, 16, 12, 4, batch=16),
     'tiny resnet': resnet_of(2, (3, 4, 6, 3), 64, batch=16),
+    'tiny small gpt': gpt_of(100, 8, 16, 2, 4, batch=16),
     'tiny mixed': _mixed_of(16),
     'tiny layers': layers_of(32, 150),
 }

@@ -1,19 +1,24 @@
-"""Files with a digest of each block, so that a reader can verify the blocks that it reads."""
+"""Files with a digest of each block, so that a reader can verify the blocks that it reads: XXH3 of
+128 bits, since it notices damage, of which one in 2^128 would be missed, twenty times as fast as a
+digest made against forgers. These are kept out by the files' owners and modes: who could change a
+file could as well change its digest.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
+
+from xxhash import xxh3_128
 
 from parsl_freetrain.host.files import create
 
 BLOCK = 64 * 2**20
 """Bytes of a block."""
-DIGEST_BYTES = 32
+DIGEST_BYTES = 16
 _THREADS = 4
 
 
@@ -24,7 +29,7 @@ def threads() -> ThreadPoolExecutor:
 
 def digest(content: bytes | memoryview) -> str:
     """The digest of bytes, in hexadecimal."""
-    return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+    return xxh3_128(content).hexdigest()
 
 
 def blocks_of(file: BinaryIO) -> tuple[str, ...]:
@@ -84,7 +89,7 @@ class FileImage:
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[str, ...]:
     """Write a new, private, durable file; returns the digest of each block."""
     digests: list[str] = []
-    hasher, left = blake2b(digest_size=DIGEST_BYTES), BLOCK
+    hasher, left = xxh3_128(), BLOCK
     with create(path) as file:
         for piece in pieces:
             view = memoryview(piece)
@@ -96,7 +101,7 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[str,
                 left -= len(part)
                 if not left:
                     digests.append(hasher.hexdigest())
-                    hasher, left = blake2b(digest_size=DIGEST_BYTES), BLOCK
+                    hasher, left = xxh3_128(), BLOCK
         file.flush()
         os.fsync(file.fileno())
     return (*digests, hasher.hexdigest()) if left < BLOCK or not digests else tuple(digests)

@@ -21,7 +21,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host import files as fs
 from parsl_freetrain.training.checkpoint.block_digests import DIGEST_BYTES, blocks_of, digest
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
 TRAINER_FILE = 'trainer.json'

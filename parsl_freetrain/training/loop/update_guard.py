@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ _LEFT_OUT = (
     ' and was not given to ctx.prepare, so its state would be lost at the end of a fragment: give '
     'it to ctx.prepare'
 )
+
+_TENSOR: Any = torch.Tensor
+_version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
 
 
 class UpdateGuard:
@@ -93,14 +96,14 @@ class UpdateGuard:
             self._refuse(self._prepared + changed, 'Between two global batches, the function')
         self._batches += 1
         self._others = _norms(others) if others and self._thorough else None
-        self._versions = [parameter._version for parameter in self._watched]
+        self._versions = list(map(_version_of, self._watched))
 
     @property
     def _thorough(self) -> bool:
         return self._batches & (self._batches - 1) == 0
 
     def _changed(self, first: int) -> int | None:
-        now = [parameter._version for parameter in self._watched[first:]]
+        now = list(map(_version_of, self._watched[first:]))
         if now == self._versions[first:]:
             return None
         pairs = enumerate(zip(now, self._versions[first:], strict=True), first)

@@ -11,26 +11,32 @@ import torch
 calls = 0
 looking: Callable[[Any], None] | None = None
 """Is given what the next call is for."""
-around: list[Callable[[], Callable[[], None]]] = []
-"""Called before it; what they return, after it."""
+around: dict[str, Callable[[], Callable[[], None]]] = {}
+"""By whose they are: called before it; what they return, after it."""
 
 
 def watch() -> None:
-    plain = torch.autograd.backward
+    """All ways to it go through torch's caller of the engine, also names imported before."""
+    autograd: Any = torch.autograd
+    plain = autograd._engine_run_backward
     if hasattr(plain, '__wrapped__'):
         return
 
     @wraps(plain)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def run(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
         global calls
-        if torch._C._current_graph_task_id() != -1:  # a part is computed again within another call
+        kwargs['accumulate_grad'] = accumulate_grad
+        # A part may be computed again within another call.
+        if not accumulate_grad or torch._C._current_graph_task_id() != -1:
             return plain(tensors, *args, **kwargs)
         calls += 1
         if looking is not None:
-            looking(tensors)
-        after = [before() for before in around]
-        plain(tensors, *args, **kwargs)
-        for each in after:
-            each()
+            looking(tensors[0] if len(tensors) == 1 else tensors)
+        after = [before() for before in around.values()]
+        try:
+            return plain(tensors, *args, **kwargs)
+        finally:
+            for each in after:
+                each()
 
-    torch.autograd.backward = backward
+    autograd._engine_run_backward = run

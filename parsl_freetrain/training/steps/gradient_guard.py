@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import is_divided, local
+from parsl_freetrain.training.steps import backward
 
 OF_A_SHARD = 'In reproducible mode it is the gradient of a virtual shard there'
 
@@ -27,10 +30,8 @@ grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _TENSOR.grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__set__
 """A parameter's own gradient, whatever its class says."""
 _version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
-_at_the_end: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
-"""Runs a function when the present backward() ends."""
+_Seen = tuple[list[int], list[int]]
+"""The identities of gradients, and the versions of those that are there."""
 
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
 """What loops that clear gradients by hand call."""
@@ -43,89 +44,82 @@ class GradientGuard:
     From backward() to the end of the micro-batch, parameters have another class. Packages other
     than torch get their ``grad`` as a tensor that can be cleared and refuses everything else.
     Parameters of an own class, as of sharded models, keep it. PyTorch does not count all changes of
-    sharded gradients, so their norms are compared, on the device: :meth:`changed`.
+    sharded gradients, so their norms are compared, on the device: :meth:`changed`. All parameters
+    are looked at together, in loops of C.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
-        self._taken: dict[int, torch.Tensor] = {}
+        self._taken: dict[int, torch.Tensor | None] = {}
         self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken)
-        #: Of each backward(): the parameters, and the identities and versions of their gradients.
-        self._left: list[tuple[list[torch.Tensor], list[int], list[int]]] = []
-        self._done: list[torch.Tensor] = []  # parameters of a backward() that has not ended
-        self._norms: dict[int, tuple[torch.Tensor, int]] = {}
+        self._watched, self._hooked = dict[int, torch.nn.Parameter](), set[int]()
+        self._left: _Seen | None = None
+        self._done: list[torch.Tensor] = []  # sharded parameters of a backward()
+        self._norms: dict[int, torch.Tensor] = {}
         self._changed: list[torch.Tensor] = []
-        self._unreadable: list[torch.Tensor] = []
+        self._unreadable: list[list[torch.nn.Parameter]] = []
         self._on = False
-        self._note, self._watched = self._noting(), set[int]()
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Watch these parameters too, but for frozen ones."""
+        """Watch these parameters too."""
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._watched:
-                self._watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(self._note)
+            hooked = id(parameter) in self._hooked or not is_divided(parameter)
+            if not hooked and parameter.requires_grad:
+                self._hooked.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._done.append)
+            self._watched[id(parameter)] = parameter
+        self._parameters = [*self._watched.values()]
+        backward.watch()
 
     def begin_micro_batch(self, of_several: bool) -> None:
         """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""
-        self._left.clear()
+        self._left = None
         self._done.clear()
         self._norms, self._on = {}, of_several
         self._class.of_several = of_several
+        backward.around['gradients'] = self._around
 
-    def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def check(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Call before gradients are taken; BadInput if one was changed after backward()."""
-        if self._done:  # of a backward() that has failed
-            self._after_backward()
-        # In few calls of Python, as nearly always nothing has changed.
-        for done, ids, versions in self._left:
-            now: Any = list(map(grad_of, done))
-            if list(map(id, now)) != ids or list(map(_version_of, now)) != versions:
-                self._check_each(parameters)
-                break
-        if norms := self._norms:
-            found = [(grad_of(p), *norms[id(p)]) for p in parameters if id(p) in norms]
-            self._compare([(g, *where) for g, *where in found if g is not None])
+        self._check(parameters, list(map(grad_of, self._parameters)))
 
-    def _check_each(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        left = {id(p): (i, v) for both in self._left for p, i, v in zip(*both, strict=True)}
-        for parameter in parameters:
-            gradient, before = grad_of(parameter), left.get(id(parameter))
-            if gradient is not None and before not in (None, (id(gradient), gradient._version)):
-                self.refuse()
+    def _check(
+        self, parameters: Sequence[torch.nn.Parameter], every: list[torch.Tensor | None]
+    ) -> None:
+        left = self._left
+        if left is not None and left != (now := _seen(every)):
+            taken, each = set(map(id, parameters)), zip(_pairs(left), _pairs(now), strict=True)
+            for parameter, (before, after) in zip(self._watched, each, strict=True):
+                known = before[1] >= 0 and after[1] >= 0
+                if known and before != after and parameter in taken:
+                    self.refuse()
+        given = [(p, grad_of(p)) for p in parameters if id(p) in self._norms] if self._norms else []
+        if divided := [(self._norms[id(p)], g) for p, g in given if g is not None]:
+            norms = [norm for norm, _ in divided], _norms_of([gradient for _, gradient in divided])
+            # Not by their values, as NaN does not equal itself.
+            earlier, later = (torch.stack(list(one)).view(torch.int64) for one in norms)
+            self._changed.append(earlier.ne(later).any())
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
         """:meth:`check` gradients and take them, unseen by readers until the micro-batch ends."""
-        self.check(parameters)
-        gradients = list(map(grad_of, parameters))
-        plain, own, taken = torch.nn.Parameter, self._class, self._taken
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            set_grad(parameter, None)
-            if parameter.__class__ is own:
-                taken[id(parameter)] = gradient
-            elif parameter.__class__ is plain:
-                taken[id(parameter)] = gradient
-                parameter.__class__ = own
-                self._unreadable.append(parameter)
+        every = list(map(grad_of, self._parameters))
+        self._check(parameters, every)
+        whole = list(map(id, parameters)) == list(self._watched)
+        gradients = every if whole else list(map(grad_of, parameters))
+        self._hide(parameters, gradients)
+        self._taken.update(zip(map(id, parameters), gradients, strict=True))
+        deque(map(set_grad, parameters, repeat(None)), 0)
         return gradients
 
-    def _compare(self, divided: list[Any]) -> None:
-        """Compare sharded gradients: each with the norms of its backward(), and its place there."""
-        if not divided:
-            return
-        # Those of one backward pass are together: mostly all of them, in its order.
-        divided.sort(key=lambda one: one[2])
-        norms = divided[0][1]
-        if len(norms) == len(divided) and all(one[1] is norms for one in divided):
-            before = norms
-        else:
-            before = torch.stack([norms[i] for _, norms, i in divided])
-        now = _norms_of([gradient for gradient, _, _ in divided])
-        # Not by their values, as NaN does not equal itself.
-        self._changed.append(before.view(torch.int64).ne(now.view(torch.int64)).any())
+    def _hide(
+        self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        plain = torch.nn.Parameter
+        both = zip(parameters, gradients, strict=True)
+        hidden = [p for p, g in both if p.__class__ is plain and g is not None]
+        deque(map(setattr, hidden, repeat('__class__'), repeat(self._class)), 0)
+        self._unreadable.append(hidden)
 
     def changed(self) -> torch.Tensor | None:
         """Whether a sharded gradient has changed since, as a number on the device, or None."""
@@ -136,47 +130,59 @@ class GradientGuard:
         raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
 
     def end_micro_batch(self) -> None:
-        for parameter in self._unreadable:
-            parameter.__class__ = torch.nn.Parameter
+        for hidden in self._unreadable:
+            deque(map(setattr, hidden, repeat('__class__'), repeat(torch.nn.Parameter)), 0)
         self._unreadable.clear()
         self._taken.clear()
+        backward.around.pop('gradients', None)
 
-    def _noting(self) -> Callable[[torch.Tensor], None]:
-        """The hook of all parameters, which runs often and so does next to nothing."""
-        done, after = self._done, self._after_backward
+    def _around(self) -> Callable[[], None]:
+        """Before a backward(); what it returns comes after it."""
+        left, before = self._left, None
+        if left is not None:
+            before = _seen(list(map(grad_of, self._parameters)))
 
-        def note(parameter: torch.Tensor) -> None:
-            if not done:
-                _at_the_end(after)
-            done.append(parameter)
+        def after() -> None:
+            gradients = list(map(grad_of, self._parameters))
+            self._left = now = _seen(gradients)
+            if left is not None and before is not None and left != before:
+                # What changed before, and was not added to, is still changed.
+                each = zip(_pairs(left), _pairs(before), _pairs(now), strict=True)
+                kept = [was if b == n else n for was, b, n in each]
+                self._left = [i for i, _ in kept], [version for _, version in kept if version >= 0]
+            if self._on:
+                self._hide(self._parameters, gradients)
+                self._note_norms()
 
-        return note
+        return after
 
     @torch.no_grad()
-    def _after_backward(self) -> None:
-        done = [parameter for parameter in self._done if grad_of(parameter) is not None]
+    def _note_norms(self) -> None:
+        given = [(id(parameter), grad_of(parameter)) for parameter in self._done]
         self._done.clear()
-        gradients: Any = list(map(grad_of, done))
-        self._left.append((done, list(map(id, gradients)), list(map(_version_of, gradients))))
-        if not self._on:
-            return
-        plain, own, divided = torch.nn.Parameter, self._class, []
-        for parameter in done:
-            if parameter.__class__ is plain:
-                parameter.__class__ = own
-                self._unreadable.append(parameter)
-            elif parameter.__class__ is not own and is_divided(parameter):
-                divided.append(parameter)
-        if divided:
-            norms = _norms_of([grad for p in divided if (grad := grad_of(p)) is not None])
-            self._norms.update((id(parameter), (norms, i)) for i, parameter in enumerate(divided))
+        if there := {i: gradient for i, gradient in given if gradient is not None}:
+            self._norms.update(zip(there, _norms_of(there.values()), strict=True))
 
 
-def _norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64))
+_NONE = id(None)
 
 
-def _unreadable(sentence: str, taken: dict[int, torch.Tensor]) -> Any:
+def _seen(gradients: Sequence[torch.Tensor | None]) -> _Seen:
+    there: Any = [gradient for gradient in gradients if gradient is not None]
+    return list(map(id, gradients)), list(map(_version_of, there))
+
+
+def _pairs(seen: _Seen) -> list[tuple[int, int]]:
+    """Identity and version of each gradient; -1: there is none."""
+    versions = iter(seen[1])
+    return [(i, -1 if i == _NONE else next(versions)) for i in seen[0]]
+
+
+def _norms_of(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64)
+
+
+def _unreadable(sentence: str, taken: dict[int, torch.Tensor | None]) -> Any:
     class Unreadable(torch.Tensor):
         @classmethod
         def __torch_function__(
@@ -197,8 +203,8 @@ def _unreadable(sentence: str, taken: dict[int, torch.Tensor]) -> Any:
             reader = sys._getframe(1).f_globals.get('__name__', '')
             if reader.partition('.')[0] in _NO_USERS:
                 return found
-            if found is None and id(self) in taken:
-                found = taken[id(self)].clone()  # whatever is done to it, the sum stays
+            if found is None and (own := taken.get(id(self))) is not None:
+                found = own.clone()  # whatever is done to it, the sum stays
             if found is None or not self.of_several:
                 return found
             return found.as_subclass(Unreadable)

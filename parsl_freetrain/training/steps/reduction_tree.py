@@ -13,6 +13,7 @@ import torch
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.sample_order import shards_of_rank
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
+from parsl_freetrain.training.steps.shared_rows import SharedRows, share
 
 Node = tuple[int, int]  # the shards first .. last - 1
 T = TypeVar('T')
@@ -75,8 +76,8 @@ class ShardTree:
 class SumOverShards:
     """The sum of the contributions of all shards, wherever they are. ``mine``: the shards of this
     rank; ``most``: the largest number of a rank. ``sizes``: of the current global batch's shards;
-    sums are of shares of the largest. ``magnitudes``: of this rank's sums, before the sum over
-    several ranks, which hides what is not finite.
+    sums are of shares of the largest. ``spoilt``: a number, 0 if the last sum was finite; ``bad``:
+    of this rank's sums, before the sum over several ranks, which hides what is not finite.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class SumOverShards:
         ranges = [shards_of_rank(shards, len(ranks), rank, speeds) for rank in ranks]
         self.mine, self.most = ranges[peers.rank], max(map(len, ranges))
         self.sizes: tuple[int, ...] = ()
-        self.magnitudes: list[torch.Tensor] = []
+        self.bad: list[torch.Tensor] = []
+        self.spoilt = torch.empty(0)
         self._covers = [self._tree.cover(shards_) for shards_ in ranges]
         self._of: dict[Node, Contribution | None] = {}
-        self._on_cpu: list[torch.Tensor] = []
         self._received = torch.empty(0)
+        self._shared: SharedRows | None = None
+        self._asked = False
 
     @property
     def first_rank(self) -> int:
@@ -128,36 +131,63 @@ class SumOverShards:
         """The mean over all samples, on all ranks together; ``present``: gradients that any has."""
         sums, peers = self._sums, self._peers
         mine = {node: own for node, own in self._of.items() if own is not None}
-        self.magnitudes = []
+        self.bad = []
         if peers.world_size == 1:
             total = self._tree.total(self._of, sums.plus)
             assert total is not None
         else:
-            self.magnitudes = [sums.magnitude(own) for own in mine.values()]
+            self.bad = [sums.scale(own.present) for own in mine.values()]
             flats = {node: sums.pack(own) for node, own in mine.items()}
-            into = next(iter(flats.values())) if flats else sums.memory().tensor
-            if peers.exchanges_on_cpu and into.device.type != 'cpu':
-                # One copy each way. An addition has the same bits on every device.
-                here = dict(zip(flats, self._copies(list(flats.values()) or [into]), strict=False))
-                self._exchange(here, self._on_cpu[0])
-                into.copy_(self._on_cpu[0])
+            whole = next(iter(flats.values())) if flats else sums.memory()
+            of_nodes = {node: flat.tensor for node, flat in flats.items()}
+            # On a device's ranks, one copy each way. Additions have the same bits everywhere.
+            if (rows := self._rows_of(whole.tensor)) is not None:
+                self._add_in_place(rows, of_nodes, whole.tensor)
+            elif peers.exchanges_on_cpu:
+                copies = {node: flat.cpu() for node, flat in of_nodes.items()}
+                here = next(iter(copies.values()), whole.tensor.cpu())
+                self._exchange(copies, here)
+                if here is not whole.tensor:
+                    whole.tensor.copy_(here)
             else:
-                self._exchange(flats, into)
+                self._exchange(of_nodes, whole.tensor)
             for own in list(mine.values())[1:]:
                 sums.release(own)
-            total = sums.unpack(into, present)
+            total = sums.unpack(whole, present)
         self._of = {}
-        sums.scale(total, max(self.sizes) / sum(self.sizes))
+        self.spoilt = sums.mean(total, max(self.sizes) / sum(self.sizes))
         return total
 
-    def _copies(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in page-locked memory, which is kept: others take many times as long."""
-        while len(self._on_cpu) < len(flats):
-            here = torch.empty_like(flats[0], device='cpu', pin_memory=True)
-            self._on_cpu.append(here)
-        for here, flat in zip(self._on_cpu, flats, strict=False):
-            here.copy_(flat)
-        return self._on_cpu[: len(flats)]
+    def _rows_of(self, flat: torch.Tensor) -> dict[Node, torch.Tensor] | None:
+        """By node, memory for its sum that all ranks share; None: they are on several computers."""
+        if not self._asked and self._peers.exchanges_on_cpu:
+            sizes = [len(cover) * flat.numel() for cover in self._covers]
+            self._shared = share(self._peers, sizes, flat.dtype, flat.device)
+        self._asked = True
+        if self._shared is None:
+            return None
+        each = zip(self._covers, self._shared.rows, strict=True)
+        parts = ((cover, row.split(flat.numel())) for cover, row in each if cover)
+        return {node: part for both in parts for node, part in zip(*both, strict=True)}
+
+    def _add_in_place(
+        self,
+        rows: Mapping[Node, torch.Tensor],
+        mine: Mapping[Node, torch.Tensor],
+        into: torch.Tensor,
+    ) -> None:
+        """As :meth:`_exchange`. The memory is free: ranks have met since the last step."""
+        ranks, rank = self._peers.world_size, self._peers.rank
+        sign = torch.zeros(1, device='cpu')
+        for node, flat in mine.items():
+            rows[node].copy_(flat)
+        self._peers.all_gather(sign)
+        there = {
+            n: r.view(ranks, -1)[rank] if self.has_samples(n) else None for n, r in rows.items()
+        }
+        self._tree.total(there, torch.Tensor.add_)
+        self._peers.all_gather(sign)
+        into.copy_(rows[min(filter(self.has_samples, rows))])
 
     def _exchange(self, mine: Mapping[Node, torch.Tensor], into: torch.Tensor) -> None:
         """Add up the flat sums of all ranks' nodes in the tree's order into ``into``, which may be

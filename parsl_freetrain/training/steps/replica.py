@@ -136,7 +136,7 @@ class MeanAtSteps:
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
         if replicas:
-            backward.around[:] = [self._backward]
+            backward.around['replicas'] = self._backward
             backward.watch()
 
     def begin(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, pairwise, repeat
+from operator import is_not
 
 import torch
 
@@ -18,7 +20,7 @@ from parsl_freetrain.training.steps import deferred
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
 from parsl_freetrain.training.steps.buffers import Buffers
-from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of
+from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of, set_grad
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.host_limit import HostLimit
 from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
@@ -26,7 +28,7 @@ from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 
 _Look = tuple[Callable[[], float], Sequence[torch.Tensor], tuple[int, int]]
-"""At a step's gradients: their size, those of this rank's sums, and from where to where it is."""
+"""At a step's gradients: whether they are not finite, nor this rank's sums; from where to where."""
 
 
 class ReproducibleSteps:
@@ -71,6 +73,7 @@ class ReproducibleSteps:
         self._own = self._layout.empty()
         self._limit, self._ended_at = HostLimit(shards), 0.0
         self._waiting = False  # for the first micro-batch of a global batch
+        self._alone = shards == 1 and self.adds_buffers  # its buffers are right as they are
         self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = self.changed = False
@@ -137,7 +140,8 @@ class ReproducibleSteps:
         self._settings.begin_batch()
         self.changed, self._waiting = False, True
         self._any_stepped, self._scheduled = bytearray(len(self._stepped)), {}
-        self._buffers.remember()
+        if not (self._alone and self._late):  # else nothing puts them back
+            self._buffers.remember()
 
     @torch.no_grad()
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
@@ -147,9 +151,9 @@ class ReproducibleSteps:
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        for parameter in self._parameters:
-            if grad_of(parameter) is not None:
-                parameter.grad = None
+        gradients = list(map(grad_of, self._parameters))
+        if any(map(is_not, gradients, repeat(None))):
+            deque(map(set_grad, self._parameters, repeat(None)), 0)
         if not self._waiting:
             self._buffers.undo()
 
@@ -164,10 +168,11 @@ class ReproducibleSteps:
                 raise BadInput(UNUSED)
         self._settings.end_micro_batch()
         self._buffers.take()
-        if self._waiting:
+        if self._waiting and not self._alone:
             self._buffers.note_first()
-            self._waiting = False
-        self._put_buffers(self._own, self._sum.weight(micro_batch.part))
+        self._waiting = False
+        if not self._alone:
+            self._put_buffers(self._own, self._sum.weight(micro_batch.part))
         self._sum.add(self._node_of(micro_batch), self._own)
         self._micro_batch = None
 
@@ -230,10 +235,11 @@ class ReproducibleSteps:
 
     def _tell(self, wish: int) -> list[told.Notes]:
         """Exchange with all ranks what they know without their devices."""
+        several = self._all.world_size > 1
         own = told.Notes(
             wish,
-            self._settings.digest(),
-            self._sum.present(),
+            self._settings.digest() if several else b'',
+            self._sum.present() if several else b'',
             bytes(self._any_stepped),
             [(part, i, value) for (part, i), value in self._scheduled.items()],
             self._buffers.changed_firsts,
@@ -253,8 +259,8 @@ class ReproducibleSteps:
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
-        size = to_host(self._layout.magnitude(total))[1]
-        asked, now = (size, self._sum.magnitudes, self._span), time.perf_counter()
+        spoilt = to_host(self._sum.spoilt)[1]
+        asked, now = (spoilt, self._sum.bad, self._span), time.perf_counter()
         if self._late:
             self.settle()
             self._asked, found = asked, None
@@ -267,12 +273,12 @@ class ReproducibleSteps:
         return found
 
     def _found(self, asked: _Look) -> list[int] | None:
-        size, magnitudes, _ = asked
-        if math.isfinite(size()):
+        spoilt, bad, _ = asked
+        if not spoilt():
             return None
         if self._all.world_size == 1:
             return [0]
-        own = not all(math.isfinite(float(magnitude)) for magnitude in magnitudes)
+        own = any(map(float, bad))
         said = gather_bytes(self._all, bytes([own]), 1)
         return [rank for rank, bad in enumerate(said) if bad[0]]
 
@@ -285,6 +291,8 @@ class ReproducibleSteps:
 
     def _take_buffers(self, total: Contribution, notes: Sequence[told.Notes]) -> None:
         """Set buffers to what the sums say, integer ones to the first shard's that is not empty."""
+        if self._alone:
+            return
         if self._buffers.row_size:
             self._buffers.settle(total.buffers)
         first = self._sum.first_rank
@@ -302,7 +310,7 @@ class ReproducibleSteps:
             self._stepped[number] = True
             self._settings.wants_step(number)
             own = self._of_optimizer[number]
-            gradients = self._guard.take([layout.parameters[i] for i in own])
+            gradients = self._guard.take(layout.parameters[own.start : own.stop])
             with torch.no_grad():
                 # FSDP has weighted the gradients that it has added up.
                 weight = 1.0 if self._width > 1 else self._sum.weight(micro_batch.part)

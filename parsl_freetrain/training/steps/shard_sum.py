@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import compress
+from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import divided_like, is_divided, local, real
 from parsl_freetrain.training.steps.buffers import Buffers, copy_all
+from parsl_freetrain.training.steps.gradient_guard import set_grad
+
+_TENSOR: Any = torch.Tensor
+_stride_of: Callable[[torch.Tensor], tuple[int, ...]] = _TENSOR.stride
+_LOOKS: tuple[Callable[[torch.Tensor], object], ...] = (
+    _TENSOR.dtype.__get__,
+    _TENSOR.layout.__get__,
+    _TENSOR.requires_grad.__get__,
+)
 
 
 @dataclass
@@ -63,6 +75,10 @@ class ShardSums:
         self._spare: list[Flat] = []
         self._rows: list[torch.Tensor] = []
         self._nothing = self._fresh(0)
+        self._factors: dict[float, torch.Tensor] = {}
+        kinds = {(type(p), part.dtype) for p, part in zip(parameters, self._parts, strict=True)}
+        complex_ = any(map(torch.is_complex, parameters))
+        self._plain = kinds <= {(torch.nn.Parameter, self._dtype)} and not complex_
 
     def empty(self) -> Contribution:
         """A contribution without gradients; :meth:`put` and :meth:`put_buffers` fill it."""
@@ -71,13 +87,27 @@ class ShardSums:
     def put(
         self,
         into: Contribution,
-        indices: Iterable[int],
+        indices: range,
         gradients: Iterable[torch.Tensor | None],
         weight: float,
     ) -> None:
         """Enter the gradients of some parameters, which are its own from now on, times a weight."""
-        taken, others, dtype = [], [], self._dtype
-        for i, gradient in zip(indices, gradients, strict=True):
+        given = list(gradients)
+        taken = [gradient for gradient in given if gradient is not None]
+        looks = [set(map(look, taken)) for look in _LOOKS]
+        if self._divided or looks != [{self._dtype}, {torch.strided}, {False}]:
+            given = self._made_plain(into, indices, given)
+            taken = [gradient for gradient in given if gradient is not None]
+        into.gradients[indices.start : indices.stop] = given
+        if weight != 1:
+            self.scale(taken, weight)
+
+    def _made_plain(
+        self, into: Contribution, indices: range, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of other kinds, or of parameters that are divided, as tensors to be added."""
+        plain, others = [*gradients], []
+        for place, (i, gradient) in enumerate(zip(indices, gradients, strict=True)):
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
@@ -85,26 +115,13 @@ class ShardSums:
                     'Reproducible mode cannot add up sparse gradients: make the embedding '
                     'with sparse=False, or use throughput mode.'
                 )
-            if self._divided:
-                gradient = local(gradient)
-            if gradient.requires_grad:
-                gradient = gradient.detach()
-            if gradient.is_complex():
-                gradient = real(gradient)
-            if gradient.dtype is not dtype:
-                others.append((i, gradient))
-                continue
-            into.gradients[i] = gradient
-            taken.append(gradient)
-        if others:
-            into.flat = into.flat or self.memory()
-            pieces = into.flat.pieces
-            copy_all([pieces[i] for i, _ in others], [gradient for _, gradient in others])
-            for i, _ in others:
-                into.gradients[i] = pieces[i]
-                taken.append(pieces[i])
-        if taken and weight != 1:
-            torch._foreach_mul_(taken, weight)
+            own = plain[place] = real(local(gradient).detach())
+            if own.dtype is not self._dtype:
+                into.flat = into.flat or self.memory()
+                plain[place] = into.flat.pieces[i]
+                others.append((into.flat.pieces[i], own))
+        copy_all(*zip(*others, strict=True)) if others else None
+        return plain
 
     def put_buffers(self, into: Contribution, weight: float) -> None:
         if not self.buffers.row_size:
@@ -114,14 +131,16 @@ class ShardSums:
 
     def plus(self, earlier: Contribution, later: Contribution) -> Contribution:
         """Add the contribution of later shards to that of earlier ones, and return it."""
-        ours, theirs, single = [], [], []
-        for i, (one, other) in enumerate(zip(earlier.gradients, later.gradients, strict=True)):
-            if one is not None and other is not None:
-                ours.append(one)
-                theirs.append(other)
-            elif (only := one if one is not None else other) is not None:
-                earlier.gradients[i] = only
-                single.append(only)
+        ours, theirs, single = earlier.present, later.present, []
+        if not len(ours) == len(theirs) == len(self.parameters):
+            ours, theirs = [], []
+            for i, (one, other) in enumerate(zip(earlier.gradients, later.gradients, strict=True)):
+                if one is not None and other is not None:
+                    ours.append(one)
+                    theirs.append(other)
+                elif (only := one if one is not None else other) is not None:
+                    earlier.gradients[i] = only
+                    single.append(only)
         if ours:
             torch._foreach_add_(ours, theirs)
         if single:
@@ -146,8 +165,8 @@ class ShardSums:
     def _fresh(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
-    def pack(self, contribution: Contribution) -> torch.Tensor:
-        """Gradients and buffers in one flat tensor, with zeros where there is no gradient."""
+    def pack(self, contribution: Contribution) -> Flat:
+        """Gradients and buffers in one tensor, with zeros where there is no gradient."""
         flat = contribution.flat = contribution.flat or self.memory()
         pairs = list(zip(flat.pieces, contribution.gradients, strict=True))
         outside = [(piece, g) for piece, g in pairs if g is not None and g is not piece]
@@ -158,31 +177,45 @@ class ShardSums:
             flat.tensor[self._elements : self._used].copy_(contribution.buffers)
         if self.flat_size > self._used:
             flat.tensor[self._used :].zero_()
-        return flat.tensor
+        return flat
 
-    def unpack(self, flat: torch.Tensor, present: Sequence[bool]) -> Contribution:
-        pieces = self._in_pieces(flat)
-        kept = zip(pieces.pieces, present, strict=True)
+    def unpack(self, flat: Flat, present: Sequence[bool]) -> Contribution:
+        kept = zip(flat.pieces, present, strict=True)
         gradients = [piece if there else None for piece, there in kept]
-        return Contribution(gradients, flat[self._elements : self._used], pieces)
+        return Contribution(gradients, flat.tensor[self._elements : self._used], flat)
 
-    def scale(self, total: Contribution, factor: float) -> None:
-        if factor == 1:
-            return
-        if total.present:
-            torch._foreach_mul_(total.present, factor)
-        if self.buffers.row_size:
+    def scale(self, gradients: list[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+        """Multiply gradients by a factor; a number that is 0 if all are finite. In other types than
+        single precision, it may be another one where they are large. Nothing is read.
+        """
+        bad = torch.zeros((), device=self._device)
+        if not gradients:
+            return bad
+        if self._dtype is torch.float32 and self._device.type in ('cpu', 'cuda'):
+            # What gradient scalers do, in one operation.
+            if factor not in self._factors:
+                self._factors[factor] = torch.full((), factor, device=self._device)
+            both = bad, self._factors[factor]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, *both)
+            return bad
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
+        norms = torch._foreach_norm(gradients, dtype=torch.float64)
+        return torch.stack(norms).sum().isfinite().logical_not()
+
+    def mean(self, total: Contribution, factor: float) -> torch.Tensor:
+        """:meth:`scale` all of a sum."""
+        if self.buffers.row_size and total.buffers.numel() and factor != 1:
             total.buffers.mul_(factor)
-
-    def magnitude(self, total: Contribution) -> torch.Tensor:
-        """A number that is not finite if a gradient is not. On a CPU it may also overflow."""
-        exact = torch.float64 if self._device.type != 'cpu' else None
-        if not total.present:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(torch._foreach_norm(total.present, dtype=exact)).sum(dtype=torch.float64)
+        return self.scale(total.present, factor)
 
     def give(self, total: Contribution, indices: Iterable[int] | None = None) -> None:
         """Set the gradients of parameters to the sums, or to None where no shard had one."""
+        if self._plain and indices is None:
+            there = [one is not None for one in total.gradients]
+            if list(map(_stride_of, total.present)) == list(compress(self._strides, there)):
+                deque(map(set_grad, self.parameters, total.gradients), 0)
+                return
         found = enumerate(total.gradients)
         gradients = dict(found if indices is None else ((i, total.gradients[i]) for i in indices))
         others: list[torch.Tensor] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,9 +59,11 @@ class ShardedReproducibleSteps(ReproducibleSteps):
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        # In wider shapes, each rank has sums of several ranks' gradients.
-        whole = self._layout.magnitude(total)
-        own = (self._sum.magnitudes or [whole]) if self._width == 1 else self._by_fsdp.seen()
+        whole = self._sum.spoilt.double()
+        if self._width == 1:
+            own = self._sum.bad or [whole]
+        else:  # in wider shapes, each rank has sums of several ranks' gradients
+            own = [*torch.stack(self._by_fsdp.seen() or [zero]).isfinite().logical_not()]
         changed, self._buffer_changes = self._buffer_changes, []
         gradients = self._guard.changed()
         sums = [torch.stack(numbers).sum() if numbers else zero for numbers in (own, changed)]
@@ -76,11 +77,11 @@ class ShardedReproducibleSteps(ReproducibleSteps):
             )
         if any(row[3] for row in rows):
             self._guard.refuse()
-        if all(math.isfinite(row[0]) for row in rows):
+        if not any(row[0] for row in rows):
             return None
-        # Norms and sums may overflow where no number is infinite.
+        # Norms may overflow where no number is infinite.
         (spoilt,) = self._all.all_reduce_max((not all_finite(total.gradients),))()
-        named = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
+        named = [rank for rank, row in enumerate(rows) if row[1]]
         return (named or list(range(len(rows)))) if spoilt else None
 
     def _clip_gradients(self, largest: float, parameters: Sequence[torch.nn.Parameter]) -> None:
