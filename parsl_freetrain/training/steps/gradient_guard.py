@@ -32,6 +32,7 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__s
 _version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
 _Seen = tuple[list[int], list[int]]
 """The identities of gradients, and the versions of those that are there."""
+_Taken = list[tuple[Sequence[torch.nn.Parameter], list[torch.Tensor | None]]]
 
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
 """What loops that clear gradients by hand call."""
@@ -50,7 +51,7 @@ class GradientGuard:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
-        self._taken: dict[int, torch.Tensor | None] = {}
+        self._taken: _Taken = []
         self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken)
         self._watched, self._hooked = dict[int, torch.nn.Parameter](), set[int]()
         self._left: _Seen | None = None
@@ -69,7 +70,7 @@ class GradientGuard:
                 self._hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._done.append)
             self._watched[id(parameter)] = parameter
-        self._parameters = [*self._watched.values()]
+        self._parameters, self._whole = [*self._watched.values()], parameters
         backward.watch()
 
     def begin_micro_batch(self, of_several: bool) -> None:
@@ -86,9 +87,10 @@ class GradientGuard:
 
     def _check(
         self, parameters: Sequence[torch.nn.Parameter], every: list[torch.Tensor | None]
-    ) -> None:
-        left = self._left
-        if left is not None and left != (now := _seen(every)):
+    ) -> bool:
+        """Also returns whether other gradients than backward() left are there."""
+        left, now = self._left, _seen(every)
+        if left is not None and left != now:
             taken, each = set(map(id, parameters)), zip(_pairs(left), _pairs(now), strict=True)
             for parameter, (before, after) in zip(self._watched, each, strict=True):
                 known = before[1] >= 0 and after[1] >= 0
@@ -100,15 +102,17 @@ class GradientGuard:
             # Not by their values, as NaN does not equal itself.
             earlier, later = (torch.stack(list(one)).view(torch.int64) for one in norms)
             self._changed.append(earlier.ne(later).any())
+        return left != now
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
         """:meth:`check` gradients and take them, unseen by readers until the micro-batch ends."""
         every = list(map(grad_of, self._parameters))
-        self._check(parameters, every)
-        whole = list(map(id, parameters)) == list(self._watched)
-        gradients = every if whole else list(map(grad_of, parameters))
-        self._hide(parameters, gradients)
-        self._taken.update(zip(map(id, parameters), gradients, strict=True))
+        changed = self._check(parameters, every)
+        # The very same ones, but for those of several optimizers.
+        gradients = every if parameters is self._whole else list(map(grad_of, parameters))
+        if changed or not self._on:
+            self._hide(parameters, gradients)
+        self._taken.append((parameters, gradients))
         deque(map(set_grad, parameters, repeat(None)), 0)
         return gradients
 
@@ -182,7 +186,11 @@ def _norms_of(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64)
 
 
-def _unreadable(sentence: str, taken: dict[int, torch.Tensor | None]) -> Any:
+def _unreadable(sentence: str, taken: _Taken) -> Any:
+    def place(parameter: torch.nn.Parameter) -> tuple[list[torch.Tensor | None], int] | None:
+        each = ((own, i) for ps, own in taken for i, p in enumerate(ps) if p is parameter)
+        return next(each, None)
+
     class Unreadable(torch.Tensor):
         @classmethod
         def __torch_function__(
@@ -203,7 +211,7 @@ def _unreadable(sentence: str, taken: dict[int, torch.Tensor | None]) -> Any:
             reader = sys._getframe(1).f_globals.get('__name__', '')
             if reader.partition('.')[0] in _NO_USERS:
                 return found
-            if found is None and (own := taken.get(id(self))) is not None:
+            if found is None and (at := place(self)) and (own := at[0][at[1]]) is not None:
                 found = own.clone()  # whatever is done to it, the sum stays
             if found is None or not self.of_several:
                 return found
@@ -211,7 +219,8 @@ def _unreadable(sentence: str, taken: dict[int, torch.Tensor | None]) -> Any:
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
-            taken.pop(id(self), None)
+            if at := place(self):
+                at[0][at[1]] = None
             set_grad(self, value)
 
         @grad.deleter

@@ -151,8 +151,7 @@ class ReproducibleSteps:
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        gradients = list(map(grad_of, self._parameters))
-        if any(map(is_not, gradients, repeat(None))):
+        if any(map(is_not, map(grad_of, self._parameters), repeat(None))):
             deque(map(set_grad, self._parameters, repeat(None)), 0)
         if not self._waiting:
             self._buffers.undo()

@@ -21,7 +21,6 @@ _stride_of: Callable[[torch.Tensor], tuple[int, ...]] = _TENSOR.stride
 _LOOKS: tuple[Callable[[torch.Tensor], object], ...] = (
     _TENSOR.dtype.__get__,
     _TENSOR.layout.__get__,
-    _TENSOR.requires_grad.__get__,
 )
 
 
@@ -95,7 +94,7 @@ class ShardSums:
         given = list(gradients)
         taken = [gradient for gradient in given if gradient is not None]
         looks = [set(map(look, taken)) for look in _LOOKS]
-        if self._divided or looks != [{self._dtype}, {torch.strided}, {False}]:
+        if self._divided or looks != [{self._dtype}, {torch.strided}]:
             given = self._made_plain(into, indices, given)
             taken = [gradient for gradient in given if gradient is not None]
         into.gradients[indices.start : indices.stop] = given
@@ -212,8 +211,8 @@ class ShardSums:
     def give(self, total: Contribution, indices: Iterable[int] | None = None) -> None:
         """Set the gradients of parameters to the sums, or to None where no shard had one."""
         if self._plain and indices is None:
-            there = [one is not None for one in total.gradients]
-            if list(map(_stride_of, total.present)) == list(compress(self._strides, there)):
+            given = [one is not None for one in total.gradients]
+            if list(map(_stride_of, total.present)) == list(compress(self._strides, given)):
                 deque(map(set_grad, self.parameters, total.gradients), 0)
                 return
         found = enumerate(total.gradients)
