@@ -161,16 +161,9 @@ class JournalWriter:
         with os.fdopen(os.dup(self._fd), 'rb') as old:
             whole = [piece for piece in scan(old, len(HEAD)) if piece.end <= self._begun_at_byte]
             before = [record(piece.content) for piece in whole if piece.content is not None]
-        draft = self.path.with_name(f'.{self.path.name}.part')
-        draft.unlink(missing_ok=True)
         begun_at = len(HEAD) + sum(map(len, before))
         content = b''.join([HEAD, *before, record(_encoded(self._run, self.path))])
-        try:
-            files.write_new(draft, content)
-            aside = _set_aside(self.path)
-            draft.rename(self.path)
-        finally:
-            draft.unlink(missing_ok=True)
+        aside = _put_in_place_of(self.path, content)
         os.close(self._fd)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
         self._size, self._begun_at_byte = len(content), begun_at
@@ -210,9 +203,8 @@ def _open(path: Path) -> tuple[int, int, set[str]]:
             'The ledger %s has lost its beginning; it is kept as %s. Reports may lack something of '
             'earlier runs.',
             path,
-            _set_aside(path),
+            _put_in_place_of(path, b''.join([HEAD, *readable])),
         )
-        files.write_new(path, b''.join([HEAD, *readable]))
         return _opened(path)
 
 
@@ -261,13 +253,25 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
     return fd, end, names
 
 
-def _set_aside(path: Path) -> Path | None:
+def _put_in_place_of(path: Path, content: bytes) -> Path | None:
+    """Put a new file in a damaged one's place, and return where that is kept. Whenever this process
+    is killed, one of the two has the name: budgets count what the file says.
+    """
+    draft = path.with_name(f'.{path.name}.part')
+    draft.unlink(missing_ok=True)
     names = (path.with_name(f'{path.name}.damaged-{n}') for n in count(1))
-    aside = next(name for name in names if not name.exists())
+    aside = next(name for name in names if not os.path.lexists(name))
     try:
-        return path.rename(aside)
-    except FileNotFoundError:
-        return None
+        files.write_new(draft, content)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.link(path, aside, follow_symlinks=False)
+            except OSError:  # a folder, or a file system without links
+                path.rename(aside)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return aside if os.path.lexists(aside) else None
 
 
 def _plain(value: Any) -> object:

@@ -1,5 +1,6 @@
 """The file of a run's events: private, whole after kill -9, readable while it is written."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -183,7 +184,10 @@ def test_after_kill_9_all_that_was_flushed_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('cut', [0, 5, len(HEAD) - 1, 'zeros', 'head', 'overwritten'])
 def test_what_remains_of_a_journal_is_set_aside_at_the_start(
-    tmp_path: Path, cut: int | str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    cut: int | str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was cut just before its writer died: a restart must not need a person."""
     path = tmp_path / ('ledger.journal' if cut == 'overwritten' else 'l')
@@ -198,6 +202,13 @@ def test_what_remains_of_a_journal_is_set_aside_at_the_start(
         if cut == 'overwritten'
         else bytes(len(HEAD)) + whole[len(HEAD) :]
     )
+    now = path.read_bytes()
+    with monkeypatch.context() as killed:  # in the middle, if it is set aside at all
+        killed.setattr(Path, 'replace', lambda *_: sys.exit('killed'))
+        with contextlib.suppress(BaseException):
+            JournalWriter(path).close()
+    assert path.read_bytes() == (now or HEAD)
+    caplog.clear()
     writer = JournalWriter(path)
     writer.begin_run(ev.RunBegan(9.0, 'next'))
     writer.close()
