@@ -32,7 +32,7 @@ class Desk:
 
     def __init__(self, checkpoint_dir: str) -> None:
         self.checkpoint_dir = Path(checkpoint_dir)
-        self.folder = self.checkpoint_dir / '.orders'
+        self.folder, self._damaged = self.checkpoint_dir / '.orders', set[str]()
         files.make_dir(self.folder)
         refuse_foreign(self.folder, 'folder of orders')
 
@@ -59,8 +59,22 @@ class Desk:
             draft.unlink()
         self.tell(name, orders.TrainerStatus(order.request))
 
-    def open_names(self) -> list[str]:
-        return sorted(path.stem for path in self.folder.glob('*.order'))
+    def open_names(self) -> set[str]:
+        return {path.stem for path in self.folder.glob('*.order')}
+
+    def readable(self, names: set[str]) -> dict[str, orders.Order]:
+        """The orders that can be read: one that is damaged holds up no others."""
+        found = {}
+        for name in sorted(names):
+            try:
+                found[name] = self.order(name)
+            except FileNotFoundError:
+                continue
+            except (BadInput, OSError) as error:
+                if name not in self._damaged:
+                    print(f'The order of trainer {name!r} cannot be read: {error}', file=sys.stderr)
+                self._damaged.add(name)
+        return found
 
     def order(self, name: str) -> orders.Order:
         return orders.decoded(files.read(self.path(name, 'order'), _LARGEST), orders.Order)
@@ -73,10 +87,11 @@ class Desk:
                 self.path(name, kind).unlink(missing_ok=True)
 
     def status(self, name: str) -> orders.TrainerStatus | None:
+        """None if nothing is known of it, or what was is damaged."""
         try:
             content = files.read(self.path(name, 'status'), _LARGEST)
             return orders.decoded(content, orders.TrainerStatus)
-        except FileNotFoundError:
+        except (FileNotFoundError, BadInput):
             return None
 
     def statuses(self, name: str) -> dict[str, orders.TrainerStatus]:

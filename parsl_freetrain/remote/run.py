@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import parsl
@@ -56,21 +57,25 @@ class OrderedRun:
 
     def look(self) -> bool:
         """Start, cancel, and tell. Returns whether any trainer is open."""
-        names = self._desk.open_names()
-        for name in names:
-            if name not in self._trainers:
-                self._start(self._desk.order(name))
-            elif self._desk.path(name, 'cancel').exists():
+        readable = self._desk.readable(self._desk.open_names() - self._trainers.keys())
+        for order in readable.values():
+            self._start(order)
+        for name in self._desk.open_names() & self._trainers.keys():
+            if self._desk.path(name, 'cancel').exists():
                 self._trainers[name][1].cancel()
         for name, (request, future) in list(self._trainers.items()):
             status = _status(request, future)
             if status != self._told.get(name):
-                self._desk.tell(name, status)
+                try:
+                    self._desk.tell(name, status)
+                except OSError as error:  # of the disk, which may be full: it is told again
+                    logger.warning('What trainer %s does cannot be told: %s', name, error)
+                    continue
                 self._told[name] = status
             if status.end:
                 del self._trainers[name], self._told[name]
                 self._executor.names.free(name)
-        return bool(names)
+        return bool(readable) or bool(self._trainers)
 
     def _start(self, order: Order) -> None:
         known, name, spec = self._desk.status(order.trainer), order.trainer, order.spec
@@ -87,7 +92,8 @@ class OrderedRun:
         except Exception as error:
             end, said = _how(error)
             status = TrainerStatus(order.request, 'failed', end=end, sentence=said)
-            self._desk.tell(name, status)
+            with suppress(OSError):  # the next look starts it again
+                self._desk.tell(name, status)
 
 
 def _status(request: str, future: TrainingFuture) -> TrainerStatus:
@@ -111,8 +117,11 @@ def main(checkpoint_dir: str, worker: str, start: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     desk = Desk(checkpoint_dir)
+    readable = desk.readable(desk.open_names())
+    if not readable:
+        return
     try:
-        settings = desk.order(desk.open_names()[0]).settings
+        settings = readable[min(readable)].settings
         executor = executor_of(settings, checkpoint_dir)
         assert isinstance(executor.provider, BackfillProvider)
         with_worker = executor.provider.site.is_local
@@ -125,8 +134,8 @@ def main(checkpoint_dir: str, worker: str, start: str) -> None:
         except BadInput:  # one that was quicker takes the orders
             return
         end, said = _how(error)
-        for name in desk.open_names():
-            known = desk.status(name) or TrainerStatus(desk.order(name).request)
+        for name, order in desk.readable(desk.open_names()).items():
+            known = desk.status(name) or TrainerStatus(order.request)
             if end == BAD_INPUT:
                 known = structs.replace(known, state='failed', end=end)
             # Otherwise the next request tries it again: a scheduler may not have answered.

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -40,7 +40,7 @@ from parsl_freetrain.remote.orders import (
     decoded,
     versions_here,
 )
-from parsl_freetrain.remote.run import executor_of
+from parsl_freetrain.remote.run import OrderedRun, executor_of
 from parsl_freetrain.training.process.block_lease import read_holder
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
@@ -250,7 +250,7 @@ def test_a_scheduler_that_does_not_answer_fails_no_trainer(
     desk = Desk(str(tmp_path / 'far'))
     wait_until(lambda: (found := desk.status('fit')) is not None and 'scontrol' in found.sentence)
     assert not training.done()
-    assert desk.open_names() == ['fit']
+    assert desk.open_names() == {'fit'}
 
 
 def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> None:
@@ -258,6 +258,26 @@ def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> No
     (tmp_path / '.orders').chmod(0o777)
     with pytest.raises(BadInput, match='Other users may write to folder of orders'):
         Desk(str(tmp_path))
+
+
+def test_a_damaged_order_and_a_full_disk_hold_up_no_other_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(str(tmp_path))
+    for name in ('a', 'b', 'c'):
+        desk.place(Order('train', str(tmp_path), trainer=name, request=name))
+    desk.path('a', 'order').write_bytes(b'cut')
+    desk.path('b', 'order').unlink()
+    os.mkfifo(desk.path('b', 'order'))
+    desk.path('c', 'status').write_bytes(b'')
+    run = OrderedRun(desk, cast(Any, None))
+    with monkeypatch.context() as full:
+        full.setattr(desk, 'tell', lambda *_: os.mkdir('/nonexistent/file'))
+        assert run.look()
+    assert desk.open_names() == {'a', 'b', 'c'} and run.look()
+    assert (ended := desk.status('c')) is not None
+    assert 'does not say what is trained' in ended.sentence
+    assert desk.open_names() == {'a', 'b'} and not run.look()
 
 
 def test_what_another_version_sends_is_bad_input() -> None:
