@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,12 @@ def _submitting(run: Run, draw: random.Random, number: signal.Signals) -> None:
         time.sleep(PAUSE_S)
         run.process.send_signal(signal.SIGCONT)
         return
-    run.process.wait(LIMIT_S)
+    try:
+        run.process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        run.process.send_signal(signal.SIGUSR2)  # for its stacks
+        time.sleep(1.0)
+        raise AssertionError(f'it has not ended within {LIMIT_S:g} s after {number!r}') from None
     run.start(10**6)
 
 

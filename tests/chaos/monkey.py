@@ -354,7 +354,7 @@ def main() -> int:
                     kinds=given.kinds.split(',') if given.kinds else tuple(KINDS),
                     pairs=given.pairs,
                 )
-        except Broken as broken:
+        except AssertionError as broken:
             print(f'BROKEN: {broken}')
             print((folder / 'output').read_text(errors='replace')[-4000:])
             return 1

@@ -3,16 +3,20 @@ run: ``python -m tests.chaos.sharded --faults 100 --seed 1``.
 
 Each fragment has another shape (1, 2 or 4 ranks, or two copies of 2). One of its ranks is killed at
 a step or at a stage of a save, or has a full disk; or the newest checkpoint loses a part or a bit
-between two fragments.
+between two fragments. With a C compiler, calls on its files fail meanwhile, in some of its ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import os
 import random
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from parsl_freetrain.training.checkpoint.fault_hooks import SAVING_STAGES
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support import file_system_shim as fs
 from tests.support import template
 from tests.support.faults import kill_between
 from tests.support.ranks import order, ranks, running_fork_server
@@ -35,6 +40,10 @@ from tests.support.ranks import order, ranks, running_fork_server
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 DRAWN = (*SHAPES.values(), Shape(data=2, shard=2))
 BATCH, SIZE = 8, 64
+TROUBLES = [
+    (fs.ALL, errno.EIO), (fs.WRITE | fs.SYNC, errno.ENOSPC), (fs.OPEN | fs.READ, errno.ESTALE),
+    (fs.NAMES, errno.EACCES), (fs.READ | fs.WRITE, 0),
+]  # fmt: skip
 
 
 class Broken(AssertionError):
@@ -88,6 +97,30 @@ def damage(store: PosixCheckpointStore, draw: random.Random) -> str:
     return 'flipped bit'
 
 
+@contextlib.contextmanager
+def trouble(shim: fs.Shim | None, draw: random.Random) -> Iterator[str]:
+    """After a while, and for a while, calls on files of the trainer fail, or move too little."""
+    if shim is None or draw.random() < 0.5:
+        yield ''
+        return
+    calls, error = draw.choice(TROUBLES)
+    share, over = draw.choice((0.05, 0.5, 1.0)), threading.Event()
+    wait_s, lasts_s = draw.uniform(0.5, 3.0), draw.uniform(0.1, 1.0)
+
+    def cause() -> None:
+        if not over.wait(wait_s):
+            with shim.trouble(calls, error, '/store/', share):
+                over.wait(lasts_s)
+
+    thread = threading.Thread(target=cause)
+    thread.start()
+    try:
+        yield f'{errno.errorcode.get(error, "short")} meanwhile'
+    finally:
+        over.set()
+        thread.join()
+
+
 def run(
     fork_server: ForkClient,
     folder: Path,
@@ -110,7 +143,12 @@ def run(
 
 
 def chaos(
-    fork_server: ForkClient, folder: Path, faults: int, seed: int, say: Callable[[str], None]
+    fork_server: ForkClient,
+    folder: Path,
+    faults: int,
+    seed: int,
+    say: Callable[[str], None],
+    shim: fs.Shim | None = None,
 ) -> Counter[str]:
     """Strike this number of times, train to the end, and compare.
 
@@ -127,7 +165,9 @@ def chaos(
         shape = draw.choice(DRAWN)
         what, injected = next_fault(draw, shape.ranks, number, reached // BATCH)
         strike = partial(run, fork_server, folder / 'struck', number, shape, 10**7)
-        outcomes = strike(with_faults(train, injected), 1e-9)
+        with trouble(shim, draw) as fails:
+            outcomes = strike(with_faults(train, injected), 1e-9)
+        counts.update([fails] if fails else [])
         if any(outcome.how in ('finished', 'fenced') for outcome in outcomes):
             raise Broken(f'fragment {number}: {what} on {shape} ended with {outcomes}')
         counts[what] += 1
@@ -160,10 +200,11 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix='freetrain-chaos-') as temporary:
         folder = Path(temporary)
+        shim = fs.Shim(folder) if fs.compiler() else None
+        os.environ.update(shim.environment if shim else {})
         with template.shared(folder / 'template.log'), running_fork_server(folder) as fork_server:
-            chaos(
-                fork_server, folder, given.faults, given.seed, lambda line: print(line, flush=True)
-            )
+            say = partial(print, flush=True)
+            chaos(fork_server, folder, given.faults, given.seed, say, shim)
 
 
 if __name__ == '__main__':
