@@ -304,6 +304,7 @@ class EventLoop:
         for item in self._control.posted():
             self._guarded(self._refuse, item)
         self._guarded(self._control.close)
+        self._stream.close()
 
     def _refuse(self, item: Any) -> None:
         """Refuse a command after the event loop has ended, so that nothing waits for it."""

@@ -30,6 +30,7 @@ from parsl_freetrain.core.model.checked_values import Count
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.executor import commands
 from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
+from parsl_freetrain.executor.block.block_logs import BlockLogs
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
@@ -38,6 +39,7 @@ from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, SETTLED_S, FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.ledger_exports import MetricExport, MonitoringExport
+from parsl_freetrain.executor.off_loop import FileThread
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine
 from parsl_freetrain.executor.requests import RequestHandler, Requests, requests_folder
@@ -208,7 +210,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
         shown = ProgressLine(sys.stderr, records, self.ledger_path)
-        stream = Stream([FutureUpdater(records), lock, shown], [journal])
+        stream = Stream([FutureUpdater(records), shown], [journal, lock], FileThread())
         self._loop = self._event_loop(settings, parsl, control, stream, records, log_dir)
         for block in adopted:
             self._loop.post(commands.AdoptBlock(block))
@@ -243,8 +245,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         clock = RunClock()
         fragments = FragmentRunner(control, stream, endpoint, self.timeouts, parsl, records, clock)
         stream.subscribers.append(fragments)
+        provider, join_s = self.provider, self.timeouts.join_s
+        logs = BlockLogs(self.worker_logdir, log_dir, lambda: provider.script_dir, stream.beside)
         blocks = BlockManager(
-            self.provider, stream, control, log_dir, parsl, template, self.timeouts.join_s, clock
+            provider, stream, control, log_dir, parsl, template, join_s, clock, logs
         )
         requests = Requests(requests_folder(self.ledger_path))
         handler = RequestHandler(requests, fragments, stream)

@@ -39,6 +39,50 @@ def run(what: Callable[[], object]) -> bool:
     return True
 
 
+class FileThread:
+    """Does work on files, one at a time: where a file system stalls, nobody waits for long."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._over.set()
+        self._thread: threading.Thread | None = None
+
+    def over(self, wait_s: float = 0.0) -> bool:
+        """Whether all that it was given is done."""
+        return self._over.wait(wait_s)
+
+    def do(self, work: Callable[[], object], wait_s: float) -> bool:
+        """Whether it is done within so many seconds; not begun while other work is not over."""
+        if not self.over():
+            return False
+        if self._thread is None:
+            output = _waiting.get(threading.get_ident())
+            run, name = lambda: self._run(output), 'FreeTrain-Files'
+            self._thread = threading.Thread(target=run, name=name, daemon=True)
+            self._thread.start()
+        self._over.clear()
+        self._work.put(work)
+        return self.over(wait_s)
+
+    def close(self) -> None:
+        self._work.put(None)
+        if self._thread is not None and self.over():
+            self._thread.join()
+
+    def _run(self, output: queue.Queue[Callable[[], object] | None] | None) -> None:
+        """``output``: what the event loop logs goes through it, and so does what this does."""
+        if output is not None:
+            _waiting[threading.get_ident()] = output
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception('The event loop goes on after an error of files')
+            self._over.set()
+        _waiting.pop(threading.get_ident(), None)
+
+
 @contextmanager
 def beside_this_thread() -> Iterator[None]:
     """Declare this thread an event loop's."""

@@ -92,14 +92,26 @@ class RequestHandler:
 
     def __init__(self, requests: Requests, fragments: FragmentRunner, stream: Stream) -> None:
         self._requests, self._fragments, self._stream = requests, fragments, stream
+        self._found: list[tuple[str, Request]] = []
+        self._answers: list[tuple[str, RequestAnswer]] = []
 
     def look(self, at: float) -> None:
-        for request_id, request in self._requests.new():
+        if not self._stream.beside(self._exchange):
+            return
+        found, self._found = self._found, []
+        for request_id, request in found:
             try:
                 answer = RequestAnswer(True, self._fulfil(request, at))
             except BadInput as error:
                 answer = RequestAnswer(False, str(error))
-            self._requests.answer(request_id, answer)
+            self._answers.append((request_id, answer))
+        if found:
+            self._stream.beside(self._exchange)
+
+    def _exchange(self) -> None:
+        while self._answers:
+            self._requests.answer(*self._answers.pop(0))
+        self._found += self._requests.new()
 
     def _fulfil(self, request: Request, at: float) -> str:
         """Fulfil a request; returns a sentence that says what was done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from parsl_freetrain.core.controller.trainer_end import STORAGE_S
-from parsl_freetrain.executor import parsl_side, run_lock
+from parsl_freetrain.executor import parsl_side, run_lock, stream
 from parsl_freetrain.executor.block import block_record
 from parsl_freetrain.executor.fragment import control_channel, fragment_state, members
 from parsl_freetrain.executor.settings import Timeouts
@@ -57,6 +57,8 @@ def waits() -> tuple[Wait, ...]:
         Wait(ex, 'the other ranks when one has failed', t.peer_s, 'they are killed', 'peer_s'),
         Wait(ex, 'a fragment that was asked to stop', t.stop_s, 'its ranks are killed', 'stop_s'),
         Wait(ex, 'ranks that are to run ahead', members.AHEAD_S, 'the fragment stops without them'),
+        Wait(ex, 'files beside its ledger', stream.FILES_S,
+             'it goes on, and keeps its events in memory until the file system answers'),
         Wait(ex, "Parsl's interchange", parsl_side.INTERCHANGE_S,
              'all trainers fail; a new run goes on'),
         Wait(node, 'its fork server', fork_client.LAUNCH_S,

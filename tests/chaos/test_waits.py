@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import socket
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,13 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor import stream
 from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.waits import waits
+from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
@@ -96,6 +99,9 @@ STOPPED_BY = {
     ),
     'ranks that are to run ahead': (
         f'{EXECUTOR}/fragment/test_standby.py::test_why_no_rank_runs_ahead_on_a_free_node_is_logged'
+    ),
+    'files beside its ledger': (
+        'tests/chaos/test_waits.py::test_a_file_system_that_stalls_holds_up_no_training'
     ),
     "Parsl's interchange": (
         f'{EXECUTOR}/test_endings.py::'
@@ -233,6 +239,31 @@ def test_a_task_that_parsl_never_passes_on_ends_with_a_sentence(raises: bool) ->
         if raises
         else 'it did not start within 120 s; nothing was heard from n0'
     ]
+
+
+def test_a_file_system_that_stalls_holds_up_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stalls, goes_on, plain = threading.Event(), threading.Event(), JournalWriter._write
+    monkeypatch.setattr(stream, 'STALLED_S', 1.0)
+
+    def write(journal: JournalWriter, data: bytes) -> None:
+        if stalls.is_set():
+            goes_on.wait(LIMIT_S)
+        plain(journal, data)
+
+    monkeypatch.setattr(JournalWriter, '_write', write)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)) as executor:
+        first = freetrain_app(max_nodes=1, total_epochs=1000)(fit)(trainer_name='first')
+        wait_until(lambda: first.progress().samples > 0)
+        stalls.set()
+        first.cancel()
+        assert freetrain_app(max_nodes=1, total_epochs=2)(fit)().result(LIMIT_S).samples
+        wait_until(lambda: 'has not answered for 1 s' in caplog.text)
+        assert not _errors(executor.ledger_path)
+        goes_on.set()
+    ended = [event for _, event in Journal(executor.ledger_path).events(ev.FragmentEnded)]
+    assert len(ended) >= 2 and Journal(executor.ledger_path).history().runs[0].ended_at
 
 
 def _began(ledger: str | Path) -> bool:

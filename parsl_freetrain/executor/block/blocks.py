@@ -16,6 +16,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import FreeTrainError, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.block.block_logs import BlockLogs
 from parsl_freetrain.executor.block.block_record import (
     BlockRecord,
     LeavingJobs,
@@ -62,7 +63,9 @@ class BlockManager:
         template: str | None = None,
         join_s: float = math.inf,
         clock: RunClock | None = None,
+        logs: BlockLogs | None = None,
     ) -> None:
+        self._logs = logs
         self._provider, self._stream, self._inbox = provider, stream, inbox
         self._node_log_dir, self._parsl, self._template = node_log_dir, parsl, template
         self._join_s = join_s
@@ -357,6 +360,8 @@ class BlockManager:
         self._emit_gone(tuple(block.nodes), how, at)
         self._stream.emit(ev.BlockClosed(at, block_id, how))
         self._end_managers(block.greeted)
+        if self._logs is not None:
+            self._logs.ended(block_id, block.greeted)
 
     def _end_managers(self, names: Collection[str]) -> None:
         """End managers that go on although their job does not."""

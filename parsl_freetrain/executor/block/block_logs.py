@@ -1,0 +1,51 @@
+"""Logs of blocks and their nodes. Those of the first go: projects have quotas of files."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+NODES, BLOCKS = 1000, 20
+"""Number of nodes whose logs are kept, and of blocks that keep theirs in any case."""
+
+
+class BlockLogs:
+    """``workers``, ``nodes``, ``scripts``: folders of Parsl's logs, of ours, and of the scripts of
+    blocks. ``beside`` does the work, or returns False if it cannot now.
+    """
+
+    def __init__(
+        self,
+        workers: str,
+        nodes: str,
+        scripts: Callable[[], str | None],
+        beside: Callable[[Callable[[], object]], bool],
+    ) -> None:
+        self._workers, self._nodes, self._scripts, self._beside = workers, nodes, scripts, beside
+        self._ended: deque[tuple[str, Collection[str]]] = deque()
+
+    def ended(self, block: str, managers: Collection[str]) -> None:
+        """Note a block that has ended, with the names of its nodes' managers."""
+        self._ended.append((block, managers))
+        kept = sum(1 + len(names) for _, names in self._ended)
+        while len(self._ended) > BLOCKS and kept > NODES:
+            first, names = self._ended[0]
+            if not self._beside(lambda: self._remove(first, names)):  # noqa: B023  # done, or not
+                return
+            self._ended.popleft()
+            kept -= 1 + len(names)
+
+    def _remove(self, block: str, managers: Collection[str]) -> None:
+        shutil.rmtree(Path(self._workers) / f'block-{block}', ignore_errors=True)
+        for path in self._files(block, managers):
+            with suppress(OSError):
+                path.unlink()
+
+    def _files(self, block: str, managers: Collection[str]) -> Iterator[Path]:
+        if scripts := self._scripts():
+            yield from Path(scripts).glob(f'parsl.*.block-{block}.*')
+        for manager in managers:
+            yield Path(self._nodes) / f'fork-server-{manager}.log'
