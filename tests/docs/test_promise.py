@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-PAGES = 'README.md', 'docs/guides/administrators.md'
+PAGES = 'README.md', 'docs/guides/administrators.md', 'docs/slurm.md', 'docs/pbs.md'
 
 
 def test_the_promise_is_the_same_on_all_pages() -> None:

@@ -105,10 +105,9 @@ def groups(
         made: dict[str, Machine] = {}
         for place, name in enumerate(names):
             hosts = all_hosts[place * nodes : (place + 1) * nodes]
-            cluster.manage(
-                *(f'set node {host} resources_available.system = {name}' for host in hosts)
-            )
-            made[name] = Group(cluster, name, hosts)
+            word = f'resources_available.system = {name.replace(" ", "-")}'
+            cluster.manage(*(f'set node {host} {word}' for host in hosts))
+            made[name] = Group(cluster, name.replace(' ', '-'), hosts)
 
         @contextmanager
         def group(name: str, _: int) -> Iterator[Machine]:

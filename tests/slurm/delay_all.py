@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,19 +20,32 @@ from statistics import median
 from typing import Any
 
 from tests.slurm.delay import delays_s, idle_of, later_s
-from tests.slurm.experiment import Filling, Machine, Outcome, SlurmMachine, side_by_side
+from tests.slurm.experiment import (
+    Filling,
+    Machine,
+    Outcome,
+    SlurmMachine,
+    own_cluster,
+    side_by_side,
+)
 from tests.slurm.mix import Mix, sharing
 from tests.slurm.zero_delay import NODES, mix_of
 from tests.support import template
 from tests.support.slurm import Cluster
 
 CPUS = 4
-BACKFILL: dict[str, Any] = {'partition': 'batch'}
-WITH: dict[str, Filling] = {
-    'backfill': BACKFILL,
-    'two runs': (BACKFILL, BACKFILL),
-    'preemptible': {'partition': 'scavenger', 'mode': 'preemptible'},
-}
+
+
+def filled(backfill: dict[str, Any], preemptible: dict[str, Any]) -> dict[str, Filling]:
+    """The runs with FreeTrain, given where its blocks go in each mode."""
+    return {
+        'backfill': backfill,
+        'two runs': (backfill, backfill),
+        'preemptible': {**preemptible, 'mode': 'preemptible'},
+    }
+
+
+WITH = filled({'partition': 'batch'}, {'partition': 'scavenger'})
 WITHOUT = 'alone', 'again', 'once more'
 
 
@@ -47,12 +60,18 @@ def shared(name: str, nodes: int) -> Iterator[Machine]:
         yield SlurmMachine(cluster, nodes)
 
 
-def run(seed: int) -> dict[str, Any]:
+Run = Callable[[int, dict[str, Filling], Path], dict[str, Outcome]]
+
+
+def on_slurm(seed: int, runs: dict[str, Filling], folder: Path) -> dict[str, Outcome]:
+    machines = shared if seed % 2 == 0 else own_cluster
+    return side_by_side(runs, mix_for(seed), NODES, folder, machines=machines)
+
+
+def run(seed: int, fillings: dict[str, Filling], on: Run) -> dict[str, Any]:
     """What one seed came to, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        runs: dict[str, Filling] = {**dict.fromkeys(WITHOUT), **WITH}
-        more: dict[str, Any] = {'machines': shared} if seed % 2 == 0 else {}
-        found = side_by_side(runs, mix_for(seed), NODES, Path(folder), **more)
+        found = on(seed, {**dict.fromkeys(WITHOUT), **fillings}, Path(folder))
     alone = [found[name] for name in WITHOUT]
     lasts_s = max(job.end_s for job in alone[0].ordinary) / 60
     said: dict[str, Any] = {'seed': seed, 'load': os.getloadavg()[0]}
@@ -121,7 +140,15 @@ def table(found: Sequence[Mapping[str, Any]]) -> None:
                 print(f'  mix {said["seed"]}, job {place + 1}, {delay_s:.0f} s late: {why}')
 
 
-def main(file: str, first: str = '1', last: str = '20') -> None:
+def main(
+    file: str,
+    first: str = '1',
+    last: str = '20',
+    *,
+    fillings: dict[str, Filling] = WITH,
+    on: Run = on_slurm,
+) -> None:
+    """``on``: runs a mix in each of several ways at once."""
     out = Path(file)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()
@@ -133,7 +160,7 @@ def main(file: str, first: str = '1', last: str = '20') -> None:
             # Blocks import no torch: that would take processors from the schedulers here.
             with template.that_imports(*template.OF_RANKS):
                 os.environ.update(template.for_nodes())
-                known.append(run(seed))
+                known.append(run(seed, fillings, on))
         except Exception as error:  # the next time it is run again
             print(f'mix {seed} was not measured: {error!r}', file=sys.stderr, flush=True)
             continue

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -36,26 +36,8 @@ def mix_of(seed: int) -> Mix:
     return untidy(seed, NODES, 14, 240.0, 60.0)
 
 
-Runs = Callable[[dict[str, Filling], Mix, Path], dict[str, Outcome]]
-
-
-def on_slurm(runs: dict[str, Filling], mix: Mix, folder: Path) -> dict[str, Outcome]:
-    return side_by_side(runs, mix, NODES, folder)
-
-
-def main(
-    folder: str,
-    *seeds: str,
-    modes: dict[str, dict[str, Any]] = MODES,
-    run: Runs = on_slurm,
-    name: str = 'zero-delay.json',
-    tick_s: float = TICK_S,
-    kill_wait_s: float = KILL_WAIT_S,
-) -> None:
-    """Write the file ``name`` into ``folder``; ``run`` runs a mix, without FreeTrain and in each of
-    the ``modes``. The scheduler plans every ``tick_s`` seconds, and waits ``kill_wait_s`` before it
-    kills.
-    """
+def main(folder: str, *seeds: str) -> None:
+    """Write ``zero-delay.json`` into ``folder``."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
@@ -67,11 +49,12 @@ def main(
     print('|---|---|---|---|---|---|---|---|---|')
     for seed in map(int, seeds or SEEDS):
         with tempfile.TemporaryDirectory() as scratch:
-            runs = run({'alone': None, 'again': None, **modes}, mix_of(seed), Path(scratch))
-        for mode in modes:
+            each: dict[str, Filling] = {'alone': None, 'again': None, **MODES}
+            runs = side_by_side(each, mix_of(seed), NODES, Path(scratch))
+        for mode in MODES:
             said = found[f'{mode}, mix {seed}'] = told(runs, mode)
             delays = said['delays_s']
-            reached.append(aims(delays, tick_s, STOP_S + kill_wait_s))
+            reached.append(aims(delays, TICK_S, STOP_S + KILL_WAIT_S))
             missed = ', '.join(aim for aim, yes in reached[-1].items() if not yes)
             print(
                 f'| {seed} | {mode} | {len(delays)} | {median(delays):.1f} | {max(delays):.1f} '
@@ -79,11 +62,11 @@ def main(
                 f'| {100 * said["share"]:.0f} % | {100 * said["share_of_long"]:.0f} % | {missed} |',
                 flush=True,
             )
-    (out / name).write_text(json.dumps(found, indent=1) + '\n')
+    (out / 'zero-delay.json').write_text(json.dumps(found, indent=1) + '\n')
     for aim in reached[0]:
         times = sum(each[aim] for each in reached)
         print(f'{aim}: {"yes" if times == len(reached) else "no"} ({times} of {len(reached)})')
-    for mode in modes:
+    for mode in MODES:
         idle = [said['idle_node_s'] for run, said in found.items() if run.startswith(f'{mode},')]
         long = sum(each['long'] for each in idle)
         share = sum(each['in_long'] for each in idle) / long if long else 1.0
