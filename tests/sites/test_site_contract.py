@@ -56,12 +56,17 @@ def provider(site: Site) -> Iterator[BackfillProvider]:
     made.cancel(list(made._jobs))
 
 
-def test_a_site_says_what_it_is(site: Site) -> None:
+def test_a_site_says_what_it_is_and_nothing_of_unknown_jobs(site: Site) -> None:
     assert site.name
     assert site.poll_s > 0
     assert isinstance(site.spans_blocks, bool)
     assert isinstance(site.is_local, bool)
     assert site.interface is None or site.interface
+    site.gone('no such job')
+    assert site.end_of('no such job') is None
+    now = time.time()
+    for offer in site.offers(now - 5, now + 5):
+        assert now - 5 <= offer.start < offer.end <= now + 5
 
 
 def first_holes(site: Site) -> tuple[Hole, ...]:
@@ -140,17 +145,6 @@ def test_each_block_is_one_call_with_a_job_of_its_own(
     assert (tmp_path / 'said').read_text() == 'hello\nhello\n'
     for job in jobs:
         site.gone(job)
-
-
-def test_unknown_jobs_are_ignored(site: Site) -> None:
-    site.gone('no such job')
-    assert site.end_of('no such job') is None
-
-
-def test_offers_lie_within_the_times_asked_for(site: Site) -> None:
-    now = time.time()
-    for offer in site.offers(now - 5, now + 5):
-        assert now - 5 <= offer.start < offer.end <= now + 5
 
 
 def test_start_twice_and_no_holes_after_close(site: Site) -> None:

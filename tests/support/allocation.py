@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Capacity, Limit, Problem
+from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.solver import allocator_named
 
@@ -404,27 +405,6 @@ def problems_with_blocks(
     )
 
 
-def from_line(line: str) -> Problem:
-    """A line in the format of ``freetrain allocate``."""
-    data = json.loads(line)
-    return Problem(
-        data['horizon_s'],
-        data['nodes'],
-        tuple(
-            Bid(
-                t['name'],
-                t['min_nodes'],
-                t['max_nodes'],
-                t['current_nodes'],
-                t['rescale_up_s'],
-                t['rescale_down_s'],
-                ScalingCurve(tuple(t['nodes']), tuple(t['rate'])),
-            )
-            for t in data['trainers']
-        ),
-    )
-
-
 def recorded() -> list[tuple[str, Problem, float]]:
     """Real decisions from the Summit trace: name, problem, optimum; empty without the data."""
     files = DECISIONS / 'summit-decisions.jsonl.gz', DECISIONS / 'summit-decisions-answers.jsonl.gz'
@@ -432,7 +412,9 @@ def recorded() -> list[tuple[str, Problem, float]]:
         return []
     with gzip.open(files[0], 'rt') as lines, gzip.open(files[1], 'rt') as answers:
         both = [(line, json.loads(answer)) for line, answer in zip(lines, answers, strict=True)]
-    return [(answer['id'], from_line(line), answer['optimum']) for line, answer in both]
+    return [
+        (answer['id'], problem_of(check(decode(line))), answer['optimum']) for line, answer in both
+    ]
 
 
 class Remembering:
