@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from tests.chaos.disks import small_disk
 from tests.chaos.fault_kinds import IN_GROUPS, KINDS, ON_SMALL_DISK, WITH_SHIM, strike
 from tests.chaos.training import BATCH, MODE, NAME, SAMPLES, counted, orders_in
 from tests.support import template
+from tests.support.computers import Computer, computers
 from tests.support.file_system_shim import Shim, compiler
 from tests.support.processes import victims
 from tests.support.ranks import order, ranks, running_fork_server
@@ -63,6 +64,7 @@ class Run:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: subprocess.Popen[bytes] | None = None
     shim: Shim | None = None
+    computers: Sequence[Computer] = ()  # the one that submits, and the nodes, if they are others
 
     @property
     def store(self) -> Path:
@@ -79,17 +81,12 @@ class Run:
     def start(self, epochs: int, *, struck: bool = True) -> None:
         self.starts += 1
         self.orders.mkdir(parents=True, exist_ok=True)
+        nodes = ','.join(one.name for one in self.computers[1:]) or str(self.nodes)
+        words = [sys.executable, '-m', 'tests.chaos.training', str(self.folder), str(epochs)]
+        words += [nodes, str(0.02 * struck)]
         with self.output.open('ab') as output:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    '-m',
-                    'tests.chaos.training',
-                    str(self.folder),
-                    str(epochs),
-                    str(self.nodes),
-                    str(0.02 * struck),
-                ],
+                self.computers[0].command(words) if self.computers else words,
                 cwd=ROOT,
                 env={
                     **os.environ,
@@ -280,6 +277,7 @@ def chaos(
     kinds: Collection[str] = tuple(KINDS),
     faults: int = 0,
     pairs: bool = False,
+    computers: Sequence[Computer] = (),
 ) -> Counter[str]:
     """One run of chaos with faults of these kinds; what was done, by kind.
 
@@ -291,7 +289,7 @@ def chaos(
     began = time.monotonic()
     with small_disk(folder / 'struck' / 'checkpoints') as disk:
         shim = Shim(folder) if compiler() else None
-        run = Run(folder / 'struck', nodes, shim=shim)
+        run = Run(folder / 'struck', nodes, shim=shim, computers=computers)
         left_out: tuple[str, ...] = () if disk else ON_SMALL_DISK
         left_out += () if shim else WITH_SHIM
         left_out += () if limits.possible() else IN_GROUPS
@@ -336,14 +334,18 @@ def main() -> int:
     parser.add_argument('--kinds', help='only these, with commas between them')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--nodes', type=int, default=3)
+    parser.add_argument('--computers', action='store_true', help='each node is one of its own')
     parser.add_argument('--folder', type=Path, help='kept; default: a temporary one')
     given = parser.parse_args()
+    # Beside a shell it is ignored, and so it would be in what is started, until that has begun.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started is ended
     with tempfile.TemporaryDirectory(prefix='freetrain-chaos-') as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with template.shared(folder / 'template.log'):
+            others = computers(given.nodes + 1) if given.computers else contextlib.nullcontext(())
+            with template.shared(folder / 'template.log'), others as made:
                 chaos(
                     given.fragments,
                     given.seed,
@@ -353,6 +355,7 @@ def main() -> int:
                     faults=given.faults,
                     kinds=given.kinds.split(',') if given.kinds else tuple(KINDS),
                     pairs=given.pairs,
+                    computers=made,
                 )
         except AssertionError as broken:
             print(f'BROKEN: {broken}')

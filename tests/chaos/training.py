@@ -35,6 +35,7 @@ from parsl_freetrain import (
 from parsl_freetrain.core.model.errors import FreeTrainError
 from tests.chaos.points import with_ordered_faults
 from tests.support.damage import scheduler_silent_for
+from tests.support.login import Computers
 
 SAMPLES, BATCH = 64, 8
 CLOCK_STEPS_S = {'clock set back': -3600.0, 'clock set ahead': 3600.0}
@@ -129,7 +130,10 @@ def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
 def main(folder: str, epochs: str, nodes: str, pause_s: str) -> None:
     faulthandler.register(signal.SIGUSR2)  # to see what it waits for, should it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored
-    provider = BackfillProvider(site=LocalSite(nodes=int(nodes), poll_s=0.2), min_hole_s=1.0)
+    names = nodes.split(',')
+    site = Computers(names, poll_s=0.2) if names[1:] else LocalSite(nodes=int(nodes), poll_s=0.2)
+    most = len(names) if names[1:] else int(nodes)
+    provider = BackfillProvider(site=site, min_hole_s=1.0)
     orders = orders_in(folder)
     threading.Thread(target=watch_scheduler, args=(provider, orders), daemon=True).start()
     executor = FreeTrainExecutor(
@@ -142,9 +146,7 @@ def main(folder: str, epochs: str, nodes: str, pause_s: str) -> None:
     )
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=f'{folder}/runinfo')):
         print(
-            app(int(epochs), nodes=int(nodes), orders=orders)(
-                pause_s=float(pause_s), trainer_name=NAME
-            )
+            app(int(epochs), nodes=most, orders=orders)(pause_s=float(pause_s), trainer_name=NAME)
             .result()
             .samples
         )
