@@ -20,9 +20,8 @@ from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.exchange_watch import exchanges
-from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.handover import StateSender
-from parsl_freetrain.training.loop.save_timing import SaveTiming
+from parsl_freetrain.training.loop.save_timing import Background, SaveTiming
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import (

@@ -17,12 +17,12 @@ from parsl_freetrain.training.data.sampler import Sampler
 from parsl_freetrain.training.loop.context_kept import ContextOfKept
 from parsl_freetrain.training.loop.evaluation import Measure
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
-from parsl_freetrain.training.loop.gathering import all_gather
 from parsl_freetrain.training.loop.loop_state import Phase
 from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.loop.preparing import shard_model_of
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps.deferred import by_samples
+from parsl_freetrain.training.steps.mesh import all_gather
 
 
 class FragmentContext(ContextOfKept):

@@ -23,8 +23,8 @@ from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.spec.messages import StateLeft
-from parsl_freetrain.training.steps.fsdp_modules import put_parts_back
 from parsl_freetrain.training.steps.group_settings import plain_values
+from parsl_freetrain.training.steps.mesh import put_parts_back
 
 
 class LoopSaver:

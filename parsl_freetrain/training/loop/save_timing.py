@@ -1,10 +1,12 @@
-"""When a fragment saves and when it must stop, based on measured times."""
+"""When a fragment saves and when it must stop, by measured times; the thread that saves."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from parsl_freetrain.core.controller.overheads import FLOOR_S
 from parsl_freetrain.training.comm.exchange_watch import exchanges
@@ -137,3 +139,37 @@ class SaveTiming:
         until = self._order.exempt_until
         margin_s = 2 * self.longest_s + self.expected_step_s + FLOOR_S
         return until is not None and 0 < until - time.monotonic() < margin_s
+
+
+class Background:
+    """Runs a job in a thread, which may be cut off; the next call raises its exception."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Wait for the previous job, then start this one. Raises the previous job's exception."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for the job, at most ``limit_s`` seconds, and raise its exception if it has one."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # the main thread raises it
+            self._error = error

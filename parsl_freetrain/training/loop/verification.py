@@ -25,9 +25,9 @@ from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop import unknown_state
-from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.save_timing import Background
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.steps.bit_sums import MODULO, bit_sums
 

@@ -22,9 +22,8 @@ from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import UNUSED, Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.buffers import Buffers
-from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
 from parsl_freetrain.training.steps.group_settings import GroupSettings
-from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.mesh import Division, fsdp_modules
 from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guard
 from parsl_freetrain.training.steps.replica import MeanAtSteps, Replica, with_shared_parts
 

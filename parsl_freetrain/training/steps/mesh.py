@@ -1,12 +1,13 @@
-"""Which ranks of a fragment train the same samples, and which hold the same parameters."""
+"""Which ranks train the same samples, and which hold the same parameters or parts of them."""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,17 @@ from parsl_freetrain.training.checkpoint.state import Saved, State, content_of, 
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.comm.collectives import broadcast_into
-from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.process.linux import guard_connections
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.mode import Mode
+from parsl_freetrain.training.spec.mode import Mode, Reproducible
 from parsl_freetrain.training.spec.shapes import check_shape
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from parsl_freetrain.training.steps.modes import Steps
 
 
 class Division:
@@ -249,3 +256,70 @@ def _united(first: Any, second: Any) -> Any:
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return [_united(*both) for both in zip(first, second, strict=True)]
     return first
+
+
+def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+    # Its import takes long. Where it has not been imported there is none.
+    fsdp = sys.modules.get('torch.distributed.fsdp')
+    if fsdp is None:
+        return []
+    return [m for model in models for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+def put_parts_back(models: Iterable[torch.nn.Module]) -> None:
+    """Have modules hold their parts again, after a pass that failed with whole parameters."""
+    for module in fsdp_modules(models):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.to_sharded()
+
+
+def all_gather(
+    tensor: torch.Tensor, spec: TrainingSpec, division: Division, steps: Steps, peers: Peers
+) -> torch.Tensor:
+    """The rows of all ranks, in order of rank. Raises BadInput where a pass has not all samples."""
+    if isinstance(spec.mode, Reproducible):
+        if spec.shards == 1:
+            return tensor
+        raise BadInput(
+            f'ctx.all_gather was called in reproducible mode with {spec.shards} virtual shards, '
+            'which are trained one after the other, each with its own samples only: use '
+            'mode=Throughput(), or Reproducible(shards=1) on one rank.'
+        )
+    weight = getattr(steps, 'whole_weight', None)
+    if weight is None or division.shape.data != peers.world_size:
+        raise BadInput(
+            'ctx.all_gather needs ranks that hold whole models, and one pass for each global '
+            'batch: leave out micro_batch and shapes.'
+        )
+    if peers.world_size == 1:
+        return tensor
+    rows = len(tensor) if weight else 0
+    sizes = [int(one) for one in gather_bytes(peers, str(rows).encode(), 12)]
+    # Every rank computes the same loss, and DDP takes the mean of what they weigh by their samples.
+    factor = 1 / (weight * peers.world_size) if weight else 0.0
+    gather: Any = _AllGather.apply
+    found: torch.Tensor = gather(tensor, sizes, peers.rank, division.data_group, factor)
+    return found
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, sizes: list[int], rank: int, group: Any, factor: float
+    ) -> torch.Tensor:
+        ctx.of = sizes, rank, group, factor, tensor.shape
+        own = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        own[: sizes[rank]] = tensor[: sizes[rank]]
+        every = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(every, own, group=group)
+        return torch.cat([one[:size] for one, size in zip(every, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        sizes, rank, group, factor, shape = ctx.of
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=group)
+        first, own = sum(sizes[:rank]), total.new_zeros(shape)
+        own[: sizes[rank]] = total[first : first + sizes[rank]] * factor
+        return own, None, None, None, None

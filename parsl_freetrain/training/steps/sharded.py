@@ -16,8 +16,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.spec.mode import Mode, Reproducible
 from parsl_freetrain.training.steps.accumulation import weigh
-from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
-from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.mesh import Division, fsdp_modules
 from parsl_freetrain.training.steps.reduction_tree import ShardTree
 
 _DIMENSIONS = {'shard', 'tensor'}

@@ -30,7 +30,7 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
+from parsl_freetrain.training.steps.mesh import fsdp_modules
 from tests.support.ranks import order, ranks
 
 SIZE, BATCH, TOTAL, WIDTH = 37, 10, 74, 6
