@@ -35,11 +35,9 @@ FLEETING = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.OrdinaryWork, ev.No
 
 
 class JournalWriter:
-    """The one writer of a journal ``path``, which is appended to, or created with its parents for
-    the user alone (0600 in 0700). Raises BadInput if it cannot be written, is no journal, or of
-    another version; later, nothing that happens to the file ends or holds up the run. Events are
-    kept in memory until :meth:`flush`, which writes them as one record: a reader never sees half of
-    a round of the event loop, and after kill -9 the file holds everything up to the last one.
+    """The one writer of a journal, made private; BadInput if it cannot be written, later nothing
+    ends or holds up the run. :meth:`flush` writes a record, so that readers see whole rounds, all
+    but the last after kill -9.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -39,10 +39,8 @@ def write_habits(trace: Trace, path: Path) -> None:
 
 
 def read_habits(path: str | Path, nodes: Collection[str] | None = None) -> NodeHabits:
-    """Habits of a machine, for ``Policy(habits=...)`` or a replay, from a file that ``freetrain
-    replay --learn-habits`` has written. ``nodes``: names of the machine's nodes, to be compared
-    with the file's, if any. Raises BadInput if it is unreadable, no file of habits, or another
-    machine's.
+    """Habits that ``freetrain replay --learn-habits`` wrote, for ``Policy(habits=...)``; BadInput
+    if they are not of a machine with most of ``nodes``.
     """
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=HabitsFile)

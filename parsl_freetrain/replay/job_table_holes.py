@@ -1,9 +1,5 @@
-"""From a job table to holes: when nodes were idle, and what could be known about it in advance.
-
-EASY (Lifka 1995; Mu'alem and Feitelson, IEEE TPDS 12(6), 2001) starts waiting jobs in order. The
-first job that does not fit gets a reservation at the *shadow time*: the time when enough nodes are
-free if every running job uses its whole requested time. Nodes that are free then and that it does
-not need are *extra*. Other jobs may start now if they end by the shadow time or run on extra nodes.
+"""From a job table to holes, and what could be known of them: EASY (Lifka 1995) reserves nodes for
+the first job that does not fit from the *shadow time* on; *extra* ones it does not need then.
 """
 
 from __future__ import annotations

@@ -84,13 +84,8 @@ class Scenario(Settings, frozen=True):
 
 
 def replay(scenario: Scenario) -> ReplayResult:
-    """Replay the trainers on the trace, and on a constant pool of the same node-seconds.
-
-    The constant pool has the observed mean number of idle nodes (of each class), rounded, for the
-    whole window. It gets the same trainers at the same times, decides in the same way, and is
-    charged the same costs for its own rescales. U compares the samples trained. If all trainers
-    finish on either before the window ends, U compares the times that the samples trained on both
-    took on each.
+    """Replay on the trace, and on a constant pool of its mean number of nodes (by class) with the
+    same trainers and costs. U compares samples, or if all finish on either, times.
     """
     began = perf_counter()
     trace = scenario.trace

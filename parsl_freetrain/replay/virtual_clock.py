@@ -61,13 +61,9 @@ def run(
     controller: Controller,
     learning: CurveLearning | None = None,
 ) -> PoolResult:
-    """Let a new ``controller`` train these trainers, by name, which are modified, on a recorded
-    pool.
-
-    At each instant nodes leave first, then others join, trainers finish and trainers are submitted
-    (those from before the window at its start); then one decision is made. Completions are computed
-    without time steps, so a replay takes as long as there are instants at which something happens.
-    ``known_ends``: as for :meth:`Trace.intervals`; ``learning`` None: curves are known.
+    """Train on a recorded pool as ``controller`` decides. At each instant nodes leave, others join,
+    trainers finish, others are submitted; then one decision. Completions are computed, without time
+    steps.
     """
     accounts = Accounts(trace.start_s)
     measuring = None if learning is None else Measuring(learning)

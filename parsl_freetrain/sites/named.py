@@ -46,10 +46,7 @@ def load_site_file(path: Path) -> ModuleType:
 
 
 def site_in_table(path: Path) -> Site:
-    """The site that a TOML file describes, in a table with the name of its type, such as
-    ``[pbspro]``; without a table, Slurm. Raises BadInput if the file cannot be read, or has
-    settings that cannot be used.
-    """
+    """The site of a TOML file, by the table of its type (none: Slurm); BadInput if unusable."""
     values = read_table(path)
     types = {name: kind for name, kind in site_types().items() if kind.options is not None}
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
@@ -70,10 +67,7 @@ def chosen_provider(
     account: str | None = None,
     queue: str | None = None,
 ) -> BackfillProvider:
-    """The provider that was given, or one for the site of this name, with this account and queue.
-    Raises BadInput if neither or both were given, there is no such site, or it does not take the
-    account or queue.
-    """
+    """The given provider, or one for a site's name, account and queue; BadInput for both."""
     named = {'name': site, 'account': account, 'queue': queue}
     settings = {name: value for name, value in named.items() if value is not None}
     if provider is None:

@@ -64,10 +64,7 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
             )
 
     def prepare(self, checkpoint_dir: Path) -> str:
-        """Pack the environment; returns what comes before the command of a node, as a shell
-        command. Raises BadInput if it cannot be packed, FreeTrainError if the archive cannot be
-        written.
-        """
+        """Pack the environment; returns what comes before a node's command, or raises."""
         folder = checkpoint_dir.absolute() / FOLDER
         try:
             if self.archive is not None:

@@ -71,9 +71,7 @@ class Site(HoleSource, Protocol):
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """A block of an earlier run that waits or runs. ``end_s`` is in seconds of ``time.time()``;
-    None while unknown. ``node_class`` is as requested.
-    """
+    """A block of an earlier run that waits or runs until ``end_s`` (None: unknown)."""
 
     job_id: str
     nodes: int

@@ -42,9 +42,7 @@ class SiteType:
 
 
 def site_types() -> dict[str, SiteType]:
-    """Every type of site that can be loaded, by name; ours come first. One that cannot be loaded,
-    or that has the name of an earlier one, is left out with a warning.
-    """
+    """Every loadable type by name, ours first; others, and double ones, are warned of."""
     found: dict[str, SiteType] = {}
     for point in (*_OWN, *entry_points(group=GROUP)):
         try:

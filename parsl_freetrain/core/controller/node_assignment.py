@@ -138,12 +138,7 @@ def _former(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, 
 
 
 def take(groups: Iterable[Group], count: int) -> list[str]:
-    """Take ``count`` free nodes out of ``groups``, which must have that many.
-
-    They come from the minimum number of blocks, since each block is one more way to lose the
-    fragment: the smallest block that suffices, otherwise the largest first. Within a block, nodes
-    that stay longest come first, then the order is by name.
-    """
+    """Take ``count`` free nodes of as few blocks as possible, lasting ones first, then by name."""
     by_block: dict[str, list[Group]] = {}
     for group in groups:
         if group.free:

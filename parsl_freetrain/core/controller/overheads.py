@@ -67,13 +67,8 @@ def _longer(old: float | None, seconds: float | None) -> float | None:
 def shortest_useful_s(
     start_s: float | None, step_s: float | None, checkpoint_s: float | None, assumed_s: float
 ) -> float:
-    """The shortest time on nodes in which a fragment can start, train a global batch and save it;
-    at least ``assumed_s`` if any of the longest measured times is None, never measured.
-
-    The fragment itself keeps two checkpoints and a floor free before its deadline, since the last
-    checkpoint may take longer than the longest so far (see
-    :mod:`parsl_freetrain.training.loop.checkpointer`); the same margin is used here. Raises
-    ValueError if a time is negative or not finite.
+    """The shortest time in which a fragment can start, train a batch and save, with the margin that
+    it keeps itself; ``assumed_s`` until measured. ValueError.
     """
     known = [seconds for seconds in (start_s, step_s, checkpoint_s) if seconds is not None]
     if any(not 0 <= seconds < float('inf') for seconds in (*known, assumed_s)):

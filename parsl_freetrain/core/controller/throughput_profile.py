@@ -121,12 +121,8 @@ class Profile:
         return Evidence(seen) if seen else None
 
     def observe(self, nodes: int, rate: float) -> bool:
-        """Add a measured rate; True if the curve may have changed enough for a new decision: at the
-        first, second, fourth and eighth measurement of a count, and if its typical rate has changed
-        by 10 %.
-
-        A rate that is not a positive number (nothing trained yet, a clock that stood still) is
-        ignored: otherwise the trainer would never get a node again.
+        """Add a rate; True if the curve may have changed enough for a decision. No positive number
+        counts for nothing, or the trainer would never get a node again.
         """
         if not math.isfinite(rate) or rate <= 0:
             return False

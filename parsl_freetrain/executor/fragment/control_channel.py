@@ -57,10 +57,8 @@ class _ConnectionEnded(NamedTuple):
 
 
 class _ConnectionLimit:
-    """Keeps new connections out while too many of ``router`` are open that nobody has spoken
-    through: each takes a file descriptor until its handshake has failed. The kernel drops what asks
-    ``listener`` for another one, and clients repeat that. ``known``: through how many somebody has
-    spoken; ``ended`` gets the descriptor of each that has ended, from another thread.
+    """Keeps out new connections while too many are silent: each costs a descriptor until its
+    handshake fails. ``known``: that have spoken; ``ended`` gets each descriptor.
     """
 
     def __init__(

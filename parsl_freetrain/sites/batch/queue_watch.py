@@ -38,10 +38,7 @@ NEVER = float('-inf')
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """Jobs, nodes and reservations, each with the time at which the question was asked.
-    ``waiting_since``: when the question was asked by which a job of others was first seen to wait;
-    NEVER if none does.
-    """
+    """Jobs, nodes, reservations, and when asked; and since when a job of others waits."""
 
     jobs: tuple[BatchJob, ...] = ()
     jobs_at: float = NEVER

@@ -35,9 +35,8 @@ exit "$status"
 
 
 def until_deadline(deadline: int | None, hole_s: int | None = None) -> str:
-    """Shell lines that shorten ``left`` so that the block ends by a time of ``time.time()``. The
-    node's clock may differ from this computer's: where ``hole_s``, the seconds until then, are
-    known here and the scheduler has said there for how long the job has ``waited``, these count.
+    """Shell lines that shorten ``left`` to end by a time; where the scheduler said there how long
+    the job ``waited``, by ``hole_s`` and not by the node's clock.
     """
     if deadline is None:
         return ''
@@ -48,10 +47,8 @@ def until_deadline(deadline: int | None, hole_s: int | None = None) -> str:
 
 
 def run_with_launcher(launch: Sequence[str], command: str, grace_s: float) -> str:
-    """Shell lines that run a command on each node where only the batch script gets signals. At a
-    SIGTERM the script passes it on and waits, so that the nodes have time to save: the scheduler
-    ends the job as soon as its first process ends. ``launch``: starts one process on each node.
-    ``grace_s``: what the nodes get between SIGTERM and SIGKILL, in seconds.
+    """Shell lines that run a command on each node by ``launch``; the script passes a SIGTERM on,
+    and waits ``grace_s``, since the job ends with its first process.
     """
     return f"""node={shlex.quote(on_each_node('"$(hostname -s)"', forwards=True))}
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM

@@ -110,9 +110,7 @@ class BatchSite:
         return self._scheduler.wanted().partition
 
     def limits(self) -> Partition:
-        """What the scheduler says of the queue now. Raises BadInput if there is no such queue, or
-        it does not take what the site config asks for; FreeTrainError without an answer.
-        """
+        """What the scheduler says of the queue now; BadInput, or FreeTrainError without it."""
         return self._scheduler.queue()
 
     def close(self) -> None:
@@ -121,9 +119,7 @@ class BatchSite:
     # --- holes
 
     def holes(self) -> tuple[Hole, ...]:
-        """What can be had now. Nothing while the scheduler is silent, while the maximum number of
-        blocks wait in the queue, and until the next submission is allowed.
-        """
+        """What can be had; nothing while the scheduler is silent, or the queue is full."""
         partition = self._partition
         if partition is None or self._closed:
             return ()

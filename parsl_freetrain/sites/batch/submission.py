@@ -80,10 +80,7 @@ def check_request(request: BlockRequest, queue: Partition) -> None:
 
 
 class Submitter:
-    """Submits the blocks of one site, at most one every ``submit_every_s`` seconds. ``run`` names
-    this run's jobs; ``start_s``, how long the scheduler takes to start a job, may be changed at any
-    time; ``unanswered``: names of submissions that it may have accepted without an answer.
-    """
+    """Submits blocks, at intervals; ``unanswered``: names that may have been accepted."""
 
     def __init__(
         self, scheduler: Scheduler, options: BatchOptions, clock: Callable[[], float], run: str

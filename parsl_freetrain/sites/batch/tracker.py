@@ -175,9 +175,8 @@ class BlockTracker:
     # --- the scheduler's answers
 
     def ask(self, done: Callable[[], None]) -> bool:
-        """Ask beside for all that was looked at since the last time; ``done`` is called, in another
-        thread, when it is answered, and played through: that may take a second with thousands of
-        nodes and jobs. False if nothing is asked.
+        """Ask in a thread, where ``done`` is called once it is played through; False: nothing to
+        ask.
         """
 
         def answered() -> None:

@@ -91,11 +91,7 @@ def _write(path: Path, document: object) -> None:
 
 
 class SlotBlock:
-    """The processes of one block. Its files (the nodes' output, the end file) are in ``folder`` and
-    begin with its unique ``job_name``. ``end``: when the nodes are taken, in seconds of
-    ``time.time()``; None: never. ``owner``: the process for which it runs, by its id and
-    :func:`~parsl_freetrain.host.processes.start_of`. ``variables``: of the environment, by node.
-    """
+    """One block's processes and files, named by job, until ``end`` or that of its ``owner``."""
 
     def __init__(
         self,

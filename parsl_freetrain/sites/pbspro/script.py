@@ -11,10 +11,7 @@ from parsl_freetrain.sites.pbspro.options import PbsOptions
 def render(
     options: PbsOptions, shape: BlockShape, place: Output, command: str, worker_init: str = ''
 ) -> str:
-    """The batch script of one block. Raises BadInput for a path with a quote or a line's end, which
-    qsub's directives cannot hold. ``command``: what each node runs, as a shell command.
-    ``worker_init``: shell lines after those of the options.
-    """
+    """The batch script of one block; BadInput for paths that directives cannot hold."""
     launch = [word.replace('{nodes}', str(shape.nodes)) for word in options.launch] or task_manager(
         place.stdout.removesuffix('.out')
     )
@@ -131,8 +128,5 @@ exit "$status"
 
 
 def task_manager(files: str) -> tuple[str, ...]:
-    """The launcher as a command, to which the node's own command is added. It needs the variable
-    ``left``, the number of seconds until the block ends. ``files``: how the paths of its temporary
-    files begin, on a file system that all nodes share.
-    """
+    """The launcher, before a node's command; needs ``left``, and ``files`` that nodes share."""
     return '/bin/bash', '-c', _LAUNCHER, files

@@ -122,13 +122,8 @@ class PosixCheckpointStore:
         return manifest.checkpoint(folder)
 
     def latest(self, *, shared: bool = True) -> Checkpoint | None:
-        """The newest good checkpoint, verified to the last byte, or None. Damaged ones are moved to
-        ``folder/bad``, get a ``reason.txt``, and are listed in :attr:`set_aside`. ``shared``: also
-        verify files of several checkpoints.
-
-        Raises BadInput if others may write to the folder, the format is another, or a file of
-        several checkpoints is damaged; OSError if the file system does not answer. Nothing is set
-        aside for that.
+        """The newest good checkpoint, all verified, or None; damaged ones go to ``folder/bad``.
+        BadInput if others may write here, OSError if the file system does not answer.
         """
         return self._newest(partial(on_disk.verify, shared=shared))
 

@@ -1,8 +1,5 @@
-"""Notices that this rank waits in one exchange for much longer than a step takes, or for a rank
-that is gone. If all ranks wait, one has left out an exchange, or made another one: only the
-executor hears of all. gloo sometimes does not end an exchange whose connection breaks in the middle
-(what was to be sent is on none of the lists whose threads it wakes): only this process's end ends
-it.
+"""Notices that this rank waits in an exchange for too long, or for a rank that is gone. gloo may
+not end an exchange whose connection breaks in the middle: only this process's end does.
 """
 
 from __future__ import annotations

@@ -22,13 +22,9 @@ Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 class SampledOrder:
-    """Called with the number of an epoch, from 0: the indices of its samples, in order. They depend
-    on the seed and the epoch only, by which torch, ``random``, numpy and the sampler's own
-    ``generator`` are seeded while the sampler is asked. ``sampler`` is one of torch, whose
-    ``set_epoch`` is called if it has that, or a function of the epoch. It may leave samples out and
-    repeat them. All epochs have ``size`` samples; ``names`` differ for another order of an epoch.
-    ``epoch`` is the first that is trained. Raises BadInput if it divides the samples among ranks,
-    gives something else than indices, or another order when it is asked again.
+    """Called with an epoch: its indices, by seed and epoch alone. ``sampler``: torch's, or a
+    function of the epoch; ``names`` tell orders apart. BadInput if it divides samples among ranks,
+    gives no indices, or others when asked again.
     """
 
     def __init__(self, sampler: Sampler, dataset_size: int, seed: int, epoch: int = 0) -> None:

@@ -29,13 +29,9 @@ def is_stream(dataset: object) -> bool:
 
 
 class NumberedStream(Dataset[Any]):
-    """A stream whose samples are numbered from 0, over all its passes. Every rank reads the whole
-    stream and keeps its own samples. Before each sample the random number generators are seeded by
-    its number. To go on at a number, the samples before it are skipped, by the stream's own
-    ``skip(n)`` if it has one. At the end it is read again, after ``set_epoch(pass)`` if it has
-    that. ``marks`` are digests of some samples by number, as text, in the order of reading.
-    Checkpoints have them, so that the next fragment notices a stream that does not give the same
-    samples again. Raises BadInput if the stream can be read only once.
+    """A stream with samples numbered over all passes, read whole by each rank, with random numbers
+    by number; to go on, samples are skipped (``skip(n)``). ``marks``: digests by which the next
+    fragment knows it. BadInput if it can be read once only.
     """
 
     def __init__(self, stream: Any, seed: int) -> None:

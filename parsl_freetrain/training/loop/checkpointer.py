@@ -46,14 +46,9 @@ Collect = Callable[[], State | None]
 
 
 class Checkpointer:
-    """Saves the checkpoints of one fragment. Each rank that has a part of the state writes it: rank
-    0 all of a whole one.
-
-    A checkpoint during training is a copy of the state, which a thread writes while training
-    continues. There is one such thread at a time. Its errors are raised at the next step.
-    ``sender`` leaves the state in memory when the fragment stops; None: it is not left there.
-    ``writers``: the ranks that write together; None: rank 0 writes alone. ``last``: the last
-    committed checkpoint, on rank 0.
+    """Saves a fragment's checkpoints: one thread at a time writes a copy; errors are raised at the
+    next step. ``sender`` leaves the state in memory at the stop; ``writers`` write together (None:
+    rank 0); ``last``: the last committed one.
     """
 
     def __init__(

@@ -31,13 +31,9 @@ class _Place(Enum):
 
 
 class EpochLoop:
-    """Divides the batches of the training loop among the epochs of the user's function.
-
-    A fragment that stops within an epoch begins with that epoch again: what the function does
-    before ``ctx.loop`` is repeated, so it may change nothing that is saved. What it does behind
-    ``ctx.loop`` belongs to the end of the epoch, and no checkpoint is written between the two,
-    since it may need variables of the loop. Raises BadInput if training may go back to an earlier
-    epoch.
+    """Divides batches among epochs. A stopped fragment repeats what is before ``ctx.loop``; what is
+    behind it belongs to the epoch's end, without a checkpoint in between. BadInput if training may
+    go back an epoch.
     """
 
     def __init__(self, spec: TrainingSpec, state: LoopState, model: Model) -> None:

@@ -26,12 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class StateSender:
-    """One rank's share in leaving the state of a stopping fragment on nodes that stay.
-
-    Each rank that has a part (``owners``) leaves it on its own node, or sends it to another one. A
-    node stays if it was told so; if none was, those count that are not known to be taken away.
-    ``left``: the state that is not committed, ``here`` with this node's fork server or sent; None:
-    this rank has left none. An owner states what it has sent, which the receiver must have.
+    """One rank's share in leaving a stopping fragment's state on nodes that stay, its own or
+    another (``owners`` have parts); ``left``: the uncommitted one, ``here`` or sent.
     """
 
     def __init__(self, trainer: str, peers: Peers, inbox: Inbox, owners: Sequence[int]) -> None:

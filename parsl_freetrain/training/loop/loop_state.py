@@ -24,12 +24,8 @@ _Parts = dict[str, tuple[int, list[tuple[float, float]]]]
 
 
 class Reports:
-    """What was given to ``ctx.report``.
-
-    A value that is reported in the body of the loop is one of a part of a global batch: a virtual
-    shard, or a rank's samples. Its mean over the parts, weighted by their samples, is exact, so it
-    does not depend on how they are divided among ranks. ``values``: the last known metrics; it is
-    kept up to date.
+    """What was given to ``ctx.report``; in the body, exact means over the parts of a batch,
+    weighted by samples, however they are divided. ``values``: the last known.
     """
 
     def __init__(self, values: dict[str, float], means: EpochMeans | None = None) -> None:

@@ -159,12 +159,9 @@ class ForkClient:
         log: str,
         wait_s: float,
     ) -> Channel[FromRank]:
-        """Fork a standby rank, which :meth:`launch` uses if it matches, even if it does not wait
-        yet. It is killed when another trainer's rank is launched here. ``order`` is that of an
-        earlier fragment of the trainer; ``log`` is for its output until it is used, and after
-        ``wait_s`` seconds of waiting it ends. The channel that is returned becomes readable, or
-        ends, when the rank waits; closing it does not end the rank. Raises FreeTrainError if the
-        fork server is gone or cannot fork, or ranks of another trainer run here.
+        """Fork a standby rank for matching launches, until ``wait_s`` or another trainer's rank;
+        ``order``: an earlier fragment's. The channel is readable, or ends, once it waits.
+        FreeTrainError.
         """
         place = RankPlace(-1, 0, local_rank, 0, log)
         request = fork.Launch(order, place, env, _digest(payload), wait_s)

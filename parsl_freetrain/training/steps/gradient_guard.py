@@ -39,14 +39,9 @@ _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSO
 
 
 class GradientGuard:
-    """Remembers each gradient as backward() left it, where it is that of one of several
-    micro-batches: what is not linear in it (clipping) would give a result that depends on them, and
-    what is read is not what the loop seems to say. ``whose``: what is said to the user about it.
-    From backward() to the end of the micro-batch, parameters have another class. Packages other
-    than torch get their ``grad`` as a tensor that can be cleared and refuses everything else.
-    Parameters of an own class, as of sharded models, keep it. PyTorch does not count all changes of
-    sharded gradients, so their norms are compared, on the device: :meth:`changed`. All parameters
-    are looked at together, in loops of C.
+    """Remembers each gradient as backward() left it: what is not linear in one of several
+    micro-batches' (clipping) would give another result. Until the micro-batch ends, parameters have
+    a class that refuses to other packages all but clearing; sharded ones are compared by norms.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:

@@ -46,12 +46,8 @@ def best_counts(values: Floats, nodes: int) -> Integers | None:
 def _price(
     values: Floats, nodes: int, least: Integers, free: Integers
 ) -> tuple[float, Integers, Integers]:
-    """The price per node of the lowest upper bound, and best choices at it: one that fits and one
-    that does not fit.
-
-    The bound is convex and piecewise linear in the price. Each step goes to where the lines of the
-    two choices cross, which finds another corner or ends; every third step halves the interval
-    instead, so that many corners do not mean many steps.
+    """The price of the lowest bound, and choices that fit and do not; each step goes to where their
+    lines cross, every third halves the interval.
     """
     counts = np.arange(values.shape[1])
     rows = np.arange(len(values))
