@@ -16,6 +16,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 
 Path = tuple[Any, ...]
+_EXACT = {bool, int, float, str, bytes}
 _CODE = (FunctionType, BuiltinFunctionType, type)
 """Some models keep what they were made with in their states; the names are saved."""
 
@@ -61,6 +62,8 @@ def take_apart(
                 {k: walk(item, (*path, k), f'{where}, entry {k!r}') for k, item in items}
             )
         if type(value) in (list, tuple):
+            if _EXACT.issuperset(map(type, value)):  # it may be long
+                return value[:]
             return type(value)([walk(item, (*path, i), where) for i, item in enumerate(value)])
         if type(value) is set and not any(isinstance(item, torch.Tensor) for item in value):
             return {walk(item, path, where) for item in value}
@@ -112,7 +115,7 @@ def put_together(
             return _found(code[path]) if path in code else at.get(path)
         if isinstance(value, dict):
             return type(value)({key: build(item, (*path, key)) for key, item in value.items()})
-        if type(value) in (list, tuple):
+        if type(value) in (list, tuple) and not _EXACT.issuperset(map(type, value)):
             return type(value)([build(item, (*path, i)) for i, item in enumerate(value)])
         return value
 

@@ -89,6 +89,13 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
                 'in its first forward pass: say ctx.warm_up(lambda: model(sample)) before its '
                 'optimizer is made.'
             )
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and 'float8' in str(one.dtype):
+                raise BadInput(
+                    f'ctx.prepare was given a {type(model).__name__} whose {name!r} is '
+                    f'{one.dtype}, in which torch cannot add: keep it in bfloat16 or float32, and '
+                    'convert it where it is used.'
+                )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     strange = {
         id(p): (f'optimizer_{number}.{place}.{i}', p)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import CO_GENERATOR
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from types import CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
@@ -32,6 +32,9 @@ from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.mesh import Division
 
 _OURS = 'parsl_freetrain'
+_VARIABLES = tuple(
+    f'{do}_{what}' for do in ('LOAD', 'STORE') for what in ('FAST', 'DEREF', 'GLOBAL')
+)
 _FILLING = ('append', 'appendleft', 'extend', 'clear', 'update')
 
 
@@ -75,6 +78,7 @@ class Body:
         self._together = not reproducible and division.shape.data > 1
         parts = spec.shards if reproducible else spec.max_nodes * (spec.ranks.per_node or 1)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
+        self._divided, self._goes_on = parts > 1, dict[str, Any]()
         self._anew, self._around = anew, frame_around()
         self._asked: tuple[FrameType | None, int] | None = None
         self._iterations = self._before = 0
@@ -87,6 +91,8 @@ class Body:
     def begin(self, data: Any) -> None:
         self._before, self._iterations = backward.calls, self._iterations + 1
         first = self._iterations == 1
+        if self._around is not None and self._divided:
+            self._look_at_what_goes_on(self._around)
         backward.looking = partial(refuse_sum, batch=data) if self._mean and first else None
         self._asked = _asker() if first and self._anew and _holds(data) else None
 
@@ -118,6 +124,27 @@ class Body:
             _refuse_loaders(frame.f_locals, self._read)
             self._refuse_memories(frame, frame.f_locals)
 
+    def _look_at_what_goes_on(self, frame: FrameType) -> None:
+        """Raises BadInput if tensors go from an iteration to the next, and warns of numbers."""
+        then, its = self._goes_on, {**frame.f_globals, **frame.f_locals}
+        names = _going_on(frame.f_code, frame.f_lasti)
+        self._goes_on = {name: its[name] for name in names & its.keys()}
+        for name, one in self._goes_on.items() if self._iterations == 2 else ():
+            before, where = then.get(name), 'in the body of ctx.loop, which runs once for each'
+            if _is_data(one) and one is not before:
+                raise BadInput(
+                    f'{name} goes from one batch to the next {where} virtual shard, or on each '
+                    'rank with samples of its own: the result would depend on the nodes. Begin '
+                    'each batch anew, or make what is carried on a part of the samples; with '
+                    'max_nodes=1 and shards=1 it is kept as it is.'
+                )
+            if type(one) in (int, float) and type(before) in (int, float) and one != before:
+                print(
+                    f'{name} changes {where} virtual shard that a rank trains, and is used there: '
+                    'it does not count steps. If more than what is printed depends on it, use '
+                    'ctx.samples.'
+                )
+
     def _refuse_memories(self, frame: FrameType, variables: Mapping[str, Any]) -> None:
         for name, one in _containers(variables):
             last = next(reversed(one.values() if isinstance(one, dict) else one), None)
@@ -148,6 +175,26 @@ def _steps(code: CodeType, at: int = -1) -> list[dis.Instruction]:
     if loop is not None and loop.opname == 'FOR_ITER':
         return [one for one in steps if at < one.offset < loop.argval]
     return steps
+
+
+def _going_on(code: CodeType, at: int) -> set[str]:
+    """The variables that a loop reads before it sets them, and not only to add to themselves."""
+    first, used, stored = dict[str, bool](), set[str](), set[str]()
+    for _, group in groupby(
+        _steps(code, at), lambda step: step.positions and step.positions.lineno
+    ):
+        steps = [*group]
+        line = [(s.opname.startswith('LOAD'), s.argval) for s in steps if _is_variable(s)]
+        adds = any(step.opname == 'BINARY_OP' for step in steps)
+        to_itself = adds and line and line[0][0] and line[-1] == (False, line[0][1])
+        for number, (loads, name) in enumerate(line):
+            first.setdefault(name, loads)
+            (used if loads else stored).add(name) if number or not to_itself else None
+    return {name for name in used & stored if first[name]}
+
+
+def _is_variable(step: dis.Instruction) -> bool:
+    return step.opname.startswith(_VARIABLES) and isinstance(step.argval, str)
 
 
 def _fills(steps: Sequence[dis.Instruction], name: str) -> list[bool]:

@@ -6,11 +6,10 @@ import ctypes
 import dis
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from types import CellType, CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -23,17 +22,19 @@ from parsl_freetrain.training.loop.changes import (
     CONTAINERS,
     COPIED,
     LIBRARIES,
+    SCALARS,
     attributes,
     has_state,
+    is_data,
     is_large,
     is_ours,
     mark,
     may_be_saved,
 )
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
-from parsl_freetrain.training.loop.unknown_state import frames, functions_among, used
+from parsl_freetrain.training.loop.places import GLOBAL, Places
+from parsl_freetrain.training.loop.unknown_state import frames
 
-_GLOBAL = 'global:'
 _ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
 _JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
 
@@ -49,27 +50,34 @@ class Carried:
     def __init__(self, saved: Mapping[str, Any] | None, device: torch.device) -> None:
         self._saved = dict(saved or {})
         self._frames: list[FrameType] = []
+        self._places, self._others = Places((), ()), list[Any]()
+        self._said = set[str]()
         self._how = How([], set(), self._class, device)
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
 
-    def look(self, known: Iterable[Any], prepared: Prepared) -> None:
-        """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already."""
+    def look(self, known: Iterable[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
+        """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already;
+        ``functions``: those that are called around steps.
+        """
         self._frames = [one for one in frames() if not one.f_code.co_filename.startswith(LIBRARIES)]
-        self._how.known = set(map(id, known))
+        lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
+        self._others = [*functions, *prepared.models, *lambdas]
+        self._places = Places(self._frames, self._others)
+        self._how.known, self._how.models = set(map(id, known)), prepared.models
         self._how.live = prepared.tensors()
         if self._marks is None:
             self._marks = {
                 path: mark(one)
                 for path, one in self._variables(all_of=True)
-                if may_be_saved(one) or isinstance(one, Iterator)
+                if may_be_saved(one) or is_data(one) or isinstance(one, Iterator)
             }
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
-        self._frames = []
+        self._frames, self._others, self._places = [], [], Places((), ())
 
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
@@ -78,19 +86,17 @@ class Carried:
         """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""
         saved = self._saved.get(moment, {})
 
-        def values(now: Mapping[str, Any], here: str) -> dict[str, Any]:
-            found = {path.removeprefix(here): path for path in saved if path.startswith(here)}
-            found = {name: path for name, path in found.items() if name.isidentifier()}
-            return {name: self._value(saved[path], now.get(name)) for name, path in found.items()}
-
-        for path, cell in self._cells():
-            if path in saved:
-                cell.cell_contents = self._value(saved[path], cell.cell_contents)
+        for place, now in self._places:
+            if place.path in saved:
+                place.put(self._value(saved[place.path], now))
         for frame in self._frames:
-            its = frame.f_globals
-            its.update(values(its, f'{_GLOBAL}{its["__name__"]}:'))
-            if own := values(frame.f_locals, f'{frame.f_code.co_qualname}.'):
-                frame.f_locals.update(own)
+            its, own = frame.f_globals, frame.f_locals
+            for name, then in _named(saved, f'{GLOBAL}{its["__name__"]}:').items():
+                if name not in its:
+                    its[name] = self._value(then)
+            found = _named(saved, f'{frame.f_code.co_qualname}.')
+            if found := {name: self._value(then, own.get(name)) for name, then in found.items()}:
+                frame.f_locals.update(found)
                 if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
                     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
@@ -98,6 +104,8 @@ class Carried:
         """What a checkpoint holds; ``finished``: the function has returned; ``room``: elements and
         bytes that there may be in all, of which those that there are are taken off.
         """
+        if room is None:  # some may be new
+            self._places = Places(self._frames, self._others)
         return {
             'epoch': self._at_epoch or {},
             'loop': {} if finished else self._changed(room),
@@ -173,34 +181,21 @@ class Carried:
     def _class(self, name: str) -> Any:
         """The class that the function knows by a name."""
         known = [its.get(name) for f in self._frames for its in (f.f_locals, f.f_globals)]
+        known.append(self._places.classes.get(name))
         return next((one for one in known if isinstance(one, type)), None)
 
     def _variables(self, *, all_of: bool = False) -> Iterator[tuple[str, Any]]:
         found: dict[str, Any] = {}
         for frame in self._frames:
-            code, own, its = frame.f_code, frame.f_locals, frame.f_globals
+            code, own = frame.f_code, frame.f_locals
             names = own.keys() if all_of else live_names(code, frame.f_lasti) & own.keys()
             found.update((f'{code.co_qualname}.{name}', own[name]) for name in names)
-            found.update((f'{_GLOBAL}{its["__name__"]}:{n}', its[n]) for n in used(code, its))
-        found.update((path, cell.cell_contents) for path, cell in self._cells())
+        found.update((place.path, one) for place, one in self._places)
         for path, one in found.items():
             left_out = is_ours(one) or isinstance(one, (Dataset, DataLoader, ModuleType))
             left_out |= callable(one) and not has_state(one) and attributes(one) is None
             if not (left_out or id(one) in self._how.known):
                 yield path, one
-
-    def _cells(self) -> Iterator[tuple[str, CellType]]:
-        """The variables that the functions hold which others have made and returned, by name."""
-        frames = {f.f_code.co_qualname for f in self._frames}
-        called = Counter[str]()
-        for one in functions_among(v for f in self._frames for v in [*f.f_locals.values()]):
-            name, cells = one.__qualname__, one.__closure__ or ()
-            if name.rpartition('.<locals>.')[0] not in frames:
-                called[name] += 1
-                for variable, cell in zip(one.__code__.co_freevars, cells, strict=True):
-                    with suppress(ValueError):  # it is empty
-                        _ = cell.cell_contents
-                        yield f'{name}:{called[name]}:{variable}', cell
 
     def _changed(self, room: list[int] | None = None) -> dict[str, Any]:
         marks, saved = self._marks or {}, (self._saved.get(one, {}) for one in ('epoch', 'loop'))
@@ -210,6 +205,8 @@ class Carried:
             goes_on = isinstance(one, Iterator) and attributes(one) is None and room is None
             if goes_on and path in marks and marks[path] != mark(one):
                 raise _refused(path, 'is an iterator')
+            if is_data(one) and path in marks and room is None and marks[path] != mark(one):
+                raise _refused(path, f'is a {type(one).__name__}')
             if not may_be_saved(one):
                 continue
             if room is not None and is_large(one):
@@ -222,19 +219,44 @@ class Carried:
                     continue
                 if isinstance(then, dict) and isinstance(now, dict):
                     unchanged = {key for key in now if then.get(key) == now[key]}
-                    unchanged -= kept[1].keys() if kept is not None else set()
+                    unchanged -= {*kept[1]} if kept is not None and kept[0] == 'object' else set()
             try:
                 found[path] = packed(one, self._how, unchanged, room)
+                why = self._not_made(found[path], one)
+                lost = bool(why) and isinstance(marks.get(path, ()), SCALARS)
             except NotPlain as error:
                 # Others are made again, or what changes is in objects that are saved.
-                then = marks.get(path)
-                grown = isinstance(one, CONTAINERS) and (
-                    not isinstance(then, tuple) or then[:2] != mark(one)[:2]
+                then, why = marks.get(path), f'has {error} in it'
+                lost = isinstance(error, TooLarge) or (
+                    isinstance(one, CONTAINERS)
+                    and (not isinstance(then, tuple) or then[:2] != mark(one)[:2])
                 )
-                lost = path in marks and (grown or isinstance(error, TooLarge))
-                if lost and room is None and not path.startswith(_GLOBAL):
-                    raise _refused(path, f'has {error} in it') from None
+            if lost and path in marks and room is None:
+                self._lose(path, why)
         return found
+
+    def _not_made(self, packed: Any, one: Any) -> str:
+        """Why a fragment could not make it that begins with something else; empty: it can."""
+        kind = type(one).__name__
+        lost = isinstance(packed, tuple) and (
+            (packed[0] == 'state' and packed[2] < 0)
+            or (packed[0] == 'object' and self._class(packed[2]) is not type(one))
+        )
+        return f'is a {kind} that the function has made later' if lost else ''
+
+    def _lose(self, path: str, why: str) -> None:
+        """What is not of a function may be a cache."""
+        error = _refused(path, why)
+        if '.' in path and ':' not in path:
+            raise error
+        if path not in self._said:
+            self._said.add(path)
+            print(error)
+
+
+def _named(saved: Mapping[str, Any], here: str) -> dict[str, Any]:
+    names = {path.removeprefix(here): path for path in saved if path.startswith(here)}
+    return {name: saved[path] for name, path in names.items() if name.isidentifier()}
 
 
 def _refused(path: str, why: str) -> BadInput:

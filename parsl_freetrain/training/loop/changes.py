@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import math
 import pickle
 import sys
 import sysconfig
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict, deque
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import lru_cache
+from itertools import islice
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +36,8 @@ _LOOKED_AT = 10**6, 2**30  # of a variable of which all is looked at, else some
 _OTHERS = {*sys.stdlib_module_names, 'parsl_freetrain'} - {'__main__'}
 _NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
-_PLAIN = *CONTAINERS, Counter, OrderedDict, defaultdict
+VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
+_PART = 10**5
 
 
 def is_ours(one: Any) -> bool:
@@ -40,13 +50,33 @@ def has_state(one: Any) -> bool:
     return callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
 
 
+@lru_cache(maxsize=4096)
+def is_users_class(module: str) -> bool:
+    """Whether a module, by its name, is the user's, and so its classes."""
+    file = getattr(sys.modules.get(module), '__file__', None) or ''
+    return not (file.startswith(LIBRARIES) or module.partition('.')[0] in _OTHERS)
+
+
+@lru_cache(maxsize=4096)
+def _slots(kind: Any) -> tuple[str, ...] | None:
+    """The slots of a user's own class; None: it is another one."""
+    users = is_users_class(kind.__module__) or issubclass(kind, (SimpleNamespace, Namespace))
+    if not users or issubclass(kind, (type, Enum)):
+        return None
+    slots = [vars(each).get('__slots__', ()) for each in kind.__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    found = tuple(name for name in names if name not in ('__dict__', '__weakref__'))
+    return found if found or kind.__dictoffset__ else None
+
+
 def attributes(one: Any) -> dict[str, Any] | None:
     """The attributes of an object of a user's own class; None: it is another one."""
-    module = type(one).__module__
-    file = getattr(sys.modules.get(module), '__file__', None) or ''
-    others = file.startswith(LIBRARIES) or module.partition('.')[0] in _OTHERS
-    plain = not others or isinstance(one, (SimpleNamespace, Namespace))
-    return vars(one) if plain and hasattr(one, '__dict__') else None
+    kind: Any = type(one)
+    slots = _slots(kind)
+    if not slots:
+        return None if slots is None else vars(one)
+    own = {name: getattr(one, name) for name in slots if hasattr(one, name)}
+    return {**own, **getattr(one, '__dict__', {})}
 
 
 def mark(one: Any, depth: int = 4) -> Any:
@@ -55,36 +85,70 @@ def mark(one: Any, depth: int = 4) -> Any:
         return one if one == one else 'nan'
     if isinstance(one, torch.Tensor):
         return id(one), 0 if one.is_inference() else one._version
-    all_of = depth < 4 or not is_large(one, _LOOKED_AT)
-    if isinstance(one, np.ndarray) and one.dtype != object and all_of:
-        return id(one), one.shape, hashlib.blake2b(one.tobytes(), digest_size=16).digest()
-    if type(one) in _PLAIN and depth and all_of:
-        plainly = list(one) if type(one) is deque else dict(one) if isinstance(one, dict) else one
-        with suppress(ValueError):  # version 2 does not depend on what else refers to it
-            return id(one), hashlib.blake2b(marshal.dumps(plainly, 2), digest_size=16).digest()
+    if isinstance(one, VALUES):
+        return repr(one)
+    if isinstance(one, np.ndarray) and one.dtype != object:
+        return id(one), one.shape, _digest_of_array(one)
+    own = None if has_state(one) else attributes(one)
+    if isinstance(one, CONTAINERS) and depth:
+        more = [mark(own, depth - 1)] if own else []
+        with suppress(ValueError):
+            return id(one), _digest(one), *more
+        inner = [*one.values()] if isinstance(one, dict) else [*one]
+        ids = array('Q', map(id, inner)).tobytes()
+        if depth == 4 and is_large(one, _LOOKED_AT):
+            return id(one), ids, *more
         plain = *SCALARS, *CONTAINERS, torch.Tensor, np.ndarray
-        inner = one.values() if isinstance(one, dict) else one
         marks = [mark(value, depth - 1) for value in inner if isinstance(value, plain)]
-        return id(one), len(one), fingerprint(one=one), marks
-    if isinstance(one, Iterator) and depth and attributes(one) is None:
+        return id(one), ids, fingerprint(one=one), marks, *more
+    if isinstance(one, Iterator) and depth and own is None:
         frame = getattr(one, 'gi_frame', None)
         with suppress(Exception):
             inner = [frame.f_lasti, *frame.f_locals.values()] if frame else [pickle.dumps(one)]
             return id(one), [mark(each, depth - 1) for each in inner]
         return id(one), 0
-    if depth and not has_state(one) and (own := attributes(one)) is not None:
+    if depth and own is not None:
         objects = {key for key, value in own.items() if attributes(value) is not None}
+        all_of = depth < 4 or not is_large(one, _LOOKED_AT)
         return {
             key: mark(value, depth - (key in objects or all_of))
             for key, value in own.items()
             if not ((key in objects and has_state(value)) or is_ours(value))
         }
+    if is_data(one) and hasattr(one, 'shape') and math.prod(one.shape) < _LOOKED_AT[0]:
+        with suppress(Exception):
+            return id(one), hashlib.blake2b(pickle.dumps(one), digest_size=16).digest()
     return id(one), fingerprint(one=one.state_dict() if has_state(one) else one)
+
+
+def _digest(one: Any) -> bytes:
+    """Of a container of plain values, in parts; raises ValueError if it has others."""
+    items, digest = iter(one.items() if isinstance(one, dict) else one), hashlib.blake2b()
+    while part := [*islice(items, _PART)]:
+        digest.update(marshal.dumps(part, 2))  # version 2 does not depend on what refers to it
+    return digest.digest()
+
+
+def _digest_of_array(one: np.ndarray[Any, Any]) -> bytes:
+    if isinstance(one, np.memmap) and not one.flags.writeable:
+        return b''
+    flat = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
+    if flat.nbytes > _LOOKED_AT[1]:  # sums take a tenth of the time
+        whole = flat.nbytes // 4096 * 4096
+        sums = flat[:whole].view(np.uint64).reshape(-1, 512).sum(1)
+        flat = np.concatenate((sums.view(np.uint8), flat[whole:]))
+    return hashlib.blake2b(flat.data, digest_size=16).digest()
+
+
+def is_data(one: Any) -> bool:
+    """Whether it is a table or an array of another library (pandas, PIL, jax)."""
+    ours = isinstance(one, (torch.Tensor, np.ndarray, np.generic)) or attributes(one) is not None
+    return hasattr(type(one), '__array__') and not ours
 
 
 def may_be_saved(one: Any) -> bool:
     """Whether it is of a kind that checkpoints hold; what it holds may not be."""
-    kinds = *SCALARS, *CONTAINERS, torch.Tensor, np.ndarray, np.generic
+    kinds = *SCALARS, *CONTAINERS, *VALUES, torch.Tensor, np.ndarray, np.generic
     return isinstance(one, kinds) or has_state(one) or attributes(one) is not None
 
 

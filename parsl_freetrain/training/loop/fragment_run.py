@@ -299,7 +299,9 @@ class FragmentRun:
 
     def _look_around(self, *data: Any) -> None:
         if self.model is not None and self.division.whole:  # else ranks hold different parts
-            self.model.carried.look((*self._handed, *data), self.model.prepared)
+            hooks = self.hooks
+            functions = (*hooks.before_step, *hooks.after_step, *hooks.each_epoch)
+            self.model.carried.look((*self._handed, *data), self.model.prepared, functions)
 
     def begin_epochs(self) -> EpochLoop:
         rounds.refuse(self.order, 'ctx.epochs', 'say ctx.loop once, and ctx.each_epoch(fn)')

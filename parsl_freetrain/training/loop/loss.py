@@ -40,8 +40,10 @@ def with_shares(
     """Micro-batches with their shares of the gradient, and data. All ranks call this together."""
     if not callable(loss):
         for one in micro_batches:
-            share = float(one.weight > 0) if loss == 'sum' else None
-            yield replace(one, share=share) if share is not None else one, next(loaded)
+            share, batch = float(one.weight > 0) if loss == 'sum' else None, next(loaded)
+            if loss is None and 0 < one.weight < 1:
+                _refuse_left_out(batch, len(one.indices))
+            yield replace(one, share=share) if share is not None else one, batch
         return
     data = [next(loaded) for _ in micro_batches]
     counts = [
@@ -55,6 +57,19 @@ def with_shares(
     total = math.fsum(every) or 1.0
     for one, count, batch in zip(micro_batches, counts, data, strict=True):
         yield replace(one, share=count / total), batch
+
+
+def _refuse_left_out(batch: Any, samples: int) -> None:
+    """Raises BadInput if all tensors of a batch plainly have fewer rows than it has samples."""
+    tensors = [one for _, one in [('', batch), *parts_of(batch)] if isinstance(one, torch.Tensor)]
+    rows = {len(one) for one in tensors if one.dim()}
+    if len(rows) == 1 and samples > (left := rows.pop()):
+        raise BadInput(
+            f'A batch of {samples} samples has {left} rows: if collate_fn leaves samples out, each '
+            'part of a global batch would count by the samples that it had. Leave them out by a '
+            'sampler or in the dataset, or say ctx.loop(..., loss=lambda batch: rows that count), '
+            "or loss='mean' if a row is made of several samples."
+        )
 
 
 def refuse_sum(loss: Any, batch: Any) -> None:

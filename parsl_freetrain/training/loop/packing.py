@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
 from itertools import zip_longest
+from pathlib import PosixPath, WindowsPath
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from parsl_freetrain.training.loop.changes import CONTAINERS, SCALARS, attributes, has_state
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.loop.changes import CONTAINERS, SCALARS, VALUES, attributes, has_state
 from parsl_freetrain.training.steps.buffers import is_plain
 
 _SCALARS = frozenset(SCALARS)
+_BASES = Counter, OrderedDict, dict, list, set, tuple
+_CONSTANTS = {kind.__name__: kind for kind in (*VALUES[:-1], datetime, PosixPath, WindowsPath)}
+_MADE_BY = {kind.__name__: kind for kind in (*_BASES, *SCALARS[:5], defaultdict, deque)}
 _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
 
 @dataclass
 class How:
-    """``live``: tensors saved as numbers; ``known``: saved objects; ``find``: classes by name."""
+    """``live``: tensors saved as numbers; ``known``: saved objects; ``find``: classes by name;
+    ``models``: those that are trained, of which there may be copies.
+    """
 
     live: list[torch.Tensor]
     known: set[int]
     find: Callable[[str], Any]
     device: torch.device
+    models: Sequence[torch.nn.Module] = ()
 
 
 class NotPlain(Exception):
@@ -70,19 +81,31 @@ class _Packer:
         return plain if plain.device.type == 'cpu' else ('device', plain)
 
     def _container(self, one: Any, there: bool) -> Any:
-        kind, inner = type(one), one.values() if isinstance(one, dict) else one
+        name, inner = type(one).__name__, one.values() if isinstance(one, dict) else one
         plain = _SCALARS.issuperset(map(type, inner))
         self._take(len(one) if plain else 0, 0)
         if isinstance(one, dict):
-            found = dict(one) if plain else self._parts(one, there)
-            plain_kind = kind if kind in (OrderedDict, Counter) else dict
-            return 'dict' if len(found) == len(one) else 'items', plain_kind(found)
-        values = [*inner] if plain else [*map(self.pack, inner)]
-        if isinstance(one, deque):
-            return 'deque', values, one.maxlen
-        if kind not in (list, set, tuple):
-            raise NotPlain(f'a {kind.__name__}')
-        return kind.__name__, values
+            one_of = one if _SCALARS.issuperset(map(type, one)) else {_key(k): one[k] for k in one}
+            found = dict(one_of) if plain else self._parts(one_of, there)
+            content: Any = 'dict' if len(found) == len(one) else 'items', _base(one)(found)
+        else:
+            values = [*inner] if plain else [*map(self.pack, inner)]
+            content = 'deque', values, one.maxlen if isinstance(one, deque) else None
+            if not isinstance(one, deque):
+                content = _base(one).__name__, values
+        if type(one) in (*_BASES, deque, torch.Size):
+            return content
+        if type(one) is defaultdict:
+            factory = one.default_factory
+            made_by = '' if factory is None else getattr(factory, '__name__', '?')
+            if factory is not None and factory is not _MADE_BY.get(made_by):
+                if not there:
+                    raise NotPlain('a defaultdict of a function')
+                made_by = '?'
+            return 'made', content, name, made_by
+        if self._how.find(name) is not type(one):
+            raise NotPlain(f'a {name}')
+        return 'made', content, name, self._parts(attributes(one) or {}, there, there)
 
     def _parts(self, named: dict[Any, Any], there: bool, objects: bool = False) -> dict[Any, Any]:
         found = {}
@@ -111,6 +134,8 @@ class _Packer:
             return 'numpy', torch.from_numpy(one.copy())
         if isinstance(one, np.generic):
             return self.pack(one.item())
+        if isinstance(one, VALUES):
+            return self._constant(one)
         if id(one) in self._around:
             raise NotPlain('what refers to itself')
         self._around.add(id(one))
@@ -121,17 +146,56 @@ class _Packer:
         finally:
             self._around.remove(id(one))
 
+    def _constant(self, one: Any) -> Any:
+        name, parts = type(one).__name__, [one]
+        if isinstance(one, Enum):
+            if self._how.find(name) is not type(one):
+                raise NotPlain(f'a {name}')
+            parts = [one.value]
+        elif isinstance(one, complex):
+            parts = [one.real, one.imag]
+        elif isinstance(one, frozenset):
+            parts = [[*one]]
+        else:
+            parts = [*one.__reduce__()[1]]
+        return 'constant', [*map(self.pack, parts)], name
+
     def _thing(self, one: Any, there: bool) -> Any:
         top, name, own = self._around == {id(one)}, type(one).__name__, attributes(one)
         kept = top or (there and not isinstance(one, torch.nn.Module))
         if has_state(one) and kept and id(one) not in self._how.known:
-            return 'state', self.pack(one.state_dict())
+            state, models = one.state_dict(), enumerate(self._how.models)
+            alike = (i for i, m in models if type(m) is type(one) and _alike(m, state))
+            return 'state', self.pack(state), next(alike, -1)
         if own is None or has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
             raise NotPlain(f'a {name}')
         if not there and self._how.find(name) is not type(one):
             raise NotPlain(f'a {name}')
         changed = {key: value for key, value in own.items() if not (top and key in self._unchanged)}
         return 'object', self._parts(changed, there, there), name
+
+
+def _base(one: Any) -> Any:
+    return next(base for base in _BASES if isinstance(one, base))
+
+
+def _key(key: Any) -> Any:
+    if type(key) is tuple:
+        return tuple(map(_key, key))
+    if isinstance(key, np.generic):
+        return key.item()
+    if type(key) not in _SCALARS:
+        raise NotPlain(f'a {type(key).__name__} as a key')
+    return key
+
+
+def _alike(model: torch.nn.Module, state: dict[str, Any]) -> bool:
+    own = model.state_dict()
+    return [*own] == [*state] and all(map(_same_shape, own.values(), state.values()))
+
+
+def _same_shape(one: Any, other: Any) -> bool:
+    return getattr(one, 'shape', None) == getattr(other, 'shape', None)
 
 
 def unpacked(packed: Any, now: Any, how: How) -> Any:
@@ -165,9 +229,15 @@ class _Unpacker:
                 return now
             return array.copy()
         if kind == 'state':
+            if not has_state(now) and packed[2] >= 0:
+                now = copy.deepcopy(self._how.models[packed[2]])
             if has_state(now):
                 now.load_state_dict(self.unpack(inner))
             return now
+        if kind == 'constant':
+            return (_CONSTANTS.get(packed[2]) or self._class(packed[2]))(*map(self.unpack, inner))
+        if kind == 'made':
+            return self._made(inner, now, *packed[2:])
         if kind == 'object':
             return self._object(inner, now, packed[2])
         if kind == 'items':
@@ -182,16 +252,46 @@ class _Unpacker:
         return is_plain(one) and one.data_ptr() in live
 
     def _object(self, inner: dict[str, Any], now: Any, name: str) -> Any:
-        made = attributes(now) is None
-        one = object.__new__(self._how.find(name)) if made else now
+        one = object.__new__(self._class(name)) if attributes(now) is None else now
+        own = attributes(one) or {}
         for key, value in inner.items():
-            if key in vars(one) or type(one).__name__ == name:
-                object.__setattr__(one, key, self.unpack(value, vars(one).get(key)))
+            if key in own or type(one).__name__ == name:
+                object.__setattr__(one, key, self.unpack(value, own.get(key)))
         return one
+
+    def _class(self, name: str) -> Any:
+        if (kind := self._how.find(name)) is None:
+            raise BadInput(
+                f'A variable held an object of class {name} when the checkpoint was written, and '
+                'the function does not know this class any more: define or import it by name.'
+            )
+        return kind
+
+    def _made(self, content: Any, now: Any, name: str, more: Any) -> Any:
+        if content[0] == 'tuple':
+            values, kind = self.unpack(content), self._class(name)
+            return kind(*values) if hasattr(kind, '_fields') else kind(values)
+        if type(now).__name__ != name:
+            if more == '?':
+                raise BadInput(
+                    'A variable held a defaultdict of a function, which a fragment cannot make '
+                    'again where the variable is set later: use defaultdict(int), (float) or '
+                    '(list), or make it before ctx.loop.'
+                )
+            kind = defaultdict if name == 'defaultdict' else self._class(name)
+            now = kind.__new__(kind)
+            if kind is defaultdict:
+                now.default_factory = _MADE_BY.get(more)
+        self.unpack(content, now)
+        own = attributes(now) or {}
+        for key, value in more.items() if isinstance(more, dict) else ():
+            object.__setattr__(now, key, self.unpack(value, own.get(key)))
+        return now
 
     def _inner(self, packed: Any, now: Any) -> Any:
         """A tensor or array in a container may be anybody's, and a thing be there twice."""
-        kind = packed[2] if isinstance(packed, tuple) and packed[0] == 'object' else ''
+        named = isinstance(packed, tuple) and packed[0] in ('object', 'made')
+        kind = packed[2] if named else ''
         same = type(now).__name__ == kind if kind else isinstance(now, CONTAINERS)
         taken = same and id(now) not in self._used
         self._used.add(id(now))
@@ -204,14 +304,16 @@ class _Unpacker:
             new = type(inner)({key: self._inner(one, old.get(key)) for key, one in inner.items()})
             if not isinstance(now, dict):
                 return new
-            now.clear()
-            now.update(new)
+            dict.clear(now)
+            kind = OrderedDict if isinstance(now, OrderedDict) else dict
+            kind.update(now, new)
             return now
         olds = [*now][: len(inner)] if isinstance(now, (list, tuple, deque)) else []
         values = [self._inner(one, old) for one, old in zip_longest(inner, olds)]
-        if isinstance(now, (list, deque)) and kind in ('list', 'deque'):
-            now.clear()
-            now.extend(values)
+        base: Any = {'list': list, 'deque': deque, 'set': set}.get(kind)
+        if base is not None and isinstance(now, base):
+            base.clear(now)
+            (base.update if base is set else base.extend)(now, values)
             return now
         if kind == 'deque':
             return deque(values, packed[2])

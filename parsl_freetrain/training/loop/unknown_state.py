@@ -170,7 +170,8 @@ def _inside(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_users(function: Any) -> bool:
-    return not function.__code__.co_filename.startswith(_LIBRARIES)
+    ours = str(function.__module__).startswith(_PACKAGE)
+    return not (ours or function.__code__.co_filename.startswith(_LIBRARIES))
 
 
 def _module(frame: FrameType) -> str:

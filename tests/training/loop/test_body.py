@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.together import Together
+from parsl_freetrain.training.loop.body import _going_on
 from parsl_freetrain.training.loop.loss import refuse_sum
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, refused, whole_and_cut
@@ -345,3 +347,21 @@ def test_a_loss_over_the_samples_of_all_ranks(fork_server: ForkClient, tmp_path:
         torch.testing.assert_close(weights, found[0])
     said = refused(fork_server, tmp_path / 'shards', contrastive)
     assert 'with 4 virtual shards, which are trained one after the other' in said
+
+
+def test_what_goes_from_an_iteration_to_the_next() -> None:
+    def function(loop: Any, model: Any, log: Any) -> Any:
+        step = count = total = mean = 0
+        hidden = last = None
+        for x, y in loop:
+            count += len(x)
+            out, hidden = model(x, hidden)
+            loss = (out - y) * 0.9**step
+            total = total + loss
+            mean = 0.9 * mean + 0.1 * loss
+            log.append(total)
+            step, last = step + 1, loss
+        return last, count, mean
+
+    loop = next(s for s in dis.get_instructions(function) if s.opname == 'FOR_ITER')
+    assert _going_on(function.__code__, loop.offset) == {'step', 'hidden', 'total'}

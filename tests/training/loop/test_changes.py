@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -15,6 +16,15 @@ from parsl_freetrain.training.loop.changes import is_large, mark
 class Own:
     def __init__(self) -> None:
         self.scores, self.inner = [0] * 500, Counter[str]()
+
+
+@dataclass(slots=True)
+class Slots:
+    log: list[int]
+
+
+class Meter(dict[str, int]):
+    pass
 
 
 CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
@@ -31,6 +41,11 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     (cycle([1, 2, 3]), next),
     (iter([1, 2]), next),
     ((i for i in range(3)), next),
+    ([0] * 1_100_000, lambda one: one.__setitem__(777_777, 1)),
+    ([object()] * 1_100_000, lambda one: one.__setitem__(777_777, 1)),
+    (Slots([0]), lambda one: one.log.append(1)),
+    (Meter(a=1), lambda one: one.__setitem__('a', 2)),
+    ([Own(), 1.0], lambda one: one.__setitem__(1, 2.0)),
     (Own(), lambda one: one.inner.update(a=1)),
     (Own(), lambda one: one.scores.__setitem__(400, 2)),
 ]

@@ -8,13 +8,16 @@ import copy
 import dis
 import os
 import signal
+import time
 from argparse import Namespace
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date, timedelta
+from enum import Enum
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -85,9 +88,11 @@ def fit(ctx: FragmentContext, loss_of: Callable[[Any, Any], Any], *optimizers: A
 
 
 def cut(ctx: FragmentContext) -> None:
-    """The first fragment gets its notice."""
-    if ctx.trainer == 'cut' and ctx.fragment == 1 and ctx.rank == 0 and ctx.samples >= CUT:
-        os.kill(os.getpid(), signal.SIGTERM)
+    """The first fragment gets its notice. Of quick steps, ranks would agree on the end too late."""
+    if ctx.trainer == 'cut' and ctx.fragment == 1 and ctx.samples >= CUT:
+        time.sleep(0.02)
+        if ctx.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def buffers_of_all_kinds(ctx: FragmentContext) -> None:
@@ -422,6 +427,118 @@ def variables_elsewhere(ctx: FragmentContext) -> list[Any]:
     return [TURNS, LOG, things['scale'], len(records), len(long), level()]
 
 
+class Level:
+    now, log = 0, [0.0]
+
+    @classmethod
+    def rise(cls) -> None:
+        cls.now += 1
+        cls.log.append(cls.now / 10)
+
+
+class Strength:
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def rise(self) -> None:
+        self.turns += 1
+
+    def value(self) -> float:
+        return self.turns / 10
+
+
+def heat(turns: int = 0, memory: list[int] = [0]) -> float:  # noqa: B006
+    memory[0] += turns
+    heat.calls += turns  # type: ignore[attr-defined]
+    return 0.1 * memory[0] + heat.calls  # type: ignore[attr-defined, no-any-return]
+
+
+heat.calls = 0  # type: ignore[attr-defined]
+
+
+def state_of_classes_and_functions(ctx: FragmentContext) -> list[Any]:
+    """Attributes of a class and of a function, a default argument, an object that only bound
+    methods have.
+    """
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.02))
+    strength = Strength()
+    rise, value = strength.rise, strength.value
+    del strength
+    for turn in (Level.rise, rise, lambda: heat(1)):
+        ctx.each_epoch(turn)
+
+    def loss_of(x: Any, y: Any) -> Any:
+        return F.mse_loss(model(x), y) / (1 + Level.now + sum(Level.log) + value() + heat())
+
+    fit(ctx, loss_of, optimizer)
+    return [Level.now, Level.log, value(), heat()]
+
+
+class Meter(dict[str, int]):
+    def add(self, key: str) -> None:
+        self[key] = self.get(key, 0) + 1
+
+
+class History(list[int]):
+    best = 0
+
+
+class Best(NamedTuple):
+    epoch: int
+    score: float
+
+
+@dataclass(slots=True)
+class Slots:
+    turns: int = 0
+    log: list[int] = field(default_factory=list)
+
+
+class Phase(Enum):
+    WARM, MAIN = 'warm', 'main'
+
+
+def containers_of_all_kinds(ctx: FragmentContext) -> str:
+    """What is made in an epoch, and is of its own kind after a cut; the best model."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model, lr=0.02))
+    nested: dict[Any, Any] = {}
+    later: Any = None
+    best_model: Any = None
+    lists, meter, auto = defaultdict[Any, Any](list), Meter(), defaultdict[Any, Any](lambda: [0, 0])
+    best, slots, phase = Best(-1, 0.0), Slots(), Phase.WARM
+    seen, when, spin, large = frozenset[int](), date(2026, 1, 1), 1j, [0] * 1_100_000
+    for epoch in ctx.epochs():
+        for x, y in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            known = len(seen) + slots.turns + best.epoch + large[777_777] + meter.get('turns', 0)
+            (F.mse_loss(model(x), y) / (3 + known + abs(spin) + (phase is Phase.MAIN))).backward()
+            optimizer.step()
+            cut(ctx)
+        nested.setdefault('counts', defaultdict(int))[epoch] += 1
+        nested.setdefault('meter', Meter()).add('turns')
+        lists[epoch] += [OrderedDict(a=1), Counter('ab'), deque([1], 2)]
+        auto[np.int64(epoch)][0] += 1
+        meter.add('turns')
+        later = History() if later is None else later
+        later.append(epoch)
+        later.best = epoch
+        best = Best(epoch, epoch / 2)
+        slots.turns += 1
+        slots.log.append(epoch)
+        phase, seen, spin = Phase.MAIN if epoch else phase, seen | {epoch}, spin * 1j
+        when += timedelta(days=1)
+        large[777_777] += 1
+        if epoch in (0, 3):
+            best_model = copy.deepcopy(model)
+    model.load_state_dict(best_model.state_dict())
+    kept = nested, lists, dict(auto), meter, later, later.best, best, slots, phase, seen, when, spin
+    return repr([*kept, large[777_777]]).replace('np.int64(', '').replace('):', ':')
+
+
 def between_loops(ctx: FragmentContext) -> list[float]:
     """Distillation from a copy, a penalty around old weights, and a threshold that took long."""
     torch.manual_seed(1)
@@ -557,6 +674,51 @@ def list_of_anything(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
+def weights_by_parameter(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    shadow = {one: one.detach().clone() for one in model.parameters()}
+    ctx.each_epoch(lambda: shadow.update({one: one.detach() for one in shadow}))
+    ctx.each_epoch(ctx.checkpoint)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y) + shadow[model.bias].sum(), optimizer)
+
+
+def table(ctx: FragmentContext) -> None:
+    pandas = pytest.importorskip('pandas')
+    model, scores = nn.Linear(4, 1), pandas.DataFrame({'loss': [0.0]})
+    model, optimizer = ctx.prepare(model, sgd(model))
+    ctx.each_epoch(lambda: scores.at.__setitem__((0, 'loss'), 1.0))
+    ctx.each_epoch(ctx.checkpoint)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y) * len(scores), optimizer)
+
+
+def hidden_state(ctx: FragmentContext) -> None:
+    cell = nn.GRUCell(4, 4)
+    cell, optimizer = ctx.prepare(cell, sgd(cell))
+    hidden: Any = None
+    for x, _ in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        hidden = cell(x, hidden if hidden is None else hidden.detach())
+        hidden.square().mean().backward()
+        optimizer.step()
+
+
+def eight_bits(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model.register_buffer('scale', torch.ones(4).to(torch.float8_e4m3fn))
+    ctx.prepare(model, sgd(model))
+
+
+def left_out_by_collate(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    data = DataLoader(DATA, 8, collate_fn=lambda items: default_collate(items[:1]))
+    for x, y in ctx.loop(data):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
 def lazy(ctx: FragmentContext) -> None:
     model = nn.LazyLinear(1)
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -591,6 +753,11 @@ def queue_of_rows(ctx: FragmentContext) -> None:
 REFUSED = {
     iterator_that_goes_on: 'levels changes while training goes on, and a checkpoint cannot hold it',
     list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
+    weights_by_parameter: 'as it has a Parameter as a key in it',
+    table: 'as it is a DataFrame',
+    hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
+    eight_bits: "whose 'scale' is torch.float8_e4m3fn",
+    left_out_by_collate: 'A batch of 4 samples has 1 rows',
     loss_with_a_buffer: 'ctx.loop changed loss.num_batches_tracked, a parameter or buffer that was',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
     optimizer_replaced: 'optimizer is an optimizer of a prepared model and was not given to ctx.pr',
@@ -655,6 +822,8 @@ BOTH = [
     models_that_share,
     variables,
     variables_elsewhere,
+    state_of_classes_and_functions,
+    containers_of_all_kinds,
     between_loops,
     kept,
     first_pass,
