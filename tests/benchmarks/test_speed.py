@@ -9,13 +9,14 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain import Checkpoints, LocalSite, Scaling, freetrain_app
+from parsl_freetrain import Checkpoints, FragmentContext, LocalSite, Scaling, freetrain_app
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.steps.bit_sums import bit_sums
 from tests.benchmarks.workload import MACHINE, under_torchrun
@@ -171,3 +172,34 @@ def test_what_a_verified_resume_costs() -> None:
             'the training',
             flush=True,
         )
+
+
+def test_what_verification_adds_to_each_step() -> None:
+    """Steps of one training with and without it, in turns; the digests are those of above."""
+
+    def train(ctx: FragmentContext) -> list[float]:
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(20)]
+        model = nn.Sequential(*layers)
+        model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        verification: Any = ctx._run.verification
+        took: list[list[float]] = [[], []]
+        began, on = time.process_time(), True
+        for x in ctx.loop(torch.randn(64, 256), 64):
+            took[on].append(time.process_time() - began)
+            on = not on
+            for name in ('begin', 'gradients', 'end', 'conclude'):
+                vars(verification).pop(name, None)
+                if not on:
+                    setattr(verification, name, lambda *_: None)
+            began = time.process_time()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [statistics.median(each[10:]) for each in took]
+
+    app = freetrain_app(max_nodes=1, total_samples=64 * 1000)(train)
+    without, with_it = json.loads(app.debug().result or '[]')
+    print(
+        f'\nA step of {1e3 * without:.2f} ms takes {1e3 * with_it:.2f} ms with verification: '
+        f'{with_it / without - 1:+.2%} ({MACHINE})'
+    )

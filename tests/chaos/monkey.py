@@ -309,6 +309,7 @@ def chaos(
                 f'({dict(endings)}), {run.starts} starts of the workflow, '
                 f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} '
                 f'samples, {time.monotonic() - began:.0f} s; '
+                f'{ended.resumes} resumes, {ended.verified} verified; '
                 f'seed {seed}, {nodes} nodes, faults: {dict(monkey.counts)}.'
             )
             say(

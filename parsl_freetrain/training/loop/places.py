@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.training.loop.changes import (
     CONTAINERS,
+    SCALARS,
     attributes,
     is_ours,
     is_users_class,
@@ -116,9 +117,13 @@ class Places:
         elif isinstance(one, CONTAINERS):
             if len(one) <= _ITEMS:
                 self._waiting += one.values() if isinstance(one, dict) else one
-        elif not (is_ours(one) or isinstance(one, (Dataset, DataLoader))):
+        elif not (is_ours(one) or isinstance(one, DataLoader)):
             own = attributes(one)
-            if own is not None:
+            if own is not None and isinstance(one, Dataset):  # what else it has may be a cache
+                name = self._numbered(type(one).__qualname__)
+                for key in [key for key, value in own.items() if isinstance(value, SCALARS)]:
+                    self._add(f'{name}.{key}', one, key)
+            elif own is not None:
                 self._waiting += (type(one), *own.values())
 
     def _function(self, one: FunctionType) -> None:

@@ -30,6 +30,7 @@ from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.save_timing import Background
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.steps.bit_sums import MODULO, bit_sums
+from parsl_freetrain.training.steps.group_settings import settings_of
 
 _NOTHING_FOUND = (
     'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
@@ -60,7 +61,7 @@ class Verification:
         self._from, self._path = Position(0, 0, 0, 0, 0, 0), ''
         self._expected: NextStep | None = None
         self._resumes = self._records = self._proves = False
-        self._computed = False
+        self._computed, self._settings = False, dict[str, int]()
         self._batch: GlobalBatch | None = None  # that is looked at
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._writer = Background('digests of the next step')
@@ -106,6 +107,11 @@ class Verification:
         if self._batch is not None and self.by_steps:
             self._computed = True
             self._look(self._tensors())
+            self._settings = {
+                f'the settings of optimizer {i} (learning rate)': zlib.crc32(repr(now).encode())
+                for i, now in enumerate(map(settings_of, self._prepared.optimizers), 1)
+                if self._division.whole
+            }
 
     def conclude(self) -> None:
         """Call after a global batch, on all ranks. Raises BadInput if it is not as before."""
@@ -126,7 +132,7 @@ class Verification:
             zlib.crc32(numbers.encode()),
             state,
             step[0] if len(step) > 1 else None,  # a step that is skipped has none
-            step[-1] if step else None,
+            {**step[-1], **self._settings} if step else None,
             dict(self._state.metrics) if step else {},
         )
         if records:

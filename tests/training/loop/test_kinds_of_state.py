@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -496,23 +496,35 @@ class Slots:
     log: list[int] = field(default_factory=list)
 
 
+class Curriculum(Dataset[Any]):
+    def __init__(self) -> None:
+        self.level = 0.0
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = DATA[i]
+        return x * (1 + self.level), y
+
+
 class Phase(Enum):
     WARM, MAIN = 'warm', 'main'
 
 
 def containers_of_all_kinds(ctx: FragmentContext) -> str:
-    """What is made in an epoch, and is of its own kind after a cut; the best model."""
+    """What is made in an epoch, and is of its own kind after a cut; the best model; a dataset."""
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     model, optimizer = ctx.prepare(model, sgd(model, lr=0.02))
-    nested: dict[Any, Any] = {}
+    data, nested = Curriculum(), dict[Any, Any]()
     later: Any = None
     best_model: Any = None
     lists, meter, auto = defaultdict[Any, Any](list), Meter(), defaultdict[Any, Any](lambda: [0, 0])
     best, slots, phase = Best(-1, 0.0), Slots(), Phase.WARM
     seen, when, spin, large = frozenset[int](), date(2026, 1, 1), 1j, [0] * 1_100_000
     for epoch in ctx.epochs():
-        for x, y in ctx.loop(DATA, 4):
+        for x, y in ctx.loop(data, 4):
             optimizer.zero_grad()
             known = len(seen) + slots.turns + best.epoch + large[777_777] + meter.get('turns', 0)
             (F.mse_loss(model(x), y) / (3 + known + abs(spin) + (phase is Phase.MAIN))).backward()
@@ -532,6 +544,7 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
         phase, seen, spin = Phase.MAIN if epoch else phase, seen | {epoch}, spin * 1j
         when += timedelta(days=1)
         large[777_777] += 1
+        data.level += 0.1
         if epoch in (0, 3):
             best_model = copy.deepcopy(model)
     model.load_state_dict(best_model.state_dict())

@@ -56,6 +56,16 @@ def an_optimizer_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) ->
     return lambda x: model(x).pow(2).mean() * log_weight.detach().exp()
 
 
+def a_schedule_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    """What is set in the body for the next step, as by enumerate(ctx.loop(...))."""
+
+    def loss_of(x: Any) -> Any:
+        optimizer.param_groups[0]['next_lr'] = float(ctx.fragment)
+        return model(x).pow(2).mean()
+
+    return loss_of
+
+
 def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
     """The first fragment stops at ``STOP`` samples, or dies when it has the digest of a step."""
     torch.manual_seed(1)
@@ -133,6 +143,11 @@ def test_a_step_that_takes_longer_than_the_checkpoint_is_not_computed_ahead(
     outcome, log, saved = cut(fork_server, tmp_path, slow)
     assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 0)
     assert 'Not verified: the step after 48 samples was not computed before.' in log
+
+
+def test_settings_for_the_next_step_count(fork_server: ForkClient, tmp_path: Path) -> None:
+    outcome, _, _ = cut(fork_server, tmp_path, a_schedule_of_its_own)
+    assert 'the step gives the settings of optimizer 1 (learning' in outcome.error.message
 
 
 def test_a_difference_may_be_a_warning(fork_server: ForkClient, tmp_path: Path) -> None:
