@@ -214,8 +214,7 @@ class Carried:
             unchanged = set[str]()
             if path in marks:
                 then, now, kept = marks[path], mark(one), before.get(path)
-                # Modules that are not prepared must not change.
-                if kept is None and (isinstance(one, torch.nn.Module) or then == now):
+                if kept is None and then == now:
                     continue
                 if isinstance(then, dict) and isinstance(now, dict):
                     unchanged = {key for key in now if then.get(key) == now[key]}

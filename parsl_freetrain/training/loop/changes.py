@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdRef
 
 from parsl_freetrain.training.data.inside import fingerprint
 
@@ -83,8 +84,10 @@ def mark(one: Any, depth: int = 4) -> Any:
     """It differs where an object has changed: of plain containers and arrays all counts."""
     if isinstance(one, SCALARS):
         return one if one == one else 'nan'
-    if isinstance(one, torch.Tensor):
-        return id(one), 0 if one.is_inference() else one._version
+    if isinstance(one, torch.Tensor):  # ids are used again, and copies have the same version
+        return WeakIdRef(one), 0 if one.is_inference() else one._version
+    if isinstance(one, torch.nn.Module):
+        return WeakIdRef(one), [mark(t) for t in (*one.parameters(), *one.buffers())]
     if isinstance(one, VALUES):
         return repr(one)
     if isinstance(one, np.ndarray) and one.dtype != object:

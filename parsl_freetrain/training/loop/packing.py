@@ -165,7 +165,7 @@ class _Packer:
         kept = top or (there and not isinstance(one, torch.nn.Module))
         if has_state(one) and kept and id(one) not in self._how.known:
             state, models = one.state_dict(), enumerate(self._how.models)
-            alike = (i for i, m in models if type(m) is type(one) and _alike(m, state))
+            alike = (i for i, m in models if type(one) in type(m).__mro__[:2] and _alike(m, state))
             return 'state', self.pack(state), next(alike, -1)
         if own is None or has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
             raise NotPlain(f'a {name}')

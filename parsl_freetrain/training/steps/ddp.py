@@ -47,6 +47,12 @@ class ThroughputSteps:
         adasum: bool = False,
     ) -> None:
         self._prepared, self._peers, self._division = prepared, peers, division
+        if any(isinstance(model, torch.jit.ScriptModule) for model in prepared.models):
+            raise BadInput(
+                'ctx.prepare was given a model of torch.jit, of which several ranks of throughput '
+                'or scaled mode cannot take the mean: give it the module itself (torch.compile '
+                'makes it fast, too), or train in reproducible mode.'
+            )
         self._adasum = adasum
         self._settings = GroupSettings(prepared.optimizers)
         if not division.pipelined:  # stages have optimizers of their own

@@ -51,6 +51,15 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
 ]
 
 
+def test_a_copy_in_place_of_a_copy_is_another_one() -> None:
+    weights = torch.ones(4)
+    best = weights.clone()
+    before = mark([best]), mark(best)
+    for _ in range(4):  # the third may have the id of the first
+        best = weights.clone()
+        assert (mark([best]), mark(best)) != before
+
+
 @pytest.mark.parametrize(('one', 'change'), CHANGES)
 def test_a_change_shows(one: Any, change: Callable[[Any], object]) -> None:
     before = mark(one)

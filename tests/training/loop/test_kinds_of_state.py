@@ -520,6 +520,7 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
     data, nested = Curriculum(), dict[Any, Any]()
     later: Any = None
     best_model: Any = None
+    last_model: Any = copy.deepcopy(model)
     lists, meter, auto = defaultdict[Any, Any](list), Meter(), defaultdict[Any, Any](lambda: [0, 0])
     best, slots, phase = Best(-1, 0.0), Slots(), Phase.WARM
     seen, when, spin, large = frozenset[int](), date(2026, 1, 1), 1j, [0] * 1_100_000
@@ -545,8 +546,9 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
         when += timedelta(days=1)
         large[777_777] += 1
         data.level += 0.1
-        if epoch in (0, 3):
-            best_model = copy.deepcopy(model)
+        if not epoch:
+            best_model, last_model = copy.deepcopy(model), copy.deepcopy(model)
+    assert all(map(torch.equal, best_model.parameters(), last_model.parameters()))
     model.load_state_dict(best_model.state_dict())
     kept = nested, lists, dict(auto), meter, later, later.best, best, slots, phase, seen, when, spin
     return repr([*kept, large[777_777]]).replace('np.int64(', '').replace('):', ':')
