@@ -178,20 +178,15 @@ class SlurmMachine:
             options.append(f'--array=0-{job.tasks - 1}')
         if after is not None:
             options.append(f'--dependency=afterany:{after}')
-        seconds: float | str = job.run_s
-        if job.apart_s:
-            # A task finds its own job's number only where it runs; sleep adds what it is given.
-            tenths = round(10 * job.apart_s)
-            seconds = f'{job.run_s} $((SLURM_JOB_ID * 7919 % {tenths + 1}))e-1'
         if job.node:
             options.append(f'--nodelist={first_names(job.node)[-1]}')
         if job.cpus:
             options[0] = f'--ntasks={job.cpus}'
             return self._cluster.run(
                 *('sbatch', '--parsable', '--output=/dev/null', *options),
-                f'--wrap=exec sleep {seconds}',
+                f'--wrap=exec sleep {job.run_s}',
             ).strip()
-        return self._cluster.submit(*options, seconds=seconds)
+        return self._cluster.submit(*options, seconds=job.run_s)
 
     def tasks(self, job_id: str, job: Ordinary) -> list[str]:
         return [f'{job_id}_{task}' for task in range(job.tasks)] if job.tasks > 1 else [job_id]

@@ -20,8 +20,6 @@ class Ordinary:
         Number of jobs in an array; 1: no array.
     after
         Position in the mix of a job that has to be over before; None: of none.
-    apart_s
-        Tasks of an array take up to so many seconds longer, each another time.
     cpus
         Number of its tasks, of one CPU each, on nodes that it shares; 0: it gets whole nodes.
     node
@@ -34,7 +32,6 @@ class Ordinary:
     run_s: float
     tasks: int = 1
     after: int | None = None
-    apart_s: float = 0.0
     cpus: int = 0
     node: int = 0
 

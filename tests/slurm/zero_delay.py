@@ -7,8 +7,7 @@ and the scheduler's wait before it kills for every job, and in each mode trainin
 node-seconds that are idle for more than a minute.
 
 Mixes in which the scheduler by itself takes jobs in another order if some come or end a second
-later cannot show that nobody waits; ``steady_mixes.py`` finds them, and they are left out of
-``SEEDS``.
+later cannot show that nobody waits; they are left out of ``SEEDS``.
 """
 
 import json
