@@ -37,7 +37,7 @@ from parsl_freetrain.testing import kill_at, with_faults
 from tests.support.faults import slow_rank, stop_at
 from tests.support.processes import Started, command_line, forks, victims
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S, wait_until
+from tests.support.waiting import LIMIT_S, under_load, wait_until
 
 HANG_S = 6.0
 EVER = 100_000  # epochs
@@ -131,8 +131,10 @@ def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(
         )
         first, second = fragments(executor)[:2]
         assert first.ending == 'preempted'
-        assert first.ended_at - first.started_at < HANG_S + 1.0  # it had to come to the fault first
-        assert second.decided_at - first.ended_at < 1.0
+        assert first.ended_at - first.started_at < HANG_S + under_load(
+            1.0
+        )  # it had to come to the fault first
+        assert second.decided_at - first.ended_at < under_load(1.0)
         assert set(second.nodes) == set(first.nodes)
         if words.endswith(r'rank-1\.log'):
             # What is done of a step is repeated, and no step that was done.
@@ -210,11 +212,10 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
         ended = fragments(executor)[running - 1]
         after = fragments(executor)[running]
         assert ended.ending == 'preempted'
-        assert (
-            ended.ended_at - stopped_at < HANG_S + 4.0
-        )  # the manager may have been stopped before it had the task
+        # The manager may have been stopped before it had the task.
+        assert ended.ended_at - stopped_at < HANG_S + under_load(4.0)
         assert len(after.nodes) == 1
-        assert after.decided_at - ended.ended_at < 1.0
+        assert after.decided_at - ended.ended_at < under_load(1.0)
         why = (
             r'1 of its 2 nodes were lost: \w+ \((no sign of life|its ranks ended, and its '
             r'Parsl manager|its manager)'

@@ -17,7 +17,6 @@ from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -212,27 +211,9 @@ def test_a_command_with_every_character_arrives_as_it_is(blocks: Blocks) -> None
     assert blocks.status(job).state == JobState.COMPLETED
 
 
-def test_worker_init_runs_once_in_the_block(tmp_path: Path) -> None:
-    blocks = Blocks(tmp_path, LocalSite(2), worker_init='export FIRST="$FIRST+1"\nexport SECOND=2')
-    job = blocks.open('slot00', command='echo $FIRST $SECOND')
-    wait_until(lambda: blocks.status(job).terminal)
-    (out,) = tmp_path.glob('*.slot00.out')
-    assert out.read_text() == '+1 2\n'
-
-
 def test_a_block_that_cannot_be_started_says_so(tmp_path: Path) -> None:
     blocks = Blocks(tmp_path, LocalSite(2))
     blocks.provider.script_dir = str(tmp_path / 'missing')
     with pytest.raises(FreeTrainError, match='could not be started: .*missing'):
         blocks.open('slot00')
     assert sum(hole.nodes for hole in blocks.site.holes()) == 2
-
-
-def test_identity_tells_processes_apart() -> None:
-    with subprocess.Popen(['sleep', '600']) as first:
-        mine = start_of(first.pid)
-        assert mine
-        assert start_of(first.pid) == mine
-        first.kill()
-        wait_until(lambda: start_of(first.pid) == '')
-    assert start_of(first.pid) == ''

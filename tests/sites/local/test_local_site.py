@@ -150,13 +150,6 @@ def test_mixed_draws_once_for_nodes_that_go_together() -> None:
     assert hows[0][0] == hows[0][1] != hows[1][0]
 
 
-def test_a_request_without_names_gets_idle_nodes() -> None:
-    local = site(Clock())
-    local.open_block(BlockRequest(2), 'true', 'block')
-    assert '--node a --node b --' in ' '.join(local.options())
-    assert local.holes() == ()
-
-
 def test_requests_that_come_too_late_and_those_that_never_can_be_met() -> None:
     local = site(Clock())
     local.open('a')
