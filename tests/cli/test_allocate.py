@@ -165,52 +165,30 @@ LINEAR = {'nodes': [1, 100], 'rate': [1, 100], 'current_nodes': 0}
 LINEAR |= {'rescale_up_s': 0, 'rescale_down_s': 0}
 
 
+RESTING, FOUR = {'min_rescale_interval_s': 60}, {'max_nodes': 4}
+
+
 @pytest.mark.parametrize(
     ('changes', 'of_a', 'of_b', 'expected'),
     [
-        ({'max_nodes': 6}, {'max_nodes': 4}, {}, {'a': 4, 'b': 2}),
-        ({'keep_free': 7}, {'max_nodes': 2}, {'max_nodes': 2}, {'a': 2, 'b': 1}),
-        ({'keep_free': 99}, {}, {}, {'a': 0, 'b': 0}),
+        ({'max_nodes': 6}, {'max_nodes': 4}, {}, (4, 2)),
+        ({'keep_free': 7}, {'max_nodes': 2}, {'max_nodes': 2}, (2, 1)),
+        ({'keep_free': 99}, {}, {}, (0, 0)),
+        ({'user_nodes': {'anna': 3, 'nobody': 0}}, {'user': 'anna'}, {'max_nodes': 5}, (3, 5)),
         (
-            {'user_nodes': {'anna': 3, 'nobody': 0}},
-            {'user': 'anna'},
-            {'max_nodes': 5},
-            {'a': 3, 'b': 5},
+            {'group_nodes': {'g': 4}},
+            {'group': 'g', 'max_nodes': 3},
+            {'group': 'g', 'max_nodes': 1},
+            (3, 1),
         ),
-        (
-            {'group_nodes': {'physics': 4}},
-            {'group': 'physics', 'max_nodes': 3},
-            {'group': 'physics', 'max_nodes': 1},
-            {'a': 3, 'b': 1},
-        ),
-        ({'budget_node_s': 240}, {'max_nodes': 1}, {'max_nodes': 5}, {'a': 1, 'b': 1}),
-        (
-            {'user_budget_node_s': {'anna': 250}},
-            {'user': 'anna'},
-            {'max_nodes': 5},
-            {'a': 2, 'b': 5},
-        ),
-        ({'group_budget_node_s': {'g': 0}}, {'group': 'g'}, {'max_nodes': 5}, {'a': 0, 'b': 5}),
-        ({}, {'share': 4}, {'rate': [10, 1000]}, {'a': 4, 'b': 6}),
-        ({}, {'sizes': [4, 2, 8, 8], 'rate': [10, 1000]}, {'sizes': [1, 4]}, {'a': 8, 'b': 1}),
-        (
-            {'min_rescale_interval_s': 60},
-            {'since_rescale_s': 59, 'current_nodes': 2},
-            {'max_nodes': 4},
-            {'a': 2, 'b': 4},
-        ),
-        (
-            {'min_rescale_interval_s': 60},
-            {'since_rescale_s': 60, 'current_nodes': 2, 'max_nodes': 6},
-            {'max_nodes': 4},
-            {'a': 6, 'b': 4},
-        ),
-        (
-            {'min_rescale_interval_s': 60},
-            {'since_rescale_s': 5, 'max_nodes': 6},
-            {'max_nodes': 4},
-            {'a': 6, 'b': 4},
-        ),
+        ({'budget_node_s': 240}, {'max_nodes': 1}, {'max_nodes': 5}, (1, 1)),
+        ({'user_budget_node_s': {'anna': 250}}, {'user': 'anna'}, {'max_nodes': 5}, (2, 5)),
+        ({'group_budget_node_s': {'g': 0}}, {'group': 'g'}, {'max_nodes': 5}, (0, 5)),
+        ({}, {'share': 4}, {'rate': [10, 1000]}, (4, 6)),
+        ({}, {'sizes': [4, 2, 8, 8], 'rate': [10, 1000]}, {'sizes': [1, 4]}, (8, 1)),
+        (RESTING, {'since_rescale_s': 59, 'current_nodes': 2}, {'max_nodes': 4}, (2, 4)),
+        (RESTING, {'since_rescale_s': 60, 'current_nodes': 2, 'max_nodes': 6}, FOUR, (6, 4)),
+        (RESTING, {'since_rescale_s': 5, 'max_nodes': 6}, {'max_nodes': 4}, (6, 4)),
     ],
 )
 def test_constraints(
@@ -218,11 +196,11 @@ def test_constraints(
     changes: dict[str, Any],
     of_a: dict[str, Any],
     of_b: dict[str, Any],
-    expected: dict[str, int],
+    expected: tuple[int, int],
 ) -> None:
     both = trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b)
     said = ask(problem(*both, nodes=10, **changes))
-    assert said.allocation == expected
+    assert said.allocation == dict(zip('ab', expected, strict=True))
     assert said.answers[0]['status'] == 'optimal'
 
 
