@@ -46,27 +46,6 @@ def test_the_bands_hold_all_node_seconds_that_were_used(result: ReplayResult) ->
     assert np.all(sum(bands) <= idle + 1e-6)
 
 
-def test_no_lane_has_two_trainers_at_a_time_and_there_are_no_more_than_need_be(
-    result: ReplayResult,
-) -> None:
-    found = lanes(result.trace)
-    assert len(result.trace.done_s) > 4  # so that lanes are used again
-    assert len(found) == 4
-    for starts, ends, _ in found:
-        order = np.argsort(starts)
-        assert np.all(ends[order][:-1] <= starts[order][1:])
-
-
-def test_means_of_steps() -> None:
-    assert means(
-        np.array([0.0, 15.0]),
-        np.array([10.0, 20.0]),
-        np.array([4.0, 2.0]),
-        np.array([0.0, 5.0, 20.0]),
-    ).tolist() == [4.0, 2.0]
-    assert means(np.array([]), np.array([]), np.array([]), np.array([0.0, 1.0])).tolist() == [0.0]
-
-
 @pytest.mark.long
 def test_pictures_show_something(result: ReplayResult, tmp_path: Path) -> None:
     table = pd.DataFrame(

@@ -13,9 +13,7 @@ import pytest
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.replay.scenario import replay
-from parsl_freetrain.replay.study import Study
-from parsl_freetrain.replay.sweep import requests, row, scenarios, sweep
-from parsl_freetrain.replay.trace import Trace
+from parsl_freetrain.replay.sweep import requests, row, sweep
 from tests.cli.test_replay import NET, refusal
 from tests.support.programs import run_to_end
 
@@ -73,19 +71,6 @@ def test_every_combination_is_a_row_and_says_what_it_would_alone(
         alone = results(pd.DataFrame([row(replay(request.scenario()))]))[0]
         assert {name: found[name] for name in alone} == alone
     assert table['efficiency'].nunique() > 2
-
-
-def test_a_file_is_read_once(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[object] = []
-    whole = Study.trace
-
-    def watched(request: Study) -> Trace:
-        read.append(request.nodes)
-        return whole(request)
-
-    monkeypatch.setattr(Study, 'trace', watched)
-    scenarios(requests(options, {'nodes': [1, 2], 'horizon': [1, 2, 3]}))
-    assert read == [1, 2]
 
 
 def test_the_files_hold_what_was_found(

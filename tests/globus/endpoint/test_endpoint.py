@@ -60,7 +60,7 @@ def test_an_endpoint_that_is_killed_and_started_anew_goes_on(
     tmp_path: Path, endpoint: EndpointProcess
 ) -> None:
     settings = {
-        'total_epochs': 20,
+        'total_epochs': 10,
         'checkpoints': Checkpoints(every_s=0.5, resume='never'),
         'mode': Reproducible(shards=4),
     }
@@ -83,7 +83,7 @@ def test_an_endpoint_that_is_killed_and_started_anew_goes_on(
             assert again.attach('fit').result(LIMIT_S) == far
     with freetrain(tmp_path / 'near', LocalSite(nodes=1, poll_s=0.2)):
         near = trainer(**settings)().result(LIMIT_S)
-    assert far.samples == near.samples == 20 * 96
+    assert far.samples == near.samples == 10 * 96
     assert same_weights(far, near)
 
 
