@@ -115,8 +115,9 @@ def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflo
         interchange.kill()
         later = ordinary(str(mark))  # nobody takes it any more
         said = r'interchange has ended.*interchange\.log'
-        with pytest.raises(TrainerFailed, match=said):
-            future.result(LIMIT_S)
+        for training in (future, freetrain_app(total_epochs=1)(fit)(trainer_name='later')):
+            with pytest.raises(TrainerFailed, match=said):
+                training.result(LIMIT_S)
         for app_future in (running, later, ordinary(str(mark))):
             assert re.search(said, str(app_future.exception(LIMIT_S)))
 

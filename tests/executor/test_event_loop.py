@@ -131,19 +131,6 @@ def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
     assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
 
 
-def test_a_trainer_submitted_after_the_interchange_has_died_fails_at_once(tmp_path: Path) -> None:
-    app = short(fit)
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
-        before = app()
-        assert executor.interchange_proc is not None
-        psutil.Process(executor.interchange_proc.pid).kill()
-        for future in (before, app()):
-            with pytest.raises(TrainerFailed, match='interchange has ended'):
-                future.result(LIMIT_S)
-        with pytest.raises(TrainerFailed, match='interchange has ended'):
-            app().result(LIMIT_S)
-
-
 def test_a_function_that_leaves_the_process_fails_its_trainer_alone(tmp_path: Path) -> None:
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
         left = short(leave)()

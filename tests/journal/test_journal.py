@@ -384,14 +384,6 @@ def test_a_long_run_is_read_in_a_moment(tmp_path: Path) -> None:
     assert fragment.seen is not None and fragment.seen.samples == 99_999 and not fragment.progress
 
 
-def test_a_made_journal_says_what_it_was_made_of(tmp_path: Path) -> None:
-    path = demo_journal(tmp_path / 'l', runs=2, ended=False)
-    history = Journal(path).history()
-    assert [run.how for run in history.runs] == ['done', None]
-    assert history.alive(history.runs[1]) and not history.alive(history.runs[0])
-    assert sum(len(f.checkpoints) for f in history.fragments) > 5
-
-
 @pytest.mark.parametrize('size', [2**28, 2**40])
 def test_lengths_that_are_none_cost_little_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
