@@ -8,6 +8,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +62,8 @@ class Requests:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        make_dir(folder)
+        with suppress(FileExistsError):
+            make_dir(folder)
         _refuse_others(folder)
         for path in folder.iterdir():
             if path.suffix in (_REQUEST, _ANSWER, _PART):

@@ -99,3 +99,7 @@ def test_a_folder_that_others_may_write_to_is_refused(ledger: Path, tmp_path: Pa
     os.symlink(other, folder)
     with pytest.raises(BadInput, match='must be a folder of yours'):
         Requests(folder)
+    folder.unlink()
+    os.mkfifo(folder)
+    with pytest.raises(BadInput, match='must be a folder of yours'):
+        Requests(folder)
