@@ -4,7 +4,6 @@ after the other hold up no training for longer than the table says.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import socket
 import threading
@@ -45,123 +44,48 @@ from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-FRAGMENT, EXECUTOR = 'tests/executor/fragment/test_fragment_state.py', 'tests/executor'
-STOPPED_BY = {
-    'the scheduler to answer a command': (
-        'tests/sites/test_tracker.py::'
-        'test_a_silent_scheduler_is_asked_again_soon_while_blocks_are_open'
-    ),
-    'the scheduler to answer at all': (
-        f'{EXECUTOR}/test_endings.py::test_a_scheduler_that_does_not_answer_ends_nothing'
-    ),
-    'a block to get its nodes': (
-        'tests/sites/test_tracker.py::test_whatever_runs_for_parsl_has_an_end'
-    ),
-    'a cancelled job to be accepted as such': (
-        f'{EXECUTOR}/block/test_blocks.py::'
-        'test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers'
-    ),
-    'the first node of a block that runs': (
-        f'{EXECUTOR}/block/test_blocks.py::test_a_block_whose_nodes_say_nothing_is_given_back'
-    ),
-    "a node's worker to answer its first task": (
-        'tests/chaos/test_waits.py::'
-        'test_a_worker_that_is_stopped_before_its_first_task_holds_no_block'
-    ),
-    'the first step of a fragment': (
-        'tests/chaos/test_waits.py::test_a_task_that_parsl_never_passes_on_ends_with_a_sentence'
-    ),
-    'a first word of a node whose fragment is ended': (
-        f'{FRAGMENT}::test_a_node_that_never_says_anything_is_lost_when_its_fragment_was_given_up'
-    ),
-    'the next step of a fragment': (
-        f'{EXECUTOR}/test_hangs.py::test_an_endless_loop_ends_its_fragment_with_a_sentence'
-    ),
-    'a sign of life of a node': (
-        f'{EXECUTOR}/test_hangs.py::'
-        'test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on'
-    ),
-    'a node that others have lost touch with': (
-        f'{FRAGMENT}::test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon'
-    ),
-    'the result of a node whose ranks have ended': (
-        f'{FRAGMENT}::'
-        'test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_is_stuck'
-    ),
-    'a rank to end after SIGKILL': (
-        f'{FRAGMENT}::test_a_rank_that_does_not_end_after_sigkill_loses_its_node'
-    ),
-    'the other ranks when one has failed': (
-        f'{FRAGMENT}::test_a_survivor_gets_time_to_finish_the_checkpoint_that_it_writes'
-    ),
-    'a fragment that was asked to stop': (
-        'tests/chaos/test_waits.py::test_a_fragment_that_does_not_stop_is_killed'
-    ),
-    'ranks that are to run ahead': (
-        f'{EXECUTOR}/fragment/test_standby.py::test_why_no_rank_runs_ahead_on_a_free_node_is_logged'
-    ),
-    'files beside its ledger': (
-        'tests/chaos/test_waits.py::test_a_file_system_that_stalls_holds_up_no_training'
-    ),
-    "Parsl's interchange": (
-        f'{EXECUTOR}/test_endings.py::'
-        'test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflow_ends'
-    ),
-    'its fork server': (
-        'tests/training/process/test_fork_client.py::test_a_parent_that_cannot_start_shows_its_log'
-    ),
-    'the executor to take a message': (
-        'tests/training/process/test_liveness.py::'
-        'test_a_rank_whose_client_is_stopped_does_not_go_on'
-    ),
-    'a rank that is stopped': (
-        f'{EXECUTOR}/test_hangs.py::'
-        'test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named'
-    ),
-    'a new run, when the submitting process is gone': (
-        'tests/training/process/test_block_lease.py::test_a_node_that_nobody_claims_ends'
-    ),
-    'the address of rank 0': (
-        'tests/chaos/test_waits.py::test_a_rank_that_is_not_told_where_to_meet_ends_with_a_sentence'
-    ),
-    'the acknowledgement of what it has sent': (
-        'tests/training/process/test_liveness.py::test_a_cut_network_ends_all_ranks_in_time'
-    ),
-    'another rank in an exchange': (
-        'tests/training/comm/test_peer_loss.py::'
-        'test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once'
-    ),
-    'all others, which wait as well': (
-        f'{EXECUTOR}/test_hangs.py::'
-        'test_ranks_that_wait_for_each_other_for_ever_are_ended_and_named'
-    ),
-    'a file system in trouble': (
-        'tests/training/test_storage_trouble.py::'
-        'test_trouble_that_lasts_ends_a_trainer_with_its_sentence'
-    ),
-    'another run that begins in the same folder': (
-        f'{EXECUTOR}/test_run_lock.py::test_a_run_that_was_killed_as_it_began_costs_one_try'
-    ),
-    'a sign of life of a run on another computer': (
-        f'{EXECUTOR}/test_run_lock.py::'
-        'test_a_run_on_another_computer_lives_as_long_as_it_touches_its_file'
-    ),
-}
+STOPPED_BY = """
+the scheduler to answer a command | sites/tracker | a_silent_scheduler_is_asked_again_soon_while_blo
+the scheduler to answer at all | executor/endings | a_scheduler_that_does_not_answer_ends_nothing
+a block to get its nodes | sites/tracker | whatever_runs_for_parsl_has_an_end
+a cancelled job to be accepted as such | executor/block/blocks | a_cancellation_that_fails_is_repeat
+the first node of a block that runs | executor/block/blocks | a_block_whose_nodes_say_nothing_is_giv
+a node's worker to answer its first task | chaos/waits | a_worker_that_is_stopped_before_its_first_t
+the first step of a fragment | chaos/waits | a_task_that_parsl_never_passes_on_ends_with_a_sentence
+a first word of a node whose fragment is ended | executor/fragment/fragment_state | a_node_that_neve
+the next step of a fragment | executor/hangs | an_endless_loop_ends_its_fragment_with_a_sentence
+a sign of life of a node | executor/hangs | a_node_that_is_stopped_is_lost_in_time_and_the_others_go
+a node that others have lost touch with | executor/fragment/fragment_state | a_node_that_does_not_an
+the result of a node whose ranks have ended | executor/fragment/fragment_state | ranks_that_ended_wi
+a rank to end after SIGKILL | executor/fragment/fragment_state | a_rank_that_does_not_end_after_sigk
+the other ranks when one has failed | executor/fragment/fragment_state | a_survivor_gets_time_to_fin
+a fragment that was asked to stop | chaos/waits | a_fragment_that_does_not_stop_is_killed
+ranks that are to run ahead | executor/fragment/standby | why_no_rank_runs_ahead_on_a_free_node_is_l
+files beside its ledger | chaos/waits | a_file_system_that_stalls_holds_up_no_training
+Parsl's interchange | executor/endings | without_an_interchange_all_futures_fail_with_a_sentence_and
+its fork server | training/process/fork_client | a_parent_that_cannot_start_shows_its_log
+the executor to take a message | training/process/liveness | a_rank_whose_client_is_stopped_does_not
+a rank that is stopped | executor/hangs | a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is
+a new run, when the submitting process is gone | training/process/block_lease | a_node_that_nobody_c
+the address of rank 0 | chaos/waits | a_rank_that_is_not_told_where_to_meet_ends_with_a_sentence
+the acknowledgement of what it has sent | training/process/liveness | a_cut_network_ends_all_ranks_i
+another rank in an exchange | training/comm/peer_loss | a_rank_that_waits_for_one_that_has_lost_anot
+all others, which wait as well | executor/hangs | ranks_that_wait_for_each_other_for_ever_are_ended
+a file system in trouble | training/storage_trouble | trouble_that_lasts_ends_a_trainer_with_its_sen
+another run that begins in the same folder | executor/run_lock | a_run_that_was_killed_as_it_began_c
+a sign of life of a run on another computer | executor/run_lock | a_run_on_another_computer_lives_as
+"""
+"""Whom a wait is for, the file of a test that stops it, and how the name of the test begins."""
 
 
 def test_each_wait_has_a_limit_and_a_test_that_stops_the_partner() -> None:
-    assert {wait.waits_for for wait in waits()} == STOPPED_BY.keys()
+    rows = [row.split(' | ') for row in STOPPED_BY.strip().splitlines()]
+    assert {wait.waits_for for wait in waits()} == {row[0] for row in rows}
     assert all(0 < wait.limit_s <= 3600 and wait.then for wait in waits())
-    missing = []
-    for path, name in (where.split('::') for where in STOPPED_BY.values()):
-        found = {
-            node.name
-            for node in ast.walk(ast.parse((ROOT / path).read_text()))
-            if isinstance(node, ast.FunctionDef)
-        }
-        if name not in found:
-            missing.append(f'{path}::{name}')
-    assert not missing
+    for _, path, name in rows:
+        folder, _, file = path.rpartition('/')
+        text = (ROOT / 'tests' / folder / f'test_{file}.py').read_text()
+        assert f'\ndef test_{name}' in text, f'{path}: {name}'
 
 
 def _stop_at_greeting(started: Started, stopped: set[psutil.Process], most: int) -> bool:
