@@ -24,8 +24,9 @@ from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.loss import refuse_sum
+from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
-from parsl_freetrain.training.loop.unknown_state import frame_around, variables
+from parsl_freetrain.training.loop.unknown_state import frame_around
 from parsl_freetrain.training.spec.mode import ADASUM, ROLLBACK, Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import backward

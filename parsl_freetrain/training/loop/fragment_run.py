@@ -47,6 +47,7 @@ from parsl_freetrain.training.loop.loop_state import (
     plain_text,
 )
 from parsl_freetrain.training.loop.loss import Loss, check
+from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.preparing import prepare_model
 from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.rehearsed import RehearsedSteps
@@ -267,7 +268,7 @@ class FragmentRun:
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
         hooks = self.hooks
-        names = unknown_state.variables([*hooks.before_step, *hooks.after_step, *hooks.each_epoch])
+        names = variables([*hooks.before_step, *hooks.after_step, *hooks.each_epoch])
         reproducible = isinstance(self.order.spec.mode, Reproducible)
         update_guard.check_left_out(model.prepared, names, scalers=not reproducible)
         return update_guard.UpdateGuard(

@@ -25,7 +25,7 @@ from parsl_freetrain.training.loop.changes import (
     is_users_class,
     may_be_saved,
 )
-from parsl_freetrain.training.loop.unknown_state import is_users, used
+from parsl_freetrain.training.loop.unknown_state import frames, is_users, used
 
 GLOBAL = 'global:'
 _MOST, _ITEMS = 20_000, 64
@@ -152,3 +152,15 @@ class Places:
     def _numbered(self, name: str) -> str:
         self._called[name] += 1
         return f'{name}:{self._called[name]}'
+
+
+def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
+    """The variables of the functions around us, the nearest first, and what is in places that can
+    be reached from them and from ``functions``, by name.
+    """
+    around, found = list(frames()), dict[str, Any]()
+    for frame in around:
+        found = {**frame.f_locals, **found}
+    for place, one in Places(around, functions):
+        found.setdefault(place.name or place.path, one)
+    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -47,37 +46,6 @@ def frames() -> Iterator[FrameType]:
         if not _module(frame).startswith(_PACKAGE):
             yield frame
         frame = frame.f_back
-
-
-def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
-    """The function's variables, of those up to us, and of functions in them; nearest first."""
-    found: dict[str, Any] = {}
-    for frame in frames():
-        its = frame.f_globals
-        found = {**{n: its[n] for n in used(frame.f_code, its)}, **frame.f_locals, **found}
-    for function in functions_among([*functions, *found.values()]):
-        found = {**_held(function), **found}
-    return found
-
-
-def functions_among(values: Iterable[Any]) -> Iterator[FunctionType]:
-    """The user's functions among values, and among the variables that these use."""
-    waiting, seen = [*values], set[int]()
-    for one in waiting:
-        function = getattr(getattr(one, 'func', one), '__func__', getattr(one, 'func', one))
-        if isinstance(function, FunctionType) and id(function) not in seen and is_users(function):
-            seen.add(id(function))
-            yield function
-            waiting += _held(function).values()
-
-
-def _held(function: FunctionType) -> dict[str, Any]:
-    code, its = function.__code__, function.__globals__
-    found = {name: its[name] for name in used(code, its)}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is empty
-            found[name] = cell.cell_contents
-    return found
 
 
 def used(code: CodeType, its_globals: Mapping[str, Any]) -> set[str]:

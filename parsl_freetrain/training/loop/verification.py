@@ -26,6 +26,7 @@ from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop import unknown_state
 from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.save_timing import Background
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
@@ -34,7 +35,8 @@ from parsl_freetrain.training.steps.group_settings import settings_of
 
 _NOTHING_FOUND = (
     'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
-    'know, and none has changed: a file may be what is lost, or the function is another one.'
+    'know, and none has changed: a file may be what is lost, or what enumerate(ctx.loop(...)) '
+    'counts, which begins anew, or the function is another one.'
 )
 _HELP = (
     'Give ctx.prepare what has a state, keep numbers in ctx.state, and try it with train.rehearse '
@@ -147,7 +149,7 @@ class Verification:
     def _names(self) -> dict[str, Any]:
         hooks = self._hooks
         given = (*hooks.before_step, *hooks.after_step, *hooks.each_epoch)
-        return unknown_state.variables(given)
+        return variables(given)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and the buffers that are saved, by names for a sentence."""
