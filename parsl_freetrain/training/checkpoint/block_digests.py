@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,9 +72,13 @@ class FileImage:
 
             def write(part: memoryview, at: int) -> str:
                 found = self._blocks[at // BLOCK] if self._blocks else digest(part)
+                begin, length = at, len(part)
                 while part:
                     wrote = os.pwrite(file.fileno(), part, at)
                     part, at = part[wrote:], at + wrote
+                # Linux begins to write it out, which it would not do before fsync.
+                with suppress(OSError):
+                    os.posix_fadvise(file.fileno(), begin, length, os.POSIX_FADV_DONTNEED)
                 return found
 
             self._blocks = self._of_each(write)
