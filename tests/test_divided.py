@@ -92,36 +92,6 @@ def test_after_a_kill_the_progress_of_the_killed_fragment_is_not_waited_for(
     assert list(counts) == [2]
 
 
-def test_random_fields_have_the_spectrum_that_was_asked_for() -> None:
-    """Their power at each wave number, over many fields, falls as it should, and their variance is
-    sigma squared.
-    """
-    extent = 16
-    fields, targets = cosmoflow.random_fields(400, extent, seed=3)
-    assert fields.shape == (400, 1, extent, extent, extent) and abs(targets).max() <= 1
-    (low, high), (flattest, steepest) = cosmoflow.SLOPE, (0.8, -0.8)
-    waves = np.fft.fftfreq(extent, 1 / extent)
-    k = np.sqrt(sum(axis**2 for axis in np.meshgrid(waves, waves, waves, indexing='ij')))
-    for chosen in (targets[:, 1] > flattest, targets[:, 1] < steepest):
-        expected = (low + (targets[chosen, 1] + 1) / 2 * (high - low)).mean()
-        power = (abs(np.fft.fftn(fields[chosen, 0], axes=(1, 2, 3))) ** 2).mean(0)
-        bins = [power[(k > edge) & (k <= edge + 1)].mean() for edge in range(1, 7)]
-        slope = np.polyfit(np.log(np.arange(1.5, 7)), np.log(bins), 1)[0]
-        assert slope == pytest.approx(expected, abs=0.15)
-    # Rough fields: smooth ones have few waves, and vary as a whole.
-    rough = targets[:, 1] > 0
-    sigma = cosmoflow.SIGMA[0] + (targets[rough, 0] + 1) / 2 * (
-        cosmoflow.SIGMA[1] - cosmoflow.SIGMA[0]
-    )
-    assert (fields[rough].std((1, 2, 3, 4)) / sigma).mean() == pytest.approx(1, abs=0.03)
-
-
-def test_the_same_seed_makes_the_same_fields() -> None:
-    assert np.array_equal(
-        cosmoflow.random_fields(2, 8, seed=1)[0], cosmoflow.random_fields(2, 8, seed=1)[0]
-    )
-
-
 def test_a_site_that_is_not_there_is_one_sentence_before_anything_is_moved(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
