@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Protocol
@@ -47,7 +48,7 @@ class Stream:
         self.subscribers, self._recorders, self._files = list(subscribers), tuple(recorders), files
         self._batch: list[ev.Event] = []
         self._unrecorded: list[ev.Event] = []
-        self._recorded_at, self._complained, self._thin_at = monotonic(), False, MOST_HELD
+        self._recorded_at = monotonic()
 
     def emit(self, *events: ev.Event) -> None:
         """Record and publish events; keep what concerns the controller for the next batch."""
@@ -74,15 +75,13 @@ class Stream:
             _flush(self._recorders)
         elif self._unrecorded and self._files.over():
             events, self._unrecorded = self._unrecorded, []
-            self._recorded_at, self._complained, self._thin_at = monotonic(), False, MOST_HELD
+            self._recorded_at = monotonic()
             self.beside(lambda: self._record(events))
         elif self._unrecorded and monotonic() - self._recorded_at > STALLED_S:
-            if not self._complained:
-                logger.warning(_STALLED, STALLED_S)
-            self._complained = True
-            if len(self._unrecorded) > self._thin_at:
-                kept = [event for event in self._unrecorded if not isinstance(event, FLEETING)]
-                self._unrecorded, self._thin_at = kept, max(MOST_HELD, 2 * len(kept))
+            self._recorded_at = math.inf  # it is said once
+            logger.warning(_STALLED, STALLED_S)
+        if len(self._unrecorded) > MOST_HELD:
+            self._unrecorded = [e for e in self._unrecorded if not isinstance(e, FLEETING)]
 
     def beside(self, work: Callable[[], object]) -> bool:
         """Do work on files; False if it, or other such work, takes long."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,12 +41,7 @@ class BlockLogs:
 
     def _remove(self, block: str, managers: Collection[str]) -> None:
         shutil.rmtree(Path(self._workers) / f'block-{block}', ignore_errors=True)
-        for path in self._files(block, managers):
+        old = [Path(self._nodes) / f'fork-server-{manager}.log' for manager in managers]
+        for path in [*old, *Path(self._scripts() or os.devnull).glob(f'parsl.*.block-{block}.*')]:
             with suppress(OSError):
                 path.unlink()
-
-    def _files(self, block: str, managers: Collection[str]) -> Iterator[Path]:
-        if scripts := self._scripts():
-            yield from Path(scripts).glob(f'parsl.*.block-{block}.*')
-        for manager in managers:
-            yield Path(self._nodes) / f'fork-server-{manager}.log'
