@@ -22,6 +22,7 @@ from parsl_freetrain.core.model.checked_settings import checked_arguments, refus
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.commands import TellReplica
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.fragment.payload import Packed, definition, name_of, pack, unfit
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
@@ -57,7 +58,10 @@ class FreeTrainApp:
     """What :func:`freetrain_app` makes of a function; call it to start a trainer."""
 
     def __init__(
-        self, function: Callable[..., Any], spec: TrainingSpec, executor: str | None
+        self,
+        function: Callable[..., Any],
+        spec: TrainingSpec,
+        executor: str | tuple[str, ...] | None,
     ) -> None:
         functools.update_wrapper(self, definition(function), updated=())
         self.__wrapped__ = self.function = function
@@ -100,7 +104,8 @@ class FreeTrainApp:
         self._check_arguments(args, kwargs)
         if instead_of_calls is not None:
             return instead_of_calls(self, args, kwargs)
-        dfk, executor = self._parsl()
+        dfk, executors = self._parsl()
+        executor = executors[0]
         called = self.name if trainer_name is None else trainer_name
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
@@ -108,8 +113,8 @@ class FreeTrainApp:
         taken = [name]
 
         def free() -> None:
-            for one in taken:
-                executor.names.free(one)
+            for replica, one in enumerate(taken):
+                executors[replica % len(executors)].names.free(one)
 
         try:
             packed = pack(self.function, args, kwargs, name)
@@ -118,7 +123,8 @@ class FreeTrainApp:
             resume = self.spec.checkpoints.resume or executor.resume
             checkpoint = claim(folder, name, self.identity(), resume)
             for replica in range(1, self.spec.diloco.replicas if self.spec.diloco else 1):
-                own = executor.names.take(replica_name(name, replica), explicit=True)
+                names = executors[replica % len(executors)].names
+                own = names.take(replica_name(name, replica), explicit=True)
                 taken.append(own)
                 place = replica_folder(folder, replica)
                 anew: Resume = 'never' if resume == 'never' else 'auto'
@@ -142,7 +148,7 @@ class FreeTrainApp:
                 else:
                     changed = arguments.compare(folder, checkpoint, self._named(args, kwargs))
                     what = (checkpoint, *others), packed.payload, changed
-                    self._start(future, executor, dfk, folder, *what)
+                    self._start(future, executors, dfk, folder, *what)
             except Exception as error:
                 free()
                 future._settle_failed(error)
@@ -190,7 +196,8 @@ class FreeTrainApp:
         args, kwargs = arguments.values_of(args, kwargs)
         return rehearsal.rehearse(app, args, kwargs, steps, plain)
 
-    def _parsl(self) -> tuple[DataFlowKernel, FreeTrainExecutor]:
+    def _parsl(self) -> tuple[DataFlowKernel, list[FreeTrainExecutor]]:
+        """And the executors that train it; the first one's folder has its checkpoints."""
         try:
             dfk = DataFlowKernelLoader.dfk()
         except NoDataFlowKernelError as error:
@@ -199,12 +206,16 @@ class FreeTrainApp:
                 'with one that has a FreeTrainExecutor, or run the file by freetrain run FILE.'
             ) from error
         ours = {label: e for label, e in dfk.executors.items() if isinstance(e, FreeTrainExecutor)}
-        if self.executor in ours or (self.executor is None and ours):
-            return dfk, ours[self.executor or next(iter(ours))]
+        if self.executor is None and ours:
+            return dfk, [next(iter(ours.values()))]
+        wanted = self.executor if isinstance(self.executor, tuple) else (self.executor,)
+        if wanted and all(label in ours for label in wanted):
+            return dfk, [ours[label] for label in dict.fromkeys(wanted) if label is not None]
         known = ', '.join(map(repr, ours)) or 'none'
+        missing = next((label for label in wanted if label not in ours), None)
         raise BadInput(
             f'Trainer {self.name!r} needs a '
-            f'FreeTrainExecutor{f" labelled {self.executor!r}" if self.executor else ""} '
+            f'FreeTrainExecutor{f" labelled {missing!r}" if missing else ""} '
             f'in the Parsl configuration; it has {known}.'
         )
 
@@ -241,7 +252,7 @@ class FreeTrainApp:
     def _start(
         self,
         future: TrainingFuture,
-        executor: FreeTrainExecutor,
+        executors: Sequence[FreeTrainExecutor],
         dfk: DataFlowKernel,
         folder: Path,
         newest: Sequence[Checkpoint | None],
@@ -250,14 +261,17 @@ class FreeTrainApp:
     ) -> None:
         if dfk.monitoring is not None:
             endpoint = dfk.monitoring.logging_endpoint
-            executor.monitoring_export.start(endpoint, executor.ledger_path, dfk.run_id)
-        if (fragment := executor.fragment_app) is None:
-            how: Any = {'executors': [executor.label], 'cache': False}
-            fragment = executor.fragment_app = python_app(fragment_task, dfk, **how)
+            for executor in executors:
+                executor.monitoring_export.start(endpoint, executor.ledger_path, dfk.run_id)
 
         def launch(
-            specification: Mapping[str, Any], previous: Future[Checkpoint] | Checkpoint
+            executor: FreeTrainExecutor,
+            specification: Mapping[str, Any],
+            previous: Future[Checkpoint] | Checkpoint,
         ) -> Future[Checkpoint]:
+            if (fragment := executor.fragment_app) is None:
+                how: Any = {'executors': [executor.label], 'cache': False}
+                fragment = executor.fragment_app = python_app(fragment_task, dfk, **how)
             task: Future[Checkpoint] = fragment(
                 payload, previous, parsl_resource_specification=dict(specification)
             )
@@ -272,12 +286,15 @@ class FreeTrainApp:
             spec = structs.replace(self.spec, replica=replica)
             trainer = spec.trainer(future.name, name_of(self.function))
             name, store = trainer.name, replica_folder(folder, replica)
+            executor = executors[replica % len(executors)]
+            others = [one for one in executors if one is not executor]
             executor.submit_trainer(
                 TrainerRecord(
                     trainer=replace(trainer, round_samples=known),
                     spec=spec,
                     store=str(store),
-                    launch=launch,
+                    launch=functools.partial(launch, executor),
+                    tell_others=functools.partial(_tell, others) if others else None,
                     future=futures[replica],
                     checkpoint=checkpoint or Checkpoint(name, '', 0, 0),
                     fragments_before=PosixCheckpointStore(store, name).last_fragment(),
@@ -294,6 +311,11 @@ class FreeTrainApp:
             future.add_done_callback(
                 functools.partial(arguments.say_if_finished_before, checkpoint)
             )
+
+
+def _tell(executors: Sequence[FreeTrainExecutor], told: TellReplica) -> None:
+    for executor in executors:
+        executor._post(told)
 
 
 @id_for_memo.register(Checkpoint)
@@ -326,7 +348,7 @@ def freetrain_app(
     ranks: Ranks = Ranks(),
     scaling: Scaling = Scaling(),
     owner: Owner = Owner(),
-    executor: Optional[str] = None,
+    executor: Optional[str | tuple[str, ...]] = None,
 ) -> Callable[[Callable[..., Any]], FreeTrainApp]:
     """Make a trainer of a PyTorch function.
 
@@ -368,7 +390,9 @@ def freetrain_app(
     owner
         User and group, to which the limits of the executor's policy apply, and priority.
     executor
-        Label of the FreeTrainExecutor; default the first of the configuration.
+        Label of the FreeTrainExecutor; default the first of the configuration. With ``DiLoCo``, a
+        tuple of several, to which replicas are dealt in turn; checkpoints are in the first one's
+        folder, which the nodes of all must see.
     """
 
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:
@@ -392,6 +416,8 @@ def freetrain_app(
             )
         except BadInput as error:
             raise BadInput(f'{where}: {error}') from None
+        if isinstance(executor, tuple) and len(executor) != 1 and spec.diloco is None:
+            refuse(f'{where}: executor', executor, 'one label, but with mode=DiLoCo(...)')
         spec.trainer(name)
         return FreeTrainApp(function, spec, executor)
 

@@ -27,6 +27,16 @@ class CancelTrainer(NamedTuple):
     trainer: str
 
 
+class TellReplica(NamedTuple):
+    """How far a replica in another executor is (None: it has ended), or how it ended all."""
+
+    training: str
+    trainer: str
+    samples: int | None = None
+    ending: str = ''
+    why: str = ''
+
+
 class AdoptBlock(NamedTuple):
     block: AdoptedBlock
 
@@ -58,7 +68,8 @@ class Stop(NamedTuple):
 
 
 _Answer = TaskArrived | MemberReturned | GreetingReturned | SchedulerAnswered
-Command = SubmitTrainer | CancelTrainer | AdoptBlock | OrdinaryTasks | Quiesce | Stop | _Answer
+_Trainers = SubmitTrainer | CancelTrainer | TellReplica
+Command = _Trainers | AdoptBlock | OrdinaryTasks | Quiesce | Stop | _Answer
 
 GATHER_S = 0.05
 """Seconds to wait for other nodes after one has joined, so that one decision handles them all."""

@@ -172,6 +172,8 @@ class EventLoop:
                 self._submit(record.trainer.name, item, now)
             case co.CancelTrainer(trainer):
                 self._stream.emit(ev.TrainerCancelled(now, trainer))
+            case co.TellReplica():
+                self._replica_told(item, now)
             case co.AdoptBlock(block):
                 self._blocks.adopt(block, now)
             case co.TaskArrived(context, buffer, outer):
@@ -211,6 +213,20 @@ class EventLoop:
         if self._broken:
             self._stream.emit(ev.TrainerAborted(now, name, self._broken))
         self._holes_wanted = True
+
+    def _replica_told(self, told: co.TellReplica, now: float) -> None:
+        here = [
+            name
+            for name, record in self._fragments.records.items()
+            if record.trainer.training == told.training and not record.future._ended
+        ]
+        if told.ending in ('', 'finished'):
+            self._stream.emit(ev.ReplicaReached(now, told.trainer, told.training, told.samples))
+        elif here and told.ending == 'cancelled':
+            self._stream.emit(ev.TrainerCancelled(now, here[0]))
+        elif here:
+            why = f'its replica {told.trainer!r} has ended: {told.why}'
+            self._stream.emit(ev.TrainerAborted(now, here[0], why))
 
     def _abort_all(self, why: str, now: float) -> None:
         """Abort all trainers, since none can continue."""

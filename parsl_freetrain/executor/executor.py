@@ -41,7 +41,7 @@ from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.ledger_exports import MetricExport, MonitoringExport
 from parsl_freetrain.executor.off_loop import FileThread
 from parsl_freetrain.executor.parsl_side import ParslSide
-from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine
+from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine, ReplicasElsewhere
 from parsl_freetrain.executor.requests import RequestHandler, Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock, keep_others_out, refuse_unquotable
 from parsl_freetrain.executor.settings import (
@@ -210,7 +210,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
         shown = ProgressLine(sys.stderr, records, self.ledger_path)
-        stream = Stream([FutureUpdater(records), shown], [journal, lock], FileThread())
+        told = FutureUpdater(records), ReplicasElsewhere(records), shown
+        stream = Stream(told, [journal, lock], FileThread())
         self._loop = self._event_loop(settings, parsl, control, stream, records, log_dir)
         for block in adopted:
             self._loop.post(commands.AdoptBlock(block))

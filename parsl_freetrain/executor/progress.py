@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import off_loop
+from parsl_freetrain.executor.commands import TellReplica
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.stream import Subscriber
 from parsl_freetrain.executor.trainer.future import TrainingFuture
@@ -200,3 +201,29 @@ def _progress_of(future: TrainingFuture) -> str:
     name = main_metric(progress.metrics)
     loss = f', {name} {progress.metrics[name]:.4g}' if name else ''
     return f'{future.name} {future.state}{nodes}: {progress.samples:,}{total} samples{loss}'
+
+
+class ReplicasElsewhere:
+    """Tells other executors how far the replicas of their trainings are here."""
+
+    def __init__(self, records: Mapping[str, TrainerRecord]) -> None:
+        self._records = records
+
+    def take(self, event: ev.Event) -> None:
+        match event:
+            case ev.TrainerSubmitted(trainer=trainer, samples=samples):
+                self._tell(trainer.name, samples)
+            case ev.FragmentEnded(trainer=name, samples=samples):
+                self._tell(name, samples)
+            case ev.Decided(actions=actions):
+                for action in actions:
+                    if isinstance(action, ev.EndTrainer):
+                        self._tell(action.trainer, None, action.state, action.why)
+
+    def flush(self) -> None:
+        """Nothing is pending."""
+
+    def _tell(self, name: str, samples: int | None, ending: str = '', why: str = '') -> None:
+        record = self._records.get(name)
+        if record is not None and record.tell_others is not None:
+            record.tell_others(TellReplica(record.trainer.training, name, samples, ending, why))

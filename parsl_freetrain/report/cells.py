@@ -70,7 +70,8 @@ def in_shape(t: TrainerNow) -> str:
     said = [t.shape] if t.shape else []
     if t.rounds is not None:
         rounds, pieces, replicas = t.rounds
-        said.append(f'round {rounds + 1}, {pieces} of {replicas} pieces done')
+        going = f'round {rounds + 1}, {pieces} of {replicas} pieces done'
+        said.append(f'all {rounds} rounds' if t.state == 'finished' else going)
     return f' ({"; ".join(said)})' if said else ''
 
 

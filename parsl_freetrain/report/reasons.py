@@ -27,6 +27,7 @@ TRIGGERS = {
     'TrainerSubmitted': 'a trainer was submitted',
     'TotalKnown': 'the length of a training became known',
     'RoundKnown': 'the length of a round became known',
+    'ReplicaReached': 'a replica in another executor went on',
     'FragmentProgressed': 'a trainer made progress',
     'FragmentEnded': 'a fragment ended',
     'TrainerCancelled': 'a trainer was cancelled',
@@ -137,11 +138,12 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
     fragment = training.last()
     if training.over or (fragment is not None and fragment.ended is None):
         return None
-    late = [one for one in run.replicas(training) if not one.over and one.rounds < training.rounds]
-    if late:
+    each = {one.name: one.rounds for one in run.replicas(training) if not one.over}
+    each |= run.rounds_elsewhere(training)
+    if late := [name for name, rounds in each.items() if rounds < training.rounds]:
         return (
             f'It waits at the end of round {training.rounds} for {len(late)} other replicas: '
-            f'{", ".join(one.name for one in late[:MOST_OTHERS])}.'
+            f'{", ".join(late[:MOST_OTHERS])}.'
         )
     if all(node.left_at is not None for node in run.nodes.values()):
         return _for_nodes(run, now) + _given_back(run, now)

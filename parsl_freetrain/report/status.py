@@ -127,9 +127,9 @@ def snapshot(
         silent_s=max(0.0, now - run.last_at) if going else 0.0,
         ended=None if run.ended is None else run.how or 'ended',
         trainers=tuple(
-            _trainer(run.replicas(one), fragments, going, until, gains.get(name))
+            _trainer(run, run.replicas(one), fragments, going, until, gains.get(name))
             for name, one in run.trainers.items()
-            if one.trainer.training in ('', name)
+            if run.replicas(one)[0] is one
         ),
         blocks=_blocks(run, now) if going else (),
         decision=_last_decision(run, now) if going else None,
@@ -169,6 +169,7 @@ def _last_decision(run: RunState, now: float) -> DecisionNow | None:
 
 
 def _trainer(
+    run: RunState,
     replicas: list[Training],
     of: Mapping[str, list[Fragment]],
     going: bool,
@@ -205,12 +206,12 @@ def _trainer(
         shape=running[-1].shape or None if running else None,
         resumes=sum(one.resumes for one in replicas),
         verified=sum(one.verified for one in replicas),
-        rounds=_rounds(replicas) if training.trainer.round_samples else None,
+        rounds=_rounds(replicas, run) if training.trainer.round_samples else None,
     )
 
 
-def _rounds(replicas: list[Training]) -> tuple[int, int, int]:
-    done = [one.rounds for one in replicas]
+def _rounds(replicas: list[Training], run: RunState) -> tuple[int, int, int]:
+    done = [one.rounds for one in replicas] + [*run.rounds_elsewhere(replicas[0]).values()]
     return min(done), sum(one > min(done) for one in done), len(done)
 
 

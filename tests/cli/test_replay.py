@@ -19,24 +19,10 @@ NET = {
     'rescale_down_s': 2,
 }
 KEYS = {
-    'efficiency',
-    'compared',
-    'efficiency_bound',
-    'work_efficiency',
-    'samples',
-    'static_samples',
-    'equivalent_nodes',
-    'idle_node_s',
-    'used_node_s',
-    'node_s',
-    'preempted',
-    'rescaled',
-    'lost_samples',
-    'trainers_done',
-    'events',
-    'decision_ms',
-    'wall_s',
-}
+    'efficiency', 'compared', 'efficiency_bound', 'work_efficiency', 'samples', 'static_samples',
+    'equivalent_nodes', 'idle_node_s', 'used_node_s', 'node_s', 'preempted', 'rescaled',
+    'lost_samples', 'trainers_done', 'events', 'decision_ms', 'wall_s',
+}  # fmt: skip
 
 
 @pytest.fixture

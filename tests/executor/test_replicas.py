@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import parsl
 import pytest
 from msgspec import structs
+from parsl.config import Config
 
-from parsl_freetrain import (
-    BadInput,
-    Checkpoints,
-    DiLoCo,
-    FragmentContext,
-    LocalSite,
-    Reproducible,
-    Throughput,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.cells import in_shape
@@ -26,19 +21,21 @@ from parsl_freetrain.report.figures import figures
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.status import snapshot
 from parsl_freetrain.report.summary import summary
+from parsl_freetrain.sites.protocols import Site
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
-MODE = DiLoCo(replicas=2, steps=2, inner=Reproducible(shards=2, seed=1))
+MODE = ft.DiLoCo(replicas=2, steps=2, inner=ft.Reproducible(shards=2, seed=1))
+FOUR = structs.replace(MODE, replicas=4)
 
 
-def train(ctx: FragmentContext, fails: bool = False) -> float:
+def train(ctx: ft.FragmentContext, fails: bool | str = False) -> float:
     import torch
 
     model = torch.nn.Linear(2, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for (x,) in ctx.loop(data(), 8):
-        if fails and ctx.samples >= 16:
+        if fails in (True, ctx.trainer) and ctx.samples >= 16:
             raise ValueError('no more')
         optimizer.zero_grad()
         loss = (model(x) - 1).square().mean()
@@ -56,12 +53,12 @@ def data() -> Any:
 
 
 def app(**changes: Any) -> Any:
-    given = {'total_samples': 32, 'mode': MODE, 'checkpoints': Checkpoints(every_s=0.5)}
-    return freetrain_app(**{**given, **changes})(train)
+    given = {'total_samples': 32, 'mode': MODE, 'checkpoints': ft.Checkpoints(every_s=0.5)}
+    return ft.freetrain_app(**{**given, **changes})(train)
 
 
 def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
+    with freetrain(tmp_path, ft.LocalSite(nodes=2, poll_s=0.2)) as executor:
         future = app()()
         found = future.result(LIMIT_S)
     assert (found.trainer, found.samples) == ('train', 32) and found.metrics['loss'] > 0
@@ -70,7 +67,7 @@ def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
     history = Journal(executor.ledger_path).history()
     (seen,) = snapshot(history, time.time()).trainers
     assert (seen.name, seen.rounds) == ('train', (2, 0, 2))
-    assert in_shape(seen) == ' (round 3, 0 of 2 pieces done)'
+    assert in_shape(seen) == ' (all 2 rounds)'
     row = summary(history)['trainers']['train']
     assert (row['samples'], row['samples_expected'], row['fragments']) == (32, 32, 5)
     assert '<html' in report_page(figures(history, time.time(), DpAllocator()))
@@ -78,51 +75,78 @@ def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_its_failure_cancellation_and_continuation_are_those_of_one_trainer(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
+def test_its_failure_and_continuation_are_those_of_one_trainer(tmp_path: Path) -> None:
+    with freetrain(tmp_path, ft.LocalSite(nodes=2, poll_s=0.2)):
         with pytest.raises(ValueError, match='no more'):
             app()(fails=True, trainer_name='fails').result(LIMIT_S)
         found = app()().result(LIMIT_S)
-        long = app(total_samples=32 * 10**6)(trainer_name='long')
-        wait_until(lambda: long.progress().samples > 0)
-        assert long.cancel()
-        wait_until(long.done)
-    history = Journal(executor.ledger_path).history()
-    states = {row.name: row.state for row in snapshot(history, time.time()).trainers}
-    assert states == {'fails': 'failed', 'train': 'finished', 'long': 'cancelled'}
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), resume='require'):
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), resume='require'):
         again = app()().result(LIMIT_S)
         assert (again.path, again.result) == (found.path, found.result)
         for changes in ({'replicas': 4}, {'steps': 1}, {'outer': None}):
-            with pytest.raises(BadInput, match="had diloco .*'?replicas"):
-                app(mode=structs.replace(MODE, **changes))(trainer_name='long')
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), resume='never'):
+            with pytest.raises(ft.BadInput, match="had diloco .*'?replicas"):
+                app(mode=structs.replace(MODE, **changes))(trainer_name='fails')
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), resume='never'):
         mean = app(mode=structs.replace(MODE, outer=None))().result(LIMIT_S)
     assert mean.samples == 32 and mean.result != found.result
     folders = [folder / 'old-1' for folder in (tmp_path / 'checkpoints' / 'train').rglob('1')]
     assert [folder.is_dir() for folder in folders] == [True]
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
+def test_what_replicas_cannot_have_is_refused() -> None:
+    none: list[tuple[dict[str, Any], str]] = [
         ({'replicas': 0}, 'DiLoCo: replicas is 0; it must be at least 1'),
         ({'steps': 0}, 'DiLoCo: steps is 0'),
         ({'outer': 'adam'}, "DiLoCo: outer is 'adam'; it must be a Nesterov or None"),
-        ({'inner': Throughput(on_nan='rollback')}, 'a replica cannot go back behind the round'),
-    ],
-)
-def test_settings_that_replicas_cannot_have_are_refused(
-    settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        DiLoCo(**settings)
-
-
-def test_totals_and_shapes_that_replicas_cannot_have_are_refused() -> None:
-    with pytest.raises(BadInput, match=r'no whole number of rounds .*: say 32 or 34'):
+        ({'inner': ft.Throughput(on_nan='rollback')}, 'a replica cannot go back behind the round'),
+    ]
+    for settings, sentence in none:
+        with pytest.raises(ft.BadInput, match=sentence):
+            ft.DiLoCo(**settings)
+    with pytest.raises(ft.BadInput, match=r'no whole number of rounds .*: say 32 or 34'):
         app(total_samples=33)
-    with pytest.raises(BadInput, match='hold whole models'):
+    with pytest.raises(ft.BadInput, match='hold whole models'):
         app(sizes={1: 'auto', 2: 'auto'})
-    with pytest.raises(BadInput, match='mode'):
-        app(mode='diloco')
+    for settings in ({'mode': 'diloco'}, {'mode': MODE.inner, 'executor': ('here', 'there')}):
+        with pytest.raises(ft.BadInput, match='mode'):
+            app(**settings)
+
+
+@contextmanager
+def several(folder: Path, **sites: tuple[Site, str]) -> Iterator[list[ft.FreeTrainExecutor]]:
+    """A Parsl configuration with an executor on each site, for which this host has an address."""
+    executors = [
+        ft.FreeTrainExecutor(
+            provider=ft.BackfillProvider(site, min_hole_s=1.0),
+            label=label,
+            checkpoint_dir=str(folder / label),
+            max_workers_per_node=0,
+            htex=ft.HtexOptions(address=address),
+        )
+        for label, (site, address) in sites.items()
+    ]
+    with parsl.load(Config(executors=executors, strategy='none', run_dir=str(folder / 'runinfo'))):
+        yield executors
+
+
+@pytest.mark.long
+def test_replicas_of_one_training_are_in_several_executors(tmp_path: Path) -> None:
+    both = app(mode=FOUR, executor=('here', 'there'))
+    sites = {name: (ft.LocalSite(nodes=1, poll_s=0.2), '127.0.0.1') for name in both.executor}
+    with several(tmp_path, **sites) as executors:
+        found = both().result(LIMIT_S)
+        alone = app(mode=FOUR, executor='here')(trainer_name='alone').result(LIMIT_S)
+        assert ft.same_weights(found, alone)
+        with pytest.raises(ft.TrainerFailed, match="its replica 'fails.replica1' has ended"):
+            both('fails.replica1', trainer_name='fails').result(LIMIT_S)
+        long = both.with_options(total_samples=32 * 10**6)(trainer_name='long')
+        wait_until(lambda: long.progress().fragments > 4)
+        assert long.cancel()
+        wait_until(lambda: all(one.done() for one in (long, *long._replicas)))
+        with pytest.raises(ft.BadInput, match="labelled 'nowhere'"):
+            app(executor=('here', 'nowhere'))()
+    history = Journal(executors[1].ledger_path).history()
+    rows = {row.name: row for row in snapshot(history, time.time()).trainers}
+    states = {name.partition('.')[0]: row.state for name, row in rows.items()}
+    assert states == {'train': 'finished', 'fails': 'failed', 'long': 'cancelled'}
+    assert rows['train.replica1'].rounds == (2, 0, 4)

@@ -51,6 +51,7 @@ PBS = (
     'tests/cli/test_new.py',
     'tests/sites/test_batch_training.py',
     'tests/sites/test_site_contract.py',
+    'tests/pbs/test_with_slurm.py',
     'tests/pbs/test_zero_delay.py',
     'tests/cli/doctor/test_site.py',
 )

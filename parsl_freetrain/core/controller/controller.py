@@ -242,6 +242,11 @@ class Controller:
         return [], False
 
     @_take_in.register
+    def _(self, event: ev.ReplicaReached) -> tuple[list[ev.Action], bool]:
+        self.state.reached_elsewhere(event)
+        return [], True
+
+    @_take_in.register
     def _(self, event: ev.FragmentProgressed) -> tuple[list[ev.Action], bool]:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or trainer.running is None or trainer.running.number != event.fragment:

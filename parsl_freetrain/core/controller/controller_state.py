@@ -12,7 +12,14 @@ from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, Profile
-from parsl_freetrain.core.model.events import Action, Decided, EndTrainer, StopFragment, packed
+from parsl_freetrain.core.model.events import (
+    Action,
+    Decided,
+    EndTrainer,
+    ReplicaReached,
+    StopFragment,
+    packed,
+)
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 REPORTS = 3
@@ -165,10 +172,13 @@ class Rounds:
 
     def see(self, trainer: Trainer, samples: float) -> None:
         if trainer.training:
-            known = self._samples.setdefault(trainer.training, {})
-            known[trainer.name] = samples
-            if min(known.values()) == math.inf:  # all have ended
-                del self._samples[trainer.training]
+            self.tell(trainer.training, trainer.name, samples)
+
+    def tell(self, training: str, name: str, samples: float) -> None:
+        known = self._samples.setdefault(training, {})
+        known[name] = samples
+        if min(known.values()) == math.inf:  # all have ended
+            del self._samples[training]
 
     def waits(self, trainer: Trainer, samples: int) -> bool:
         """Whether it is at the end of a round that others have not trained yet."""
@@ -242,7 +252,7 @@ class ControllerState:
         self.trainers[name] = trainer
         self._rounds.see(trainer.trainer, trainer.samples)
         self._queue_up(name)
-        self.open_gates(trainer.trainer)
+        self.open_gates(trainer.trainer.training)
 
     def dismiss(self, end: EndTrainer) -> None:
         name = end.trainer
@@ -289,11 +299,17 @@ class ControllerState:
         if bids and self._rounds.waits(spec, trainer.samples):
             self._withdraw(spec.name)
             self._at_gate[spec.name] = trainer
-        self.open_gates(spec)
+        self.open_gates(spec.training)
 
-    def open_gates(self, of: Trainer) -> None:
+    def reached_elsewhere(self, event: ReplicaReached) -> None:
+        """A replica in another executor is so far."""
+        samples = math.inf if event.samples is None else event.samples
+        self._rounds.tell(event.training, event.trainer, samples)
+        self.open_gates(event.training)
+
+    def open_gates(self, training: str) -> None:
         for name, waiting in list(self._at_gate.items()):
-            if waiting.trainer.training == of.training:
+            if waiting.trainer.training == training:
                 del self._at_gate[name]
                 self._queue_up(name)
         self._admit()

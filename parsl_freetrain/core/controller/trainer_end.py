@@ -127,7 +127,7 @@ def end_trainer(
     state.remove(spec.name)
     actions: list[ev.Action] = [ev.EndTrainer(spec.name, ending, why)]
     if ending == 'finished':
-        state.open_gates(spec)
+        state.open_gates(spec.training)
         return actions
     because = f'its replica {spec.name!r} has ended: {why}' if why else ''
     others = [one for one in state.siblings(spec) if not one.dismissed]

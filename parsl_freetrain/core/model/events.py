@@ -160,6 +160,15 @@ class RoundKnown(Event, frozen=True):
     round_samples: Count
 
 
+class ReplicaReached(Event, frozen=True):
+    """A replica of a training, in another executor, is so far; ``samples`` None: it has ended."""
+
+    at: Seconds
+    trainer: str
+    training: str
+    samples: Count | None
+
+
 class FragmentLaunched(Event, frozen=True):
     """A fragment was submitted to Parsl."""
 
@@ -392,8 +401,8 @@ NOTES = (
 AnyEvent = (
     HolesSeen | BlockOpened | BlockRefused | BlockStarted | NodesJoined | NodeUnusable
     | BlockEndKnown | NodesNeeded | NodesLeft | BlockRequeued | BlockClosed | OffersSeen
-    | TrainerSubmitted | TotalKnown | RoundKnown | FragmentLaunched | FragmentStarted
-    | FragmentProgressed | CheckpointSaved | Rescaled | FragmentEnded | TrainerCancelled
-    | TrainerAborted | TrainerInterrupted | OrdinaryWork | Tick | ShutdownRequested | RunBegan
-    | RunEnded | Decided
+    | TrainerSubmitted | TotalKnown | RoundKnown | ReplicaReached | FragmentLaunched
+    | FragmentStarted | FragmentProgressed | CheckpointSaved | Rescaled | FragmentEnded
+    | TrainerCancelled | TrainerAborted | TrainerInterrupted | OrdinaryWork | Tick
+    | ShutdownRequested | RunBegan | RunEnded | Decided
 )  # fmt: skip

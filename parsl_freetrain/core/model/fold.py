@@ -92,6 +92,10 @@ def _training(run: st.RunState, event: OfTraining) -> None:
                 training.rescaled.append(event)
 
 
+def _replica_reached(run: st.RunState, event: ev.ReplicaReached) -> None:
+    run.elsewhere.setdefault(event.training, {})[event.trainer] = event.samples
+
+
 def _launched(run: st.RunState, event: ev.FragmentLaunched) -> None:
     training = run.trainers.get(event.trainer)
     if training is None:
@@ -170,6 +174,7 @@ _STEPS: dict[type[ev.Event], Callable[[st.RunState, Any], None]] = {
     ev.OffersSeen: _offers_seen,
     ev.TrainerSubmitted: _submitted,
     **dict.fromkeys(get_args(OfTraining), _training),
+    ev.ReplicaReached: _replica_reached,
     ev.FragmentLaunched: _launched,
     ev.FragmentStarted: _started,
     ev.FragmentProgressed: _progressed,

@@ -169,6 +169,8 @@ class RunState:
     refused: list[ev.BlockRefused] = field(default_factory=list)
     unusable: list[ev.NodeUnusable] = field(default_factory=list)
     needed: ev.NodesNeeded | None = None  # what others' jobs needed last
+    # by training and replica, samples of those in other executors; None: it has ended
+    elsewhere: dict[str, dict[str, int | None]] = field(default_factory=dict)
     keeps_progress: bool = True  # fragments keep all reports
 
     def replicas(self, of: Training) -> list[Training]:
@@ -176,6 +178,12 @@ class RunState:
         training = of.trainer.training
         same = [one for one in self.trainers.values() if one.trainer.training == training]
         return same if training else [of]
+
+    def rounds_elsewhere(self, of: Training) -> dict[str, int]:
+        """The rounds that its training's replicas in other executors have trained."""
+        length, total = of.trainer.round_samples or 0, of.trainer.total_samples or 0
+        there = self.elsewhere.get(of.trainer.training, {}) if length else {}
+        return {k: (total if s is None else s) // length for k, s in there.items()}
 
     @property
     def name(self) -> str:

@@ -38,6 +38,8 @@ class TrainerRecord:
     future: TrainingFuture
     checkpoint: Checkpoint  #: the newest committed checkpoint
     fragments_before: int = 0
+    #: Of a replica: tell the other executors that train its training.
+    tell_others: Callable[..., None] | None = None
     changed_at: str = ''  #: the checkpoint from which it goes on with other arguments
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None

@@ -1,5 +1,7 @@
 """Replicas of one training: who wants nodes when, and how they end."""
 
+from typing import Any
+
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending, EndTrainer, StartFragment, StopFragment
@@ -14,16 +16,8 @@ def submit(
     history: ClockedController, samples: tuple[int, ...] = (0, 0, 0), known: int | None = None
 ) -> None:
     for replica, there in enumerate(samples):
-        trainer = Trainer(
-            f'r{replica}',
-            1,
-            1,
-            TOTAL,
-            ONE,
-            training='gpt',
-            replicas=len(samples),
-            round_samples=known,
-        )
+        how: Any = {'training': 'gpt', 'replicas': len(samples), 'round_samples': known}
+        trainer = Trainer(f'r{replica}', 1, 1, TOTAL, ONE, **how)
         history.tell(ev.TrainerSubmitted(history.at, trainer, there))
 
 

@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, Nesterov
-from parsl_freetrain.training.checkpoint.outer import (
-    EndDamaged,
-    OuterWeights,
-    digest_of,
-    weights_of,
-    with_weights,
-)
+from parsl_freetrain.training.checkpoint import outer as steps
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -39,13 +33,12 @@ def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Prepared:
 
 
 def save(folder: Path, prepared: Prepared, replica: int, rounds: int) -> Checkpoint:
-    weights = dict(weights_of(prepared))
+    weights = dict(steps.weights_of(prepared))
     samples = rounds * LENGTH
-    before = OuterWeights(folder, 'gpt', 0).find(samples - LENGTH)
+    before = steps.OuterWeights(folder, 'gpt', 0).find(samples - LENGTH)
     assert before is not None
-    position = Position(
-        samples, 100, 0, 50, 5, 1, round_ended=rounds, round_from=digest_of(before), weights=weights
-    )
+    where: Any = {'round_from': steps.digest_of(before), 'weights': weights}
+    position = Position(samples, 100, 0, 50, 5, 1, round_ended=rounds, **where)
     state = collect(content_of(prepared), position)
     store = PosixCheckpointStore(folder / str(replica), f'r{replica}')
     how = {'loss': replica + 0.5, 'skipped_steps': 1.0}
@@ -73,7 +66,7 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
                 for p in replicas[0].models[0].parameters() if p.requires_grad]  # fmt: skip
     sgd = torch.optim.SGD(expected, lr=outer.lr, momentum=outer.momentum,
                           nesterov=outer.momentum > 0) if outer else None  # fmt: skip
-    weights = OuterWeights(tmp_path, 'gpt', 0)
+    weights = steps.OuterWeights(tmp_path, 'gpt', 0)
     for prepared in replicas:
         weights.begin(prepared)
     for rounds in (1, 2, 3):
@@ -93,7 +86,7 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
         if sgd is not None:
             sgd.step()
         for prepared, end in zip(replicas, ends, strict=True):
-            saved, metrics = with_weights(read_state(end.path), path)
+            saved, metrics = steps.with_weights(read_state(end.path), path)
             assert metrics == {'loss': 1.5, 'skipped_steps': 3.0}
             prepared.models[0].load_state_dict(saved.models[0])
             held = [p for p in prepared.models[0].parameters() if p.requires_grad]
@@ -111,7 +104,7 @@ def two_ends(folder: Path) -> Sequence[Checkpoint]:
     ends = []
     for replica in (0, 1):
         prepared = made()
-        OuterWeights(folder, 'gpt', replica).begin(prepared)
+        steps.OuterWeights(folder, 'gpt', replica).begin(prepared)
         trained(prepared, replica, 1)
         ends.append(save(folder, prepared, replica, 1))
     return ends
@@ -123,7 +116,7 @@ def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_pat
     errors: list[BaseException] = []
 
     def step(replica: int) -> None:
-        weights = OuterWeights(tmp_path, 'gpt', replica)
+        weights = steps.OuterWeights(tmp_path, 'gpt', replica)
         together.wait()
         try:
             weights.step(ends, LENGTH, Nesterov(), LENGTH)
@@ -142,7 +135,7 @@ def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_pat
 
 def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     ends = two_ends(tmp_path)
-    weights = OuterWeights(tmp_path, 'gpt', 1)
+    weights = steps.OuterWeights(tmp_path, 'gpt', 1)
     with pytest.raises(BadInput, match="Replica 1 begins with another 'model"):
         weights.begin(made(seed=1))
     other = replace(Position(10, 100, 0, 50, 5, 1), round_ended=1, round_from='another')
@@ -156,10 +149,10 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     weights.step(ends, LENGTH, Nesterov(), LENGTH)
     with pytest.raises(FreeTrainError, match='and those made here, differ'):
         weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
-    OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
+    steps.OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
     data = next(Path(ends[1].path).glob('*.safetensors'))
     damage(data)
-    with pytest.raises(EndDamaged) as raised:
+    with pytest.raises(steps.EndDamaged) as raised:
         weights.step(ends, LENGTH, None, LENGTH)
     assert raised.value.path == Path(ends[1].path)
     damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))
