@@ -33,19 +33,11 @@ from parsl_freetrain.executor.trainer.future import TrainingFuture, check_name
 from parsl_freetrain.host.rehearsals import say_if_never
 from parsl_freetrain.training.checkpoint.folder_claim import claim, round_samples
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.spec import training as ts
 from parsl_freetrain.training.spec.diloco import DiLoCo, replica_folder, replica_name
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints, Resume
 from parsl_freetrain.training.spec.shapes import identity_of
-from parsl_freetrain.training.spec.training import (
-    Epochs,
-    Owner,
-    Ranks,
-    Samples,
-    Scaling,
-    Sizes,
-    TrainingSpec,
-)
 
 if TYPE_CHECKING:
     from parsl_freetrain.rehearsal import Rehearsal
@@ -60,7 +52,7 @@ class FreeTrainApp:
     def __init__(
         self,
         function: Callable[..., Any],
-        spec: TrainingSpec,
+        spec: ts.TrainingSpec,
         executor: str | tuple[str, ...] | None,
     ) -> None:
         functools.update_wrapper(self, definition(function), updated=())
@@ -326,28 +318,28 @@ def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
 
 @checked_arguments(
     '@freetrain_app',
-    ('goal=Samples', Samples),
+    ('goal=Samples', ts.Samples),
     ('mode=Reproducible', Reproducible),
     ('mode=Scaled', Scaled),
     ('mode=DiLoCo', DiLoCo),
     ('checkpoints=Checkpoints', Checkpoints),
-    ('ranks=Ranks', Ranks),
-    ('scaling=Scaling', Scaling),
-    ('owner=Owner', Owner),
+    ('ranks=Ranks', ts.Ranks),
+    ('scaling=Scaling', ts.Scaling),
+    ('owner=Owner', ts.Owner),
 )
 def freetrain_app(
     *,
     min_nodes: Optional[AtLeast1] = None,
     max_nodes: Optional[AtLeast1] = None,
-    sizes: Optional[Sizes] = None,
+    sizes: Optional[ts.Sizes] = None,
     total_epochs: Optional[Positive] = None,
     total_samples: Optional[AtLeast1] = None,
-    goal: Optional[Epochs | Samples] = None,
+    goal: Optional[ts.Epochs | ts.Samples] = None,
     mode: Reproducible | Throughput | Scaled | DiLoCo = Reproducible(),
     checkpoints: Checkpoints = Checkpoints(),
-    ranks: Ranks = Ranks(),
-    scaling: Scaling = Scaling(),
-    owner: Owner = Owner(),
+    ranks: ts.Ranks = ts.Ranks(),
+    scaling: ts.Scaling = ts.Scaling(),
+    owner: ts.Owner = ts.Owner(),
     executor: Optional[str | tuple[str, ...]] = None,
 ) -> Callable[[Callable[..., Any]], FreeTrainApp]:
     """Make a trainer of a PyTorch function.
@@ -401,7 +393,7 @@ def freetrain_app(
         if wrong := unfit(function):
             raise BadInput(f'{where}: {wrong}.')
         try:
-            spec = TrainingSpec.of(
+            spec = ts.TrainingSpec.of(
                 min_nodes=min_nodes,
                 max_nodes=max_nodes,
                 sizes=sizes,

@@ -26,15 +26,9 @@ if TYPE_CHECKING:
 
 
 SHOWN = [
-    'efficiency',
-    'work_efficiency',
-    'compared',
-    'samples',
-    'used_node_s',
-    'preempted',
-    'rescaled',
-    'wall_s',
-]
+    'efficiency', 'work_efficiency', 'compared', 'samples', 'used_node_s', 'preempted',
+    'rescaled', 'wall_s',
+]  # fmt: skip
 """The columns of a sweep's table on the terminal."""
 
 SETTINGS = {

@@ -8,20 +8,11 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from parsl_freetrain.core.model.errors import nodes_text
+from parsl_freetrain.report import timeline as tl
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import MeasuredScaling
 from parsl_freetrain.report.metrics import CurvePoint, Losses, MetricView, smoothed
 from parsl_freetrain.report.svg import Chart, Scale, duration, linear, logarithmic, number, seconds
-from parsl_freetrain.report.timeline import (
-    Interval,
-    clip,
-    left_at,
-    levels,
-    natural_order,
-    offered,
-    phases_of,
-    struck_nodes,
-)
 
 MOST_COLOURED = 8  # maximum number of trainers with a colour of their own; the others share one
 MOST_ROWS = 48  # maximum number of nodes with a row of their own
@@ -43,7 +34,7 @@ def nodes_over_time(found: Figures) -> Markup:
     steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
     room: list[tuple[float, int]] = []
     for run in found.history.runs:
-        for times in offered(run, clock.until[run.id]).values():
+        for times in tl.offered(run, clock.until[run.id]).values():
             for start, end in times:
                 room += [(clock.of(run.id, start), 1), (clock.of(run.id, end), -1)]
     for fragment in found.history.fragments:
@@ -56,8 +47,8 @@ def nodes_over_time(found: Figures) -> Markup:
     grid = sorted({0.0, clock.length} | moments)
     if len(grid) > MOST_MOMENTS:
         grid = [clock.length * i / MOST_MOMENTS for i in range(MOST_MOMENTS + 1)]
-    most = levels(room, grid)
-    stacked = [(name, levels(steps[name], grid)) for name in [*of, ''] if name in steps]
+    most = tl.levels(room, grid)
+    stacked = [(name, tl.levels(steps[name], grid)) for name in [*of, ''] if name in steps]
     columns = zip(*(level for _, level in stacked), strict=True)
     peak = max([1, *most, *map(sum, columns)])
     label = f'nodes over time; at most {max(most)} were offered'
@@ -76,7 +67,7 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
     """The use of each node; None if there are too many nodes, or none."""
     history, clock, of = found.history, found.clock, kinds(found)
     seen = {o.node for run in history.runs for o in run.offers.values()}
-    names = sorted(seen | {node.name for node in history.nodes}, key=natural_order)
+    names = sorted(seen | {node.name for node in history.nodes}, key=tl.natural_order)
     if not 0 < len(names) <= MOST_ROWS:
         return None
     row = {name: i for i, name in enumerate(names)}
@@ -86,7 +77,7 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
     boxes: dict[tuple[str, str, str], list[Box]] = defaultdict(list)
 
     def add(
-        kind: tuple[str, str, str], run: int, name: str, times: Sequence[Interval], margin: float
+        kind: tuple[str, str, str], run: int, name: str, times: Sequence[tl.Interval], margin: float
     ) -> None:
         top, bottom = (row[name] + margin) / len(names), (row[name] + 1 - margin) / len(names)
         seen = ((clock.of(run, start), clock.of(run, end)) for start, end in times)
@@ -94,23 +85,23 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
 
     for run in history.runs:
         until = clock.until[run.id]
-        for name, times in offered(run, until).items():
+        for name, times in tl.offered(run, until).items():
             add(('offered', '', 'offered'), run.id, name, times, 0.06)
-        parts_of = phases_of(history, run, until)
+        parts_of = tl.phases_of(history, run, until)
         for fragment in run.fragments.values():
             colour = of.get(fragment.trainer, 'others')
             for place in [run.nodes[node] for node in fragment.nodes if node in run.nodes]:
-                here = place.joined_at, left_at(run, place, until)
+                here = place.joined_at, tl.left_at(run, place, until)
                 for kind, times in parts_of[fragment.key].items():
                     shown = colour, kind, fragment.trainer
-                    add(shown, run.id, place.name, clip(times, *here), 0.16)
+                    add(shown, run.id, place.name, tl.clip(times, *here), 0.16)
     for (colour, kind, name), drawn in boxes.items():
         title = f'{name}, {kind}' if kind else name
         shown_boxes = _joined(drawn, clock.length / MOST_MOMENTS)
         chart.boxes(shown_boxes, f'{colour} {kind}'.strip(), title)
     for run in history.runs:
-        for node in struck_nodes(run):
-            at = clock.of(run.id, left_at(run, node, clock.until[run.id]))
+        for node in tl.struck_nodes(run):
+            at = clock.of(run.id, tl.left_at(run, node, clock.until[run.id]))
             chart.cross(at, 1 - (row[node.name] + 0.5) / len(names), f'{node.name} was taken')
     every = -(-len(names) // 24)
     for name in names[::every]:

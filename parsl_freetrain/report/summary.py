@@ -14,14 +14,7 @@ from parsl_freetrain.core.allocation.objectives import Candidate, speedup
 from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Problem
 from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.report.timeline import (
-    ending_of,
-    length,
-    node_seconds_of,
-    offered,
-    phases_of,
-    struck_nodes,
-)
+from parsl_freetrain.report import timeline as tl
 
 EVENNESS = 1e-3
 """How far, relatively, an even division of the constant pool may be off the best and is taken."""
@@ -37,12 +30,12 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
     ``state``, ``why``; ``blocks``; ``blocks_killed`` (taken while a fragment was training on them);
     ``node_s`` as in :func:`~.causes.node_seconds_of`; ``wall_s`` (seconds, summed over runs).
     """
-    killed = [{node.block for node in struck_nodes(run)} for run in history.runs]
+    killed = [{node.block for node in tl.struck_nodes(run)} for run in history.runs]
     return {
         'trainers': _trainers(history),
         'blocks': sum(len(run.blocks) for run in history.runs),
         'blocks_killed': sum(map(len, killed)),
-        'node_s': node_seconds_of(history, now),
+        'node_s': tl.node_seconds_of(history, now),
         'wall_s': sum(history.until(r, now) - r.begun_at for r in history.runs),
     }
 
@@ -54,7 +47,7 @@ def _trainers(history: History) -> dict[str, dict[str, Any]]:
     for one in history.trainings:  # in order of runs: what a later run says counts
         mine = fragments[one.name]
         mine += one.fragments
-        endings = [ending_of(f, f.run in living) for f in mine]
+        endings = [tl.ending_of(f, f.run in living) for f in mine]
         table[one.trainer.training or one.name][one.name] = {
             'fragments': len(mine),
             'fragments_started': sum(f.started_at is not None for f in mine),
@@ -168,16 +161,16 @@ def _add_efficiency(
 ) -> None:
     if until <= run.begun_at:
         return
-    nodes = sum(map(length, offered(run, until).values())) / (until - run.begun_at)
+    nodes = sum(map(tl.length, tl.offered(run, until).values())) / (until - run.begun_at)
     fewer, more = math.floor(nodes), math.ceil(nodes)
     pools = {fewer: 1.0} if fewer == more else {fewer: more - nodes, more: nodes - fewer}
     trainers = list(run.trainers.values())
     curves = {t.name: _speedup(t.trainer, more) for t in trainers}
-    parts_of = phases_of(history, run, until)
+    parts_of = tl.phases_of(history, run, until)
     for fragment in run.fragments.values():
         if fragment.trainer in curves:
             rate = curves[fragment.trainer].rate_at(len(fragment.nodes))
-            above[fragment.trainer] += rate * length(parts_of[fragment.key]['trained'])
+            above[fragment.trainer] += rate * tl.length(parts_of[fragment.key]['trained'])
     spans = {
         t.name: (t.submitted_at, min(until, t.state_at) if t.state in FINAL_STATES else until)
         for t in trainers

@@ -18,19 +18,10 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
+from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Word
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    NotUnderstood,
-    Partition,
-    as_documented,
-    seconds_of,
-)
 from parsl_freetrain.sites.batch.scheduler_commands import Commands, offered
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.batch.site import BatchSite
@@ -43,11 +34,11 @@ QUEUES = ('qstat', '-Q', '-l')
 RESERVATIONS = ('showres',)
 
 _STATES = {
-    'queued': JobState.PENDING,
-    'running': JobState.RUNNING,
-    'starting': JobState.STARTING,
-    'killing': JobState.ENDING,
-    'exiting': JobState.ENDING,
+    'queued': rc.JobState.PENDING,
+    'running': rc.JobState.RUNNING,
+    'starting': rc.JobState.STARTING,
+    'killing': rc.JobState.ENDING,
+    'exiting': rc.JobState.ENDING,
 }
 _UNREACHED = ('failed to connect', 'unable to connect', 'connection refused')
 _GRACE_S = 10.0
@@ -111,7 +102,7 @@ class Cobalt:
         self._options = options
         self.client = Commands('Cobalt', options.command_s, meddling=('QSTAT_', 'COBALT_'))
 
-    def queue(self) -> Partition:
+    def queue(self) -> rc.Partition:
         queues = parse_queues(self.client.ask(QUEUES))
         return offered('Cobalt', 'queue', self._options.queue, queues)
 
@@ -119,16 +110,16 @@ class Cobalt:
         modes = frozenset(f'{name}={value}' for name, value in self._options.modes().items())
         return Wanted(self._options.queue, (modes,) if modes else ())
 
-    def jobs(self) -> tuple[BatchJob, ...]:
+    def jobs(self) -> tuple[rc.BatchJob, ...]:
         return parse_jobs(self.client.ask(JOBS), self._options.queue)
 
-    def nodes(self) -> tuple[Nodes, ...]:
+    def nodes(self) -> tuple[rc.Nodes, ...]:
         return parse_nodes(self.client.ask(NODES), self._options.queue, time.time())
 
-    def reservations(self) -> tuple[NodeReservation, ...]:
+    def reservations(self) -> tuple[rc.NodeReservation, ...]:
         return parse_reservations(self.client.ask(RESERVATIONS))
 
-    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, rc.JobState]:
         """What each job's own log says; Cobalt itself forgets a job that is over."""
         found = {}
         for job_id, place in places.items():
@@ -184,17 +175,17 @@ SITE_TYPE = SiteType(
 )
 
 
-def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
+def parse_jobs(answer: str, pool: str) -> tuple[rc.BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS`; ``pool``: their partition, as queues share the nodes."""
     found = []
     for job in _vertical(answer, 'JobID'):
-        with as_documented('qstat', job):
+        with rc.as_documented('qstat', job):
             held = 'hold' in job['State'] or 'dep_' in job['State']
             start_s = _time(job['StartTime']) if job['StartTime'] != 'N/A' else None
-            limit_s = seconds_of(job['WallTime'])
-            one = BatchJob(
+            limit_s = rc.seconds_of(job['WallTime'])
+            one = rc.BatchJob(
                 job['JobID'],
-                _STATES.get(job['State'], JobState.HELD if held else JobState.UNKNOWN),
+                _STATES.get(job['State'], rc.JobState.HELD if held else rc.JobState.UNKNOWN),
                 pool,
                 int(job['Nodes']),
                 start_s,
@@ -209,64 +200,64 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
     return tuple(found)
 
 
-def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
+def parse_nodes(answer: str, queue: str, now: float) -> tuple[rc.Nodes, ...]:
     """Nodes of a queue in :data:`NODES`, with the time until which they backfill."""
     alike: dict[tuple[str, tuple[str, ...], float | None], list[str]] = defaultdict(list)
     for row in _table(answer, 'Node_id'):
-        with as_documented('nodelist', row):
+        with rc.as_documented('nodelist', row):
             if queue not in row['Queues'].split(':'):
                 continue
             modes = (name for name in ('MCDRAM', 'NUMA') if row.get(name, '-') != '-')
             features = tuple(f'{name.lower()}={row[name]}' for name in modes)
             backfill = row.get('Backfill', '-')
             # To the minute: two nodes that are drained for one job make one hole.
-            until_s = (now + seconds_of(backfill)) // 60 * 60 if ':' in backfill else None
+            until_s = (now + rc.seconds_of(backfill)) // 60 * 60 if ':' in backfill else None
             name = f'nid{int(row["Node_id"].strip("[]")):05}'
             alike[row['Status'], features, until_s].append(name)
     return tuple(
-        Nodes(queue, tuple(names), state, '', features, until_s=until_s)
+        rc.Nodes(queue, tuple(names), state, '', features, until_s=until_s)
         for (state, features, until_s), names in alike.items()
     )
 
 
-def parse_queues(answer: str) -> dict[str, Partition]:
+def parse_queues(answer: str) -> dict[str, rc.Partition]:
     """Queues in the answer to :data:`QUEUES`, by name."""
     found = {}
     for queue in _vertical(answer, 'Name'):
         limit = {name: value for name, value in queue.items() if value not in ('None', '-', '')}
-        with as_documented('qstat -Q', queue):
-            found[queue['Name']] = Partition(
+        with rc.as_documented('qstat -Q', queue):
+            found[queue['Name']] = rc.Partition(
                 queue['Name'],
                 queue.get('State') == 'running',
-                seconds_of(limit['MaxTime']) if 'MaxTime' in limit else None,
+                rc.seconds_of(limit['MaxTime']) if 'MaxTime' in limit else None,
                 most_nodes=int(limit['MaxUserNodes']) if 'MaxUserNodes' in limit else None,
-                shortest_s=seconds_of(limit.get('MinTime', '0')),
+                shortest_s=rc.seconds_of(limit.get('MinTime', '0')),
                 most_waiting=int(limit['MaxQueued']) if 'MaxQueued' in limit else None,
             )
     return found
 
 
-def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
+def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out."""
     found = []
     for row in _table(answer, 'Reservation'):
-        with as_documented('showres', row):
+        with rc.as_documented('showres', row):
             start_s = _time(row['Start'])
             hours, minutes = row['Duration'].split(':')[:2]
             if nodes := _nodes_in(row.get('Nodes', row.get('Partitions', ''))):
                 end_s = start_s + 3600 * int(hours) + 60 * int(minutes)
-                found.append(NodeReservation(row['Reservation'], start_s, end_s, nodes))
+                found.append(rc.NodeReservation(row['Reservation'], start_s, end_s, nodes))
     return tuple(found)
 
 
-def ended(log: str) -> JobState | None:
+def ended(log: str) -> rc.JobState | None:
     """How a job has ended, from its log; None where that does not tell."""
     if 'maximum execution time exceeded' in log:
-        return JobState.TIMED_OUT
+        return rc.JobState.TIMED_OUT
     if re.search(r'user delete|delet(?:ed|ion) (?:by|requested)|qdel', log):
-        return JobState.CANCELLED
+        return rc.JobState.CANCELLED
     if codes := re.findall(r'task completed \w+ with an exit code of (-?\d+)', log):
-        return JobState.COMPLETED if codes[-1] == '0' else JobState.FAILED
+        return rc.JobState.COMPLETED if codes[-1] == '0' else rc.JobState.FAILED
     return None
 
 
@@ -311,7 +302,9 @@ def _table(answer: str, first: str) -> Iterator[dict[str, str]]:
     top = next((number for number, line in enumerate(lines) if line.startswith(first)), None)
     if top is None:
         if answer.strip():
-            raise NotUnderstood(f'the answer {answer[:80]!r} is not a table with a column {first}')
+            raise rc.NotUnderstood(
+                f'the answer {answer[:80]!r} is not a table with a column {first}'
+            )
         return
     heads = [(found.start(), found[0]) for found in re.finditer(r'\S+(?: \S+)*', lines[top])]
     ends = [start for start, _ in heads[1:]] + [10_000]

@@ -12,14 +12,7 @@ from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, Profile
-from parsl_freetrain.core.model.events import (
-    Action,
-    Decided,
-    EndTrainer,
-    ReplicaReached,
-    StopFragment,
-    packed,
-)
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 REPORTS = 3
@@ -112,7 +105,7 @@ class TrainerState:
     reached: int = 0  # samples trained so far, saved or not
     trouble_since: float = math.inf  # of a file system, without progress
     fruitless: int = 0  # consecutive fragments that used up their holes without progress
-    dismissed: EndTrainer | None = None  # how it ends as soon as its fragment has stopped
+    dismissed: ev.EndTrainer | None = None  # how it ends as soon as its fragment has stopped
     rescaled_at: float = -math.inf  # when its node count was last changed
     shapes: ShapeChoice = field(init=False)
 
@@ -254,7 +247,7 @@ class ControllerState:
         self._queue_up(name)
         self.open_gates(trainer.trainer.training)
 
-    def dismiss(self, end: EndTrainer) -> None:
+    def dismiss(self, end: ev.EndTrainer) -> None:
         name = end.trainer
         trainer = self.trainers[name]
         trainer.dismissed = end
@@ -301,7 +294,7 @@ class ControllerState:
             self._at_gate[spec.name] = trainer
         self.open_gates(spec.training)
 
-    def reached_elsewhere(self, event: ReplicaReached) -> None:
+    def reached_elsewhere(self, event: ev.ReplicaReached) -> None:
         """A replica in another executor is so far."""
         samples = math.inf if event.samples is None else event.samples
         self._rounds.tell(event.training, event.trainer, samples)
@@ -338,13 +331,15 @@ class ControllerState:
         running.stopping = True
         self.changed[name] = None
 
-    def ask_to_stop(self, name: str, why: str, leaving: tuple[str, ...] = ()) -> list[StopFragment]:
+    def ask_to_stop(
+        self, name: str, why: str, leaving: tuple[str, ...] = ()
+    ) -> list[ev.StopFragment]:
         """Stop a trainer's fragment, unless there is none or it is ending already."""
         running = self.trainers[name].running
         if running is None or running.stopping or running.broken:
             return []
         self.stop(name, running)
-        return [StopFragment(name, running.number, why, leaving=leaving)]
+        return [ev.StopFragment(name, running.number, why, leaving=leaving)]
 
     def lose(self, nodes: Iterable[str]) -> dict[str, TrainerState]:
         """Remove nodes; return the trainers whose running fragments are broken by this."""
@@ -399,18 +394,18 @@ class Decision:
     staying: float  # the objective of keeping what runs
     answer: Answer
     problem: Problem  # solved once, also if several events carry the plan out
-    actions: tuple[Action, ...]  # immediate ones; fragments that wait for nodes start later
+    actions: tuple[ev.Action, ...]  # immediate ones; fragments that wait for nodes start later
 
-    def event(self, at: float, actions: tuple[Action, ...], *, keep_problem: bool) -> Decided:
+    def event(self, at: float, actions: tuple[ev.Action, ...], *, keep_problem: bool) -> ev.Decided:
         answer = self.answer
         asked = self.trigger, self.nodes, answer.status, answer.solver
         worths = answer.objective, answer.bound, self.staying, answer.seconds
         counts = dict(self.current), dict(answer.allocation)
-        kept = packed(record_of(self.problem)) if keep_problem else b''
-        return Decided(at, actions, *asked, *worths, *counts, kept)
+        kept = ev.packed(record_of(self.problem)) if keep_problem else b''
+        return ev.Decided(at, actions, *asked, *worths, *counts, kept)
 
 
 @dataclass(frozen=True)
 class Reply:
-    actions: tuple[Action, ...] = ()
+    actions: tuple[ev.Action, ...] = ()
     decision: Decision | None = None

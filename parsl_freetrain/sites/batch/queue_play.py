@@ -11,17 +11,10 @@ from itertools import chain
 from operator import or_
 
 from parsl_freetrain.core.model.types import NodeDemand
+from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeCalendar, NodeShares
 from parsl_freetrain.sites.batch.node_windows import HOLDING
-from parsl_freetrain.sites.batch.records import (
-    SET_ASIDE,
-    USABLE,
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-)
 
 ENDING_S = 60.0
 """Nodes of a job that has been ending for so long, in seconds, do not count as free."""
@@ -34,9 +27,9 @@ class QueuePlay:
 
     def __init__(
         self,
-        nodes: Iterable[Nodes],
-        jobs: Sequence[BatchJob],
-        reservations: Sequence[NodeReservation],
+        nodes: Iterable[rc.Nodes],
+        jobs: Sequence[rc.BatchJob],
+        reservations: Sequence[rc.NodeReservation],
         ours: frozenset[str],
         now: float,
         unsuitable: Mapping[str, frozenset[str]],
@@ -62,14 +55,14 @@ class QueuePlay:
         up = self._idle = 0
         for group, members in self._up:
             up |= members
-            if group.state in USABLE:
+            if group.state in rc.USABLE:
                 self._idle |= members
                 until |= dict.fromkeys(group.names, now)
-        uses: list[tuple[BatchJob, int, float]] = []
+        uses: list[tuple[rc.BatchJob, int, float]] = []
         for job in jobs:
             if job.state in HOLDING and job.names:
                 end_s = math.inf if job.end_s is None else job.end_s
-                if job.state is JobState.ENDING:
+                if job.state is rc.JobState.ENDING:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf
                 elif job.job_id in ours or (is_block(job.name) and job.job_id not in unwilling):
                     members = self._set_of(job.names) & up
@@ -93,7 +86,7 @@ class QueuePlay:
         self._taken: list[tuple[float, float, int]] = []
         self._set_apart(now, up, reservations)
 
-    def _set_apart(self, now: float, up: int, reservations: Iterable[NodeReservation]) -> None:
+    def _set_apart(self, now: float, up: int, reservations: Iterable[rc.NodeReservation]) -> None:
         for r in reservations:
             if r.end_s > now + SOON_S:
                 members = up if r.everywhere else self._set_of(r.nodes)
@@ -103,7 +96,7 @@ class QueuePlay:
         self._spare = self._any_of(members for begin, _, members in self._taken if begin > now)
 
     def _shares_of(
-        self, now: float, uses: list[tuple[BatchJob, int, float]], known: Mapping[str, float]
+        self, now: float, uses: list[tuple[rc.BatchJob, int, float]], known: Mapping[str, float]
     ) -> NodeShares | None:
         """What is left of each node; None unless jobs share some, and it is known how far."""
         if not any(group.mixed and group.cpus for group, _ in self._up):
@@ -112,7 +105,7 @@ class QueuePlay:
         unknown = self._set_of(n for group, _ in self._up for n in group.names if n not in known)
         return NodeShares(now, total, uses, unknown)
 
-    def competing(self, waiting: Iterable[BatchJob]) -> list[BatchJob]:
+    def competing(self, waiting: Iterable[rc.BatchJob]) -> list[rc.BatchJob]:
         """The jobs that could get blocks' nodes (or else idle ones), or nodes of such jobs."""
         may = [(job, self.eligible(job)) for job in waiting]
         reach, before = self._given or self._idle, 0
@@ -122,7 +115,7 @@ class QueuePlay:
                 reach |= members if members & reach else 0
         return [job for job, members in may if members & reach]
 
-    def eligible(self, job: BatchJob) -> int:
+    def eligible(self, job: rc.BatchJob) -> int:
         """The nodes that a job may get."""
         want = (job.partition, job.features, job.gpus)
         if want not in self._eligible:
@@ -135,20 +128,20 @@ class QueuePlay:
         refused = (*job.excluded, *self._unsuitable.get(job.job_id, ()))
         return self._eligible[want] & ~self._set_of(refused)
 
-    def first_time(self, job: BatchJob, eligible: int) -> tuple[float, int]:
+    def first_time(self, job: rc.BatchJob, eligible: int) -> tuple[float, int]:
         """When enough of these nodes, named ones too, are first free; infinite: never."""
         named, length_s = self._set_of(job.only), _length_s(job)
         if self._shares and job.cpus:
             return self._shares.first_time(job, eligible, named, length_s)
         return self._beside.first_time(eligible, job.nodes, named, length_s)
 
-    def _caps(self, job: BatchJob, free: int, begin: float) -> Caps | None:
+    def _caps(self, job: rc.BatchJob, free: int, begin: float) -> Caps | None:
         """The CPUs that a job could have of each node; None where it gets whole nodes."""
         if self._shares is None or not job.cpus:
             return None
         return self._shares.caps(job, free, begin, _length_s(job))
 
-    def plan(self, job: BatchJob, begin: float, free: int) -> None:
+    def plan(self, job: rc.BatchJob, begin: float, free: int) -> None:
         """A job gets nodes ``free`` when it begins: the told ones, unless because of blocks."""
         if begin == math.inf:
             return
@@ -164,7 +157,7 @@ class QueuePlay:
         self._reserve(got, begin, begin + _length_s(job), job=job, caps=caps)
         self._spare |= got
 
-    def serve(self, job: BatchJob, eligible: int, free: int) -> Iterator[NodeDemand]:
+    def serve(self, job: rc.BatchJob, eligible: int, free: int) -> Iterator[NodeDemand]:
         """The job starts now on some of the nodes that are free for it; what it lacks for that."""
         named, length_s = self._set_of(job.only), _length_s(job)
         # Those included that jobs before got.
@@ -227,7 +220,7 @@ class QueuePlay:
         self._moved = [(moved, freed) for moved, freed in self._moved if not moved & got]
         return hides
 
-    def kept_out(self, job: BatchJob, eligible: int) -> bool:
+    def kept_out(self, job: rc.BatchJob, eligible: int) -> bool:
         """Whether reservations alone keep a job from starting now."""
         for begin, end, members in self._set_aside:
             if begin < self._now + _length_s(job) and self._now < end:
@@ -240,7 +233,7 @@ class QueuePlay:
         begin: float,
         end: float,
         own: int = 0,
-        job: BatchJob | None = None,
+        job: rc.BatchJob | None = None,
         caps: Caps | None = None,
     ) -> None:
         """Reserve ``members``, and ``own`` for blocks' nodes: shared if the job shares them."""
@@ -258,13 +251,13 @@ class QueuePlay:
         return self._any_of(1 << self._bits.setdefault(n, len(self._bits)) for n in names)
 
 
-def _length_s(job: BatchJob) -> float:
+def _length_s(job: rc.BatchJob) -> float:
     return math.inf if job.limit_s is None else job.limit_s
 
 
-def _without(over: Set[str], group: Nodes) -> Nodes:
+def _without(over: Set[str], group: rc.Nodes) -> rc.Nodes:
     """As nodes will be when the reservation that is ``over`` is."""
     if not over >= set(group.names):
         return group
-    state = 'idle' if group.state in SET_ASIDE else group.state
+    state = 'idle' if group.state in rc.SET_ASIDE else group.state
     return replace(group, state=state, marks=group.marks.replace('$', ''))

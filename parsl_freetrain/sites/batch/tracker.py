@@ -14,20 +14,12 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import NodeDemand, NodeOffer
 from parsl_freetrain.host.clocks import Backoff, ClockSteps
+from parsl_freetrain.sites.batch import queue_watch as qw
 from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, StalledJobs, could_use, needs, reserved, waits
 from parsl_freetrain.sites.batch.node_windows import OfferLog, windows
 from parsl_freetrain.sites.batch.options import BatchOptions
-from parsl_freetrain.sites.batch.queue_watch import (
-    NEVER,
-    NODES_EVERY_S,
-    NODES_WAITING_S,
-    RESERVATIONS_EVERY_S,
-    RESERVATIONS_WAITING_S,
-    QueueSnapshot,
-    QueueWatch,
-)
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
@@ -60,23 +52,23 @@ class BlockTracker:
     ) -> None:
         self._scheduler, self._options, self._clock = scheduler, options, clock
         self._unanswered = unanswered
-        self._watch = QueueWatch(scheduler, options, clock)
+        self._watch = qw.QueueWatch(scheduler, options, clock)
         self._wanted = scheduler.wanted()
         self._user = own_name()
         self._lock, self._playing = threading.Lock(), threading.Lock()
         self._blocks = BlockTable()
         self._stalled = StalledJobs(4 * options.start_s)
-        self._needs: tuple[QueueSnapshot, Needs] = (QueueSnapshot(), Needs())
+        self._needs: tuple[qw.QueueSnapshot, Needs] = (qw.QueueSnapshot(), Needs())
         self._offers = OfferLog(3 * options.poll_s)
-        self.taken_in = NEVER  # when the question was asked whose answer was last taken in
+        self.taken_in = qw.NEVER  # when the question was asked whose answer was last taken in
         self._waiting = False
         self._held: dict[str, tuple[str, ...]] = {}
         self._leaving: set[str] = set()  # jobs that end themselves
         self._looked: set[bool] = set()  # whether at nodes too, since it was last asked beside
-        self._changed = NEVER  # answers to older questions do not show what we did
-        self._next_history = NEVER
+        self._changed = qw.NEVER  # answers to older questions do not show what we did
+        self._next_history = qw.NEVER
         self._history: threading.Thread | None = None
-        self._next_cancel = NEVER
+        self._next_cancel = qw.NEVER
         self._steps = ClockSteps(clock)
         self._backoff = Backoff(options.poll_s, LONGEST_CANCEL_S)
 
@@ -125,7 +117,7 @@ class BlockTracker:
 
     # --- what others wait for
 
-    def needs(self, snapshot: QueueSnapshot) -> Needs:
+    def needs(self, snapshot: qw.QueueSnapshot) -> Needs:
         """What waiting jobs of others need, by these answers."""
         with self._playing:
             if snapshot is not self._needs[0]:
@@ -164,10 +156,10 @@ class BlockTracker:
         if self._waiting or not self._held:
             return self._waiting
         last = self._watch.last
-        old = self._clock() - last.reservations_at >= RESERVATIONS_EVERY_S
+        old = self._clock() - last.reservations_at >= qw.RESERVATIONS_EVERY_S
         return old or bool(self.reserved(last))
 
-    def reserved(self, snapshot: QueueSnapshot) -> tuple[NodeDemand, ...]:
+    def reserved(self, snapshot: qw.QueueSnapshot) -> tuple[NodeDemand, ...]:
         jobs = [job for job in snapshot.jobs if job.job_id not in self._leaving]
         by_s = self._clock() + self._options.margin_s
         return reserved(jobs, snapshot.reservations, snapshot.nodes, self.ids(), by_s)
@@ -182,7 +174,7 @@ class BlockTracker:
         def answered() -> None:
             try:
                 last = self._watch.last
-                if not self._watch.failures and last.nodes_at >= last.jobs_at > NEVER:
+                if not self._watch.failures and last.nodes_at >= last.jobs_at > qw.NEVER:
                     self.needs(last)
             finally:
                 done()
@@ -190,7 +182,7 @@ class BlockTracker:
         looked, self._looked = self._looked, set()
         return bool(looked) and self._watch.ask(True in looked, self._changed, answered)
 
-    def snapshot(self) -> QueueSnapshot | None:
+    def snapshot(self) -> qw.QueueSnapshot | None:
         """Queue and nodes as they are now; None if the scheduler is silent or slow, or while what
         it said is played through.
         """
@@ -200,12 +192,12 @@ class BlockTracker:
         fresh = fresh and not snapshot.reservations_old
         return snapshot if fresh and not (self._watch.failures or self._playing.locked()) else None
 
-    def first_snapshot(self) -> QueueSnapshot:
+    def first_snapshot(self) -> qw.QueueSnapshot:
         """As :meth:`snapshot`, but wait for the answer; for the command line. Raises FreeTrainError
         if the scheduler does not answer.
         """
         snapshot = self._watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
-        if snapshot.nodes_at == NEVER:
+        if snapshot.nodes_at == qw.NEVER:
             why = self._watch.error or 'it takes too long'
             raise FreeTrainError(f'{self._scheduler.label} does not answer: {why}.')
         return snapshot
@@ -227,13 +219,13 @@ class BlockTracker:
         with self._lock:
             return [self._blocks.status(job_id, now, silence) for job_id in job_ids]
 
-    def _look(self, with_nodes: bool) -> QueueSnapshot:
+    def _look(self, with_nodes: bool) -> qw.QueueSnapshot:
         self._looked.add(with_nodes)
         if self._steps.set_back_s():
             self._changed = min(self._changed, self._clock())
-            self._next_history = self._next_cancel = NEVER
+            self._next_history = self._next_cancel = qw.NEVER
         snapshot = self._watch.look(with_nodes, self._changed)
-        if snapshot.jobs_at not in (NEVER, self.taken_in):
+        if snapshot.jobs_at not in (qw.NEVER, self.taken_in):
             self.taken_in = snapshot.jobs_at
             with self._lock:
                 self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)
@@ -255,19 +247,22 @@ class BlockTracker:
         watch.poll_s = fast if self._waiting else slow
         # A reservation decides which nodes of ours serve a job, and may keep a block from starting.
         late = any(b.submitted_s < at - self.start_s for b in self._blocks.waiting())
-        watch.nodes_s, watch.reservations_s = min(NODES_EVERY_S, 10 * slow), RESERVATIONS_EVERY_S
+        watch.nodes_s, watch.reservations_s = (
+            min(qw.NODES_EVERY_S, 10 * slow),
+            qw.RESERVATIONS_EVERY_S,
+        )
         if self._waiting or late:
-            watch.nodes_s = min(NODES_WAITING_S, 4 * fast)
-            watch.reservations_s = min(RESERVATIONS_WAITING_S, 15 * fast)
+            watch.nodes_s = min(qw.NODES_WAITING_S, 4 * fast)
+            watch.reservations_s = min(qw.RESERVATIONS_WAITING_S, 15 * fast)
 
-    def _note_offers(self, snapshot: QueueSnapshot) -> None:
+    def _note_offers(self, snapshot: qw.QueueSnapshot) -> None:
         ours = self._blocks.ids()
         names = {name for job in snapshot.jobs if job.job_id in ours for name in job.names}
         if snapshot.nodes_at >= snapshot.jobs_at:
             names |= self._usable(snapshot).keys()
         self._offers.note(snapshot.jobs_at, names)
 
-    def _usable(self, snapshot: QueueSnapshot) -> dict[str, float]:
+    def _usable(self, snapshot: qw.QueueSnapshot) -> dict[str, float]:
         return windows(
             snapshot.nodes,
             snapshot.jobs,
@@ -331,7 +326,7 @@ class BlockTracker:
             self._leaving -= set(job_ids)
             self._changed = self._clock()
 
-    def _delete(self, snapshot: QueueSnapshot) -> None:
+    def _delete(self, snapshot: qw.QueueSnapshot) -> None:
         """Cancel blocks that have not started in time, and those whose nodes were taken."""
         before = min(snapshot.jobs_at, snapshot.nodes_at) - self.start_s
         with self._lock:

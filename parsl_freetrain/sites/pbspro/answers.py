@@ -13,17 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    NotUnderstood,
-    Partition,
-    as_documented,
-    seconds_of,
-    warn_once,
-)
+from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.pbspro.documents import document
 from parsl_freetrain.sites.pbspro.recurring import later_starts
 
@@ -35,18 +25,18 @@ RESERVATIONS = ('pbs_rstat', '-f')
 # Letters of job_state. W: waits for a date, T: on its way to another queue, B: an array that has
 # begun, U: suspended because its workstation is in use. M, moved to another server, is not ours.
 _LETTERS = {
-    JobState.PENDING: 'QB',
-    JobState.HELD: 'HWT',
-    JobState.RUNNING: 'R',
-    JobState.ENDING: 'E',
-    JobState.SUSPENDED: 'SU',
+    rc.JobState.PENDING: 'QB',
+    rc.JobState.HELD: 'HWT',
+    rc.JobState.RUNNING: 'R',
+    rc.JobState.ENDING: 'E',
+    rc.JobState.SUSPENDED: 'SU',
 }
 _STATES = {letter: state for state, letters in _LETTERS.items() for letter in letters}
-_WITH_NODES = (JobState.RUNNING, JobState.ENDING, JobState.SUSPENDED)
+_WITH_NODES = (rc.JobState.RUNNING, rc.JobState.ENDING, rc.JobState.SUSPENDED)
 _DELETED = 91  # substate: ended by qdel, or by a preemption that deletes
-_ENDS = {0: JobState.COMPLETED, -29: JobState.TIMED_OUT}  # by exit status
-_ENDS |= dict.fromkeys((-26, -27), JobState.OUT_OF_MEMORY)
-_ENDS |= dict.fromkeys((128 + 15, 256 + 15), JobState.PREEMPTED)  # on SIGTERM
+_ENDS = {0: rc.JobState.COMPLETED, -29: rc.JobState.TIMED_OUT}  # by exit status
+_ENDS |= dict.fromkeys((-26, -27), rc.JobState.OUT_OF_MEMORY)
+_ENDS |= dict.fromkeys((128 + 15, 256 + 15), rc.JobState.PREEMPTED)  # on SIGTERM
 # PBS renews only the estimates of the first backfill_depth jobs.
 _STALE_S = 120.0
 _TASKS = re.compile(r'(\w+):(\d+)')
@@ -76,7 +66,7 @@ def parse_jobs(
     features: Collection[str] = (),
     apart: Collection[str] = (),
     ranks: Mapping[str, int] = {},
-) -> tuple[BatchJob, ...]:
+) -> tuple[rc.BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS` or :func:`history_of`; of one that is there twice nothing
     is known. Raises NotUnderstood if it is not such a document.
 
@@ -86,10 +76,10 @@ def parse_jobs(
     none of the pool's nodes, since theirs belong to other queues. ``ranks``: priorities of queues.
     """
     said = document(answer, 'qstat')
-    with as_documented('qstat'):
+    with rc.as_documented('qstat'):
         now = float(said.get('timestamp', time.time()))
         return tuple(
-            BatchJob(job_id, JobState.UNKNOWN, pool, 1)
+            rc.BatchJob(job_id, rc.JobState.UNKNOWN, pool, 1)
             if job is None
             else _job(job_id, job, '' if job.get('queue') in apart else pool, now, ranks, features)
             for job_id, job in said.get('Jobs', {}).items()
@@ -104,16 +94,16 @@ def _job(
     now: float,
     ranks: Mapping[str, int],
     known: Collection[str],
-) -> BatchJob:
+) -> rc.BatchJob:
     letter, resources = job['job_state'], job.get('Resource_List') or {}
     comment = str(job.get('comment', ''))
-    state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
+    state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, rc.JobState.UNKNOWN)
     counts = dict(_TASKS.findall(str(job.get('array_state_count', ''))))
     tasks = int(counts.get('Queued', 1))
     if 'max_run_subjobs' in job:
         tasks = min(tasks, int(job['max_run_subjobs']) - int(counts.get('Running', 0)))
-    if state is JobState.PENDING and tasks <= 0:
-        state = JobState.HELD  # all of its jobs run, or as many as may
+    if state is rc.JobState.PENDING and tasks <= 0:
+        state = rc.JobState.HELD  # all of its jobs run, or as many as may
     start_s = end_s = None
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
@@ -122,7 +112,7 @@ def _job(
             start_s, planned = planned_s, _hosts(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES:
         start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
-        end_s = start_s + seconds_of(resources['walltime']) if 'walltime' in resources else None
+        end_s = start_s + rc.seconds_of(resources['walltime']) if 'walltime' in resources else None
     names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     nodes = int(resources.get('nodect', len(names) or 1))
     place = str(resources.get('place', ''))
@@ -131,7 +121,7 @@ def _job(
     # Which of unlike chunks share a node is not known: they get whole ones.
     unlike = len({re.sub(r'^\d+:', '', chunk) for chunk in select.split('+')}) > 1
     cpus = 0 if unlike or 'excl' in place else _count(resources.get('ncpus', 0))
-    return BatchJob(
+    return rc.BatchJob(
         job_id,
         state,
         '' if all(not each.issubset(known) for each in words) else pool,
@@ -144,7 +134,7 @@ def _job(
         comment,
         str(job.get('Job_Name', '')),
         int(job.get('run_count', 0)),
-        seconds_of(resources['walltime']) if 'walltime' in resources else None,
+        rc.seconds_of(resources['walltime']) if 'walltime' in resources else None,
         priority=_RANK * ranks.get(job.get('queue', ''), 0) + _count(job.get('Priority', 0)),
         blocked=_BLOCKED.match(comment) is not None,
         only=only,
@@ -172,12 +162,12 @@ def _wishes(
     return tuple(words), tuple(dict.fromkeys(hosts))
 
 
-def _ended(job: Mapping[str, Any]) -> JobState:
+def _ended(job: Mapping[str, Any]) -> rc.JobState:
     """How a job ended. A preemption looks like a qdel; SIGTERM may be either."""
     status = int(job['Exit_status']) if 'Exit_status' in job else None
     if job.get('substate') == _DELETED or status is None:
-        return JobState.CANCELLED
-    return _ENDS.get(status) or (JobState.BOOT_FAILED if status < 0 else JobState.FAILED)
+        return rc.JobState.CANCELLED
+    return _ENDS.get(status) or (rc.JobState.BOOT_FAILED if status < 0 else rc.JobState.FAILED)
 
 
 def parse_nodes(
@@ -186,7 +176,7 @@ def parse_nodes(
     resources: Mapping[str, str],
     owners: Collection[tuple[str, str]] = (('', ''),),
     classes: Mapping[str, Mapping[str, str]] | None = None,
-) -> tuple[Nodes, ...]:
+) -> tuple[rc.Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
     its vnodes are. The features of a node are the values of those of its resources that are words:
     ``system=polaris``. Raises NotUnderstood if it is not such a document. ``owners``: see
@@ -194,7 +184,7 @@ def parse_nodes(
     """
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    with as_documented('pbsnodes'):
+    with rc.as_documented('pbsnodes'):
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
         words = {name for name, value in resources.items() if _amount(value) is None}
@@ -225,7 +215,7 @@ def parse_nodes(
                 state, sizes = _node_state(useful), (int(ngpus), int(ncpus), mem // 2**28 * 256)
                 alike[state, tuple(sorted(features)), node_class, *sizes].append(name)
     return tuple(
-        Nodes(queue, tuple(names), state, '', features, gpus, None, node_class, cpus, memory)
+        rc.Nodes(queue, tuple(names), state, '', features, gpus, None, node_class, cpus, memory)
         for (state, features, node_class, gpus, cpus, memory), names in alike.items()
     )
 
@@ -295,7 +285,7 @@ def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
     """Queues in the answer to :data:`QUEUES`, as they stand there. May raise NotUnderstood."""
     queues = document(answer, 'qstat -Q').get('Queue')
     if not isinstance(queues, dict) or not all(isinstance(q, dict) for q in queues.values()):
-        raise NotUnderstood('the document of qstat -Q has no Queue')
+        raise rc.NotUnderstood('the document of qstat -Q has no Queue')
     return queues
 
 
@@ -303,24 +293,24 @@ def queue_ranks(queues: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     return {name: _count(queue.get('Priority', 0)) for name, queue in queues.items()}
 
 
-def limits(name: str, queue: Mapping[str, Any]) -> Partition:
+def limits(name: str, queue: Mapping[str, Any]) -> rc.Partition:
     """What a queue allows; one that does not start jobs is not up. May raise NotUnderstood."""
     least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
-    with as_documented(f'qstat -Q about {name}'):
+    with rc.as_documented(f'qstat -Q about {name}'):
         queued = str(queue.get('max_queued', ''))
         waiting = map(int, re.findall(r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', queued))
-        return Partition(
+        return rc.Partition(
             name,
             queue.get('started', 'True') == 'True',
-            seconds_of(most['walltime']) if 'walltime' in most else None,
+            rc.seconds_of(most['walltime']) if 'walltime' in most else None,
             int(least.get('nodect', 0)),
             int(most['nodect']) if 'nodect' in most else None,
-            shortest_s=seconds_of(least.get('walltime', 0)),
+            shortest_s=rc.seconds_of(least.get('walltime', 0)),
             most_waiting=min(waiting, default=None),
         )
 
 
-def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
+def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Reservations with nodes, and the next occurrences of those that recur; one whose times cannot
     be read lasts for ever.
     """
@@ -334,11 +324,11 @@ def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
             start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
             later = later_starts(fields, start_s)
         except (KeyError, ValueError, OverflowError):
-            warn_once(f'A reservation of PBS has no times that can be read: {text[:200]!r}')
+            rc.warn_once(f'A reservation of PBS has no times that can be read: {text[:200]!r}')
             end_s = math.inf
         if nodes := _hosts(fields.get('resv_nodes', '')):
             ends = ((at, at + end_s - start_s) for at in (start_s, *later))
-            found += [NodeReservation(name.strip(), *times, nodes) for times in ends]
+            found += [rc.NodeReservation(name.strip(), *times, nodes) for times in ends]
     return tuple(found)
 
 

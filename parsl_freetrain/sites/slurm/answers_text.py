@@ -13,16 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    NotUnderstood,
-    Partition,
-    as_documented,
-    warn_once,
-)
+from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
 logger = logging.getLogger(__name__)
@@ -59,7 +50,7 @@ def exits_of(job_ids: list[str]) -> tuple[str, ...]:
     return (*_EXITS, f'--jobs={",".join(job_ids)}')
 
 
-@as_documented('squeue')
+@rc.as_documented('squeue')
 def parse_exits(answer: str) -> dict[str, int]:
     """Statuses as of ``wait``, by job id, in the answer to :func:`exits_of`."""
     lines = (line.split() for line in answer.splitlines())
@@ -76,7 +67,7 @@ def job_format(mark: str) -> str:
     return f'{bar}<' + bar.join(f'%{letter}' for letter in _JOB_FIELDS) + f'{bar}>'
 
 
-def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
+def parse_jobs(answer: str) -> tuple[rc.BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS`; its first word is the mark of :func:`job_format`. A job
     that cannot be read is left out, since other users write parts of these. Of one that is told
     twice, nothing is known. Raises NotUnderstood if it is not such an answer, or it was cut off, or
@@ -86,10 +77,10 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
         return ()
     begin = re.match(r'(\|[0-9a-f]{16})<', answer)
     if begin is None:
-        raise NotUnderstood(f'squeue answered {answer[:200]!r}, not in the format asked for')
+        raise rc.NotUnderstood(f'squeue answered {answer[:200]!r}, not in the format asked for')
     records = [record.split(begin[1]) for record in answer.split(begin[0])[1:]]
     if any(fields.pop().strip() != '>' for fields in records):
-        raise NotUnderstood('the answer of squeue was cut off')
+        raise rc.NotUnderstood('the answer of squeue was cut off')
     found = []
     for fields in records:
         try:
@@ -97,19 +88,19 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
         except ValueError as error:
             logger.info('Left out what squeue says of job %s: %s', fields[:1], error)
     if not found:
-        raise NotUnderstood(f'no job can be read in what squeue answered: {records[0]}'[:400])
+        raise rc.NotUnderstood(f'no job can be read in what squeue answered: {records[0]}'[:400])
     told = Counter(job.job_id for job in found)
     return tuple(
-        job if told[job.job_id] == 1 else replace(job, state=JobState.UNKNOWN) for job in found
+        job if told[job.job_id] == 1 else replace(job, state=rc.JobState.UNKNOWN) for job in found
     )
 
 
-def _job(fields: list[str]) -> BatchJob:
+def _job(fields: list[str]) -> rc.BatchJob:
     job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
     limit, priority, only, excluded, gres, reservation, features, *rest = rest
     cpus, step, memory, shared, name = rest
     least_mib = mib_of(memory)
-    return BatchJob(
+    return rc.BatchJob(
         job_id.strip(),
         state_of(state),
         partition,
@@ -142,8 +133,8 @@ def mib_of(text: str) -> float:
     return float(found[1]) * 1024.0 ** ('KMGT'.find(found[2] or 'M') - 1) if found else 0.0
 
 
-@as_documented('sinfo')
-def parse_nodes(answer: str) -> tuple[Nodes, ...]:
+@rc.as_documented('sinfo')
+def parse_nodes(answer: str) -> tuple[rc.Nodes, ...]:
     """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line has other fields."""
     found = []
     for line in answer.splitlines():
@@ -152,53 +143,53 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
             continue
         if len(fields) != 7:
             lacks = f'does not have the fields {_NODE_FIELDS}'
-            raise NotUnderstood(f'sinfo answered {line[:200]!r}, which {lacks}')
+            raise rc.NotUnderstood(f'sinfo answered {line[:200]!r}, which {lacks}')
         partition, state, gres, features, cpus, memory, names = fields
         bare = state.rstrip(_MARKS)
         marks, has, gpus = state[len(bare) :], features_of(features, gres), gpus_of(gres)
         size, mib = _number(cpus.rstrip('+')), mib_of(memory.rstrip('+'))
-        nodes = Nodes(partition, expand(names), bare.lower(), marks, has, gpus)
+        nodes = rc.Nodes(partition, expand(names), bare.lower(), marks, has, gpus)
         found.append(replace(nodes, cpus=size, memory=mib))
     return tuple(found)
 
 
-@as_documented('scontrol show reservation')
-def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
+@rc.as_documented('scontrol show reservation')
+def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Reservations with nodes; unreadable times last for ever, unreadable nodes are all."""
     found = []
     if answer and not answer.endswith('\n'):
-        raise NotUnderstood('the answer of scontrol show reservation was cut off')
+        raise rc.NotUnderstood('the answer of scontrol show reservation was cut off')
     for line in answer.splitlines():
         if not line.startswith('ReservationName='):  # "No reservations in the system"
             continue
         fields, everywhere, start, end = _pairs(line), False, None, None
         nodes: tuple[str, ...] = ()
-        with suppress(NotUnderstood):
+        with suppress(rc.NotUnderstood):
             start, end = _time(fields.get('StartTime', '')), _time(fields.get('EndTime', ''))
         if start is None or end is None:
-            warn_once(f'A reservation of Slurm has no times in seconds: {line[:200]!r}')
+            rc.warn_once(f'A reservation of Slurm has no times in seconds: {line[:200]!r}')
             start, end = 0.0, math.inf
         try:
             nodes = expand(fields.get('Nodes', ''))
-        except NotUnderstood as error:
-            warn_once(f'A reservation of Slurm may have any nodes, {line[:200]!r}: {error}')
+        except rc.NotUnderstood as error:
+            rc.warn_once(f'A reservation of Slurm may have any nodes, {line[:200]!r}: {error}')
             everywhere = True
         if nodes or everywhere:
             name = fields['ReservationName']
-            found.append(NodeReservation(name, start, end, nodes, everywhere))
+            found.append(rc.NodeReservation(name, start, end, nodes, everywhere))
     return tuple(found)
 
 
-@as_documented('scontrol show partition')
-def parse_partitions(answer: str) -> dict[str, Partition]:
+@rc.as_documented('scontrol show partition')
+def parse_partitions(answer: str) -> dict[str, rc.Partition]:
     """Partitions in the answer to :data:`PARTITIONS`, by name."""
     lines = (_pairs(line) for line in answer.splitlines() if line.startswith('PartitionName='))
     return {fields['PartitionName']: _partition(fields) for fields in lines}
 
 
-def _partition(fields: dict[str, str]) -> Partition:
+def _partition(fields: dict[str, str]) -> rc.Partition:
     most = fields.get('MaxNodes', '')
-    return Partition(
+    return rc.Partition(
         fields['PartitionName'],
         fields.get('State', 'UP') == 'UP',
         duration_s(fields.get('MaxTime', '')),
@@ -213,8 +204,8 @@ def _partition(fields: dict[str, str]) -> Partition:
     )
 
 
-@as_documented('sacct')
-def parse_history(answer: str) -> dict[str, JobState]:
+@rc.as_documented('sacct')
+def parse_history(answer: str) -> dict[str, rc.JobState]:
     """Final states in the answer to :func:`history_of`, by job id."""
     found = {}
     for line in answer.splitlines():
@@ -275,7 +266,7 @@ def duration_s(text: str) -> float | None:
             hours, minutes, seconds = (0, *parts)[-3:]
         return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
     except ValueError:
-        raise NotUnderstood(
+        raise rc.NotUnderstood(
             f'{text[:40]!r} is not a duration as Slurm writes it, days-hours:minutes:seconds'
         ) from None
 
@@ -318,7 +309,7 @@ def _count(text: str) -> int:
     """A number of things; Slurm writes 4.5K for large ones."""
     found = re.fullmatch(r'(\d+(?:\.\d+)?)([KMG]?)(?:-\d+)?', text.strip())
     if found is None:
-        raise NotUnderstood(f'{text[:40]!r} is not a number')
+        raise rc.NotUnderstood(f'{text[:40]!r} is not a number')
     return int(float(found[1]) * {'': 1, 'K': 1024, 'M': 1024**2, 'G': 1024**3}[found[2]])
 
 
@@ -331,5 +322,5 @@ def _time(text: str) -> float | None:
     if text.isdecimal():
         return float(text) or None
     if text not in (*_UNLIMITED, *_NOTHING, 'Unknown'):
-        raise NotUnderstood(f'{text[:40]!r} is no time in seconds')
+        raise rc.NotUnderstood(f'{text[:40]!r} is no time in seconds')
     return None

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 SAVING_STAGES = (
-    'begin',
-    'part-begun',
-    'part-data',
-    'part-written',
-    'written',
-    'manifest',
-    'before-commit',
+    'begin', 'part-begun', 'part-data', 'part-written', 'written', 'manifest', 'before-commit',
     'committed',
-)
+)  # fmt: skip
 """The stages of saving a checkpoint, in order. Each rank that writes passes 'begin' and those of
 its part. There is also 'leaving': a rank begins to leave its state in memory.
 """

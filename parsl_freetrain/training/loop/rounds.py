@@ -8,14 +8,8 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.events import RoundKnown
+from parsl_freetrain.training.checkpoint import outer
 from parsl_freetrain.training.checkpoint.manifest import Damaged
-from parsl_freetrain.training.checkpoint.outer import (
-    SKIPPED,
-    EndDamaged,
-    OuterWeights,
-    digest_of,
-    with_weights,
-)
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -84,20 +78,20 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     print(f'Round {there.round_ended + 1} begins with {path}')
     saved = saved.load()
     try:
-        found, metrics = with_weights(saved, Path(path))
-        state.round_from = digest_of(Path(path))
+        found, metrics = outer.with_weights(saved, Path(path))
+        state.round_from = outer.digest_of(Path(path))
     except Damaged as damage:
         weights.put_aside(Path(path), damage)
         raise
-    skipped = metrics.pop(SKIPPED)
+    skipped = metrics.pop(outer.SKIPPED)
     if skipped and there.samples == there.total_samples:
-        metrics[SKIPPED] = skipped
+        metrics[outer.SKIPPED] = skipped
     state.metrics.update(metrics)
     return found
 
 
 def _after(
-    weights: OuterWeights, order: FragmentOrder, diloco: DiLoCo, samples: int, length: int
+    weights: outer.OuterWeights, order: FragmentOrder, diloco: DiLoCo, samples: int, length: int
 ) -> str:
     """Where the weights are, made if need be; '' if replicas lack, FreeTrainError if gone."""
     root, name = _training(order)
@@ -113,7 +107,7 @@ def _after(
             return ''
         try:
             weights.step(ends, samples, diloco.outer, length)
-        except EndDamaged as damaged:
+        except outer.EndDamaged as damaged:
             of = [Path(end.path) for end in ends].index(damaged.path)
             stores[of].put_aside(damaged.path, str(damaged))
     raise FreeTrainError(
@@ -122,11 +116,13 @@ def _after(
     )
 
 
-def _weights(order: FragmentOrder) -> OuterWeights:
+def _weights(order: FragmentOrder) -> outer.OuterWeights:
     own = PosixCheckpointStore(Path(order.store), order.trainer)
     replica = order.spec.replica
     fence, exact = partial(own.check_fence, order.fragment), order.spec.mode
-    return OuterWeights(*_training(order), replica, fence, exact=isinstance(exact, Reproducible))
+    return outer.OuterWeights(
+        *_training(order), replica, fence, exact=isinstance(exact, Reproducible)
+    )
 
 
 def _training(order: FragmentOrder) -> tuple[Path, str]:

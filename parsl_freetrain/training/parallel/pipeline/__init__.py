@@ -11,11 +11,5 @@ from parsl_freetrain.training.parallel.pipeline.schedule import (
 )
 
 __all__ = [
-    'METHODS',
-    'Pipeline',
-    'PipelineSchedule',
-    'chimera',
-    'gpipe',
-    'make_schedule',
-    'one_f_one_b',
-]
+    'METHODS', 'Pipeline', 'PipelineSchedule', 'chimera', 'gpipe', 'make_schedule', 'one_f_one_b',
+]  # fmt: skip

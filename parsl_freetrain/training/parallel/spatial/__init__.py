@@ -17,16 +17,6 @@ from parsl_freetrain.training.parallel.spatial.sharded_volume import (
 )
 
 __all__ = [
-    'AvgPool3d',
-    'Axis',
-    'BatchNorm3d',
-    'Conv3d',
-    'ConvTranspose3d',
-    'Grid',
-    'MaxPool3d',
-    'Sharded',
-    'ShardedVolumes',
-    'check_division',
-    'concatenate',
-    'total',
-]
+    'AvgPool3d', 'Axis', 'BatchNorm3d', 'Conv3d', 'ConvTranspose3d', 'Grid', 'MaxPool3d',
+    'Sharded', 'ShardedVolumes', 'check_division', 'concatenate', 'total',
+]  # fmt: skip
