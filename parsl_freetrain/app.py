@@ -22,10 +22,9 @@ from parsl_freetrain.core.model.checked_settings import checked_arguments, refus
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor.commands import TellReplica
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.fragment.payload import Packed, definition, name_of, pack, unfit
-from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.fragment.trainer_record import TellReplica, TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer import arguments

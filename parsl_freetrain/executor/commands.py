@@ -15,7 +15,7 @@ from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.runner import MemberReturned
-from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.fragment.trainer_record import TellReplica, TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
 
@@ -25,16 +25,6 @@ class SubmitTrainer(NamedTuple):
 
 class CancelTrainer(NamedTuple):
     trainer: str
-
-
-class TellReplica(NamedTuple):
-    """How far a replica in another executor is (None: it has ended), or how it ended all."""
-
-    training: str
-    trainer: str
-    samples: int | None = None
-    ending: str = ''
-    why: str = ''
 
 
 class AdoptBlock(NamedTuple):

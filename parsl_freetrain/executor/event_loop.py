@@ -26,6 +26,7 @@ from parsl_freetrain.executor.commands import OfferChanges, gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberReturned
+from parsl_freetrain.executor.fragment.trainer_record import TellReplica
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.requests import RequestHandler
@@ -172,7 +173,7 @@ class EventLoop:
                 self._submit(record.trainer.name, item, now)
             case co.CancelTrainer(trainer):
                 self._stream.emit(ev.TrainerCancelled(now, trainer))
-            case co.TellReplica():
+            case TellReplica():
                 self._replica_told(item, now)
             case co.AdoptBlock(block):
                 self._blocks.adopt(block, now)
@@ -214,7 +215,7 @@ class EventLoop:
             self._stream.emit(ev.TrainerAborted(now, name, self._broken))
         self._holes_wanted = True
 
-    def _replica_told(self, told: co.TellReplica, now: float) -> None:
+    def _replica_told(self, told: TellReplica, now: float) -> None:
         here = [
             name
             for name, record in self._fragments.records.items()

@@ -12,8 +12,7 @@ from typing import Any, TextIO
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import off_loop
-from parsl_freetrain.executor.commands import TellReplica
-from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.fragment.trainer_record import TellReplica, TrainerRecord
 from parsl_freetrain.executor.stream import Subscriber
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.journal.kept_metrics import main_metric

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -28,6 +28,16 @@ logger = logging.getLogger(__name__)
 Launcher = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
 
 
+class TellReplica(NamedTuple):
+    """How far a replica in another executor is (None: it has ended), or how it ended all."""
+
+    training: str
+    trainer: str
+    samples: int | None = None
+    ending: str = ''
+    why: str = ''
+
+
 @dataclass
 class TrainerRecord:
     trainer: Trainer
@@ -39,7 +49,7 @@ class TrainerRecord:
     checkpoint: Checkpoint  #: the newest committed checkpoint
     fragments_before: int = 0
     #: Of a replica: tell the other executors that train its training.
-    tell_others: Callable[..., None] | None = None
+    tell_others: Callable[[TellReplica], None] | None = None
     changed_at: str = ''  #: the checkpoint from which it goes on with other arguments
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
