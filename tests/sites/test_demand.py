@@ -277,6 +277,11 @@ def test_a_job_that_a_reservation_keeps_out_holds_nobody_up() -> None:
     assert need(nodes, *jobs, reservations=maintenance).served == {'7'}
     assert need(nodes, *jobs, running('5', 'c'), reservations=maintenance).served == {'7'}
     assert need(nodes, *jobs, running('5', 'c')).served == frozenset(), 'it is first in the queue'
+    named = waiting('named', 1, 600.0, only=('c',))  # with one that is reserved, or another's
+    assert need(nodes, jobs[0], named, *jobs[1:], reservations=maintenance).served == {'7'}
+    busy = running('5', 'c', end_s=NOW + 9000)
+    first = waiting('first', 1, 600.0, only=('c',))
+    assert need(nodes, jobs[0], busy, first, *jobs[1:], reservations=maintenance).served == {'7'}
 
 
 def test_a_job_that_a_reservation_keeps_out_has_its_turn_once_another_one_waits() -> None:

@@ -119,10 +119,11 @@ def needs(
             if table.kept_out(job, eligible):
                 kept_out.append(job)
                 continue
-            in_order = False
-            for before in kept_out:
-                table.plan(before, *table.first_time(before, table.eligible(before)))
-            begin, free = table.first_time(job, eligible)
+            if len(job.only) < job.nodes:  # or else it holds up nothing but its own nodes
+                in_order = False
+                for before in kept_out:
+                    table.plan(before, *table.first_time(before, table.eligible(before)))
+                begin, free = table.first_time(job, eligible)
         if begin > now:
             table.plan(job, begin, free)
             continue

@@ -225,7 +225,7 @@ class QueuePlay:
         for begin, end, members in self._set_aside:
             if begin < self._now + _length_s(job) and self._now < end:
                 eligible &= ~members
-        return eligible.bit_count() < job.nodes
+        return eligible.bit_count() < job.nodes or bool(self._set_of(job.only) & ~eligible)
 
     def _reserve(
         self,
