@@ -189,18 +189,22 @@ def parse_nodes(
             hosts[_host(name)].append(vnode)
         words = {name for name, value in resources.items() if _amount(value) is None}
         for vnodes in hosts.values():
-            for name, value in (pair for v in vnodes for pair in _available(v).items()):
+            for name, value in (
+                pair for v in vnodes for pair in v.get('resources_available', {}).items()
+            ):
                 if isinstance(value, str) and _amount(value) is None and name not in _NAMES:
                     words.add(name)
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
-            useful = [v for v in vnodes if _count(_available(v).get('ncpus', 0))] or vnodes
+            useful = [
+                v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))
+            ] or vnodes
             if all(
                 (v.get('queue', ''), v.get('partition', '')) in owners
-                and _has(_available(v), resources)
+                and _has(v.get('resources_available', {}), resources)
                 for v in useful
             ):
-                has = [_available(v) for v in useful]
+                has = [v.get('resources_available', {}) for v in useful]
                 ngpus, ncpus, mem = (
                     sum(_amount(str(here.get(resource, 0))) or 0.0 for here in has)
                     for resource in ('ngpus', 'ncpus', 'mem')
@@ -220,13 +224,9 @@ def parse_nodes(
     )
 
 
-def _available(vnode: Mapping[str, Any]) -> Mapping[str, Any]:
-    return vnode.get('resources_available') or {}
-
-
 def _class_of(vnodes: list[Mapping[str, Any]], classes: Mapping[str, Mapping[str, str]]) -> str:
     """The first class whose resources each of the vnodes has; empty: none."""
-    has = [_available(vnode) for vnode in vnodes]
+    has = [vnode.get('resources_available', {}) for vnode in vnodes]
     return next((name for name, wanted in classes.items() if all(_has(h, wanted) for h in has)), '')
 
 

@@ -358,7 +358,7 @@ def test_reservations() -> None:
     odd = 'Resv ID: R1\nreserve_start = soon\nresv_nodes = (x3:ncpus=4)\n'
     assert answers.parse_reservations(odd) == (NodeReservation('R1', 0.0, math.inf, ('x3',)),)
     [unread] = answers.parse_reservations(
-        f'{text}resv_nodes = (x3:ncpus=4)\nreserve_rrule = FREQ=DAILY;INTERVAL=often\n'
+        f'{text}resv_nodes = (x3:ncpus=4)\nreserve_rrule = FREQ=DAILY;INTERVAL=1;BYMINUTE=0,30\n'
     )[1:]
     assert unread == NodeReservation('R13.polaris', 1699535150.0, math.inf, ('x3',))
 
@@ -382,6 +382,8 @@ def test_all_occurrences_of_a_reservation() -> None:
         ('FREQ=DAILY;BYHOUR=9,17;COUNT=4', True),
         ('FREQ=MONTHLY;INTERVAL=2;COUNT=3', True),
         ('FREQ=YEARLY;COUNT=2', True),
+        ('FREQ=YEARLY;BYDAY=WE;COUNT=5', True),
+        ('FREQ=YEARLY;BYMONTH=1,7;COUNT=3', False),
         ('FREQ=MONTHLY;BYDAY=2WE;COUNT=5', False),
         ('FREQ=MONTHLY;BYMONTHDAY=11,-1;COUNT=5', False),
     ],
