@@ -78,7 +78,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """At most ``limit`` bytes of a file that only this user can write; else BadInput."""
+    """``limit`` bytes at most, where only this user can write; BadInput, FileNotFoundError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -36,8 +36,8 @@ FLEETING = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.OrdinaryWork, ev.No
 
 class JournalWriter:
     """The one writer of a journal, made private; BadInput if it cannot be written, later nothing
-    ends or holds up the run. :meth:`flush` writes a record, so that readers see whole rounds, all
-    but the last after kill -9.
+    ends or holds up the run. After kill -9 the file holds all up to the last :meth:`flush`, each of
+    which writes whole rounds.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

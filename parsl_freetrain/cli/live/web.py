@@ -1,4 +1,4 @@
-"""A server of one page, here only, for processes of this user and root that have the token."""
+"""A server of one page, for processes here of this user and root that have the token."""
 
 from __future__ import annotations
 

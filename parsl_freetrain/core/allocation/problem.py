@@ -89,7 +89,7 @@ class Bid:
         return self.curve_on(self.current_class).rate_at(self.current_nodes)
 
     def mixed_rate(self, nodes: Iterable[tuple[str, int]]) -> float:
-        """Of nodes by class: each as fast as in its own class, the batch dealt by speed."""
+        """Value per second of (class, number): each node gets its share of the batch by speed."""
         there = [(name, count) for name, count in nodes if count]
         left = used = self.usable(sum(count for _, count in there))
         workers = []

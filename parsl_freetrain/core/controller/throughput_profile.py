@@ -121,8 +121,8 @@ class Profile:
         return Evidence(seen) if seen else None
 
     def observe(self, nodes: int, rate: float) -> bool:
-        """Add a rate; True if the curve may have changed enough for a decision. No positive number
-        counts for nothing, or the trainer would never get a node again.
+        """Add a rate; True if the curve may have changed enough for a decision. One that is no
+        positive number is ignored, or the trainer would never get a node again.
         """
         if not math.isfinite(rate) or rate <= 0:
             return False

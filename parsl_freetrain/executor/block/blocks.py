@@ -51,7 +51,7 @@ class Mailbox(Protocol):
 
 
 class BlockManager:
-    """Opens and closes blocks, and emits changes of them and nodes; ``template``: a server."""
+    """Opens and closes blocks, emits their changes; ``template`` forks nodes' fork servers."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ def node_name() -> str:
 
 
 def manager_pid() -> int:
-    """This worker's manager. ``os.getppid()`` would outlive a killed one."""
+    """This worker's manager, also after it was killed, unlike ``os.getppid()``."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 

@@ -38,7 +38,7 @@ NEVER = float('-inf')
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """Jobs, nodes, reservations, and when asked; and since when a job of others waits."""
+    """Jobs, nodes, reservations, when each was asked; since when others' jobs wait."""
 
     jobs: tuple[BatchJob, ...] = ()
     jobs_at: float = NEVER

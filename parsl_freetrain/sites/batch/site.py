@@ -110,7 +110,7 @@ class BatchSite:
         return self._scheduler.wanted().partition
 
     def limits(self) -> Partition:
-        """What the scheduler says of the queue now; BadInput, or FreeTrainError without it."""
+        """What the scheduler says of the queue; BadInput; FreeTrainError without an answer."""
         return self._scheduler.queue()
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def show() -> ProcessGroup:
 
 
 def refuse_in_body(in_body: Callable[[], bool]) -> None:
-    """BadInput for each exchange ``in_body()``: ranks have different numbers of shards."""
+    """BadInput for exchanges in a body: ranks would wait where they have unlike shards."""
     global _in_body
     _in_body = in_body
     for name in filter(_EXCHANGES.search, dir(ProcessGroup)):

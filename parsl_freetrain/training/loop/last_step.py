@@ -131,7 +131,7 @@ class LastStep:
         self._end = None
 
     def leave(self, state: Callable[[], State]) -> StateLeft | None:
-        """After a loss: go back to the last batch, and leave this rank's state on its node."""
+        """After a loss: leave the last batch's state on this node; None: it cannot, or need not."""
         if not self._put_back() or self._model.watch.spoilt():
             return None
         order, rank, samples = self._parts.order, self._parts.place.rank, self._state.samples

@@ -82,7 +82,7 @@ class LoopHooks:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank trains with; ``start`` is None where training begins."""
+    """What a rank trains with; ``saved`` is None where training begins."""
 
     order: FragmentOrder
     place: RankPlace

@@ -87,7 +87,7 @@ class SaveTiming:
         return max(self._steps_s, default=self._first_step_s)
 
     def writing_takes(self, seconds: float) -> bool:
-        """Seconds for a last checkpoint, or a poll of ranks, and a step; time is left."""
+        """Whether there is time to write, or ask, for ``seconds``, and a step, before the end."""
         seconds += self.expected_step_s
         enough = seconds + 2 * self.longest_s + FLOOR_S < self.time_left()
         return enough and seconds <= max(self.longest_s, EVERY_S)
@@ -100,7 +100,7 @@ class SaveTiming:
         return self.time_left() < margin_s
 
     def due(self, *, near_end: bool, steps_left: float) -> bool:
-        """Whether a periodic one is due, once each; ``near_end``: a kill would cost more."""
+        """True once for each periodic one; ``near_end``: if a kill would cost more than it does."""
         every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
         if near_end:
             every_s = min(every_s, max(NEAR_END_S, self._pause_s + self.longest_s))

@@ -80,7 +80,7 @@ class RankError(msgspec.Struct, frozen=True):
 
 
 class StateLeft(msgspec.Struct, frozen=True):
-    """A state in memory; ``needs``: samples of a checkpoint it needs (0: none)."""
+    """A state in memory, ``here`` or on another node; ``needs``: the checkpoint before it, or 0."""
 
     digest: str
     samples: Count

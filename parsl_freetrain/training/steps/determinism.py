@@ -16,7 +16,7 @@ _SETTING: Any = deterministic  # torch makes its attributes at run time
 
 
 def demand_determinism(*, warn_only: bool) -> None:
-    """Have torch be deterministic, whatever the function asks; ``warn_only``: where it can."""
+    """Have torch be deterministic; ``warn_only``: but not what cannot, or flash attention."""
     # CUDA's matrix products need it, and read it when they are first used.
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

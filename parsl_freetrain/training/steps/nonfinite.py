@@ -32,7 +32,7 @@ def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 class Watch:
-    """Looks a few times a second whether parameters and buffers are still finite."""
+    """Looks a few times a second whether parameters and buffers, once finite, still are."""
 
     def __init__(self, prepared: Prepared, clock: Callable[[], float] = monotonic) -> None:
         tensors = [t.detach() for t in prepared.tensors() if t.layout is torch.strided]

@@ -43,7 +43,7 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """Add to the gradients; returns that of the input (None: first stage), or of the loss."""
+        """Add to the gradients; returns the input's, if any. ``gradient`` None: of the loss."""
         value, output = self._kept.pop(micro_batch)
         if output.requires_grad:
             torch.autograd.backward(output, gradient)

@@ -110,7 +110,7 @@ def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
 
 @lru_cache(maxsize=4096)
 def moves(reach: Reach, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
-    """What every part needs of the input's others; BadInput on all ranks if they lack it."""
+    """What every part needs of others; BadInput, on all ranks, if its neighbours have less."""
     needs = [reach.need(*part) for part in pairwise(out)]
     return tuple(_move(reach, bounds, needs, part, axis) for part in range(len(needs)))
 
