@@ -1,8 +1,4 @@
-"""The tests; a package, so that tests can import what they share from :mod:`tests.support`.
-
-They start hundreds of interpreters, which import the same modules, so bytecode is kept even where
-the user's shell says otherwise.
-"""
+"""The tests share :mod:`tests.support`. Bytecode is kept, for hundreds of interpreters."""
 
 import os
 import sys

@@ -1,8 +1,5 @@
-"""What holds for every test: it leaves nothing behind, and has a home folder of its own.
-
-Whatever a test leaves behind makes it fail: a process, a thread, a listening port, a file in the
-home folder or in the repository. Such things get some time to go away first. An environment
-variable that every process inherits marks those that have lost their parents.
+"""What holds for every test: it has a home folder of its own, and fails if a process, thread, port
+or file is left behind after some time. A variable marks its processes.
 """
 
 import contextlib
@@ -199,10 +196,7 @@ def _expect_nothing(
     describe: Callable[[T], str],
     remove: Callable[[T], None] = lambda _: None,
 ) -> None:
-    """Wait until ``left()`` is empty.
-
-    If it does not become so, remove what is left, for the sake of the next test, and fail.
-    """
+    """Wait until ``left()`` is empty; else remove what is left, and fail."""
     end = time.monotonic() + PATIENCE_S
     pause = 0.001
     while found := left():

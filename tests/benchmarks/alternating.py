@@ -1,8 +1,5 @@
-"""Plain DDP (or FSDP2), the same again, and a fragment's training in turns, block by block, in the
-same processes under torchrun; rank 0 prints one line of JSON.
-
-What else the machine does in between meets all alike, which is not so where one runs after the
-other. How far the two plain ones seem to differ shows what the figures are worth.
+"""Plain DDP (or FSDP2), the same again, and a fragment in turns, in the same processes under
+torchrun, so that the machine meets all alike; rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -45,10 +42,7 @@ WARM_UP = 2
 
 
 class OwnTime:
-    """The fragment's clock, in place of the module ``time``: it stands still while the others
-    train. Otherwise, what a fragment does several times a second would be done too often for its
-    number of steps.
-    """
+    """The fragment's clock in place of ``time``, still while the others train."""
 
     def __init__(self) -> None:
         self.others_s = 0.0

@@ -71,13 +71,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> Run:
-    """Train on four nodes, of which the first two are one block, and kill each so many
-    times. After each, all nodes come back.
-
-    Raises
-    ------
-    NothingTrained
-        If the training does not go on within :data:`LIMIT_S`.
+    """Train on four nodes (two are one block), kill each so often, and let all come back.
+    NothingTrained if the training does not go on within :data:`LIMIT_S`.
     """
     system, events = Ours('reproducible', ahead=ahead), list[Event]()
     with machine(folder) as here:

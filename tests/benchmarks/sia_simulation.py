@@ -1,9 +1,6 @@
-"""Runs Sia's simulator (SOSP 2023) with its own policies, or with our exact allocation in their
-place: ``python sia_simulation.py FOLDER WORKLOAD POLICY``, in an environment with cvxpy, cylp,
-autograd, pandas and rich.
-
-FOLDER has the simulator of github.com/siasosp23/artifacts, WORKLOAD is a CSV file in it. It prints
-one JSON object: mean job completion time in hours, and seconds of CPU time by solver.
+"""Runs Sia's simulator (SOSP 2023) with its policies or our exact allocation: ``python
+sia_simulation.py FOLDER WORKLOAD POLICY`` with cvxpy, cylp, autograd, pandas and rich; prints mean
+job completion hours and CPU seconds by solver as JSON.
 """
 
 import contextlib

@@ -1,8 +1,5 @@
-"""How long decisions take; run by ``make bench BENCH_ARGS='-k allocation'``, pictures go to the
-folder in ``ALLOCATION_OUT``.
-
-Nothing here is asserted but that exact solvers agree: machines differ, and a figure is only worth
-something beside another one of the same run.
+"""How long decisions take: ``make bench BENCH_ARGS='-k allocation'``, pictures in
+``ALLOCATION_OUT``. Only that exact solvers agree is asserted.
 """
 
 import gc

@@ -1,10 +1,6 @@
-"""How much learned scaling curves cost against known ones; run by ``make bench BENCH_ARGS='-k
-learned'``.
-
-The trainers whose curves saturate are made up: the speed on n nodes is n / (1 + (n - 1) / h) times
-that on one, with h between 1 and 100, and a fifth of them gets slower beyond 16 nodes. The
-published ones are those of the public Summit trace. Ways to explore are compared too. Nothing is
-asserted here.
+"""How much learned scaling curves cost against known ones; ``make bench BENCH_ARGS='-k learned'``.
+Saturating curves are made up: n / (1 + (n - 1) / h), 1 <= h <= 100, a fifth slower beyond 16 nodes.
+The published ones are of the public Summit trace. Nothing is asserted here.
 """
 
 import os

@@ -1,7 +1,5 @@
-"""A trainer on a fast and a slow node at once, live; run by ``make bench BENCH_ARGS='-k mixed'``.
-
-Each sample takes 10 ms, in which the processor is free, as it is while a GPU works; the slow slot
-takes twice as long. Nothing about speed is asserted here.
+"""A trainer on a fast and a slow node at once, live; ``make bench BENCH_ARGS='-k mixed'``. A sample
+takes 10 ms of a free processor, twice as much there. Speed is not asserted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""How long a replay takes; run by ``make bench``.
-
-Nothing here is asserted but that no node stands idle beside a trainer that could start on it. The
-trace is made up from a seed, so that anybody can repeat it; where the public Summit trace is at
-hand, a week of it comes after that.
+"""How long a replay of a trace from a seed, and of a Summit week, takes: ``make bench``. Asserted
+is only that no node stands idle beside a trainer that could start on it.
 """
 
 import multiprocessing

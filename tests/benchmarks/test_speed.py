@@ -1,8 +1,4 @@
-"""How fast fragments start, how fast they train, what waiting costs; run by ``make bench``.
-
-Nothing here is asserted: machines differ, and a figure is only worth something beside another one
-of the same run.
-"""
+"""How fast fragments start and train, what waiting costs: ``make bench``; not asserted."""
 
 import json
 import os

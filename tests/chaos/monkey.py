@@ -279,13 +279,7 @@ def chaos(
     pairs: bool = False,
     computers: Sequence[Computer] = (),
 ) -> Counter[str]:
-    """One run of chaos with faults of these kinds; what was done, by kind.
-
-    Raises
-    ------
-    Broken
-        If a promise was not kept.
-    """
+    """One run of chaos with faults of these kinds; what was done, by kind. Broken: a promise."""
     began = time.monotonic()
     with small_disk(folder / 'struck' / 'checkpoints') as disk:
         shim = Shim(folder) if compiler() else None

@@ -1,8 +1,4 @@
-"""Faults inside a rank, at a point with a name, when they are wanted from outside.
-
-Who wants one makes a file with its name. The first rank that reaches the point removes the file,
-and is struck.
-"""
+"""Faults inside a rank, at a named point: the first there removes its file, and is struck."""
 
 from __future__ import annotations
 

@@ -150,13 +150,7 @@ def chaos(
     say: Callable[[str], None],
     shim: fs.Shim | None = None,
 ) -> Counter[str]:
-    """Strike this number of times, train to the end, and compare.
-
-    Raises
-    ------
-    Broken
-        If a fragment did not go on, or the weights differ.
-    """
+    """Strike so often, train to the end, compare; Broken if it stopped, or weights differ."""
     draw, counts, number = random.Random(seed), Counter[str](), 0
     store = PosixCheckpointStore(folder / 'struck' / 'store', 'digits')
     reached = 0

@@ -1,9 +1,5 @@
-"""The training of the chaos tests, which is restarted again and again: ``python -m
-tests.chaos.training FOLDER EPOCHS NODES PAUSE_S``.
-
-Its network has a parameter that counts: every sample that the weights have seen has added 2**-3 to
-an entry of its own, in exact arithmetic. However often steps are repeated, at the end each entry
-must have the exact value for the number of epochs.
+"""The training of the chaos tests: ``python -m tests.chaos.training FOLDER EPOCHS NODES PAUSE_S``.
+One parameter counts: each sample seen adds 2**-3 to its entry, exactly, whatever is repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The pages read on a code host, which renders CommonMark: links have texts and lead somewhere,
-pictures are there, copies of files are up to date, and nothing is left that only Sphinx
-understands.
-"""
+"""Pages on a code host (CommonMark): links, pictures and copies are good, nothing of Sphinx."""
 
 import re
 import runpy

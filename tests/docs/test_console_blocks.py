@@ -1,8 +1,5 @@
-"""What the documentation shows at a prompt: the commands run, in a folder with the files that they
-name, and say what is shown.
-
-Not run here are the commands of ``ELSEWHERE``, each with the reason; of these only the words are
-checked, against the verb's own options.
+"""What the documentation shows at a prompt runs, and says what is shown; of the commands of
+``ELSEWHERE``, only the words are checked, against the verb's options.
 """
 
 import importlib

@@ -1,9 +1,6 @@
-"""Every Python block of the documentation runs: a page's blocks in order, in one namespace, in a
-folder with the files that pages name.
-
-Where a block trains, it does so on slots of this computer. One that speaks to ``ctx`` outside of a
-function runs in a fragment. Functions that a page defines are called as well, but for those of
-``NOT_CALLED``.
+"""Every Python block of the documentation runs: a page's in order, in one namespace, on slots of
+this computer; those that speak to ``ctx`` in a fragment. Functions are called, too, but for
+NOT_CALLED.
 """
 
 from __future__ import annotations

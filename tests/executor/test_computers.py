@@ -51,10 +51,7 @@ def cut_off_and_back(folder: Path, far: Computer) -> None:
 
 
 def over_both(history: History) -> int | None:
-    """Number of the fragment that runs on both nodes, None as long as none has saved a checkpoint
-    there. It need not be the first: on a busy computer nodes are silent for long enough to be given
-    up.
-    """
+    """The fragment that runs on both nodes (not always the first), or None without a checkpoint."""
     for fragment in history.fragments:
         if fragment.ended is None and len(fragment.nodes) == 2 and fragment.checkpoints:
             return fragment.number

@@ -1,9 +1,5 @@
-"""A node with a broken device is a preemption, and is avoided. The same fault on three nodes is the
-function's.
-
-The three nodes have two devices each, of this computer's six. There is none here, so torch is told
-of them by a module that it loads itself, as it loads the packages of other makers' devices. All
-else is real, up to the exchange of tensors: parts of GPUs (MIG) exchange them by gloo.
+"""A node with a broken device is a preemption, and is avoided; the same fault on three nodes is the
+function's. Devices are told of by a module that torch loads, two on each of three nodes.
 """
 
 from __future__ import annotations

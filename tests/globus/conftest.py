@@ -1,9 +1,5 @@
-"""An environment with Globus Compute: it needs older versions of some packages than everything else
-does.
-
-Where it is installed beside the tests (``pip install globus-compute-sdk``), the tests in
-``endpoint/`` are collected as any others. Elsewhere ``test_in_its_environment.py`` makes one, once,
-and runs them there.
+"""An environment with Globus Compute, which needs older packages. Where it is installed beside the
+tests, ``endpoint/`` is collected; else ``test_in_its_environment.py`` makes one.
 """
 
 import hashlib

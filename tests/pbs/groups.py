@@ -1,8 +1,4 @@
-"""Groups of nodes of one real PBS server, for runs of one mix of jobs side by side.
-
-Every group has another value of the resource ``system``, which all of its jobs ask for, and PBS
-looks at enough waiting jobs to plan for each: no group keeps another one waiting.
-"""
+"""Groups of nodes of one real PBS server, by the resource ``system``, for runs side by side."""
 
 import json
 import sys

@@ -1,8 +1,4 @@
-"""A tiny EASY backfill scheduler, second by second, that makes job logs of which it is known what
-was promised.
-
-Written without the code under test: it finds reservations by trying one second after the other.
-"""
+"""A tiny EASY scheduler, second by second, for job logs with known promises; independent."""
 
 from dataclasses import dataclass
 

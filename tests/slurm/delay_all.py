@@ -1,10 +1,7 @@
 """How much later jobs start, for every seed of a range: ``python -m tests.slurm.delay_all FILE
-[FIRST LAST]``; ``make delay-all`` runs it.
-
-Each seed is one mix, run once without FreeTrain on three clusters and once on each with it, all at
-the same time; even seeds on nodes that jobs share. FreeTrain has its default settings. One line is
-written for each seed; seeds whose lines are there are not run again. Then the distribution is
-printed, and the cause of each delay beyond the spread without FreeTrain.
+[FIRST LAST]``; ``make delay-all`` runs it. Each seed is a mix, on three clusters without FreeTrain
+and once with it, with default settings; even seeds share nodes. Lines of seeds that are there are
+not run again. At the end: the distribution, and the cause of each delay beyond the spread.
 """
 
 import json

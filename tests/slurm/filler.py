@@ -1,10 +1,6 @@
-"""Fills a machine's holes with training until it is told to end: ``python -m tests.slurm.filler
-FOLDER KIND SETTINGS [ADDRESS]``.
-
-SETTINGS are those of a site of this KIND, as JSON. It says 'ready' when it could ask for blocks,
-begins at a line 'NODES TRAINERS' on standard input, says 'training' when so many nodes have trained
-for a few steps, ends when the input ends, and says then, as JSON, what became of the
-blocks' seconds.
+"""Fills a machine's holes with training until its input ends: ``python -m tests.slurm.filler FOLDER
+KIND SETTINGS [ADDRESS]``, SETTINGS of a site of this KIND as JSON. Says 'ready', begins at a line
+'NODES TRAINERS', says 'training' when so many train, and at the end the blocks' seconds as JSON.
 """
 
 import json

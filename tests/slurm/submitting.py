@@ -1,8 +1,5 @@
-"""A submitting process that can be killed: ``python -m tests.slurm.submitting FOLDER EPOCHS PAUSE_S
-[SETTING=VALUE ...]``.
-
-It trains on the real cluster until it is done, and says then, as JSON, where the last checkpoint
-is. It always makes the same call.
+"""A submitting process to be killed: ``python -m tests.slurm.submitting FOLDER EPOCHS PAUSE_S
+[SETTING=VALUE ...]``. At the end it says, as JSON, where the last checkpoint is.
 """
 
 import json

@@ -31,10 +31,7 @@ LONG = 4, untidy(6, 4, 7, 120.0, 20.0)
 def outcomes(
     request: pytest.FixtureRequest, slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    """The mix twice without FreeTrain, to see what the scheduler does by itself, and once with it
-    in each mode; all at the same time. Blocks import no torch: that would take processors from
-    the schedulers, on this computer alone.
-    """
+    """The mix twice without FreeTrain and once in each mode, at once; blocks import no torch."""
     nodes, mix = request.param
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in template.for_nodes().items():

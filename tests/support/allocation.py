@@ -335,10 +335,7 @@ def problems_with_blocks(
     names: tuple[str, ...] = ('',),
     ends: tuple[float, ...] = (0.1, 0.4, 0.7, 1.0, 1.5, math.inf),
 ) -> Problem:
-    """Problems with one to three small blocks of node classes ``names``, which end within the
-    horizon or not, some too short for some bids; with and without spanning; limits on any set of
-    trainers.
-    """
+    """With one to three small blocks of ``names``, some too short; any spanning and limits."""
     horizon_s = draw(st.sampled_from([10.0, 120.0]))
     blocks = tuple(
         Capacity(

@@ -1,8 +1,5 @@
-"""The daemon of one job on a test machine: runs the script, sends it SIGTERM on request, kills what
-is left, and writes how it ended.
-
-SIGTERM reaches only the processes of the script's session, as with PBS; the launcher passes it on
-to other nodes.
+"""The daemon of one job on a test machine: runs the script, passes SIGTERM to its session as PBS
+does, kills what is left, and writes how it ended.
 """
 
 import contextlib

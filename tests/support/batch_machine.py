@@ -1,9 +1,6 @@
-"""A test machine with a batch scheduler, in a folder: its commands are small programs, and its jobs
-are real processes.
-
-Each command loads the state under a lock, brings the scheduler up to date, does its own work and
-saves the state. Jobs of other users hold nodes but run nothing; blocks run under a small program
-(``batch_job.py``). The clock can be moved.
+"""A test machine with a batch scheduler, in a folder: its commands load, advance and save its state
+under a lock; jobs are processes (``batch_job.py``), those of others hold nodes only. The clock can
+be moved.
 """
 
 import fcntl

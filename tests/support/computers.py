@@ -1,8 +1,4 @@
-"""Several computers on one: network, host name and shared memory of their own, joined by a bridge.
-
-They share the process ids, and the file system except for ``/dev/shm``, as nodes of a cluster share
-their home folders.
-"""
+"""Several computers on one, joined by a bridge: own network, host name and ``/dev/shm``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A file system in trouble, for programs that a test starts: calls on some files fail, or read and
-write less, in all processes that are started with :attr:`Shim.environment`; and a node whose clock
-differs.
-"""
+"""A file system in trouble, and another clock, for processes with :attr:`Shim.environment`."""
 
 import contextlib
 import mmap

@@ -1,9 +1,5 @@
-"""The demonstration, held up until a test has done all it wants.
-
-``python -m tests.support.held FILE [options of workflows.digits]``
-
-Steps take long until there is FILE, and longer in the second half, so that the training cannot end
-before.
+"""The demonstration, held up until there is FILE; steps of its second half take longer: ``python -m
+tests.support.held FILE [options of workflows.digits]``
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A real OpenPBS server on this computer, for tests marked ``pbs``.
-
-It is started for the first test that needs it, and stopped behind the files that do. PBS's ports
-are fixed, so there is one server at a time on a computer.
-"""
+"""A real OpenPBS server here (its ports are fixed: one at a time), for tests marked ``pbs``."""
 
 import fcntl
 import json
@@ -150,11 +146,8 @@ class PbsCluster(RealCluster):
 
     @contextmanager
     def templates(self) -> Iterator[str]:
-        """On each node a template that has imported torch, for all blocks there; yields the shell
-        command with which a block finds it.
-
-        Nodes have networks of their own, so one template for all would not be reached. A node that
-        crashes loses it, and imports torch again.
+        """On each node (they have their own networks) a template with torch for all blocks; yields
+        the shell command by which a block finds it.
         """
         name = f'node-{secrets.token_hex(8)}'
         template = (
@@ -196,11 +189,8 @@ class PbsCluster(RealCluster):
                 process.communicate()
 
     def clear(self) -> None:
-        """Remove all jobs and reservations; wait until every node is free and empty.
-
-        A node that the server has given up (``mcast failed``, seen once after the server was
-        stopped on a busy computer) does not come back by itself: its mom believes to be connected.
-        It is started anew.
+        """Remove all jobs and reservations; wait until nodes are free and empty. One given up by
+        the server (``mcast failed``) is started anew: its mom believes to be connected.
         """
         lines = self.run('qstat').splitlines()[2:]
         if jobs := [line.split()[0] for line in lines]:

@@ -1,8 +1,4 @@
-"""In which order test files are begun: long files first, so that none is left for the end.
-
-Files that need a PBS server stay together on one worker: there is one server at a time on a
-computer, and a worker that waited for it could run nothing else.
-"""
+"""In which order test files begin: long ones first; those with a PBS server on one worker."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""A real Slurm cluster on this computer, for tests marked ``slurm``.
-
-It is started for the first test that needs it and stopped after the last one.
-"""
+"""A real Slurm cluster on this computer, for the whole run of tests marked ``slurm``."""
 
 import os
 import shutil

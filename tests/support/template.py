@@ -1,8 +1,4 @@
-"""One process per session that has imported torch: fork servers of tests are forked from it.
-
-An import of torch takes as much processor time as the rest of a small training. Executors fork
-their nodes' servers from a template already; here, that template is a fork, too.
-"""
+"""One process per session that has imported torch: fork servers of tests are its forks."""
 
 import os
 import secrets
@@ -76,12 +72,7 @@ def that_imports(*modules: str) -> Iterator[None]:
 
 
 def for_nodes() -> dict[str, str]:
-    """Environment in which the nodes of a batch scheduler, all of them this computer, fork from the
-    session's template.
-
-    For trainings of many blocks, whose nodes would import torch once each, and where it does not
-    matter which of a node's processes its scheduler sees.
-    """
+    """Environment in which a scheduler's nodes, all here, fork from the session's template."""
     return {TEMPLATE_VARIABLE: name()}
 
 

@@ -21,10 +21,7 @@ __all__ = ['fit', 'freetrain', 'weights']
 def freetrain(
     folder: Path, site: Site, *, parsl_retries: int = 0, **settings: Any
 ) -> Iterator[FreeTrainExecutor]:
-    """A loaded Parsl configuration with one FreeTrainExecutor on ``site``, its files in
-    ``folder``. Settings of a group may be given by name: ``hang_s=4`` is
-    ``timeouts=Timeouts(hang_s=4)``.
-    """
+    """A configuration with one executor on ``site``; settings of groups by name, as hang_s=4."""
     settings = {'max_workers_per_node': 0, 'horizon_s': 20.0, **settings}
     groups: dict[str, type[Settings]] = {
         'policy': Policy,

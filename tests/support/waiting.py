@@ -1,7 +1,5 @@
-"""Waiting for conditions, with one limit that only a hang reaches.
-
-No test measures with ``LIMIT_S``: an operation of a second on an idle computer may take two minutes
-at a load average of 16. For promised times, tests compare with ``under_load(promised_s)``.
+"""Waiting for conditions, within ``LIMIT_S``, which only a hang reaches; promised times are
+compared with ``under_load(promised_s)``.
 """
 
 import os
@@ -28,11 +26,7 @@ def wait_until(
 
 
 def looks(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Moments to look at a condition, for ``limit_s`` seconds.
-
-    Looks at a ledger, at all processes or by a scheduler's commands take at most a tenth of a
-    processor: the rest is for what is waited for.
-    """
+    """Moments to look at a condition, for ``limit_s``, for a tenth of a processor at most."""
     end = time.monotonic() + limit_s
     while (begun := time.monotonic()) < end:
         yield

@@ -1,11 +1,5 @@
-"""Runs test files in several processes: ``--workers N``.
-
-One process collects all tests, and has imported then what they import; the workers are forked from
-it. As many interpreters that each import torch and collect all tests would take a minute of
-processor time more.
-
-A file stays on one worker, so that its tests share their fixtures. Whichever worker is free takes
-the next file.
+"""Runs test files in several processes: ``--workers N``, forked from one that has imported and
+collected all. A file stays on one worker, for its fixtures; whichever is free takes the next.
 """
 
 import os

@@ -22,13 +22,14 @@ from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of, set_grad
 from parsl_freetrain.training.steps.group_settings import GroupSettings
-from parsl_freetrain.training.steps.host_limit import HostLimit
 from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 
 _Look = tuple[Callable[[], float], Sequence[torch.Tensor], tuple[int, int]]
 """At a step's gradients: whether they are not finite, nor this rank's sums; from where to where."""
+_SKIPPED, _LOOKED_AT, _LEAST_SHARE = 10, 20, 0.03
+"""For :class:`HostLimit`: steps left out, and looked at; the least share of waits."""
 
 
 class ReproducibleSteps:
@@ -345,3 +346,29 @@ class ReproducibleSteps:
 
 def _named(ranks: Sequence[int] | None) -> str:
     return f', on rank {", ".join(map(str, ranks))}' if ranks else ''
+
+
+class HostLimit:
+    """Tells from Python's waits in a step whether the device was fast enough."""
+
+    def __init__(self, shards: int, say: Callable[[str], None] = print) -> None:
+        self._shards, self._say = shards, say
+        self._steps, self._step_s, self._waited_s = -_SKIPPED, 0.0, 0.0
+
+    def step_took(self, seconds: float, waited_s: float, passes: int, samples: int) -> None:
+        """Record a step, in which Python waited so long, of so many passes and samples in each."""
+        self._steps += 1
+        if not 0 < self._steps <= _LOOKED_AT:
+            return
+        self._step_s += seconds
+        self._waited_s += waited_s
+        if self._steps < _LOOKED_AT or self._waited_s > _LEAST_SHARE * self._step_s:
+            return
+        fewer = max(1, self._shards // 2)
+        larger = f'mode=Reproducible(shards={fewer}) makes larger passes, ' if passes > 1 else ''
+        self._say(
+            f'The device waits for Python, which launches its operations: a step of '
+            f'{1e3 * self._step_s / _LOOKED_AT:.0f} ms has {passes} forward and backward passes of '
+            f'{samples} samples, and whenever one was over the device had nothing left to do: '
+            f'{larger}torch.compile(model) makes fewer operations.'
+        )

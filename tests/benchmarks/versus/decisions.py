@@ -1,8 +1,5 @@
-"""Our decisions and those of BFTrainer's published optimiser on recorded problems: objective and
-CPU time. ``make decisions``.
-
-BFTRAINER_REPLAYER names its replayer (github.com/BFTrainer/Replayer), a folder or an archive. Its
-code is run and nothing of it is kept.
+"""Our decisions and those of BFTrainer's published optimiser on recorded problems: ``make
+decisions``; BFTRAINER_REPLAYER names its replayer (github.com/BFTrainer/Replayer).
 """
 
 import argparse

@@ -39,10 +39,7 @@ class Step:
 
 @dataclass
 class Machine:
-    """A folder, and all processes that were started for it.
-
-    Processes that outlive their parents become children of this one, so that none is lost.
-    """
+    """A folder, and all processes started for it, orphans too."""
 
     folder: Path
     _read: dict[Path, int] = field(default_factory=dict)

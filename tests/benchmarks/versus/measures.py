@@ -33,11 +33,8 @@ class Run:
 
 
 def next_step(run: Run, event: Event) -> float | None:
-    """Seconds from an event to the end of the first step that began after it; with an arrival, of
-    the first one on all nodes. None: there was none before the next event.
-
-    A step that had begun before a kill says nothing: its ranks may have exchanged their gradients
-    already.
+    """Seconds from an event to the end of the first step begun after it (of an arrival: on all
+    nodes), or None; a step begun before a kill may have exchanged its gradients.
     """
     until = min((e.at for e in run.events if e.at > event.at), default=run.ended)
     ends = [
@@ -51,10 +48,7 @@ def next_step(run: Run, event: Event) -> float | None:
 
 
 def executions(steps: Sequence[Step]) -> dict[int, list[float]]:
-    """By position, when each execution of the step ended first.
-
-    The ranks of one execution meet in it, so their times overlap; those of another one do not.
-    """
+    """By position, when each execution of the step, whose ranks' times overlap, ended first."""
     found: dict[int, list[float]] = {}
     for step in sorted(steps, key=lambda s: (s.position, s.begun)):
         ends = found.setdefault(step.position, [])

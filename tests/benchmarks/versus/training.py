@@ -64,11 +64,7 @@ class Batches:
 
 
 class StepLog:
-    """One line for each step that has ended, in a file of this process.
-
-    A line is ``[begun, ended, CPU seconds of the process, samples before the step, ranks, digest of
-    the weights or null]``. It is written at once, so that a kill loses nothing.
-    """
+    """Each ended step, written at once: ``[begun, ended, CPU s, samples, ranks, digest]``."""
 
     def __init__(self, model: nn.Module) -> None:
         node = os.environ[NODE_VARIABLE]

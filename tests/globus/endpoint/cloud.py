@@ -1,8 +1,5 @@
-"""The Globus Compute web service, of which only the wire is real: task and result messages, and the
-SDK's serializers.
-
-What cannot be had without an account is left out: login, REST and AMQP. Everything on both sides of
-it is what users run.
+"""The Globus Compute web service, real in messages and serializers only; login, REST and AMQP are
+left out. What is on both sides is what users run.
 """
 
 import contextlib
@@ -71,15 +68,7 @@ class OfflineExecutor(globus_compute_sdk.Executor):  # type: ignore[misc]
 
 
 class EndpointProcess:
-    """A user endpoint process, started anew for each life.
-
-    Parameters
-    ----------
-    config
-        The text of its configuration, in YAML.
-    folder
-        Short enough for a socket in it.
-    """
+    """A user endpoint process, anew for each life: ``config`` in YAML, a short ``folder``."""
 
     def __init__(self, config: str, folder: Path) -> None:
         self.config = config

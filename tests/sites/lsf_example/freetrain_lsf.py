@@ -1,7 +1,5 @@
-"""An example of a scheduler in a package of its own: one queue of a machine with IBM Spectrum LSF.
-
-It has what a scheduler needs and no more: idle hosts, blocks for a limited time, and how they end.
-It follows LSF's documentation (10.1) and has not been run on a real machine.
+"""An example of a scheduler in a package of its own: one queue of IBM Spectrum LSF (10.1), by its
+documentation only: idle hosts, blocks for a limited time, and how they end.
 """
 
 import json

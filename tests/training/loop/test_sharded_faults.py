@@ -56,11 +56,7 @@ def stuck(ctx: FragmentContext) -> None:
 
 
 def ordered(folder: Path, number: int = 1, samples: int = 10**6) -> FragmentOrder:
-    """Without a number of samples, every step is saved, and training does not end.
-
-    Each test has a trainer of its own: all share one fork server, which may still keep in memory
-    what another test has left, with the same bits.
-    """
+    """Each test has its trainer: all share a fork server, which may keep another's state."""
     every_s = 1e-9 if samples == 10**6 else 3600.0
     return order(
         folder,

@@ -1,7 +1,4 @@
-"""How many operations and reads the project adds to a step. On a GPU each operation is a launch by
-the Python thread, and each read waits until all is done that was launched before; both can be
-counted on a CPU.
-"""
+"""How many operations (launches on a GPU) and reads (waits) the project adds to a step."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import nn
 from parsl_freetrain import Shape
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.steps.host_limit import HostLimit
+from parsl_freetrain.training.steps.reproducible import HostLimit
 from tests.support.ranks import order, ranks
 
 FROM, TO, BATCH = 18, 26, 16  # between the 16th and the 32nd step, in which data are compared
