@@ -12,6 +12,8 @@ from tests.support.programs import run_to_end
 CONFTEST = """
 from pathlib import Path
 import os
+import pytest
+from tests.support import workers
 
 def pytest_addoption(parser):
     parser.addoption('--workers', type=int)
