@@ -194,7 +194,7 @@ def test_what_verification_adds_to_each_step() -> None:
         return [statistics.median(each[10:]) for each in took]
 
     app = freetrain_app(max_nodes=1, total_samples=64 * 400)(train)
-    without, with_it = json.loads(app.debug().result or '[]')
+    without, with_it = app.debug().result
     print(
         f'\nA step of {1e3 * without:.2f} ms takes {1e3 * with_it:.2f} ms with verification: '
         f'{with_it / without - 1:+.2%} ({MACHINE})'

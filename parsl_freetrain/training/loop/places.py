@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ from parsl_freetrain.training.loop.changes import (
     is_users_class,
     may_be_saved,
 )
-from parsl_freetrain.training.loop.unknown_state import frames, is_users, used
+from parsl_freetrain.training.loop.unknown_state import frames, is_users
 
 GLOBAL = 'global:'
 _MOST, _ITEMS = 20_000, 64
@@ -88,11 +88,11 @@ class Places:
 
     def _globals(self, code: CodeType, its: dict[str, Any]) -> None:
         module = its.get('__name__', '')
-        for name in sorted(used(code, its)):
+        for name in sorted(_names(code) & its.keys()):
             self._add(f'{GLOBAL}{module}:{name}', its, name)
             other = its[name]
             if isinstance(other, ModuleType) and is_users_class(other.__name__):
-                for inner in sorted({*code.co_names} & vars(other).keys()):
+                for inner in sorted(_names(code) & vars(other).keys()):
                     self._add(f'{GLOBAL}{other.__name__}:{inner}', vars(other), inner)
 
     def _look_into(self, one: Any) -> None:
@@ -152,6 +152,13 @@ class Places:
     def _numbered(self, name: str) -> str:
         self._called[name] += 1
         return f'{name}:{self._called[name]}'
+
+
+@lru_cache(maxsize=10_000)
+def _names(code: CodeType) -> frozenset[str]:
+    """All names in a function, and in those within it."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -46,19 +46,6 @@ def frames() -> Iterator[FrameType]:
         if not _module(frame).startswith(_PACKAGE):
             yield frame
         frame = frame.f_back
-
-
-def used(code: CodeType, its_globals: Mapping[str, Any]) -> set[str]:
-    """The global variables that a function uses, or another of its module that it calls."""
-    found, waiting = set[str](), [code]
-    for one in waiting:
-        waiting += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
-        for name in {*one.co_names} & its_globals.keys() - found:
-            found.add(name)
-            function = its_globals[name]
-            if isinstance(function, FunctionType) and function.__globals__ is its_globals:
-                waiting.append(function.__code__)
-    return found
 
 
 def marks(names: Mapping[str, Any]) -> dict[str, Any]:
