@@ -7,7 +7,6 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Optional
 from msgspec import structs
 from parsl.app.app import python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
-from parsl.dataflow.memoization import id_for_memo
 from parsl.errors import NoDataFlowKernelError
 
 from parsl_freetrain.core.model.checked_settings import checked_arguments, refuse_unknown
@@ -117,9 +115,8 @@ class FreeTrainApp:
                 names = executors[replica % len(executors)].names
                 own = names.take(replica_name(name, replica), explicit=True)
                 taken.append(own)
-                place = replica_folder(folder, replica)
                 anew: Resume = 'never' if resume == 'never' else 'auto'
-                others.append(claim(place, own, self.identity(), anew))
+                others.append(claim(replica_folder(folder, replica), own, self.identity(), anew))
         except BaseException:
             free()
             raise
@@ -137,7 +134,8 @@ class FreeTrainApp:
                 if packed.waits_for:  # futures in the values of futures
                     arguments.when_done(packed.waits_for, functools.partial(start, packed))
                 else:
-                    changed = arguments.compare(folder, checkpoint, self._named(args, kwargs))
+                    values = arguments.by_name(self.function, args, kwargs)
+                    changed = arguments.compare(folder, checkpoint, values)
                     what = (checkpoint, *others), packed.payload, changed
                     self._start(future, executors, dfk, folder, *what)
             except Exception as error:
@@ -233,13 +231,6 @@ class FreeTrainApp:
                 f'{context.name}.'
             ) from None
 
-    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name, with values in place of futures."""
-        bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments
-        with suppress(TypeError):  # a tuple with names of its own
-            return {name: arguments.value_of(value) for name, value in list(bound.items())[1:]}
-        return {}
-
     def _start(
         self,
         future: TrainingFuture,
@@ -269,10 +260,9 @@ class FreeTrainApp:
             return task
 
         known = round_samples(folder, future.name) if self.spec.diloco else None
-        futures = [future]
-        for replica in range(1, len(newest)):
-            futures.append(TrainingFuture(replica_name(future.name, replica)))
-        future._replicas = futures[1:]
+        names = (replica_name(future.name, replica) for replica in range(1, len(newest)))
+        future._replicas = list(map(TrainingFuture, names))
+        futures = [future, *future._replicas]
         for replica, checkpoint in enumerate(newest):
             spec = structs.replace(self.spec, replica=replica)
             trainer = spec.trainer(future.name, name_of(self.function))
@@ -295,24 +285,15 @@ class FreeTrainApp:
         if future._ended:  # cancelled meanwhile
             for one in future._replicas:
                 one.cancel()
-        checkpoint, *_ = newest
-        if checkpoint is None:
+        if newest[0] is None:
             say_if_never(definition(self.function))
         else:
-            future.add_done_callback(
-                functools.partial(arguments.say_if_finished_before, checkpoint)
-            )
+            future.add_done_callback(functools.partial(arguments.say_if_finished_before, newest[0]))
 
 
 def _tell(executors: Sequence[FreeTrainExecutor], told: TellReplica) -> None:
     for executor in executors:
         executor._post(told)
-
-
-@id_for_memo.register(Checkpoint)
-def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
-    """What Parsl's memoization takes for the same checkpoint: a path is never used twice."""
-    return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
 
 
 @checked_arguments(

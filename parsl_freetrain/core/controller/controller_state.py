@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.allocation.problem import Answer, Problem, record_of
@@ -11,60 +11,9 @@ from parsl_freetrain.core.controller.budgets import Budgets, Charges
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, Profile
+from parsl_freetrain.core.controller.throughput_profile import ClassProfiles, Profile, ShapeChoice
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
-
-REPORTS = 3
-"""Reports of the speed, with at least a step between two, after which a shape has been tried."""
-
-
-@dataclass
-class ShapeChoice:
-    """Tries each shape of a node count, for :data:`REPORTS` reports, and then keeps the fastest,
-    whatever noise follows. ``names``: by node count, in the order of tries.
-    """
-
-    names: Mapping[int, tuple[str, ...]]
-    _reports: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    _excluded: set[tuple[int, int]] = field(default_factory=set)
-
-    def next(self, nodes: int) -> int:
-        """The shape for the next fragment on ``nodes`` nodes, as its place in the list."""
-        untried = [s for s in self._usable(nodes) if not self._tried(nodes, s)]
-        return untried[0] if untried else self._fastest(nodes, 0)
-
-    def best(self, nodes: int) -> int:
-        """The fastest shape that has been tried; the one that is tried first, if there is none."""
-        return self._fastest(nodes, self.next(nodes))
-
-    def observe(self, nodes: int, shape: int, rate: float) -> None:
-        if not self._tried(nodes, shape):
-            self._reports.setdefault((nodes, shape), []).append(rate)
-
-    def change(self, nodes: int, shape: int) -> str:
-        """Why a fragment in ``shape`` should go on in another one; empty: it should not."""
-        then = self.next(nodes)
-        if then == shape or not self._tried(nodes, shape):
-            return ''
-        how = 'go on in the fastest shape,' if self._tried(nodes, then) else 'try the shape'
-        return f'{how} {self.names[nodes][then]}'
-
-    def exclude(self, nodes: int, shape: int) -> bool:
-        """Do not use a shape again; whether another one is left for this node count."""
-        self._excluded.add((nodes, shape))
-        return bool(self._usable(nodes))
-
-    def _usable(self, nodes: int) -> list[int]:
-        shapes = range(len(self.names.get(nodes, ('',))))
-        return [s for s in shapes if (nodes, s) not in self._excluded]
-
-    def _tried(self, nodes: int, shape: int) -> bool:
-        return len(self._reports.get((nodes, shape), ())) >= REPORTS
-
-    def _fastest(self, nodes: int, default: int) -> int:
-        tried = [s for s in self._usable(nodes) if self._tried(nodes, s)]
-        return max(tried, key=lambda s: self._reports[nodes, s][-1], default=default)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
@@ -20,6 +20,8 @@ KAPPA = np.concatenate([[0.0], np.logspace(-6.0, -1.5, 13)])
 _SIGMA, _KAPPA = (grid.ravel() for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
 # Standard deviations of the logarithm of a rate: of one measurement, and of the model itself.
 NOISE, MISFIT = 0.1, 0.04
+REPORTS = 3
+"""Reports of the speed, with at least a step between two, after which a shape has been tried."""
 
 
 def shapes(nodes: Sequence[int]) -> Floats:
@@ -274,3 +276,51 @@ def _one_node_rate(profile: Profile) -> float:
     if profile.stated is not None:
         return profile.stated.rate_at(1) or profile.stated.rate[-1]
     return profile.one_node_rate() or 0.0
+
+
+@dataclass
+class ShapeChoice:
+    """Tries each shape of a node count, for :data:`REPORTS` reports, and then keeps the fastest,
+    whatever noise follows. ``names``: by node count, in the order of tries.
+    """
+
+    names: Mapping[int, tuple[str, ...]]
+    _reports: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    _excluded: set[tuple[int, int]] = field(default_factory=set)
+
+    def next(self, nodes: int) -> int:
+        """The shape for the next fragment on ``nodes`` nodes, as its place in the list."""
+        untried = [s for s in self._usable(nodes) if not self._tried(nodes, s)]
+        return untried[0] if untried else self._fastest(nodes, 0)
+
+    def best(self, nodes: int) -> int:
+        """The fastest shape that has been tried; the one that is tried first, if there is none."""
+        return self._fastest(nodes, self.next(nodes))
+
+    def observe(self, nodes: int, shape: int, rate: float) -> None:
+        if not self._tried(nodes, shape):
+            self._reports.setdefault((nodes, shape), []).append(rate)
+
+    def change(self, nodes: int, shape: int) -> str:
+        """Why a fragment in ``shape`` should go on in another one; empty: it should not."""
+        then = self.next(nodes)
+        if then == shape or not self._tried(nodes, shape):
+            return ''
+        how = 'go on in the fastest shape,' if self._tried(nodes, then) else 'try the shape'
+        return f'{how} {self.names[nodes][then]}'
+
+    def exclude(self, nodes: int, shape: int) -> bool:
+        """Do not use a shape again; whether another one is left for this node count."""
+        self._excluded.add((nodes, shape))
+        return bool(self._usable(nodes))
+
+    def _usable(self, nodes: int) -> list[int]:
+        shapes = range(len(self.names.get(nodes, ('',))))
+        return [s for s in shapes if (nodes, s) not in self._excluded]
+
+    def _tried(self, nodes: int, shape: int) -> bool:
+        return len(self._reports.get((nodes, shape), ())) >= REPORTS
+
+    def _fastest(self, nodes: int, default: int) -> int:
+        tried = [s for s in self._usable(nodes) if self._tried(nodes, s)]
+        return max(tried, key=lambda s: self._reports[nodes, s][-1], default=default)

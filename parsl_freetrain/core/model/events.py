@@ -1,7 +1,6 @@
 """Every fact of a run, one class from where it is seen to where it is read; and actions.
 
-Every event carries ``at``, when it was seen, in seconds of one clock per run; the controller has no
-other. Node names are unique within a run: one that comes back in another block has another name.
+Each carries ``at``, when it was seen, by the run's one clock. Node names are unique within a run.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from parsl_freetrain.core.model.types import (
 )
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
-"""A duration or a time since the epoch; Meta's bounds also refuse what is not finite."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]  # also since the epoch; refuses infinities
 Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
 Metrics = Mapping[str, float]  # metrics reported by the user; they need not be finite
+OUT_OF_MEMORY = 'out of memory'
 
 
 class Ending(StrEnum):
@@ -116,9 +115,6 @@ class BlockRequeued(Event, frozen=True):
     """A block waits for nodes again; the ones that it had have left."""
 
     block: str
-
-
-OUT_OF_MEMORY = 'out of memory'
 
 
 class BlockClosed(Event, frozen=True):
@@ -327,8 +323,7 @@ class StopFragment(Struct, frozen=True, tag_field='kind', tag=True, eq=False):
     trainer: str
     fragment: int
     why: str
-    # expected for it to go on at once, as far as known: its own that stay, and free ones
-    then: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()  # where it goes on at once, if known: those that stay, free ones
     leaving: tuple[str, ...] = ()  # of its nodes, given back: no state is left in their memory
 
     def __eq__(self, other: object) -> bool:
@@ -380,11 +375,8 @@ class Decided(Event, frozen=True):
     @property
     def document(self) -> dict[str, Any] | None:
         """The problem, as ``allocation.problem.problem_in`` reads it; None: it was not kept."""
-        content = zlib.decompressobj().decompress(self.problem, _LARGEST)
+        content = zlib.decompressobj().decompress(self.problem, 2**28)  # or a bomb
         return msgpack.decode(content) if content else None
-
-
-_LARGEST = 2**28  # bytes of a problem: what is read may be somebody else's
 
 
 def packed(document: Mapping[str, Any] | None) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,16 @@ def when_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
 
     for future in futures:
         future.add_done_callback(one_done)
+
+
+def by_name(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments by name, with values in place of futures."""
+    bound = inspect.signature(function).bind(None, *args, **kwargs).arguments
+    with suppress(TypeError):  # a tuple with names of its own
+        return {name: value_of(value) for name, value in list(bound.items())[1:]}
+    return {}
 
 
 def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str, Any]) -> bool:

@@ -9,6 +9,8 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from parsl.dataflow.memoization import id_for_memo
+
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.off_loop import in_thread
@@ -196,3 +198,9 @@ class TrainerNames:
     def free(self, name: str) -> None:
         with self._lock:
             self._taken.discard(name)
+
+
+@id_for_memo.register(Checkpoint)
+def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
+    """What Parsl's memoization takes for the same checkpoint: a path is never used twice."""
+    return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()

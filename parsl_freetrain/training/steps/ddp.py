@@ -46,14 +46,14 @@ class ThroughputSteps:
         *,
         adasum: bool = False,
     ) -> None:
-        self._prepared, self._peers, self._division = prepared, peers, division
+        self._prepared, self._peers = prepared, peers
+        self._division, self._adasum = division, adasum
         if any(isinstance(model, torch.jit.ScriptModule) for model in prepared.models):
             raise BadInput(
                 'ctx.prepare was given a model of torch.jit, of which several ranks of throughput '
                 'or scaled mode cannot take the mean: give it the module itself (torch.compile '
                 'makes it fast, too), or train in reproducible mode.'
             )
-        self._adasum = adasum
         self._settings = GroupSettings(prepared.optimizers)
         if not division.pipelined:  # stages have optimizers of their own
             self._settings.follow_steps()
@@ -61,9 +61,8 @@ class ThroughputSteps:
         self._non_finite = FirstNonFinite(prepared.models, device)
         self._buffers = Buffers(prepared.models)
         self.optimizers, self.schedulers = prepared.optimizers, prepared.schedulers
-        self._factor = 1.0
         self._hooks: list[RemovableHandle] = []
-        self._weight = 1.0
+        self._factor = self._weight = self._own_share = 1.0  # the last: of the batch's samples
         self._rest: MeanAtSteps | None = None
         # A pipeline runs its own backward passes even if it has only one stage here.
         self._at_step = division.pipelined or any(
@@ -77,11 +76,9 @@ class ThroughputSteps:
             )
         self._micro_batch: int | None = None
         self._accumulation: Accumulation | None = None
-        self._own_share = 1.0  # of the samples of the global batch
         self._mean = None
         if fsdp_modules(prepared.models):
-            # Only here, as it imports FSDP2.
-            from parsl_freetrain.training.steps.sharded import MeanOfParts
+            from parsl_freetrain.training.steps.sharded import MeanOfParts  # imports FSDP2
 
             self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
         self._replicas = [*self._wrapped(find_unused_parameters)]

@@ -4,7 +4,7 @@ import pytest
 
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
-from parsl_freetrain.core.controller.controller_state import REPORTS, ShapeChoice
+from parsl_freetrain.core.controller.throughput_profile import REPORTS, ShapeChoice
 from parsl_freetrain.core.controller.trainer_end import without
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
