@@ -30,6 +30,7 @@ from parsl_freetrain.core.model.state import History
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.checkpoint.export import same_weights
+from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos import limits
 from tests.chaos.disks import small_disk
@@ -294,6 +295,7 @@ def chaos(
             run.kill()
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
+            there = read_state(ended.path).position
             check(ended, undisturbed(folder / 'alone', epochs), epochs)
             all_fragments = run.history().fragments
             endings = Counter(str(one.ending or 'cut off') for one in all_fragments)
@@ -303,7 +305,7 @@ def chaos(
                 f'({dict(endings)}), {run.starts} starts of the workflow, '
                 f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} '
                 f'samples, {time.monotonic() - began:.0f} s; '
-                f'{ended.resumes} resumes, {ended.verified} verified; '
+                f'{there.resumes} resumes, {there.verified} verified; '
                 f'seed {seed}, {nodes} nodes, faults: {dict(monkey.counts)}.'
             )
             say(
