@@ -34,6 +34,7 @@ NOT_CALLED = {
     'your-script.md': 'it has a fault; tests/test_rehearsal.py rehearses it',
     'get-started.md': 'the file site_configs/laptop.py: tests/sites/test_named.py',
     'tutorial.md': 'run as it says by the test of its script',
+    'packages.md': 'commands of packages: tests/packages/test_trainers.py',
     'globus.md': 'main() needs an endpoint in the cloud of Globus Compute',
 }
 # Pages with a script for freetrain run.

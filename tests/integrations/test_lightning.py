@@ -5,6 +5,7 @@ supported.
 from __future__ import annotations
 
 import importlib
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freetrain_app
-from tests.support.examples import in_this_process
+from tests.support.examples import example, in_this_process
 
 EPOCHS = 3
 lightning: Any = None
@@ -147,3 +148,57 @@ def test_what_is_not_supported_is_a_sentence(given: dict[str, Any], sentence: st
         in_this_process(ours(**given), total_epochs=EPOCHS, **mode)
     assert sentence in str(refused.value)
     assert '\n' not in str(refused.value) and str(refused.value).endswith('.')
+
+
+SCRIPT = """
+import json, sys
+import torch
+from lightning.pytorch import Trainer, callbacks, loggers
+from tests.integrations.lightning_modules import Line
+
+class Best(Line):
+    def __init__(self, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+quiet = dict.fromkeys(('enable_progress_bar', 'enable_model_summary'), False)
+trainer = Trainer(
+    max_epochs=6, callbacks=[callbacks.ModelCheckpoint('kept', 'best', monitor='val_loss')],
+    logger=loggers.CSVLogger('.', 'csv', ''), accelerator='auto', num_sanity_val_steps=0,
+    gradient_clip_val=0, **quiet,
+)
+model = Best()
+trainer.fit(model)
+before = [one.clone() for one in model.parameters()]
+(found,) = trainer.validate(model, ckpt_path='best')
+best = Best.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+assert best.hparams.width == 3
+torch.save([found, float(trainer.checkpoint_callback.best_model_score), best.state_dict()], 'found')
+"""
+
+
+@pytest.mark.parametrize('bare', [False, True], ids=['with its Trainer', 'and exit'])
+def test_a_script_that_makes_its_trainer_itself(
+    bare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_script = example('lightning_command').run_script
+    script, found = tmp_path / 'script.py', []
+    script.write_text(SCRIPT + bare * 'sys.exit(3)')
+    for folder in ('own', 'theirs'):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        if folder == 'own' and bare:
+            with pytest.raises(BadInput, match='has ended with 3'):
+                in_this_process(lambda ctx: run_script(ctx, script), total_epochs=6, shards=1)
+            return
+        if folder == 'own':
+            in_this_process(lambda ctx: run_script(ctx, script), total_epochs=6, shards=1)
+            assert len(Path('csv/metrics.csv').read_text().splitlines()) == 7
+        else:
+            runpy.run_path(str(script), run_name='__main__')  # Lightning's Trainer is its own again
+        assert [one.name for one in Path('kept').iterdir()] == ['best.ckpt']
+        found.append(torch.load('found'))
+    torch.testing.assert_close(*found)
+    assert found[0][0] == {'val_loss': pytest.approx(found[0][1])}
+    with pytest.raises(BadInput, match=r"given 'spktrian', which is neither a file nor a command"):
+        run_script(None, 'spktrian')

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import typing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.packages.test_packages import Rows, gpt, numbers, row, same_bits, small, squared, train
+from tests.support.examples import example
 
 ROWS: Rows = {}
 
@@ -135,53 +134,78 @@ def trl_dpo(ctx: FragmentContext) -> None:
     ).train()
 
 
+SPK = """
+# @package _global_
+defaults:
+  - override /model: nnp
+  - override /model/representation: schnet
+  - override /data: custom
+  - override /callbacks: [checkpoint, earlystopping, lrmonitor]
+  - override /logger: csv
+print_config: false
+run: {id: null}
+seed: 1
+globals: {cutoff: 3.0, lr: 0.001}
+trainer: {max_epochs: 2, devices: auto}
+data:
+  datapath: ${run.work_dir}/atoms.db
+  batch_size: 8
+  num_train: 48
+  num_val: 6
+  num_test: 6
+  num_workers: 0
+  transforms:
+    - {_target_: schnetpack.transform.ASENeighborList, cutoff: 3.0}
+    - {_target_: schnetpack.transform.CastTo32}
+model:
+  representation: {n_atom_basis: 8, n_interactions: 1, radial_basis: {n_rbf: 6}}
+  output_modules:
+    - {_target_: schnetpack.atomistic.Atomwise, output_key: energy, n_in: 8}
+task:
+  warmup_steps: 5
+  scheduler_cls: torch.optim.lr_scheduler.ReduceLROnPlateau
+  scheduler_args: {patience: 0}
+  outputs:
+    - _target_: schnetpack.task.ModelOutput
+      name: energy
+      loss_fn: {_target_: torch.nn.MSELoss}
+      metrics: {mae: {_target_: torchmetrics.MeanAbsoluteError}}
+"""
+
+
 @row('schnetpack', ROWS)
-def schnetpack_task(ctx: FragmentContext) -> None:
+def spktrain(ctx: FragmentContext) -> None:
+    """The script as it is."""
     from torch.utils.data import dataloader
 
     dataloader.T_co = typing.TypeVar('T_co')  # which 2.1.1 imports, and torch 2.13 has no longer
+    os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # it saves its model in a checkpoint
     import ase
     import numpy as np
     import schnetpack as spk
-    import torchmetrics
 
-    from parsl_freetrain.integrations.lightning import Trainer
-
-    path, made = Path('atoms.db'), np.random.default_rng(0)
-    if ctx.is_main and not path.exists():
+    made = np.random.default_rng(0)
+    if ctx.is_main and not Path('atoms.db').exists():
         new = spk.data.ASEAtomsData.create(
-            str(path), distance_unit='Ang', property_unit_dict={'energy': 'eV'}
+            'atoms.db', distance_unit='Ang', property_unit_dict={'energy': 'eV'}
         )
         for _ in range(60):
             n = int(made.integers(3, 6))
             atoms = ase.Atoms('H' * n, made.normal(size=(n, 3)) * 2)
             new.add_system(atoms, energy=np.array([atoms.positions.std()]))
+        Path('experiment').mkdir()
+        Path('experiment/tiny.yaml').write_text(SPK)
     ctx._run.peers.all_reduce_max((0,))()
-    data = spk.data.AtomsDataModule(
-        str(path), batch_size=8, num_train=48, num_val=12, num_workers=0, split_file=None,
-        transforms=[spk.transform.ASENeighborList(3.0), spk.transform.CastTo32()],
-    )  # fmt: skip
-    data.train_idx, data.val_idx, data.test_idx = [*range(48)], [*range(48, 60)], []
-    network = spk.representation.SchNet(
-        8, 1, spk.nn.GaussianRBF(6, 3.0), cutoff_fn=spk.nn.CosineCutoff(3.0)
-    )
-    model = spk.model.NeuralNetworkPotential(
-        network,
-        [spk.atomistic.PairwiseDistances()],
-        [spk.atomistic.Atomwise(8, output_key='energy')],
-    )
-    error = torchmetrics.MeanAbsoluteError()
-    energy = spk.task.ModelOutput('energy', nn.MSELoss(), metrics={'mae': error})
-    task = spk.task.AtomisticTask(
-        model, [energy], optimizer_args={'lr': 1e-3}, warmup_steps=5,
-        scheduler_cls=torch.optim.lr_scheduler.ReduceLROnPlateau, scheduler_args={'patience': 0},
-        scheduler_monitor='val_loss',
-    )  # fmt: skip
-    Trainer(ctx, max_epochs=2).fit(task, datamodule=data)
+    runs = Path(ctx._run.order.store).parent.name
+    how = 'experiment=tiny', f'run.id={runs}', '~task.scheduler_args.smoothing_factor'
+    example('lightning_command').run_script(ctx, 'spktrain', '--config-dir', os.getcwd(), *how)
+    if ctx.is_main:
+        assert Path('runs', runs, 'best_model').exists()
+        assert [*Path('runs', runs, 'csv').glob('*/metrics.csv')]
 
 
 NEQUIP = """
-run: [train]
+run: [train, val]
 data:
   _target_: nequip.data.datamodule.ASEDataModule
   seed: 1
@@ -198,8 +222,9 @@ trainer:
   _target_: lightning.Trainer
   max_epochs: 2
   accelerator: auto
-  enable_checkpointing: false
-  logger: false
+  callbacks:
+    - {_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val0_epoch/weighted_sum,
+       dirpath: out, filename: best}
 training_module:
   _target_: nequip.train.NequIPLightningModule
   loss: &loss
@@ -219,11 +244,8 @@ training_module:
 def nequip_train(ctx: FragmentContext) -> None:
     """The script as it is."""
     import ase.io
-    import lightning
     import numpy as np
     from ase.calculators.singlepoint import SinglePointCalculator
-
-    from parsl_freetrain.integrations.lightning import Trainer
 
     made, frames = np.random.default_rng(0), []
     for _ in range(48):
@@ -236,11 +258,9 @@ def nequip_train(ctx: FragmentContext) -> None:
         ase.io.write('frames.xyz', frames)
         Path('config.yaml').write_text(NEQUIP)
     ctx._run.peers.all_reduce_max((0,))()
-    lightning.Trainer = partial(Trainer, ctx)
-    sys.argv = ['nequip-train', '-cd', os.getcwd(), '-cn', 'config', 'hydra.run.dir=out']
-    from nequip.scripts.train import main
-
-    main()
+    where = '-cd', os.getcwd(), '-cn', 'config', 'hydra.run.dir=out'
+    example('lightning_command').run_script(ctx, 'nequip-train', *where)
+    assert Path('out/best.ckpt').exists()
 
 
 @row('zuko', ROWS)

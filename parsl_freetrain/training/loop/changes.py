@@ -48,7 +48,9 @@ def is_ours(one: Any) -> bool:
 def has_state(one: Any) -> bool:
     if isinstance(one, (type, DataLoader, torch.optim.Optimizer, torch.amp.GradScaler)):
         return False
-    return callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
+    with suppress(Exception):  # of a __getattr__ that takes no other names
+        return callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
+    return False
 
 
 @lru_cache(maxsize=4096)
@@ -173,6 +175,6 @@ def is_large(one: Any, most: tuple[int, int] = COPIED) -> bool:
         if {*map(type, inner)} <= _NUMBERS:
             left[0] -= len(inner)
             return False
-        return any(takes(value, depth - 1) for value in inner)
+        return any(takes(value, depth - 1) for value in [*inner])  # looking may load some
 
     return takes(one, 5)
