@@ -1,11 +1,11 @@
-"""Writes the table of waits of evidence/waits.md: ``python docs/waits.py``."""
+"""Writes the table of waits of evidence/waits.md: ``python -m docs.waits``."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
 
-from parsl_freetrain.executor.waits import Wait, waits
+from tests.chaos.waits import Wait, waits
 
 PAGE = Path(__file__).parent / 'evidence' / 'waits.md'
 BEGIN, END = '<!-- made by docs/waits.py -->', '<!-- end -->'

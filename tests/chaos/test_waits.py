@@ -32,12 +32,12 @@ from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
 from parsl_freetrain.executor.stream import Stream
-from parsl_freetrain.executor.waits import waits
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import Decoder, ToRank
+from tests.chaos.waits import waits
 from tests.support.parsl_sides import NoParsl
 from tests.support.processes import Started, command_line, victims
 from tests.support.training import fit, freetrain

@@ -14,6 +14,6 @@ def test_the_options_are_those_of_help() -> None:
 
 
 def test_the_waits_are_those_of_the_code() -> None:
-    """If not: ``python docs/waits.py``."""
+    """If not: ``python -m docs.waits``."""
     text = (DOCS / 'evidence' / 'waits.md').read_text()
     assert runpy.run_path(str(DOCS / 'waits.py'))['page'](text) == text
