@@ -15,14 +15,7 @@ from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.model.errors import clean, nodes_text
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report import cells as texts
-from parsl_freetrain.report.status import (
-    BlockNow,
-    RunStatus,
-    TrainerNow,
-    limit_in_words,
-    resumes_in_words,
-    snapshot,
-)
+from parsl_freetrain.report import status
 from parsl_freetrain.report.summary import CachedAllocator
 
 WIDTH = 24
@@ -78,18 +71,18 @@ class LiveView:
         self._journal, self._run = journal, run
         self._allocator = None if allocator is None else CachedAllocator(allocator)
 
-    def snapshot(self, now: float) -> RunStatus:
-        return snapshot(self._journal.history(), now, self._allocator, self._run)
+    def snapshot(self, now: float) -> status.RunStatus:
+        return status.snapshot(self._journal.history(), now, self._allocator, self._run)
 
 
-def plain_lines(seen: RunStatus) -> list[str]:
+def plain_lines(seen: status.RunStatus) -> list[str]:
     return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
 
 
 class Screen:
     """A snapshot for a console; fits any from 40 columns on."""
 
-    def __init__(self, seen: RunStatus) -> None:
+    def __init__(self, seen: status.RunStatus) -> None:
         self._seen = seen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -112,7 +105,7 @@ class Screen:
                 )
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
-        lines = (*map(limit_in_words, seen.limits), *resumes_in_words(seen.trainers))
+        lines = (*map(status.limit_in_words, seen.limits), *status.resumes_in_words(seen.trainers))
         yield from (Text(clean(line), 'dim') for line in lines)
         for sentence in filter(None, (seen.life.sentence, *seen.damage)):
             yield Text(clean(sentence), 'yellow')
@@ -173,14 +166,14 @@ def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
-def _heading(seen: RunStatus) -> Text:
+def _heading(seen: status.RunStatus) -> Text:
     text = Text('FreeTrain', 'bold', no_wrap=True, overflow='ellipsis')
     of_life = {'died': 'bold red', 'silent': 'yellow'}.get(seen.life.state, 'not bold')
     style = of_life if seen.ended is None else 'dim'
     return text.append(f'  {texts.heading_words(seen)}', style)
 
 
-def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
+def _trainer_table(trainers: Sequence[status.TrainerNow], bar: int) -> Table:
     table = _table('trainer', 'state', 'nodes', 'progress', *list(texts.CELLS)[1:])
     for column in (0, 1, 3):
         table.columns[column].justify = 'left'
@@ -197,7 +190,7 @@ def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
     return table
 
 
-def _trainer_lines(t: TrainerNow) -> RenderableType:
+def _trainer_lines(t: status.TrainerNow) -> RenderableType:
     name = Text(no_wrap=True, overflow='ellipsis')
     name.append(clean(t.name), 'bold')
     name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
@@ -217,7 +210,7 @@ def _trainer_lines(t: TrainerNow) -> RenderableType:
     return Group(*parts)
 
 
-def _block_table(blocks: Sequence[BlockNow]) -> Table:
+def _block_table(blocks: Sequence[status.BlockNow]) -> Table:
     table = _table('block', 'nodes', 'time left', 'trainers')
     table.columns[3].justify = 'left'
     for block in blocks:
@@ -226,7 +219,7 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
     return table
 
 
-def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
+def _plain_line(t: status.TrainerNow, elapsed_s: float) -> str:
     parts = [
         f'{texts.duration_text(elapsed_s)} {t.name}: {t.state}',
         f'{nodes_text(t.nodes)}{texts.in_shape(t)}',

@@ -12,15 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, msgpack
 
-from parsl_freetrain.core.model.types import (
-    BlockNodes,
-    BlockRequest,
-    Checkpoint,
-    Hole,
-    NodeDemand,
-    NodeOffer,
-    Trainer,
-)
+from parsl_freetrain.core.model import types
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]  # also since the epoch; refuses infinities
@@ -45,14 +37,14 @@ class Event(Struct, frozen=True, tag_field='kind', tag=True):
 class HolesSeen(Event, frozen=True):
     """What the site offers beyond the blocks that are open already."""
 
-    holes: tuple[Hole, ...]
+    holes: tuple[types.Hole, ...]
 
 
 class BlockOpened(Event, frozen=True):
     """A block was submitted as job ``job_id``, or adopted, after the controller's ``request``."""
 
     block: str
-    request: BlockRequest
+    request: types.BlockRequest
     job_id: str = ''
 
 
@@ -100,8 +92,8 @@ class BlockEndKnown(Event, frozen=True):
 class NodesNeeded(Event, frozen=True):
     """Waiting jobs of others would start on these nodes of ours, some of which have not joined."""
 
-    demands: tuple[NodeDemand, ...]
-    blocks: tuple[BlockNodes, ...]
+    demands: tuple[types.NodeDemand, ...]
+    blocks: tuple[types.BlockNodes, ...]
 
 
 class NodesLeft(Event, frozen=True):
@@ -127,13 +119,13 @@ class BlockClosed(Event, frozen=True):
 class OffersSeen(Event, frozen=True):
     """What the site has offered: spells that have begun or ended since the last such event."""
 
-    offers: tuple[NodeOffer, ...] = ()
+    offers: tuple[types.NodeOffer, ...] = ()
 
 
 class TrainerSubmitted(Event, frozen=True):
     """A trainer waits for nodes."""
 
-    trainer: Trainer
+    trainer: types.Trainer
     samples: int = 0  # trained already, where it is resumed
     fragments: int = 0  # run already
     mode: str = ''
@@ -202,7 +194,7 @@ class FragmentProgressed(Event, frozen=True):
 
 class CheckpointSaved(Event, frozen=True):
     at: Seconds
-    checkpoint: Checkpoint
+    checkpoint: types.Checkpoint
 
 
 class Rescaled(Event, frozen=True):
@@ -287,7 +279,7 @@ class RunEnded(Event, frozen=True):
 
 
 class OpenBlock(Struct, frozen=True, tag_field='kind', tag=True):
-    request: BlockRequest
+    request: types.BlockRequest
 
 
 class CloseBlock(Struct, frozen=True, tag_field='kind', tag=True):

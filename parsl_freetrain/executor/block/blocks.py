@@ -15,14 +15,9 @@ from parsl.jobs.states import JobState, JobStatus
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import FreeTrainError, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor.block import block_record
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_logs import BlockLogs
-from parsl_freetrain.executor.block.block_record import (
-    BlockRecord,
-    LeavingJobs,
-    greeting,
-    nodes_needed,
-)
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
@@ -69,10 +64,10 @@ class BlockManager:
         self._provider, self._stream, self._inbox = provider, stream, inbox
         self._node_log_dir, self._parsl, self._template = node_log_dir, parsl, template
         self._join_s = join_s
-        self.blocks: dict[str, BlockRecord] = {}
+        self.blocks: dict[str, block_record.BlockRecord] = {}
         self._clock = clock or RunClock()
         self._node_clocks = NodeClocks()
-        self.leaving = LeavingJobs(provider, parsl, self._clock)
+        self.leaving = block_record.LeavingJobs(provider, parsl, self._clock)
         self._not_before = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self._refusals: list[str] = []
@@ -101,7 +96,7 @@ class BlockManager:
     def adopt(self, adopted: AdoptedBlock, at: float) -> None:
         """Register a block that was just submitted or left by an earlier run."""
         block, request = adopted.block, adopted.request
-        self.blocks[block] = BlockRecord(adopted.job_id, request, waited_at=at)
+        self.blocks[block] = block_record.BlockRecord(adopted.job_id, request, waited_at=at)
         self._stream.emit(ev.BlockOpened(at, block, request, adopted.job_id))
 
     def close(self, names: Iterable[str], at: float) -> None:
@@ -122,7 +117,7 @@ class BlockManager:
             return
         demands, held = self._provider.site.needed()
         if demands:
-            self._stream.emit(nodes_needed(at, demands, held, self.blocks))
+            self._stream.emit(block_record.nodes_needed(at, demands, held, self.blocks))
 
     def release(self, block_id: str, nodes: Sequence[str], at: float) -> None:
         """Give some nodes of a block back. If the scheduler refuses, they can be used again."""
@@ -175,7 +170,9 @@ class BlockManager:
                 continue
             block.greeted.add(name)
             block.answering[name] = self._clock()
-            greeted = self._parsl.submit(greeting(name, self._node_log_dir, self._template), b'')
+            greeted = self._parsl.submit(
+                block_record.greeting(name, self._node_log_dir, self._template), b''
+            )
             greeted.add_done_callback(
                 lambda done, b=block_id, m=name: self._inbox.post(GreetingReturned(b, m, done))  # type: ignore[misc]
             )
@@ -255,7 +252,7 @@ class BlockManager:
                 block.until_s = until_s
                 self._stream.emit(ev.BlockEndKnown(at, block_id, until_s))
 
-    def _end_of(self, block: BlockRecord) -> float | None:
+    def _end_of(self, block: block_record.BlockRecord) -> float | None:
         return self._clock.of_wall(self._provider.end_of(block.job_id))
 
     def _over(self, block_id: str, status: JobStatus, at: float) -> None:
@@ -301,7 +298,7 @@ class BlockManager:
         nodes = self.blocks[block_id].request.nodes
         self._stream.emit(ev.BlockRefused(at, nodes, self._not_before - at, why))
 
-    def _give_up_silent(self, block_id: str, block: BlockRecord, at: float) -> None:
+    def _give_up_silent(self, block_id: str, block: block_record.BlockRecord, at: float) -> None:
         """Count nodes as unusable whose first task does not return; it may do so later."""
         for manager in [m for m, sent in block.answering.items() if at - sent > self._join_s]:
             del block.answering[manager]

@@ -24,13 +24,7 @@ from parsl import curvezmq
 from parsl.addresses import tcp_url
 from zmq.utils.monitor import recv_monitor_message
 
-from parsl_freetrain.training.spec.messages import (
-    Decoder,
-    FromMember,
-    MemberMessage,
-    ToMember,
-    encode,
-)
+from parsl_freetrain.training.spec import messages as msg
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +136,9 @@ class ControlServer:
             known=lambda: len(self._identities),
             ended=self._connection_ended,
         )
-        self._decoder: Decoder[FromMember] = Decoder(FromMember, 'a member of a fragment')
+        self._decoder: msg.Decoder[msg.FromMember] = msg.Decoder(
+            msg.FromMember, 'a member of a fragment'
+        )
 
     def post(self, item: Any) -> None:
         """Pass an item to the thread that waits in :meth:`receive`; from any thread."""
@@ -168,7 +164,7 @@ class ControlServer:
             if isinstance(item, _ConnectionEnded) and (key := self._connections.pop(item.fd, None)):
                 yield MemberDisconnected(*key)
 
-    def _messages(self) -> Iterator[FromMember]:
+    def _messages(self) -> Iterator[msg.FromMember]:
         while True:
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -184,12 +180,12 @@ class ControlServer:
         if fd in self._connections:
             self.post(_ConnectionEnded(fd))
 
-    def send(self, key: MemberKey, message: ToMember) -> bool:
+    def send(self, key: MemberKey, message: msg.ToMember) -> bool:
         """Send to a member; False if it has not reported yet."""
         identity = self._identities.get(key)
         if identity is None:
             return False
-        self._router.send_multipart([identity, encode(message)])
+        self._router.send_multipart([identity, msg.encode(message)])
         return True
 
     def forget(self, trainer: str, fragment: int) -> None:
@@ -219,16 +215,16 @@ class ControlClient:
         theirs, self.address = reachable(addresses, port)
         self.socket.connect(tcp_url(theirs, port))
         self._key = key
-        self._decoder: Decoder[ToMember] = Decoder(ToMember, 'the executor')
+        self._decoder: msg.Decoder[msg.ToMember] = msg.Decoder(msg.ToMember, 'the executor')
 
-    def send(self, message: MemberMessage) -> None:
+    def send(self, message: msg.MemberMessage) -> None:
         try:
-            self.socket.send(encode(FromMember(*self._key, message)))
+            self.socket.send(msg.encode(msg.FromMember(*self._key, message)))
         except zmq.Again:
             said = f'The executor has taken no message of this node for {SEND_S} s.'
             raise ConnectionError(said) from None
 
-    def receive(self) -> ToMember | None:
+    def receive(self) -> msg.ToMember | None:
         """The next message, or None if none is waiting."""
         while True:
             try:

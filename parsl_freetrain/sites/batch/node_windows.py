@@ -13,15 +13,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parsl_freetrain.core.model.types import Hole, NodeOffer
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    Partition,
-)
+from parsl_freetrain.sites.batch import records
 
-HOLDING = (JobState.RUNNING, JobState.SUSPENDED, JobState.STARTING, JobState.ENDING)
+HOLDING = (
+    records.JobState.RUNNING,
+    records.JobState.SUSPENDED,
+    records.JobState.STARTING,
+    records.JobState.ENDING,
+)
 
 Groups = dict[tuple[float, str], list[str]]
 """Names of nodes by when they can be had until, and by class."""
@@ -36,7 +35,7 @@ class Wanted:
     gpus: int = 0
     classes: tuple[str, ...] = ()
 
-    def fits(self, nodes: Nodes) -> bool:
+    def fits(self, nodes: records.Nodes) -> bool:
         return (
             nodes.partition == self.partition
             and nodes.usable
@@ -59,9 +58,9 @@ class OnTheWay:
 
 
 def windows(
-    nodes: Iterable[Nodes],
-    jobs: Iterable[BatchJob],
-    reservations: Iterable[NodeReservation],
+    nodes: Iterable[records.Nodes],
+    jobs: Iterable[records.BatchJob],
+    reservations: Iterable[records.NodeReservation],
     wanted: Wanted,
     ours: frozenset[str],
     now: float,
@@ -85,7 +84,7 @@ def windows(
         if job.state in HOLDING:
             for name in job.names:
                 until.pop(name, None)
-        if job.job_id in ours or job.state is not JobState.PENDING or job.start_s is None:
+        if job.job_id in ours or job.state is not records.JobState.PENDING or job.start_s is None:
             continue
         if job.planned:
             bounded: Iterable[str] = job.planned
@@ -101,12 +100,14 @@ def windows(
     return {name: end for name, end in until.items() if end > now}
 
 
-def held(jobs: Iterable[BatchJob]) -> frozenset[str]:
+def held(jobs: Iterable[records.BatchJob]) -> frozenset[str]:
     """The nodes that jobs have."""
     return frozenset(name for job in jobs if job.state in HOLDING for name in job.names)
 
 
-def as_jobs_say(nodes: Sequence[Nodes], freed: Collection[str]) -> tuple[Nodes, ...]:
+def as_jobs_say(
+    nodes: Sequence[records.Nodes], freed: Collection[str]
+) -> tuple[records.Nodes, ...]:
     """Nodes of which some were ``freed`` by all of their jobs since they were said to be busy."""
     found = []
     for group in nodes:
@@ -118,7 +119,7 @@ def as_jobs_say(nodes: Sequence[Nodes], freed: Collection[str]) -> tuple[Nodes, 
     return tuple(found)
 
 
-def _members(nodes: Iterable[Nodes]) -> Mapping[str, set[str]]:
+def _members(nodes: Iterable[records.Nodes]) -> Mapping[str, set[str]]:
     members: dict[str, set[str]] = defaultdict(set)
     for group in nodes:
         members[group.partition].update(group.names)
@@ -128,7 +129,7 @@ def _members(nodes: Iterable[Nodes]) -> Mapping[str, set[str]]:
 def holes(
     windows: Mapping[str, float],
     on_the_way: Sequence[OnTheWay],
-    partition: Partition,
+    partition: records.Partition,
     now: float,
     margin_s: float,
     least_s: float,

@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.sites.batch import records
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    Partition,
-)
 from parsl_freetrain.sites.batch.scheduler_commands import Commands
 
 
@@ -43,22 +37,22 @@ class Scheduler(Protocol):
     def client(self) -> Commands:
         """Runs its commands, and counts them."""
 
-    def queue(self) -> Partition:
+    def queue(self) -> records.Partition:
         """What the queue allows; raises BadInput if that is not what the site config asks for."""
 
     def wanted(self) -> Wanted:
         """Which nodes blocks can use."""
 
-    def jobs(self) -> tuple[BatchJob, ...]:
+    def jobs(self) -> tuple[records.BatchJob, ...]:
         """Everybody's jobs that may be seen and are not over, and perhaps some that are."""
 
-    def nodes(self) -> tuple[Nodes, ...]:
+    def nodes(self) -> tuple[records.Nodes, ...]:
         """The machine's nodes."""
 
-    def reservations(self) -> tuple[NodeReservation, ...]:
+    def reservations(self) -> tuple[records.NodeReservation, ...]:
         """Nodes that are set aside, now or later."""
 
-    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, records.JobState]:
         """States of those that are over, of jobs not in the queue any more; raises NoHistory."""
 
     def needs_s(self, shape: BlockShape) -> int:

@@ -7,22 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch import records
+from parsl_freetrain.sites.batch import scheduler_commands as commands
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    Partition,
-)
 from parsl_freetrain.sites.batch.scheduler import NoHistory
-from parsl_freetrain.sites.batch.scheduler_commands import (
-    Commands,
-    SchedulerSilent,
-    in_one_line,
-    offered,
-)
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.script import render
@@ -44,7 +33,7 @@ class Pbs:
 
     def __init__(self, options: PbsOptions) -> None:
         self._options = options
-        self.client = Commands(
+        self.client = commands.Commands(
             'PBS', options.command_s, meddling=('PBS_DPREFIX', 'PBS_DEFAULT_ARGS', 'QSTAT_')
         )
         self.history_every_s = options.poll_s  # every job that ends is asked about
@@ -55,11 +44,11 @@ class Pbs:
         self._features: frozenset[str] = frozenset()  # of the nodes; empty until they were seen
         self._suspended: frozenset[str] = frozenset()
 
-    def queue(self) -> Partition:
+    def queue(self) -> records.Partition:
         """The queue, and what its jobs ask of a node without saying it."""
         name = self._options.queue
         queues = answers.parse_queues(self.client.ask(answers.QUEUES))
-        queue = offered('PBS', 'queue', name, queues)
+        queue = commands.offered('PBS', 'queue', name, queues)
         if queue.get('enabled', 'True') != 'True':
             raise BadInput(
                 f'The queue {name!r} takes no jobs (it is not enabled); name another queue.'
@@ -82,7 +71,7 @@ class Pbs:
         """Nodes with the GPUs of the options; :meth:`nodes` knows which resources they need."""
         return Wanted(self._options.queue, (), self._options.gpus_per_node, self._options.classes)
 
-    def jobs(self) -> tuple[BatchJob, ...]:
+    def jobs(self) -> tuple[records.BatchJob, ...]:
         jobs = answers.parse_jobs(
             self.client.ask(answers.JOBS),
             self._options.queue,
@@ -90,10 +79,10 @@ class Pbs:
             self._apart,
             self._ranks,
         )
-        self._suspended = frozenset(j.job_id for j in jobs if j.state is JobState.SUSPENDED)
+        self._suspended = frozenset(j.job_id for j in jobs if j.state is records.JobState.SUSPENDED)
         return jobs
 
-    def nodes(self) -> tuple[Nodes, ...]:
+    def nodes(self) -> tuple[records.Nodes, ...]:
         found = answers.parse_nodes(
             self.client.ask(answers.NODES),
             self._options.queue,
@@ -104,26 +93,26 @@ class Pbs:
         self._features = frozenset(feature for nodes in found for feature in nodes.features)
         return found
 
-    def reservations(self) -> tuple[NodeReservation, ...]:
+    def reservations(self) -> tuple[records.NodeReservation, ...]:
         return answers.parse_reservations(self.client.ask(answers.RESERVATIONS))
 
-    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, records.JobState]:
         """``qstat -x``, if kept. A preemptible block that ran and was deleted was preempted."""
         done = self.client.run(answers.history_of(list(places)))
         if done.returncode == NO_HISTORY:
-            raise NoHistory(f'PBS keeps no history: {in_one_line(done.stderr)}')
+            raise NoHistory(f'PBS keeps no history: {commands.in_one_line(done.stderr)}')
         if done.returncode not in (0, FINISHED, UNKNOWN):
-            said = in_one_line(done.stderr)
-            raise SchedulerSilent(f'qstat -x failed with status {done.returncode}: {said}')
+            said = commands.in_one_line(done.stderr)
+            raise commands.SchedulerSilent(f'qstat -x failed with status {done.returncode}: {said}')
         if not done.stdout.strip():
             return {}
         jobs = answers.parse_jobs(done.stdout, self._options.queue)
         return {job.job_id: self._ended(job) for job in jobs}
 
-    def _ended(self, job: BatchJob) -> JobState:
-        deleted = job.state is JobState.CANCELLED and job.restarts > 0
+    def _ended(self, job: records.BatchJob) -> records.JobState:
+        deleted = job.state is records.JobState.CANCELLED and job.restarts > 0
         preempted = deleted and self._options.preemptible
-        return JobState.PREEMPTED if preempted else job.state
+        return records.JobState.PREEMPTED if preempted else job.state
 
     def needs_s(self, shape: BlockShape) -> int:
         """The minimum walltime: blocks are shrink-to-fit jobs."""

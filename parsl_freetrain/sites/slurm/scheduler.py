@@ -11,24 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch import records
+from parsl_freetrain.sites.batch import scheduler_commands as commands
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.node_windows import Wanted
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    Partition,
-)
 from parsl_freetrain.sites.batch.scheduler import NoHistory
-from parsl_freetrain.sites.batch.scheduler_commands import (
-    Commands,
-    SchedulerRefused,
-    SchedulerSilent,
-    in_one_line,
-    offered,
-    own_name,
-)
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
@@ -53,13 +40,15 @@ class Slurm:
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        self.client = Commands('Slurm', options.command_s, {**kept, **_ENVIRONMENT}, _MEDDLING)
-        self._user = own_name()
+        self.client = commands.Commands(
+            'Slurm', options.command_s, {**kept, **_ENVIRONMENT}, _MEDDLING
+        )
+        self._user = commands.own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
         self._tiers: dict[str, int] = {}  # of partitions
         self._shrinks = options.shrink_blocks
 
-    def queue(self) -> Partition:
+    def queue(self) -> records.Partition:
         partitions = answers_text.parse_partitions(self.client.ask(answers_text.PARTITIONS))
         self._tiers = {name: partition.tier for name, partition in partitions.items()}
         if self._shrinks is None:
@@ -70,27 +59,31 @@ class Slurm:
         given = self._options
         return Wanted(given.partition, given.features(), given.gpus_per_node, given.classes)
 
-    def jobs(self) -> tuple[BatchJob, ...]:
+    def jobs(self) -> tuple[records.BatchJob, ...]:
         if self._options.form == 'json':
             jobs = answers_json.parse_jobs(self.client.ask(answers_json.JOBS))
         else:
             jobs = self._jobs_as_text()
-        return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
+        return tuple(
+            self._ranked(job) if job.state is records.JobState.PENDING else job for job in jobs
+        )
 
-    def _jobs_as_text(self) -> tuple[BatchJob, ...]:
+    def _jobs_as_text(self) -> tuple[records.BatchJob, ...]:
         """The queue, in a format that nobody else knows, and how our jobs have ended."""
         form = answers_text.job_format(secrets.token_hex(8))
         said = self.client.ask(answers_text.JOBS, SQUEUE_FORMAT=form)
         return self._with_ends(answers_text.parse_jobs(said))
 
-    def _ranked(self, job: BatchJob) -> BatchJob:
+    def _ranked(self, job: records.BatchJob) -> records.BatchJob:
         """With its priority among jobs of all partitions."""
         tier = max(self._tiers.get(name, 0) for name in job.partition.split(','))
         return replace(job, priority=job.priority + _TIER * tier)
 
-    def _with_ends(self, jobs: tuple[BatchJob, ...]) -> tuple[BatchJob, ...]:
+    def _with_ends(self, jobs: tuple[records.BatchJob, ...]) -> tuple[records.BatchJob, ...]:
         """Each of this user's jobs that has failed, with how it ended; asked about once."""
-        failed = {j.job_id for j in jobs if j.state is JobState.FAILED and j.user == self._user}
+        failed = {
+            j.job_id for j in jobs if j.state is records.JobState.FAILED and j.user == self._user
+        }
         self._exits = {job_id: code for job_id, code in self._exits.items() if job_id in failed}
         if new := sorted(failed - self._exits.keys()):
             said = self.client.ask(answers_text.exits_of(new), accepted=(0, 1))
@@ -103,20 +96,20 @@ class Slurm:
             for job in jobs
         )
 
-    def nodes(self) -> tuple[Nodes, ...]:
+    def nodes(self) -> tuple[records.Nodes, ...]:
         found = answers_text.parse_nodes(self.client.ask(answers_text.NODES))
         if not self._options.classes:
             return found
         return tuple(replace(n, node_class=self._options.class_of(n.features)) for n in found)
 
-    def reservations(self) -> tuple[NodeReservation, ...]:
+    def reservations(self) -> tuple[records.NodeReservation, ...]:
         return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
 
-    def history(self, places: dict[str, Output]) -> dict[str, JobState]:
+    def history(self, places: dict[str, Output]) -> dict[str, records.JobState]:
         question = answers_text.history_of(list(places))
         try:
             return answers_text.parse_history(self.client.ask(question))
-        except (SchedulerSilent, BadInput) as error:
+        except (commands.SchedulerSilent, BadInput) as error:
             if 'disabled' in str(error) or isinstance(error, BadInput):
                 raise NoHistory(f'Slurm has no accounting database: {error}') from error
             raise
@@ -131,7 +124,7 @@ class Slurm:
     def test(self, script: Path) -> None:
         done = self.client.run(('sbatch', '--test-only', str(script)))
         if done.returncode:
-            raise SchedulerRefused(in_one_line(done.stderr, 'sbatch'))
+            raise commands.SchedulerRefused(commands.in_one_line(done.stderr, 'sbatch'))
 
     def submit(self, script: Path) -> str:
         return self.client.submit(('sbatch', '--parsable', str(script)), r'(\d+)(?:;\S+)?')
@@ -151,9 +144,11 @@ class Slurm:
             self.client.shrink(command, job_id, leave, folder)
 
 
-def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) -> Partition:
+def partition_for(
+    options: SlurmOptions, partitions: Mapping[str, records.Partition]
+) -> records.Partition:
     """The options' partition; BadInput if missing, refused to us, or unfit for the mode."""
-    partition = offered('Slurm', 'partition', options.partition, partitions)
+    partition = commands.offered('Slurm', 'partition', options.partition, partitions)
     why, limit_s = '', math.inf if partition.longest_s is None else partition.longest_s
     for what, given, taken in (
         ('account', options.account, partition.accounts),

@@ -16,14 +16,9 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir, write_new
+from parsl_freetrain.training.checkpoint import manifest as manifests
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
-from parsl_freetrain.training.checkpoint.manifest import (
-    Damaged,
-    SharedDamaged,
-    is_committed,
-    verify,
-)
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
@@ -206,16 +201,16 @@ def _checkpoint_folder(
         if newest is None:
             raise BadInput(f'{path} holds no usable checkpoint yet.')
         return Path(newest.path)
-    if not is_committed(path):
+    if not manifests.is_committed(path):
         raise BadInput(
             f"{path} is no checkpoint: name a checkpoint's directory (ckpt-...) or a "
             "trainer's folder."
         )
     refuse_open(path.parent)
     try:
-        verify(path)
-    except SharedDamaged:
+        manifests.verify(path)
+    except manifests.SharedDamaged:
         raise
-    except Damaged as damage:
+    except manifests.Damaged as damage:
         raise BadInput(f'Checkpoint {path} is damaged ({damage}): use the one before.') from damage
     return path

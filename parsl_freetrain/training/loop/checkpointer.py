@@ -23,15 +23,8 @@ from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.loop.handover import StateSender
 from parsl_freetrain.training.loop.save_timing import Background, SaveTiming
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
-from parsl_freetrain.training.spec.messages import (
-    Outcome,
-    RankEnd,
-    RankError,
-    SavingCheckpoint,
-    StateLeft,
-    ToRank,
-)
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +48,7 @@ class Checkpointer:
         self,
         store: PosixCheckpointStore,
         order: FragmentOrder,
-        channel: Channel[ToRank],
+        channel: Channel[msg.ToRank],
         last: Checkpoint | None,
         sender: StateSender | None = None,
         writers: PartWriters | None = None,
@@ -78,12 +71,12 @@ class Checkpointer:
 
     def outcome(
         self,
-        how: RankEnd,
-        error: RankError | None,
+        how: msg.RankEnd,
+        error: msg.RankError | None,
         samples: int,
         metrics: Mapping[str, float],
-        left: StateLeft | None = None,
-    ) -> Outcome:
+        left: msg.StateLeft | None = None,
+    ) -> msg.Outcome:
         """The last message, after a checkpoint in writing. ``left``: after the loss of a rank."""
         last = self.settled(
             None if how in ('finished', 'stopped') else self._writers.peer_lost(self.patience_s())
@@ -92,7 +85,7 @@ class Checkpointer:
             self._sender.keep(self._on_disk)
         if self._sender is not None and how == 'stopped':
             left = self._sender.left
-        return Outcome(
+        return msg.Outcome(
             how,
             samples,
             path=last.path if last is not None and not self._only_in_memory else None,
@@ -251,7 +244,7 @@ class Checkpointer:
                 self._on_disk = state
                 self.timing.wrote(time.monotonic() - began)
                 return  # rank 0 commits and tells
-            self._channel.send(SavingCheckpoint())
+            self._channel.send(msg.SavingCheckpoint())
             self.last = self._store.save(
                 lambda folder: writers.lead(save, folder, state),
                 samples=samples,

@@ -16,20 +16,14 @@ from torch.utils.data import DataLoader
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.events import TotalKnown
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.checkpoint import state as saved_state
 from parsl_freetrain.training.checkpoint.local_shard import local
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    Saved,
-    Source,
-    check_averages,
-    check_position,
-)
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.loop import body, rounds, unknown_state, update_guard
+from parsl_freetrain.training.loop import body, loop_state, rounds, unknown_state, update_guard
 from parsl_freetrain.training.loop.averages import (
     PreparedAverage,
     take_averages,
@@ -39,13 +33,6 @@ from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, 
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, put_back_changes
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
-from parsl_freetrain.training.loop.loop_state import (
-    FragmentEnd,
-    LoopState,
-    Phase,
-    UserState,
-    plain_text,
-)
 from parsl_freetrain.training.loop.loss import Loss, check
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.preparing import prepare_model
@@ -69,7 +56,7 @@ class FragmentRun:
         self.peers, self.checkpointer = parts.peers, parts.checkpointer
         self.is_main = parts.place.rank == 0
         self.division = division_of(parts.order, parts.place, parts.device)
-        self.state = LoopState.at_start(
+        self.state = loop_state.LoopState.at_start(
             parts.saved, parts.checkpointer.last, parts.order.spec.total_samples
         )
         self.hooks = LoopHooks()
@@ -90,7 +77,7 @@ class FragmentRun:
         rounds.refuse(self.order, 'ctx.finish_early', 'replicas end with the total')
         self.state.finishing = reason
 
-    def user_state(self) -> UserState:
+    def user_state(self) -> loop_state.UserState:
         if not self.state.user.used and self.is_main:
             self.parts.channel.send(msg.StateUsed())
         self.state.user.used = True
@@ -108,7 +95,7 @@ class FragmentRun:
         others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
         self.saved = rounds.next_round(self.parts, self.state)
         if self.saved is not None and not (
-            isinstance(self.saved, Saved) or self.order.spec.sharded
+            isinstance(self.saved, saved_state.Saved) or self.order.spec.sharded
         ):
             self.saved = self.saved.load(sort_out(others))  # a file of several is damaged
         self.parts = replace(self.parts, saved=self.saved)
@@ -230,7 +217,9 @@ class FragmentRun:
         span = self.lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
         body.find_generators(self.hooks, data)
         self.state.reports.means.used |= body.asks_for_means(self.hooks, spec)
-        if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
+        if self.state.phase is loop_state.Phase.ENDED_EARLY or (
+            there and span.number != there.loop
+        ):
             if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
                 seed_alike(span.base + span.length, spec.mode.seed, 'after a loop')
             return None
@@ -242,8 +231,8 @@ class FragmentRun:
         position = source.position(self.state.samples, span, spec.shards, saved)
         guard, mean = self._guard_of(model), loss is None
         self.verification.loop_begins()
-        if self.state.phase is Phase.LOOP_ENDED:
-            self.state.phase = Phase.TRAINING
+        if self.state.phase is loop_state.Phase.LOOP_ENDED:
+            self.state.phase = loop_state.Phase.TRAINING
         model.structure.check()
         if saved is not None:
             self._go_on(model, saved, position)
@@ -256,7 +245,7 @@ class FragmentRun:
         base, in_epoch, order_at = batches.base, batches.order.epoch_size, source.order_at
 
         # Not a method of the batches: a stream's own workers run for as long as it is held.
-        def position_at(samples: int) -> Position:
+        def position_at(samples: int) -> saved_state.Position:
             epoch, order = (samples - base) // in_epoch, order_at(samples - base)
             return replace(position, samples=samples, epoch=epoch, order=order)
 
@@ -279,20 +268,22 @@ class FragmentRun:
             kept=model.carried.tensors() if reproducible else None,
         )
 
-    def _go_on(self, model: Model, saved: Source, position: Position) -> None:
+    def _go_on(
+        self, model: Model, saved: saved_state.Source, position: saved_state.Position
+    ) -> None:
         """Raises BadInput if something has changed since, FragmentEnd if it is the last one."""
         there = saved.position
-        if isinstance(saved, Saved):
-            check_averages(saved, model.prepared.averages)
-        check_position(position, saved)
+        if isinstance(saved, saved_state.Saved):
+            saved_state.check_averages(saved, model.prepared.averages)
+        saved_state.check_position(position, saved)
         put_back_changes(self._at_prepare, self.state, model, saved, self.peers)
         model.carried.put_back('loop')
         self.state.epoch_due = there.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)
         if there.finished and there.total_samples == position.total_samples:
-            self.state.phase, self.state.result = Phase.FINISHED, there.result
-            raise FragmentEnd
+            self.state.phase, self.state.result = loop_state.Phase.FINISHED, there.result
+            raise loop_state.FragmentEnd
         if self.state.round_begins:  # that is no cut
             self.state.resumes, self.state.verified = there.resumes, there.verified
         else:
@@ -330,7 +321,7 @@ class FragmentRun:
         if self.division.alike and not isinstance(mode, Reproducible):
             self.peers.broadcast(plain_buffers(model))  # rank 0's are saved
         data = data if self._rehearsed is None else self._rehearsed.shortened(data)
-        stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
+        stops = self.loop is not None and self.state.phase is loop_state.Phase.EPOCH_END
         try:
             after_batch = self.loop.in_evaluation() if self.loop and stops else lambda: None
             how = self.parts, self.division, after_batch, gradients
@@ -355,7 +346,7 @@ class FragmentRun:
 
     def finish(self, returned: object) -> None:
         """Write the last checkpoint, after the function has returned at the total."""
-        if self.state.phase is Phase.FINISHED:
+        if self.state.phase is loop_state.Phase.FINISHED:
             return
         if self._epochs is not None:
             self._epochs.left()
@@ -366,9 +357,11 @@ class FragmentRun:
             )
         at_end = self.state.samples == self.state.total_samples
         phase = self.state.phase
-        if phase is not Phase.ENDED_EARLY and not (phase is Phase.LOOP_ENDED and at_end):
+        if phase is not loop_state.Phase.ENDED_EARLY and not (
+            phase is loop_state.Phase.LOOP_ENDED and at_end
+        ):
             raise BadInput(self._left_early())
-        self.state.result = plain_text(returned)
+        self.state.result = loop_state.plain_text(returned)
         self.loop.save_last()
 
     def outcome(self, how: msg.RankEnd, error: msg.RankError | None) -> msg.Outcome:

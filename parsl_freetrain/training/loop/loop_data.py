@@ -14,15 +14,10 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.data import sample_order
 from parsl_freetrain.training.data.inside import Looks, different, fingerprint, looks_of
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
-from parsl_freetrain.training.data.sample_order import (
-    GlobalBatch,
-    GlobalOrder,
-    epoch_size,
-    samples_in,
-)
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.data.together import Together
@@ -92,7 +87,7 @@ class LoopLengths:
         if spec.total_epochs is None:
             assert spec.total_samples is not None
             total = spec.total_samples
-            own = samples_in(epochs, in_epoch) if epochs is not None else samples
+            own = sample_order.samples_in(epochs, in_epoch) if epochs is not None else samples
         else:
             if samples is not None:
                 raise BadInput(
@@ -105,8 +100,8 @@ class LoopLengths:
                     f'ctx.loop was given {epochs:g} epochs, but only {left:g} of the total of '
                     f'{spec.total_epochs:g} are left.'
                 )
-            total = base + samples_in(left, in_epoch) if left else base
-            own = samples_in(epochs, in_epoch) if epochs is not None else None
+            total = base + sample_order.samples_in(left, in_epoch) if left else base
+            own = sample_order.samples_in(epochs, in_epoch) if epochs is not None else None
             self._epochs_before += left if epochs is None else epochs
         length = total - base if own is None else own
         if own is None and total == base:
@@ -156,7 +151,7 @@ class LoopData:
         if rehearsed is not None and self._chosen is None and self._stream is None:
             self._ordered = min(self._size, rehearsed.epoch_steps * read.batch_size)
         self._shuffle = read.shuffle and self._stream is None
-        self.in_epoch = epoch_size(self._ordered, read.batch_size, read.drop_last)
+        self.in_epoch = sample_order.epoch_size(self._ordered, read.batch_size, read.drop_last)
         self.order_at = partial(
             order_name, self._chosen, self._shuffle, read.drop_last, self.in_epoch
         )
@@ -210,7 +205,7 @@ class LoopData:
         mode, batch_size = spec.mode, self.read.batch_size
         if isinstance(mode, Scaled):
             batch_size = mode.batch_size(batch_size, self._peers.world_size)
-        order = GlobalOrder(
+        order = sample_order.GlobalOrder(
             dataset_size=self._ordered,
             batch_size=batch_size,
             seed=mode.seed,
@@ -232,7 +227,7 @@ class LoopData:
 class Restarted:
     """The micro-batches of global batches, for a loader that is iterated over once per epoch."""
 
-    items: Iterator[tuple[GlobalBatch, Sequence[MicroBatch]]] = iter(())
+    items: Iterator[tuple[sample_order.GlobalBatch, Sequence[MicroBatch]]] = iter(())
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return (micro_batch for _, micro_batches in self.items for micro_batch in micro_batches)
@@ -242,7 +237,7 @@ class Restarted:
 class BatchSource:
     """A loop's batches, after ``base`` samples of earlier ones; of a replica, by rounds."""
 
-    order: GlobalOrder
+    order: sample_order.GlobalOrder
     dataset: Any
     read: LoaderData
     base: int
@@ -255,7 +250,9 @@ class BatchSource:
     def end(self) -> int:
         return self.base + self.order.total_samples
 
-    def batches(self, samples: int, *, of_epoch: bool = False) -> Iterator[GlobalBatch]:
+    def batches(
+        self, samples: int, *, of_epoch: bool = False
+    ) -> Iterator[sample_order.GlobalBatch]:
         """The global batches from a number of samples on; or only those of its epoch."""
         done = samples - self.base
         size = self.order.epoch_size

@@ -19,15 +19,9 @@ from msgspec.structs import replace
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced
+from parsl_freetrain.training.comm import devices
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
 from parsl_freetrain.training.comm.device_faults import device_fault, storage_trouble
-from parsl_freetrain.training.comm.devices import (
-    name_of,
-    peak_memory,
-    take_devices,
-    visible_as,
-    where_shared,
-)
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
@@ -106,7 +100,9 @@ class _Rank:
         if self._run is None:  # the fragment could not begin
             self._say_last(Outcome(self._how, error=self._error))
         else:
-            memory = peak_memory(self._device)  # not with the copy of the state that it may leave
+            memory = devices.peak_memory(
+                self._device
+            )  # not with the copy of the state that it may leave
             outcome = self._run.outcome(self._how, self._error)
             self._say_last(replace(outcome, memory=memory))
         return 0 if self._well else 1
@@ -141,7 +137,7 @@ class _Rank:
             f'{place.world_size}'
         )
         peers = self._peers = join(
-            order, place, self._channel, self._inbox, name_of(self._device)
+            order, place, self._channel, self._inbox, devices.name_of(self._device)
         )()
         if place.world_size > 1:
             exchanges.start(place.rank, self._channel.send, peers.broken, self._end_in)
@@ -160,7 +156,9 @@ class _Rank:
         _log_error()
         self._error = _described(explained(raised))
         shared = self._order.spec.ranks.share_devices
-        message = device_fault(raised) or worker or where_shared(self._error.message, shared)
+        message = (
+            device_fault(raised) or worker or devices.where_shared(self._error.message, shared)
+        )
         self._error = replace(self._error, message=message)
 
     def _ending(self, raised: BaseException, worker: str) -> RankEnd:
@@ -210,9 +208,11 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     if isinstance(order.spec.mode, Reproducible):
         demand_determinism(warn_only=order.spec.mode.warn_only)
         fill_new_memory(False)
-    device = take_devices(place.local_rank, order.per_node, shared=order.spec.ranks.share_devices)
+    device = devices.take_devices(
+        place.local_rank, order.per_node, shared=order.spec.ranks.share_devices
+    )
     print(
-        f'Process {os.getpid()}: device {device} ({visible_as()}), '
+        f'Process {os.getpid()}: device {device} ({devices.visible_as()}), '
         f'{order.spec.ranks.threads} threads'
     )
     own_generators.forget()

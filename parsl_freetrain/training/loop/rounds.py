@@ -16,13 +16,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.loop_data import BatchSource
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import RankParts
-from parsl_freetrain.training.spec.diloco import (
-    OUTER,
-    DiLoCo,
-    replica_folder,
-    replica_name,
-    root_of,
-)
+from parsl_freetrain.training.spec import diloco as spec
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.mode import Reproducible
 
@@ -91,12 +85,16 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
 
 
 def _after(
-    weights: outer.OuterWeights, order: FragmentOrder, diloco: DiLoCo, samples: int, length: int
+    weights: outer.OuterWeights,
+    order: FragmentOrder,
+    diloco: spec.DiLoCo,
+    samples: int,
+    length: int,
 ) -> str:
     """Where the weights are, made if need be; '' if replicas lack, FreeTrainError if gone."""
     root, name = _training(order)
     stores = [
-        PosixCheckpointStore(replica_folder(root, k), replica_name(name, k))
+        PosixCheckpointStore(spec.replica_folder(root, k), spec.replica_name(name, k))
         for k in range(diloco.replicas)
     ]
     for _ in range(_TRIES):
@@ -111,8 +109,8 @@ def _after(
             of = [Path(end.path) for end in ends].index(damaged.path)
             stores[of].put_aside(damaged.path, str(damaged))
     raise FreeTrainError(
-        f'The weights after {samples} samples are not in {root / OUTER}, and replicas have gone on '
-        'with them: put them back, or start anew in another folder.'
+        f'The weights after {samples} samples are not in {root / spec.OUTER}, and replicas have '
+        'gone on with them: put them back, or start anew in another folder.'
     )
 
 
@@ -128,5 +126,5 @@ def _weights(order: FragmentOrder) -> outer.OuterWeights:
 def _training(order: FragmentOrder) -> tuple[Path, str]:
     """The folder and the name of the whole training."""
     replica = order.spec.replica
-    name = order.trainer.removesuffix(replica_name('', replica))
-    return root_of(Path(order.store), replica), name
+    name = order.trainer.removesuffix(spec.replica_name('', replica))
+    return spec.root_of(Path(order.store), replica), name

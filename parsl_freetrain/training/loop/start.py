@@ -14,15 +14,10 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint import manifest as manifests
 from parsl_freetrain.training.checkpoint.block_digests import blocks_of, digest, digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.frozen import write_anew
-from parsl_freetrain.training.checkpoint.manifest import (
-    SHARED,
-    SHARED_FOLDER,
-    Damaged,
-    SharedDamaged,
-)
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
@@ -94,7 +89,7 @@ def find_start(
             with_metrics = latest and replace(latest, metrics=dict(handed.metrics))
             try:
                 return with_metrics, found if order.spec.sharded else found.load()
-            except Damaged as damage:
+            except manifests.Damaged as damage:
                 print(f'{damage} The checkpoint is used.')
     for attempt in count():
         latest, contents, path = newest(store, peers, attempt)
@@ -106,10 +101,10 @@ def find_start(
             return latest, found
         try:
             return latest, found.load()
-        except SharedDamaged as damage:
+        except manifests.SharedDamaged as damage:
             print(damage)
             return latest, found  # what ctx.prepare gets may have what is in the file
-        except Damaged as damage:
+        except manifests.Damaged as damage:
             print(damage)
     raise AssertionError('unreachable')
 
@@ -133,7 +128,9 @@ class SharedState:
         self._ways = PeerTransport(peers, self._memory, self._disk, contents.files, per_node)
         self._opened, self._mended = Opened(path, contents, self._ways), False
         self.path, self.position = path, self._opened.position
-        self.complete = all(n.startswith(SHARED) or self._ways.has(n) for n in contents.files)
+        self.complete = all(
+            n.startswith(manifests.SHARED) or self._ways.has(n) for n in contents.files
+        )
 
     @property
     def bytes_read(self) -> int:
@@ -148,9 +145,9 @@ class SharedState:
         damage, saved = '', None
         try:
             saved = self._opened.load(prepared)
-        except Damaged as error:
+        except manifests.Damaged as error:
             damage = str(error)
-            if self._committed and not isinstance(error, SharedDamaged):
+            if self._committed and not isinstance(error, manifests.SharedDamaged):
                 self._store.put_aside(Path(self.path), damage)
         print(
             f'Of the state, {self._ways.bytes_here} bytes were in memory here, '
@@ -159,11 +156,11 @@ class SharedState:
         said = [text.decode() for text in gather_bytes(self._peers, damage.encode())]
         if self._committed or any(said):  # else it may be needed once more
             self._memory.forget()
-        if own := [one for one in said if one and not one.startswith(SHARED_FOLDER)]:
-            raise Damaged(f'The state {self.path} is damaged ({max(own)}).')
+        if own := [one for one in said if one and not one.startswith(manifests.SHARED_FOLDER)]:
+            raise manifests.Damaged(f'The state {self.path} is damaged ({max(own)}).')
         if saved is None or any(said):
             if prepared is None or self._mended:
-                raise SharedDamaged(max(said))
+                raise manifests.SharedDamaged(max(said))
             self._mend(prepared, max(said))
             return self.load(prepared)
         return saved
@@ -189,7 +186,7 @@ def newest(
         while (latest := store.newest()) is not None:
             try:
                 packed = Contents.read(Path(latest.path)).packed
-            except Damaged as damage:
+            except manifests.Damaged as damage:
                 store.put_aside(Path(latest.path), str(damage))
                 continue
             return json.dumps([latest.path, digest(packed), len(packed)])

@@ -13,13 +13,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-from parsl_freetrain.host.processes import (
-    ProcessStatus,
-    is_stopped,
-    process_ids,
-    status,
-    tcp_sockets,
-)
+from parsl_freetrain.host import processes
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -83,7 +77,7 @@ def _descendants(pid: int) -> list[int]:
     except OSError:  # it has ended
         return []
     if not listed and pid == os.getpid():
-        every = ((other, status(other)) for other in process_ids())
+        every = ((other, processes.status(other)) for other in processes.process_ids())
         return [other for other, found in every if found and found.parent == pid]
     return [i for child in map(int, chain(*listed)) for i in (child, *_descendants(child))]
 
@@ -96,20 +90,20 @@ def end_session() -> None:
     killed: set[int] = set()
     while True:
         # Between listing and killing, a process may have started another one.
-        found = process_ids() - killed - {me}
+        found = processes.process_ids() - killed - {me}
         members = {pid for pid in found if _kill_if(pid, lambda other: other.session == me)}
         if not members:
             return
         killed |= members
 
 
-def _kill_if(pid: int, condition: Callable[[ProcessStatus], bool]) -> bool:
+def _kill_if(pid: int, condition: Callable[[processes.ProcessStatus], bool]) -> bool:
     """False if the condition does not hold, or the process has ended."""
     with contextlib.suppress(OSError):
         # Opened before the check, so that the checked process is the one that is killed.
         pidfd = os.pidfd_open(pid)
         try:
-            found = status(pid)
+            found = processes.status(pid)
             if found is not None and found.alive and condition(found):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return True
@@ -131,7 +125,7 @@ class StopWatch:
     def stopped_s(self) -> float:
         """Check once more: seconds since the first check in a row that found it so, or 0."""
         now = self._clock()
-        if not is_stopped(self._pid):
+        if not processes.is_stopped(self._pid):
             self._since = None
             return 0.0
         self._since = now if self._since is None else self._since
@@ -141,7 +135,7 @@ class StopWatch:
 def connections() -> set[tuple[object, object]]:
     """The TCP connections of this process, by the addresses of both ends."""
     found: set[tuple[object, object]] = set()
-    for sock in tcp_sockets():
+    for sock in processes.tcp_sockets():
         with suppress(OSError):  # it only listens, or was closed meanwhile
             found.add((sock.getsockname(), sock.getpeername()))
     return found
@@ -149,7 +143,7 @@ def connections() -> set[tuple[object, object]]:
 
 def end_connections(which: Collection[tuple[object, object]]) -> None:
     """Shut down some of :func:`connections`; the other ends notice it at once."""
-    for sock in tcp_sockets():
+    for sock in processes.tcp_sockets():
         with suppress(OSError):
             if (sock.getsockname(), sock.getpeername()) in which:
                 sock.shutdown(socket.SHUT_RDWR)
@@ -164,7 +158,7 @@ def guard_connections(hang_s: float) -> int:
     guarded = 0
     patience_s = _TIMEOUT_SHARE * hang_s
     probe_s = max(1, int(patience_s / 3))
-    for sock in tcp_sockets():
+    for sock in processes.tcp_sockets():
         with suppress(OSError):  # closed meanwhile
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)

@@ -11,14 +11,8 @@ from torch.distributed import ProcessGroup
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.pipeline import schedule as sc
+from parsl_freetrain.training.parallel.pipeline import traffic as messages
 from parsl_freetrain.training.parallel.pipeline.schedule import programs_of
-from parsl_freetrain.training.parallel.pipeline.traffic import (
-    Stage,
-    Traffic,
-    make_layers,
-    outputs_like,
-    through,
-)
 
 
 class Pipeline(nn.Module):
@@ -85,13 +79,15 @@ class Pipeline(nn.Module):
         self._program = programs_of(self.schedule)[rank]
         parts = sc.split_layers(len(makers), stages)
         held = self.schedule.held(rank)
-        made = make_layers(makers, [number for _, stage in held for number in parts[stage]], seed)
+        made = messages.make_layers(
+            makers, [number for _, stage in held for number in parts[stage]], seed
+        )
         placed = {str(number): layer.to(self._device) for number, layer in sorted(made.items())}
         self.layers = nn.ModuleDict(placed)
         self._stages = {}
         for one in held:
             ends = {'first': one[1] == 0, 'last': one[1] == stages - 1}
-            self._stages[one] = Stage([made[number] for number in parts[one[1]]], **ends)
+            self._stages[one] = messages.Stage([made[number] for number in parts[one[1]]], **ends)
         # In a schedule of two directions: the worker with the same stage in the other direction.
         both = len({direction for direction, _ in held}) > 1
         worker, mine = self.schedule.worker, self._stages if both else ()
@@ -107,7 +103,7 @@ class Pipeline(nn.Module):
                 f'No rank of a pipeline of {self.schedule.stages} stages has all layers: to use '
                 'the model, load its weights into a Pipeline without a group.'
             )
-        return through(tuple(self.layers.values()), inputs)
+        return messages.through(tuple(self.layers.values()), inputs)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward pass of a batch. It replaces the gradients of the parameters. Raises
@@ -143,7 +139,7 @@ class Pipeline(nn.Module):
         return (self._partners[complete], parameters) if parameters else None
 
     def _compute(
-        self, task: sc.Task, batch: MicroBatches, traffic: Traffic | None
+        self, task: sc.Task, batch: MicroBatches, traffic: messages.Traffic | None
     ) -> Tensor | None:
         stage, m = self._stages[task.direction, task.stage], task.micro_batch
         before = self.schedule.fed_by(task)
@@ -160,17 +156,17 @@ class Pipeline(nn.Module):
         self.most_kept = max(self.most_kept, sum(other.kept for other in self._stages.values()))
         return made
 
-    def _traffic(self, batch: MicroBatches) -> Traffic | None:
+    def _traffic(self, batch: MicroBatches) -> messages.Traffic | None:
         if self._group is None:
             return None
         for value in batch.inputs:
             # Determined again if the batch size changes, as at the end of an epoch.
             if (value.shape, value.dtype) not in self._between:
                 stage = self._stages[sc.DOWN, dist.get_rank(self._group)]
-                like = outputs_like(stage, value, self._group, self._device)
+                like = messages.outputs_like(stage, value, self._group, self._device)
                 self._between[value.shape, value.dtype] = like
         between = [self._between[value.shape, value.dtype] for value in batch.inputs]
-        return Traffic(self._group, between, self._device)
+        return messages.Traffic(self._group, between, self._device)
 
 
 class MicroBatches:
