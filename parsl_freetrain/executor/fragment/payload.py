@@ -28,6 +28,7 @@ MOST_MB = 1000
 """What is sent is in the memory of the submitting process and of each node several times."""
 
 _registering = threading.Lock()
+_NO_FILE = '<dynamic-code>'  # as cloudpickle has it
 
 
 class Packed(NamedTuple):
@@ -95,6 +96,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is functools._lru_cache_wrapper and obj.__module__ in self._by_value:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, CodeType) and obj.co_filename != _NO_FILE:
+            # From 3.1.3 on, cloudpickle forgets it, and tracebacks would not show the user's lines.
+            named = operator.methodcaller('replace', co_filename=obj.co_filename)
+            return named, (obj.replace(co_filename=_NO_FILE),)
         if not isinstance(obj, Future):
             return super().reducer_override(obj)
         value = None

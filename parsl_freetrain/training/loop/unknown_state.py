@@ -8,6 +8,7 @@ several steps and finds those of other libraries.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType, FunctionType, ModuleType
@@ -21,6 +22,7 @@ from parsl_freetrain.training.loop.changes import LIBRARIES, has_state, is_ours,
 _PACKAGE, _ROOM = 'parsl_freetrain.', 'parsl_freetrain.training.'
 _RANK = ('parsl_freetrain.training.loop.rank', 'parsl_freetrain.training.loop.debugging')
 _LIBRARIES = ('<', *LIBRARIES)
+_DYNAMIC = '<dynamic-code>'  # what cloudpickle (3.1.3 and later) says of a function sent by value
 _SHOWN = 6
 T = TypeVar('T')
 
@@ -46,6 +48,12 @@ def frames() -> Iterator[FrameType]:
         if not _module(frame).startswith(_PACKAGE):
             yield frame
         frame = frame.f_back
+
+
+def set_variables(frame: FrameType, values: Mapping[str, Any]) -> None:
+    frame.f_locals.update(values)
+    if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 def marks(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +134,8 @@ def _inside(value: Any) -> list[tuple[str, Any]]:
 
 def is_users(function: Any) -> bool:
     ours = str(function.__module__).startswith(_PACKAGE)
-    return not (ours or function.__code__.co_filename.startswith(_LIBRARIES))
+    file = function.__code__.co_filename
+    return not ours and (file == _DYNAMIC or not file.startswith(_LIBRARIES))
 
 
 def _module(frame: FrameType) -> str:

@@ -42,3 +42,17 @@ def test_what_is_too_large_to_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(payload, 'MOST_MB', 1)
     with pytest.raises(BadInput, match=r'the function has 2 MB, at most 1 MB .* pass its path'):
         pack(counts, (bytes(2_000_000),), {}, 'cnn')
+
+
+def test_a_function_keeps_the_file_that_it_stands_in() -> None:
+    """cloudpickle 3.1.3 forgets it; tracebacks show it, and it tells whose a function is."""
+
+    def outer(n: int) -> int:
+        return sum((lambda: n)() for _ in range(n))
+
+    function, _, _ = cloudpickle.loads(pack(outer, (), {}, 'cnn').payload)
+    codes = [function.__code__]
+    for code in codes:
+        codes += [one for one in code.co_consts if isinstance(one, type(code))]
+    assert len(codes) == 3 and {code.co_filename for code in codes} == {__file__}
+    assert function(3) == 9
