@@ -126,7 +126,7 @@ class Body:
             self._refuse_memories(frame, frame.f_locals)
 
     def _look_at_what_goes_on(self, frame: FrameType) -> None:
-        """Raises BadInput if tensors go from an iteration to the next, and warns of numbers."""
+        """Raises BadInput if tensors go from an iteration to the next."""
         then, its = self._goes_on, {**frame.f_globals, **frame.f_locals}
         names = _going_on(frame.f_code, frame.f_lasti)
         self._goes_on = {name: its[name] for name in names & its.keys()}
@@ -139,12 +139,8 @@ class Body:
                     'each batch anew, or make what is carried on a part of the samples; with '
                     'max_nodes=1 and shards=1 it is kept as it is.'
                 )
-            if type(one) in (int, float) and type(before) in (int, float) and one != before:
-                print(
-                    f'{name} changes {where} virtual shard that a rank trains, and is used there: '
-                    'it does not count steps. If more than what is printed depends on it, use '
-                    'ctx.samples.'
-                )
+            if isinstance(one, torch.Tensor) and one is not before:
+                print(f'{name} changes {where} virtual shard: carry it as a number, by .item().')
 
     def _refuse_memories(self, frame: FrameType, variables: Mapping[str, Any]) -> None:
         for name, one in _containers(variables):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dis
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -18,22 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.loop.changes import (
-    CONTAINERS,
-    COPIED,
-    LIBRARIES,
-    SCALARS,
-    attributes,
-    has_state,
-    is_data,
-    is_large,
-    is_ours,
-    mark,
-    may_be_saved,
-)
+from parsl_freetrain.training.loop import changes
+from parsl_freetrain.training.loop.numbers import Numbers, counts, number_of, set_number
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
 from parsl_freetrain.training.loop.places import GLOBAL, Places
-from parsl_freetrain.training.loop.unknown_state import frames
+from parsl_freetrain.training.loop.unknown_state import frames, set_variables
 
 _ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
 _JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
@@ -55,6 +42,7 @@ class Carried:
         self._how = How([], set(), self._class, device)
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
+        self._counts: list[Any] = []  # what enumerates a loop
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
 
@@ -62,25 +50,41 @@ class Carried:
         """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already;
         ``functions``: those that are called around steps.
         """
-        self._frames = [one for one in frames() if not one.f_code.co_filename.startswith(LIBRARIES)]
+        self._frames = [
+            one for one in frames() if not one.f_code.co_filename.startswith(changes.LIBRARIES)
+        ]
         lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
         self._others = [*functions, *prepared.models, *lambdas]
         self._places = Places(self._frames, self._others)
-        self._how.known, self._how.models = set(map(id, known)), prepared.models
+        self._how.known = {*map(id, known), *map(id, prepared.averages)}
+        self._how.models = prepared.models
         self._how.live = prepared.tensors()
         if self._marks is None:
             self._marks = {
-                path: mark(one)
+                path: changes.mark(one)
                 for path, one in self._variables(all_of=True)
-                if may_be_saved(one) or is_data(one) or isinstance(one, Iterator)
+                if changes.may_be_saved(one) or changes.is_data(one) or isinstance(one, Iterator)
             }
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
         self._frames, self._others, self._places = [], [], Places((), ())
+        self._counts = []
 
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
+
+    def begin_loop(self, *, goes_on: bool) -> Numbers | None:
+        """Call where a loop asks for its first batch; ``goes_on``: others were trained before, so
+        that what enumerates them goes on, too. Returns the numbers that the body may change.
+        """
+        self._counts = counts()
+        then = self._saved.pop('counts', ())
+        for one, number in zip(self._counts, then if goes_on else (), strict=False):
+            set_number(one, number)
+        if not self._frames:
+            return None
+        return Numbers(self._frames, self._places, self._how.known, self._counts)
 
     def put_back(self, moment: str) -> None:
         """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""
@@ -96,9 +100,7 @@ class Carried:
                     its[name] = self._value(then)
             found = _named(saved, f'{frame.f_code.co_qualname}.')
             if found := {name: self._value(then, own.get(name)) for name, then in found.items()}:
-                frame.f_locals.update(found)
-                if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
-                    ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+                set_variables(frame, found)
 
     def state(self, *, finished: bool, room: list[int] | None = None) -> dict[str, Any]:
         """What a checkpoint holds; ``finished``: the function has returned; ``room``: elements and
@@ -114,11 +116,12 @@ class Carried:
                 for name, one in self._kept.items()
             },
             'once': [*self._once],
+            'counts': [] if finished else [*map(number_of, self._counts)],
         }
 
     def copied(self) -> dict[str, Any] | None:
         """As :meth:`state`; None: that is too large to be copied at the end of each batch."""
-        room = [*COPIED]
+        room = [*changes.COPIED]
         with suppress(NotPlain):
             found = self.state(finished=False, room=room)
             return found if min(room) >= 0 else None
@@ -127,7 +130,7 @@ class Carried:
     def keep(self, thing: Any, name: str | None) -> None:
         """As ``ctx.keep``."""
         kind = type(thing).__name__
-        if not has_state(thing):
+        if not changes.has_state(thing):
             raise BadInput(
                 f'ctx.keep was given a {kind}; it takes objects with state_dict and '
                 'load_state_dict.'
@@ -148,7 +151,11 @@ class Carried:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of objects that have a state: given to :meth:`keep`, or found in variables."""
-        things = {path.rpartition('.')[2]: one for path, one in self._variables() if has_state(one)}
+        things = {
+            path.rpartition('.')[2]: one
+            for path, one in self._variables()
+            if changes.has_state(one)
+        }
         states = [
             (name, tree_flatten_with_path(one.state_dict())[0])
             for name, one in {**things, **self._kept}.items()
@@ -192,8 +199,10 @@ class Carried:
             found.update((f'{code.co_qualname}.{name}', own[name]) for name in names)
         found.update((place.path, one) for place, one in self._places)
         for path, one in found.items():
-            left_out = is_ours(one) or isinstance(one, (Dataset, DataLoader, ModuleType))
-            left_out |= callable(one) and not has_state(one) and attributes(one) is None
+            left_out = changes.is_ours(one) or isinstance(one, (Dataset, DataLoader, ModuleType))
+            left_out |= (
+                callable(one) and not changes.has_state(one) and changes.attributes(one) is None
+            )
             if not (left_out or id(one) in self._how.known):
                 yield path, one
 
@@ -202,18 +211,23 @@ class Carried:
         before = {path: then for moment in saved for path, then in moment.items()}
         found = {}
         for path, one in self._variables():
-            goes_on = isinstance(one, Iterator) and attributes(one) is None and room is None
-            if goes_on and path in marks and marks[path] != mark(one):
+            goes_on = isinstance(one, Iterator) and changes.attributes(one) is None and room is None
+            if goes_on and path in marks and marks[path] != changes.mark(one):
                 raise _refused(path, 'is an iterator')
-            if is_data(one) and path in marks and room is None and marks[path] != mark(one):
+            if (
+                changes.is_data(one)
+                and path in marks
+                and room is None
+                and marks[path] != changes.mark(one)
+            ):
                 raise _refused(path, f'is a {type(one).__name__}')
-            if not may_be_saved(one):
+            if not changes.may_be_saved(one):
                 continue
-            if room is not None and is_large(one):
+            if room is not None and changes.is_large(one):
                 raise NotPlain('a large variable')
             unchanged = set[str]()
             if path in marks:
-                then, now, kept = marks[path], mark(one), before.get(path)
+                then, now, kept = marks[path], changes.mark(one), before.get(path)
                 if kept is None and then == now:
                     continue
                 if isinstance(then, dict) and isinstance(now, dict):
@@ -222,13 +236,13 @@ class Carried:
             try:
                 found[path] = packed(one, self._how, unchanged, room)
                 why = self._not_made(found[path], one)
-                lost = bool(why) and isinstance(marks.get(path, ()), SCALARS)
+                lost = bool(why) and isinstance(marks.get(path, ()), changes.SCALARS)
             except NotPlain as error:
                 # Others are made again, or what changes is in objects that are saved.
                 then, why = marks.get(path), f'has {error} in it'
                 lost = isinstance(error, TooLarge) or (
-                    isinstance(one, CONTAINERS)
-                    and (not isinstance(then, tuple) or then[:2] != mark(one)[:2])
+                    isinstance(one, changes.CONTAINERS)
+                    and (not isinstance(then, tuple) or then[:2] != changes.mark(one)[:2])
                 )
             if lost and path in marks and room is None:
                 self._lose(path, why)
@@ -283,9 +297,9 @@ def live_names(code: CodeType, at: int) -> frozenset[str]:
             if offset in place:
                 after[place[offset]].append(place[entry.target])
     found: list[set[str]] = [set() for _ in steps]
-    changes = True
-    while changes:
-        changes = False
+    again = True
+    while again:
+        again = False
         for i in reversed(range(len(steps))):
             now = set().union(*(found[j] for j in after[i]))
             kinds = re.findall(r'(LOAD|STORE|DELETE)_FAST', steps[i].opname)
@@ -293,7 +307,7 @@ def live_names(code: CodeType, at: int) -> frozenset[str]:
             for kind, name in reversed([*zip(kinds, names, strict=False)]):
                 now = now | {name} if kind == 'LOAD' else now - {name}
             if now != found[i]:
-                found[i], changes = now, True
+                found[i], again = now, True
     # In a call, a frame is at the memory of the instruction, which is behind it.
     here = max((offset for offset in place if offset <= at), default=0)
     return frozenset(found[place[here]] | {*code.co_cellvars, *code.co_freevars})

@@ -100,7 +100,8 @@ class LastStep:
 
     @property
     def _uses_state(self) -> bool:
-        used = self._state.user.used or any((self.variables or {}).values())
+        moments = (self.variables or {}).items()
+        used = self._state.user.used or any(v for name, v in moments if name != 'counts')
         return used or (self._end is not None and self._end.user != '{}')
 
     @property

@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from parsl_freetrain.training.loop.changes import (
-    CONTAINERS,
-    SCALARS,
-    attributes,
-    is_ours,
-    is_users_class,
-    may_be_saved,
-)
+from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.loop.unknown_state import frames, is_users
 
 GLOBAL = 'global:'
@@ -91,7 +84,7 @@ class Places:
         for name in sorted(_names(code) & its.keys()):
             self._add(f'{GLOBAL}{module}:{name}', its, name)
             other = its[name]
-            if isinstance(other, ModuleType) and is_users_class(other.__name__):
+            if isinstance(other, ModuleType) and changes.is_users_class(other.__name__):
                 for inner in sorted(_names(code) & vars(other).keys()):
                     self._add(f'{GLOBAL}{other.__name__}:{inner}', vars(other), inner)
 
@@ -107,21 +100,23 @@ class Places:
         elif isinstance(one, partial):
             self._waiting += (one.func, *one.args, *one.keywords.values())
         elif isinstance(one, type):
-            if is_users_class(one.__module__) and not issubclass(one, Enum):
+            if changes.is_users_class(one.__module__) and not issubclass(one, Enum):
                 self._class(one)
         elif isinstance(one, (property, staticmethod, classmethod)):
             self._waiting += (getattr(one, 'fget', None), getattr(one, '__func__', None))
         elif isinstance(one, torch.nn.Module):
             for module in one.modules():
                 self._waiting += (type(module), *module._forward_hooks.values())
-        elif isinstance(one, CONTAINERS):
+        elif isinstance(one, changes.CONTAINERS):
             if len(one) <= _ITEMS:
-                self._waiting += one.values() if isinstance(one, dict) else one
-        elif not (is_ours(one) or isinstance(one, DataLoader)):
-            own = attributes(one)
+                self._waiting.extend(one.values() if isinstance(one, dict) else one)
+        elif not (changes.is_ours(one) or isinstance(one, DataLoader)):
+            own = changes.attributes(one)
             if own is not None and isinstance(one, Dataset):  # what else it has may be a cache
                 name = self._numbered(type(one).__qualname__)
-                for key in [key for key, value in own.items() if isinstance(value, SCALARS)]:
+                for key in [
+                    key for key, value in own.items() if isinstance(value, changes.SCALARS)
+                ]:
                     self._add(f'{name}.{key}', one, key)
             elif own is not None:
                 self._waiting += (type(one), *own.values())
@@ -136,7 +131,7 @@ class Places:
             self._add(f'{name}.{key}', one, key)
         defaults = *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()
         for i, value in enumerate(defaults):
-            if isinstance(value, CONTAINERS) or attributes(value) is not None:
+            if isinstance(value, changes.CONTAINERS) or changes.attributes(value) is not None:
                 self._add(f'{name}:default {i + 1}', {'': value}, '')
         self._globals(one.__code__, one.__globals__)
 
@@ -144,7 +139,7 @@ class Places:
         self.classes.setdefault(one.__name__, one)
         for key, value in [*vars(one).items()]:
             if not key.startswith('__'):
-                if may_be_saved(value) and not callable(value):
+                if changes.may_be_saved(value) and not callable(value):
                     self._add(f'{one.__qualname__}.{key}', one, key)
                 self._waiting.append(value)
         self._waiting += one.__bases__

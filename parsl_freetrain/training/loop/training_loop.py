@@ -31,6 +31,7 @@ from parsl_freetrain.training.loop.wishes import EvaluationStopped, Wishes
 from parsl_freetrain.training.spec.messages import StateLeft
 from parsl_freetrain.training.spec.mode import ROLLBACK, NonFinitePolicy, Reproducible
 from parsl_freetrain.training.steps.determinism import demand_determinism
+from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 Batch = tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]
 """A global batch, this rank's micro-batches of it, and what loads these in order."""
@@ -61,6 +62,7 @@ class TrainingLoop:
         self._rank, self._device, self._peers = parts.place.rank, parts.device, parts.peers
         self._channel, self._checkpointer = parts.channel, parts.checkpointer
         self._prepared, self._division = model.prepared, model.division
+        self._carried, self._shards = model.carried, order.spec.shards
         self._steps, self._hooks, self._guard = model.steps, model.hooks, guard
         self._state, self._verification = state, verification
         self._body, self._loss = body, loss
@@ -104,6 +106,8 @@ class TrainingLoop:
             self._last.forget()
             self._rollback.go_back()
         self._last.forget()  # the code behind the loop needs its variables
+        if isinstance(self._steps, ReproducibleSteps):
+            self._steps.numbers = None
         if state.samples > began_with and not self._steps.stepped:
             raise BadInput(
                 'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
@@ -124,6 +128,9 @@ class TrainingLoop:
         self._last.end_batch()
         self._began = state.samples, time.monotonic()
         batches = self._batches(data)
+        # In ctx.epochs each epoch's loop begins anew.
+        begins = by_epochs and data.ends_epoch(state.samples)
+        self._begin_loop(goes_on=state.samples > data.base and not begins)
         for batch, micro_batches, loaded in batches:
             began_at = time.monotonic()
             self._begin(batch)
@@ -162,6 +169,12 @@ class TrainingLoop:
                 since = time.monotonic()
                 yield NEXT_EPOCH
                 self._between_epochs_s = time.monotonic() - since
+                self._begin_loop(goes_on=False)
+
+    def _begin_loop(self, *, goes_on: bool) -> None:
+        numbers = self._carried.begin_loop(goes_on=goes_on)
+        if isinstance(self._steps, ReproducibleSteps):
+            self._steps.numbers = numbers if self._shards > 1 else None
 
     def _batches(self, data: BatchSource) -> Iterator[Batch]:
         self._draw_for_itself()

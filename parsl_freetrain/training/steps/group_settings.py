@@ -30,6 +30,7 @@ class GroupSettings:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._first: _Groups | None = None
+        self._before: _Groups = []
         self._at_step: dict[int, list[dict[str, Any]]] = {}
         self.history = 0
 
@@ -54,10 +55,13 @@ class GroupSettings:
             optimizer.register_step_pre_hook(follow(number))
 
     def begin_batch(self) -> None:
-        self._first = None
+        self._first, self._before = None, self.now()
 
     def begin_micro_batch(self) -> None:
+        """What a body changes, each virtual shard changes from what the step began with."""
         self._at_step = {}
+        if self._first is not None and self._first != self._before:
+            self._take(self._before)
 
     def wants_step(self, number: int) -> None:
         """Call when the body asks for a step, which is taken after the micro-batches."""

@@ -22,6 +22,7 @@ class Notes(msgspec.Struct, array_like=True):
     #: By call of a scheduler's ``step``: the shard, the scheduler, and the value or None.
     scheduled: list[tuple[int, int, float | None]]
     integers: list[int]  #: the integer buffers that have changed in the rank's first shard
+    numbers: bool = False  #: whether numbers of the body have
 
 
 def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: int) -> list[Notes]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count, pairwise, repeat
 from operator import is_not
+from typing import Any
 
 import torch
 
@@ -77,6 +78,7 @@ class ReproducibleSteps:
         self._alone = shards == 1 and self.adds_buffers  # its buffers are right as they are
         self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
+        self.numbers: Any = None  # loop.numbers, which become those behind the first shard, too
         self.stepped = self.changed = False
         self.kept_back = False
         self._culprit, self._span = '', (0, 0)
@@ -143,6 +145,8 @@ class ReproducibleSteps:
         self._any_stepped, self._scheduled = bytearray(len(self._stepped)), {}
         if not (self._alone and self._late):  # else nothing puts them back
             self._buffers.remember()
+        if self.numbers is not None:
+            self.numbers.remember()
 
     @torch.no_grad()
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
@@ -156,6 +160,8 @@ class ReproducibleSteps:
             deque(map(set_grad, self._parameters, repeat(None)), 0)
         if not self._waiting:
             self._buffers.undo()
+            if self.numbers is not None:
+                self.numbers.undo()
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
@@ -170,6 +176,8 @@ class ReproducibleSteps:
         self._buffers.take()
         if self._waiting and not self._alone:
             self._buffers.note_first()
+            if self.numbers is not None:
+                self.numbers.note_first()
         self._waiting = False
         if not self._alone:
             self._put_buffers(self._own, self._sum.weight(micro_batch.part))
@@ -227,6 +235,9 @@ class ReproducibleSteps:
     def _exchange(self, wish: int) -> tuple[list[told.Notes], Contribution, list[int] | None]:
         """What all ranks know, the sum of shards, whose gradients are not finite; and buffers."""
         notes = self._tell(wish)
+        if self.numbers is not None:
+            first = self._sum.first_rank
+            self.numbers.take_firsts(self._all, first, changed=notes[first].numbers)
         total = self._sum.total(told.present_in(notes))
         culprits = self._culprits(total)
         if culprits is None:
@@ -243,6 +254,7 @@ class ReproducibleSteps:
             bytes(self._any_stepped),
             [(part, i, value) for (part, i), value in self._scheduled.items()],
             self._buffers.changed_firsts,
+            self.numbers is not None and self.numbers.changed,
         )
         most = self._sum.most, len(self._prepared.schedulers), len(self._buffers.integers)
         notes = told.exchange(self._all, own, *most)

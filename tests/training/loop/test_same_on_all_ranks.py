@@ -97,7 +97,6 @@ def run(
         ({'before': by_loss}, 1, 'reproducible', "set 'lr' in parameter group 0 of optimizer 1 to"),
         ({'before': by_loss}, 4, 'reproducible', "different values of 'lr' in parameter group 0"),
         ({'before': by_loss}, 2, 'throughput', "different values of 'lr' in parameter group 0"),
-        ({'before': smaller}, 1, 'reproducible', 'for one virtual shard of a global batch and to'),
         (
             {'after': by_samples},
             1,
@@ -124,7 +123,7 @@ def test_what_differs_between_ranks_is_refused(
         assert '\n' not in outcome.error.message
 
 
-@pytest.mark.parametrize('options', [{'before': by_samples}, {'patience': 0}])
+@pytest.mark.parametrize('options', [{'before': by_samples}, {'before': smaller}, {'patience': 0}])
 def test_what_does_not_depend_on_the_ranks_is_the_same_on_one_and_on_three(
     fork_server: ForkClient, tmp_path: Path, options: dict[str, Any]
 ) -> None:

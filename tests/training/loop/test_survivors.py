@@ -33,12 +33,6 @@ BATCH, TOTAL, EPOCH = 8, 96, 48
 Fault = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
 
 
-class Last:
-    """In no variable of the function: what changes there goes on from a checkpoint only."""
-
-    step = -1
-
-
 def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool = False) -> None:
     """Every fragment is struck as ``faults`` says. What the loop sets before it fails, its batch
     statistics and its settings, must not count twice.
@@ -104,10 +98,8 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
         die('in the body')
         if struck('while it saves'):
             time.sleep(LIMIT_S)
-        if ctx.samples != Last.step:  # the body runs once for each virtual shard of this rank
-            Last.step = ctx.samples
-            for group in optimizer.param_groups:
-                group['weight_decay'] = group['weight_decay'] / 2 + 1e-3
+        for group in optimizer.param_groups:  # every virtual shard begins with the step's settings
+            group['weight_decay'] = group['weight_decay'] / 2 + 1e-3
         if remembers:
             ctx.state['seen'] = {ctx.samples: (1, 2)}
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ PER_MICRO_BATCH, PER_STEP = 12, 30
 def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False) -> None:
     """Reports operations and reads a step, beside the passes and the optimizer's own."""
     import sys
+    from collections import Counter
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +33,7 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
     # What is done a few times a second: a look at the state, for whose answer nobody waits on a
     # device, and agreements and reports of the ranks, which are on the CPU.
     nonfinite.LOOK_EVERY_S = peers.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
-    found = {'operations': 0, 'reads': 0}
+    found = Counter[str]()  # numbers in variables and plain dicts would follow the first shard
     users = [False]
 
     def read(plain: Any) -> Any:
@@ -80,20 +81,18 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
         model, Optimizer(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     )
     mode: Any = Count()  # type: ignore[no-untyped-call]
-    micro_batches = steps = 0
-    position = ctx.samples
+    at = [ctx.samples, 0]
     for batch in ctx.loop(torch.randn(64, 8), BATCH):
-        if ctx.samples != position:
-            position, steps = ctx.samples, steps + 1
-            if steps == FROM:
-                found.update(operations=0, reads=0)
+        if ctx.samples != at[0]:
+            at[:] = ctx.samples, at[1] + 1
+            if at[1] == FROM:
+                found.clear()
                 mode.__enter__()
-                micro_batches = 0
-            if steps == TO:
+            if at[1] == TO:
                 mode.__exit__(None, None, None)
                 each = {name: number / (TO - FROM) for name, number in found.items()}
-                ctx.report(**each, micro_batches=micro_batches / (TO - FROM))
-        micro_batches += 1
+                ctx.report(**{'reads': 0.0, **each})
+        found['micro_batches'] += 1
         users[0] = True
         optimizer.zero_grad()
         model(batch).pow(2).mean().backward()

@@ -1,0 +1,97 @@
+"""Numbers that a body changes count steps, and are the same for any number of ranks and cuts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.checkpoint.export import same_weights
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import order, ranks
+
+DATA = TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2))
+EPOCHS, BATCH = 3, 4
+STEPS = EPOCHS * len(DATA) // BATCH
+seen = 0
+
+
+@dataclass
+class Weight:
+    """Of the loss: by a running mean of it, and by a counter."""
+
+    mean: float = 1.0
+    counts: dict[str, int] = field(default_factory=lambda: {'steps': 0})
+
+    def of(self, loss: torch.Tensor) -> float:
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        self.counts['steps'] += 1
+        return self.counts['steps'] / (10 + self.mean)
+
+
+def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
+    global seen
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    steps, weight, number = 0, Weight(), -1
+
+    def counted() -> None:
+        nonlocal steps
+        steps += 1
+
+    for _ in ctx.epochs() if by_epochs else '1':
+        for number, (x,) in enumerate(ctx.loop(DATA, BATCH)):
+            counted()
+            seen += 1
+            loss = model(x).pow(2).mean()
+            loss = loss * weight.of(loss) * (1 + number / 20 + steps / 20 + seen / 20)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if ctx.fragment == 1 and 0 < stops <= steps:
+                if steps == stops and ctx.rank == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.05)  # ranks agree every quarter of a second
+    return [steps, seen, number, weight.counts['steps'], weight.mean]
+
+
+def trained(fork_server: ForkClient, folder: Path, sizes: list[int], mode: str, *args: Any) -> Any:
+    total = (EPOCHS if mode == 'reproducible' else 10 * EPOCHS) * len(DATA)
+    for fragment, size in enumerate(sizes, 1):
+        ordered = order(folder, fragment, mode=mode, total_samples=total)
+        with ranks(fork_server, ordered, size, folder, train, *args) as gang:
+            outcomes = gang.run()
+            log = gang.ranks[0].log.read_text()
+        ends = {'finished'} if fragment == len(sizes) else {'stopped'}
+        assert {outcome.how for outcome in outcomes} == ends, (outcomes[0].error, log[-3000:])
+    return outcomes[0], log
+
+
+@pytest.mark.parametrize('by_epochs', [False, True])
+def test_counters_count_steps_wherever_shards_are_trained(
+    fork_server: ForkClient, tmp_path: Path, by_epochs: bool
+) -> None:
+    one, log = trained(fork_server, tmp_path / '1', [1], 'reproducible', by_epochs, 0)
+    cut, _ = trained(fork_server, tmp_path / '2', [3, 2], 'reproducible', by_epochs, 8)
+    last = (STEPS // EPOCHS if by_epochs else STEPS) - 1
+    assert json.loads(one.result)[:4] == [STEPS, STEPS, last, STEPS]
+    assert one.result == cut.result and same_weights(one.path, cut.path)
+    assert log.count('they count steps') == 1 + 2 * by_epochs
+
+
+def test_what_enumerates_goes_on_in_throughput_mode(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    cut, _ = trained(fork_server, tmp_path, [2, 2], 'throughput', False, 8)
+    assert json.loads(cut.result)[:4] == [10 * STEPS, 10 * STEPS, 10 * STEPS - 1, 10 * STEPS]
