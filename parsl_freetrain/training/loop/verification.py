@@ -35,8 +35,7 @@ from parsl_freetrain.training.steps.group_settings import settings_of
 
 _NOTHING_FOUND = (
     'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
-    'know, and none has changed: a file may be what is lost, or what enumerate(ctx.loop(...)) '
-    'counts, which begins anew, or the function is another one.'
+    'know, and none has changed: a file may be what is lost, or the function is another one.'
 )
 _HELP = (
     'Give ctx.prepare what has a state, keep numbers in ctx.state, and try it with train.rehearse '

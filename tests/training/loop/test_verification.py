@@ -57,7 +57,7 @@ def an_optimizer_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) ->
 
 
 def a_schedule_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
-    """What is set in the body for the next step, as by enumerate(ctx.loop(...))."""
+    """What is set in the body for the next step, as by a count that begins anew."""
 
     def loss_of(x: Any) -> Any:
         optimizer.param_groups[0]['next_lr'] = float(ctx.fragment)
