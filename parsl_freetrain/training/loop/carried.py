@@ -74,7 +74,7 @@ class Carried:
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
 
-    def begin_loop(self, *, goes_on: bool) -> Numbers | None:
+    def begin_loop(self, samples: Callable[[], int], *, goes_on: bool) -> Numbers | None:
         """Call where a loop asks for its first batch; ``goes_on``: others were trained before, so
         that what enumerates them goes on, too. Returns the numbers that the body may change.
         """
@@ -84,7 +84,7 @@ class Carried:
             set_number(one, number)
         if not self._frames:
             return None
-        return Numbers(self._frames, self._places, self._how.known, self._counts)
+        return Numbers(self._frames, self._places, self._how.known, self._counts, samples)
 
     def put_back(self, moment: str) -> None:
         """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""

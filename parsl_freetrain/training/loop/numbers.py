@@ -54,7 +54,12 @@ class Numbers:
     """Those of the functions around a loop, of what they use, and of the objects there."""
 
     def __init__(
-        self, frames: Sequence[FrameType], places: Places, known: set[int], counts: Sequence[Any]
+        self,
+        frames: Sequence[FrameType],
+        places: Places,
+        known: set[int],
+        counts: Sequence[Any],
+        samples: Callable[[], int],
     ) -> None:
         values = {f'{f.f_code.co_qualname}.{n}': v for f in frames for n, v in f.f_locals.items()}
         values.update((place.path, value) for place, value in places)
@@ -75,17 +80,20 @@ class Numbers:
             )
         self._before: dict[str, dict[str, Any]] = {}
         self._first: dict[str, Any] | None = None
+        self._samples, self.changed = samples, False
         self._said = False
 
     def remember(self) -> None:
         """Call before the first shard that this rank trains."""
-        self._before, self._first = self._now(), None
+        self._before, self._first, self.changed = self._now(), None, False
 
     def undo(self) -> None:
-        """Call before each other one: it begins with the same."""
+        """Call before each other one: it begins with the same, but for where training is."""
+        here = repr(self._samples())
         for path, now in self._now().items():
             if now != (before := self._before[path]):
-                self._spaces[path][1]({n: v for n, v in before.items() if now.get(n) is not v})
+                others = {n for n, v in now.items() if v is not before.get(n) and repr(v) != here}
+                self._spaces[path][1]({n: before[n] for n in others if n in before})
 
     def note_first(self) -> None:
         before = self._before
@@ -94,11 +102,7 @@ class Numbers:
             for path, now in self._now().items()
             if now != before[path]
         }
-        self._first = changed
-
-    @property
-    def changed(self) -> bool:
-        return bool(self._first)
+        self._first, self.changed = changed, bool(changed)
 
     def take_firsts(self, peers: Peers, first: int, *, changed: bool) -> None:
         """Set all to what they are behind the first shard, which rank ``first`` has trained."""

@@ -45,6 +45,7 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
     model = nn.Linear(2, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     steps, weight, number = 0, Weight(), -1
+    position, begun = -1, list[int]()
 
     def counted() -> None:
         nonlocal steps
@@ -53,6 +54,9 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
     for _ in ctx.epochs() if by_epochs else '1':
         for number, (x,) in enumerate(ctx.loop(DATA, BATCH)):
             counted()
+            if ctx.samples != position:  # once a step, on each rank
+                position = ctx.samples
+                begun.append(position)
             seen += 1
             loss = model(x).pow(2).mean()
             loss = loss * weight.of(loss) * (1 + number / 20 + steps / 20 + seen / 20)
@@ -63,6 +67,7 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
                 if steps == stops and ctx.rank == 0:
                     os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.05)  # ranks agree every quarter of a second
+    assert len(begun) == STEPS or stops or ctx.world_size > 1, begun
     return [steps, seen, number, weight.counts['steps'], weight.mean]
 
 
