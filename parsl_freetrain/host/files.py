@@ -103,7 +103,7 @@ def make_dir(folder: Path, *, durable: bool = True) -> bool:
     try:
         folder.mkdir(mode=0o700)
     except FileNotFoundError:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True)  # FileExistsError: nothing can be made in it
         return make_dir(folder, durable=durable)
     except FileExistsError:
         if not folder.is_dir():

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import Checkpoints, Reproducible, freetrain_app
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.sites.batch import queue_watch, tracker
+from parsl_freetrain.sites.batch import queue_watch
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import slurm_24_11
 from tests.support.training import freetrain
@@ -51,8 +51,7 @@ def test_a_training_on_unlike_nodes_survives_a_preemption_and_a_reservation(
 ) -> None:
     go = tmp_path / 'go'
     monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path))  # where answers are shared
-    for module in (tracker, queue_watch):
-        monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 3.0)
+    monkeypatch.setattr(queue_watch, 'RESERVATIONS_EVERY_S', 3.0)
     with slurm_24_11(tmp_path, monkeypatch, SLURM_CLUSTER_LARGE='1'):
         for number, kind in enumerate(('skylake', 'icelake', 'icelake', 'icelake'), 1):
             features = f'AvailableFeatures={kind},big', f'ActiveFeatures={kind}'

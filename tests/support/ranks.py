@@ -34,7 +34,6 @@ from parsl_freetrain import (
     Throughput,
 )
 from parsl_freetrain import Ranks as RankSettings
-from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
@@ -137,7 +136,7 @@ class Ranks:
         # As from a notebook: the ranks cannot import the modules of the test and this module.
         for name in (function.__module__, __name__):
             cloudpickle.register_pickle_by_value(sys.modules[name])
-        payload = pack(function, args, kwargs, ordered.trainer).payload
+        payload = cloudpickle.dumps((function, args, kwargs))
         folder.mkdir(parents=True, exist_ok=True)
         self.launched_at = time.time()
         self.ranks: list[Rank] = []

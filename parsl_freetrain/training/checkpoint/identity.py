@@ -97,7 +97,7 @@ def trainer_of(folder: Path) -> str:
 def is_trainer_folder(folder: Path) -> bool:
     """An empty file of it is what a crash of the computer leaves before the first fence."""
     with suppress(FileNotFoundError):
-        return (folder / TRAINER_FILE).stat().st_size > 0 or (folder / FENCES).exists()
+        return (folder / TRAINER_FILE).lstat().st_size > 0 or (folder / FENCES).exists()
     return False
 
 

@@ -13,7 +13,7 @@ from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest, NodeDemand
-from parsl_freetrain.sites.batch import queue_watch, tracker
+from parsl_freetrain.sites.batch import queue_watch
 from parsl_freetrain.sites.batch.records import NodeReservation
 from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.slurm.scheduler import Slurm
@@ -125,8 +125,7 @@ def test_a_block_that_does_not_start_is_withdrawn(slurm: Cluster, blocks: Make) 
 def test_a_block_that_is_longer_than_its_nodes_are_free_makes_room_for_a_shorter_one(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    for module in (tracker, queue_watch):
-        monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
+    monkeypatch.setattr(queue_watch, 'RESERVATIONS_EVERY_S', 1e6)
     mine = blocks(withdraw_s=1e6, start_s=1.0)
     assert [hole.until_s for hole in mine.holes()] == [None]
     if by == 'plan':
@@ -160,8 +159,7 @@ def set_aside(slurm: Cluster, nodes: str) -> None:
 def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_are_given(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tracker, queue_watch):
-        monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
+    monkeypatch.setattr(queue_watch, 'RESERVATIONS_EVERY_S', 1e6)
     ask = Slurm.reservations
 
     def slow(self: Slurm) -> tuple[NodeReservation, ...]:
@@ -382,7 +380,7 @@ def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ('RESERVATIONS_EVERY_S', 'NODES_EVERY_S'):
-        monkeypatch.setattr(tracker, name, 60.0)
+        monkeypatch.setattr(queue_watch, name, 60.0)
     ahead_s = [0.0]
     mine = blocks(poll_s=90.0, withdraw_s=1e6, clock=lambda: time.time() + ahead_s[0])
     answered = threading.Event()
