@@ -29,6 +29,7 @@ from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.checked_values import Count
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.executor import commands
+from parsl_freetrain.executor import settings as groups
 from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
 from parsl_freetrain.executor.block.block_logs import BlockLogs
 from parsl_freetrain.executor.block.blocks import BlockManager
@@ -44,16 +45,6 @@ from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine, ReplicasElsewhere
 from parsl_freetrain.executor.requests import RequestHandler, Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock, keep_others_out, refuse_unquotable
-from parsl_freetrain.executor.settings import (
-    HtexOptions,
-    Policy,
-    Recording,
-    Timeouts,
-    check_classes,
-    check_solver,
-    check_trainer,
-    controller_settings,
-)
 from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainerNames, TrainingFuture
@@ -106,20 +97,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     @checked_arguments(
         'FreeTrainExecutor',
-        ('recording=Recording', Recording),
-        ('policy=Policy', Policy),
-        ('timeouts=Timeouts', Timeouts),
-        ('htex=HtexOptions', HtexOptions),
+        ('recording=Recording', groups.Recording),
+        ('policy=Policy', groups.Policy),
+        ('timeouts=Timeouts', groups.Timeouts),
+        ('htex=HtexOptions', groups.HtexOptions),
     )
     def __init__(
         self,
         provider: Optional[BackfillProvider] = None,
         label: str = 'freetrain',
         checkpoint_dir: str = 'checkpoints',
-        recording: Recording = Recording(),
-        policy: Policy = Policy(),
-        timeouts: Timeouts = Timeouts(),
-        htex: HtexOptions = HtexOptions(),
+        recording: groups.Recording = groups.Recording(),
+        policy: groups.Policy = groups.Policy(),
+        timeouts: groups.Timeouts = groups.Timeouts(),
+        htex: groups.HtexOptions = groups.HtexOptions(),
         max_workers_per_node: Count = 1,
         resume: Resume = 'auto',
         site: Optional[str] = None,
@@ -127,7 +118,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         queue: Optional[str] = None,
     ) -> None:
         provider = chosen_provider(provider, site, account, queue)
-        check_solver(policy, provider.site)
+        groups.check_solver(policy, provider.site)
         super().__init__(
             label=label,
             provider=provider,
@@ -191,7 +182,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         adoption = self._adoption = Adoption(provider, folder, self.label, run, adopt_s)
         adoption.begin()
         workers = int(self.max_workers_per_node)
-        settings = controller_settings(self.policy, provider, self.ledger_path, workers)
+        settings = groups.controller_settings(self.policy, provider, self.ledger_path, workers)
         records: dict[str, TrainerRecord] = {}
         journal = self._begin_journal(settings, undo)
         undo.callback(self.shutdown)
@@ -277,9 +268,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 f'Trainer {record.trainer.name!r} cannot be submitted: executor {self.label!r} is '
                 'not running; call parsl.load with a config that has it first.'
             )
-        check_trainer(record.trainer, self.policy.metric, record.checkpoint.samples, time.time())
+        groups.check_trainer(
+            record.trainer, self.policy.metric, record.checkpoint.samples, time.time()
+        )
         assert isinstance(self.provider, BackfillProvider)
-        check_classes(record.trainer, self.provider.site)
+        groups.check_classes(record.trainer, self.provider.site)
         loop, name = self._loop, record.trainer.name
         start, end = commands.SubmitTrainer(record), commands.CancelTrainer(name)
         if not record.future._submitted(lambda: loop.post(start), lambda: self._post(end)):

@@ -97,7 +97,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is functools._lru_cache_wrapper and obj.__module__ in self._by_value:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, CodeType) and obj.co_filename != _NO_FILE:
-            # From 3.1.3 on, cloudpickle forgets it, and tracebacks would not show the user's lines.
+            # cloudpickle 3.1.3 forgets it, and tracebacks would not show the user's lines.
             named = operator.methodcaller('replace', co_filename=obj.co_filename)
             return named, (obj.replace(co_filename=_NO_FILE),)
         if not isinstance(obj, Future):

@@ -8,15 +8,8 @@ from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta
 
+from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.checked_settings import Settings, read_settings
-from parsl_freetrain.core.model.checked_values import (
-    MAX,
-    AtLeast1,
-    Count,
-    NotNegative,
-    PositiveSeconds,
-    Seconds,
-)
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Charge
 
@@ -35,7 +28,9 @@ Option = Annotated[
 ClassName = Annotated[
     str, Meta(pattern=r'^[A-Za-z0-9][A-Za-z0-9_-]*\Z', description='a name of letters and digits')
 ]
-Minute = Annotated[float, Meta(ge=60, le=MAX, description='a number of seconds, 60 or more')]
+Minute = Annotated[
+    float, Meta(ge=60, le=checked.MAX, description='a number of seconds, 60 or more')
+]
 
 POLL_S = 12.0  # with what is asked seldom, six questions in a minute
 
@@ -111,33 +106,33 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
 
     mode: Literal['backfill', 'preemptible'] = 'backfill'
     account: Word | None = None
-    gpus_per_node: Count = 0
+    gpus_per_node: checked.Count = 0
     requeue: bool = False
     worker_init: str = ''
     shrink: Annotated[float, Meta(gt=0, le=1, description='a number above 0, at most 1')] = 0.5
     shortest_s: Annotated[
-        float, Meta(ge=1, le=MAX, description='a number of seconds, 1 or more')
+        float, Meta(ge=1, le=checked.MAX, description='a number of seconds, 1 or more')
     ] = 60.0
-    least_nodes: AtLeast1 = 1
-    most_nodes: AtLeast1 | None = None
+    least_nodes: checked.AtLeast1 = 1
+    most_nodes: checked.AtLeast1 | None = None
     longest_s: Minute | None = None
-    margin_s: Seconds = 15.0
-    ending_s: Seconds = 10.0
-    start_s: Seconds = 30.0
-    withdraw_s: Seconds = 120.0
-    max_waiting: AtLeast1 = 4
-    submit_every_s: Seconds = 2.0
-    poll_s: PositiveSeconds = POLL_S
-    waiting_poll_s: PositiveSeconds | None = None
-    longest_backoff_s: PositiveSeconds = 300.0
-    command_s: PositiveSeconds = 10.0
-    unreachable_s: Seconds = 60.0
+    margin_s: checked.Seconds = 15.0
+    ending_s: checked.Seconds = 10.0
+    start_s: checked.Seconds = 30.0
+    withdraw_s: checked.Seconds = 120.0
+    max_waiting: checked.AtLeast1 = 4
+    submit_every_s: checked.Seconds = 2.0
+    poll_s: checked.PositiveSeconds = POLL_S
+    waiting_poll_s: checked.PositiveSeconds | None = None
+    longest_backoff_s: checked.PositiveSeconds = 300.0
+    command_s: checked.PositiveSeconds = 10.0
+    unreachable_s: checked.Seconds = 60.0
     pin_nodes: bool = False
     spans_blocks: bool = True
-    exempt_s: Seconds = 0.0
-    price: NotNegative = 1.0
-    least_charge_s: Seconds = 0.0
-    least_charge_price: NotNegative = 0.0
+    exempt_s: checked.Seconds = 0.0
+    price: checked.NotNegative = 1.0
+    least_charge_s: checked.Seconds = 0.0
+    least_charge_price: checked.NotNegative = 0.0
     interface: Word | None = None
 
     @property

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop import changes
+from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.numbers import Numbers, counts, number_of, set_number
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
 from parsl_freetrain.training.loop.places import GLOBAL, Places
@@ -43,6 +44,7 @@ class Carried:
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
         self._counts: list[Any] = []  # what enumerates a loop
+        self._numbers: Numbers | None = None
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
 
@@ -69,12 +71,12 @@ class Carried:
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
         self._frames, self._others, self._places = [], [], Places((), ())
-        self._counts = []
+        self._counts, self._numbers = [], None
 
     def begin_epoch(self) -> None:
         self._at_epoch = self._changed()
 
-    def begin_loop(self, samples: Callable[[], int], *, goes_on: bool) -> Numbers | None:
+    def begin_loop(self, state: LoopState, *, goes_on: bool) -> Numbers | None:
         """Call where a loop asks for its first batch; ``goes_on``: others were trained before, so
         that what enumerates them goes on, too. Returns the numbers that the body may change.
         """
@@ -84,7 +86,9 @@ class Carried:
             set_number(one, number)
         if not self._frames:
             return None
-        return Numbers(self._frames, self._places, self._how.known, self._counts, samples)
+        numbers = Numbers(self._frames, self._places, self._how.known, self._counts, state)
+        numbers.here, self._numbers = self._numbers.here if self._numbers else -1, numbers
+        return numbers
 
     def put_back(self, moment: str) -> None:
         """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""

@@ -23,11 +23,13 @@ from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.loop import body, loop_state, rounds, unknown_state, update_guard
-from parsl_freetrain.training.loop.averages import (
-    PreparedAverage,
-    take_averages,
-    with_moving_average,
+from parsl_freetrain.training.loop import (
+    averages,
+    body,
+    loop_state,
+    rounds,
+    unknown_state,
+    update_guard,
 )
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
@@ -63,7 +65,7 @@ class FragmentRun:
         self.model: Model | None = None
         self.loop: TrainingLoop | None = None
         self.lengths = LoopLengths(parts.order.spec)
-        self._averages: list[PreparedAverage] = []
+        self._averages: list[averages.PreparedAverage] = []
         self._epochs: EpochLoop | None = None
         self._rehearsed = RehearsedSteps(self) if parts.order.rehearsed is not None else None
         self._look: Callable[[], None] = lambda: None  # at the dataset, at the begin of an epoch
@@ -112,7 +114,7 @@ class FragmentRun:
         if self.verification.by_steps:
             steps.before_step.append(self.verification.gradients)
         steps.before_step.append(self._before_step)
-        self._averages = take_averages(
+        self._averages = averages.take_averages(
             self.model, self.peers, self.in_body, fresh=self.saved is None
         )
         self.checkpointer.timing.expect(
@@ -334,7 +336,7 @@ class FragmentRun:
     def add_average(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         if self.model is None or self.loop is not None:
             raise BadInput('ctx.ema must be called after ctx.prepare and before ctx.loop.')
-        self.model, average = with_moving_average(self.model, model, decay, self.saved)
+        self.model, average = averages.with_moving_average(self.model, model, decay, self.saved)
         return average
 
     def _left_early(self) -> str:

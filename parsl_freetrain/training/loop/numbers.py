@@ -11,19 +11,23 @@ import ctypes
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType, GeneratorType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.loop.changes import CONTAINERS, attributes, has_state, is_ours
+from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.places import Places
 from parsl_freetrain.training.loop.unknown_state import set_variables
 
-_NUMBERS = {bool, int, float}
-_MOST, _ITEMS, _SHOWN = 500, 64, 6
+_NUMBERS = {bool, int, float, type(None)}
+_OTHER, _NONE = object(), object()  # what is no number; what is not there
+_STATE, _MOST, _ITEMS, _SHOWN = 'ctx.state', 500, 64, 6
 Values = Mapping[str, Any]
 _Space = tuple[Callable[[], Values], Callable[[Values], object]]
 """Where there are numbers: what gives them by name, and what sets some."""
@@ -47,7 +51,12 @@ def set_number(one: Any, number: int) -> None:
 
 
 def _one(get: Callable[[], Any], put: Callable[[Any], None]) -> _Space:
-    return lambda: {'': get()}, lambda values: put(values[''])
+    def values() -> Values:
+        with suppress(KeyError, ValueError):  # it is gone
+            return {'': get()}
+        return {}
+
+    return values, lambda values: put(values[''])
 
 
 class Numbers:
@@ -59,73 +68,73 @@ class Numbers:
         places: Places,
         known: set[int],
         counts: Sequence[Any],
-        samples: Callable[[], int],
+        state: LoopState,
     ) -> None:
         values = {f'{f.f_code.co_qualname}.{n}': v for f in frames for n, v in f.f_locals.items()}
         values.update((place.path, value) for place, value in places)
-        self._spaces: dict[str, _Space] = {
-            frame.f_code.co_qualname: (
-                partial(getattr, frame, 'f_locals'),
-                partial(set_variables, frame),
-            )
-            for frame in frames
-        }
+        self._spaces: dict[str, _Space] = {}
+        self._frames = {frame.f_code.co_qualname for frame in frames}
+        for f in frames:
+            own: _Space = partial(getattr, f, 'f_locals'), partial(set_variables, f)
+            self._spaces[f.f_code.co_qualname] = own
         for place, value in places:
             if type(value) in _NUMBERS and not isinstance(place.holder, Dataset):
                 self._spaces[place.path] = _one(place.value, place.put)
         self._spaces.update(_objects(values, known))
+        self._spaces[_STATE] = lambda: state.user.values, lambda v: _put(state.user.values, v)
         for i, one in enumerate(counts):
             self._spaces[f'enumerate {i + 1}'] = _one(
                 partial(number_of, one), partial(set_number, one)
             )
         self._before: dict[str, dict[str, Any]] = {}
         self._first: dict[str, Any] | None = None
-        self._samples, self.changed = samples, False
+        self._state, self._last, self.here, self.changed = state, -1, -1, False
         self._said = False
 
     def remember(self) -> None:
         """Call before the first shard that this rank trains."""
         self._before, self._first, self.changed = self._now(), None, False
+        self._last, self.here = self.here, self._state.samples
 
     def undo(self) -> None:
-        """Call before each other one: it begins with the same, but for where training is."""
-        here = repr(self._samples())
+        """Call before each other one: it begins alike, but for ``position = ctx.samples``."""
+        position = self._last, self.here
         for path, now in self._now().items():
             if now != (before := self._before[path]):
-                others = {n for n, v in now.items() if v is not before.get(n) and repr(v) != here}
-                self._spaces[path][1]({n: before[n] for n in others if n in before})
+                then = {n: (before.get(n, _NONE), v) for n, v in now.items() if v is not _OTHER}
+                others = {n: b for n, (b, v) in then.items() if b is not v and (b, v) != position}
+                kept = (_OTHER, _NONE) if path in self._frames else (_OTHER,)
+                self._spaces[path][1]({n: b for n, b in others.items() if b not in kept})
 
     def note_first(self) -> None:
-        before = self._before
-        changed = {
-            path: {n: v for n, v in now.items() if before[path].get(n) is not v}
-            for path, now in self._now().items()
-            if now != before[path]
-        }
-        self._first, self.changed = changed, bool(changed)
+        first: dict[str, Any] = {}
+        for path, now in self._now().items():
+            then = self._before[path]
+            new = {n: v for n, v in now.items() if v is not then.get(n, _NONE) and v is not _OTHER}
+            first |= {path: new} if new else {}
+        self._first, self.changed = first, bool(first)
 
     def take_firsts(self, peers: Peers, first: int, *, changed: bool) -> None:
         """Set all to what they are behind the first shard, which rank ``first`` has trained."""
         self.undo()
-        if not changed:
-            return
         own = json.dumps(self._first or {}).encode()
-        said: dict[str, Values] = json.loads(gather_bytes(peers, own)[first])
+        said: dict[str, Values] = json.loads(gather_bytes(peers, own)[first]) if changed else {}
+        if self._first is not None:  # each rank's own, which are compared
+            said[_STATE] = self._first.get(_STATE, {})
         for path, values in said.items():
             if path in self._spaces:
                 self._spaces[path][1](values)
         names = [name or path for path, each in said.items() for name in each]
-        if not self._said:
+        if names and not self._said:
             self._said = True
             print(
-                f'Numbers that the body of ctx.loop changes ({", ".join(names[:_SHOWN])}) are '
-                'those behind the first virtual shard of each global batch: they count steps. A '
-                'mean over all samples is what ctx.report takes.'
+                f'What the body of ctx.loop changes ({", ".join(names[:_SHOWN])}) is that of the '
+                'first virtual shard of each global batch: it counts steps. ctx.report takes means.'
             )
 
     def _now(self) -> dict[str, dict[str, Any]]:
         return {
-            path: {n: v for n, v in values().items() if type(v) in _NUMBERS}
+            path: {n: v if type(v) in _NUMBERS else _OTHER for n, v in values().items()}
             for path, (values, _) in self._spaces.items()
         }
 
@@ -134,6 +143,8 @@ def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
     """The user's own objects and the dicts among values, and in them."""
     waiting, seen = [*values.items()], set(known)
     for path, one in waiting:
+        if isinstance(one, torch.nn.Module) and attributes(one):  # also a prepared one's
+            yield path, (partial(_attributes, one), partial(_set_all, one))
         if id(one) in seen or is_ours(one) or has_state(one):
             continue
         seen.add(id(one))
@@ -142,17 +153,26 @@ def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
             small = len(one) <= _ITEMS
             inner = one if isinstance(one, dict) else dict(enumerate(one)) if small else {}
             if type(one) is dict and small and all(type(key) is str for key in one):
-                yield path, (one.copy, one.update)
-        elif not isinstance(one, (Dataset, DataLoader, type)):
-            inner = attributes(one) or {}
-            whole = inner is getattr(one, '__dict__', None)
-            get: Any = inner.copy if whole else partial(attributes, one)
-            if inner:
-                yield path, (get, inner.update if whole else partial(_set_all, one))
+                yield path, (one.copy, partial(_put, one))
+        elif not isinstance(one, (Dataset, DataLoader, type)) and (inner := attributes(one) or {}):
+            yield path, (partial(_attributes, one), partial(_set_all, one))
         if len(inner) <= _ITEMS and len(waiting) < _MOST:
             waiting += ((f'{path}.{name}', value) for name, value in inner.items())
 
 
+def _put(own: dict[str, Any], values: Values) -> None:
+    own.update(values)
+    for name in [name for name, value in values.items() if value is _NONE]:
+        del own[name]
+
+
+def _attributes(one: Any) -> Values:
+    return attributes(one) or {}
+
+
 def _set_all(one: Any, values: Values) -> None:
     for name, value in values.items():
-        setattr(one, name, value)
+        if value is _NONE:
+            object.__delattr__(one, name)
+        else:
+            object.__setattr__(one, name, value)

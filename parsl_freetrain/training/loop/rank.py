@@ -37,11 +37,7 @@ from parsl_freetrain.training.process.linux import keep_freed_memory
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Outcome, RankEnd, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
-from parsl_freetrain.training.steps.determinism import (
-    demand_determinism,
-    explained,
-    fill_new_memory,
-)
+from parsl_freetrain.training.steps import determinism
 
 _LARGEST_EXCEPTION = 1_000_000
 
@@ -154,7 +150,7 @@ class _Rank:
         if self._peers is not None:
             self._peers.abort()
         _log_error()
-        self._error = _described(explained(raised))
+        self._error = _described(determinism.explained(raised))
         shared = self._order.spec.ranks.share_devices
         message = (
             device_fault(raised) or worker or devices.where_shared(self._error.message, shared)
@@ -206,8 +202,8 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     keep_freed_memory()
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
-        demand_determinism(warn_only=order.spec.mode.warn_only)
-        fill_new_memory(False)
+        determinism.demand_determinism(warn_only=order.spec.mode.warn_only)
+        determinism.fill_new_memory(False)
     device = devices.take_devices(
         place.local_rank, order.per_node, shared=order.spec.ranks.share_devices
     )

@@ -172,7 +172,7 @@ class TrainingLoop:
                 self._begin_loop(goes_on=False)
 
     def _begin_loop(self, *, goes_on: bool) -> None:
-        numbers = self._carried.begin_loop(lambda: self._state.samples, goes_on=goes_on)
+        numbers = self._carried.begin_loop(self._state, goes_on=goes_on)
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = numbers if self._shards > 1 else None
 

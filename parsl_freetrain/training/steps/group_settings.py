@@ -58,7 +58,6 @@ class GroupSettings:
         self._first, self._before = None, self.now()
 
     def begin_micro_batch(self) -> None:
-        """What a body changes, each virtual shard changes from what the step began with."""
         self._at_step = {}
         if self._first is not None and self._first != self._before:
             self._take(self._before)

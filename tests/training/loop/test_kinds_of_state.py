@@ -90,7 +90,7 @@ def fit(ctx: FragmentContext, loss_of: Callable[[Any, Any], Any], *optimizers: A
 def cut(ctx: FragmentContext) -> None:
     """The first fragment gets its notice. Of quick steps, ranks would agree on the end too late."""
     if ctx.trainer == 'cut' and ctx.fragment == 1 and ctx.samples >= CUT:
-        time.sleep(0.02)
+        time.sleep(0.06)
         if ctx.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 

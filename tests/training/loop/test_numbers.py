@@ -26,6 +26,10 @@ STEPS = EPOCHS * len(DATA) // BATCH
 seen = 0
 
 
+class Line(nn.Linear):
+    passes = 0
+
+
 @dataclass
 class Weight:
     """Of the loss: by a running mean of it, and by a counter."""
@@ -42,9 +46,11 @@ class Weight:
 def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
     global seen
     torch.manual_seed(1)
-    model = nn.Linear(2, 1)
+    model: Any = Line(2, 1)
+    model.passes = 0
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     steps, weight, number = 0, Weight(), -1
+    own: dict[str, int] = {}
     position, begun = -1, list[int]()
 
     def counted() -> None:
@@ -58,7 +64,10 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
                 position = ctx.samples
                 begun.append(position)
             seen += 1
-            loss = model(x).pow(2).mean()
+            ctx.state['steps'] = ctx.state.get('steps', 0) + 1
+            own['steps'] = own.get('steps', 0) + 1
+            model.passes += 1
+            loss = model(x).pow(2).mean() * (ctx.state['steps'] + own['steps'] + model.passes)
             loss = loss * weight.of(loss) * (1 + number / 20 + steps / 20 + seen / 20)
             optimizer.zero_grad()
             loss.backward()
@@ -68,7 +77,8 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
                     os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.05)  # ranks agree every quarter of a second
     assert len(begun) == STEPS or stops or ctx.world_size > 1, begun
-    return [steps, seen, number, weight.counts['steps'], weight.mean]
+    numbers = [steps, seen, number, weight.counts['steps'], weight.mean]
+    return [*numbers, ctx.state['steps'], own['steps'], model.passes]
 
 
 def trained(fork_server: ForkClient, folder: Path, sizes: list[int], mode: str, *args: Any) -> Any:
@@ -92,7 +102,7 @@ def test_counters_count_steps_wherever_shards_are_trained(
     last = (STEPS // EPOCHS if by_epochs else STEPS) - 1
     assert json.loads(one.result)[:4] == [STEPS, STEPS, last, STEPS]
     assert one.result == cut.result and same_weights(one.path, cut.path)
-    assert log.count('they count steps') == 1 + 2 * by_epochs
+    assert log.count('it counts steps') == 1 + 2 * by_epochs
 
 
 def test_what_enumerates_goes_on_in_throughput_mode(

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.pipeline import (
+from parsl_freetrain.training.parallel.pipeline.schedule import (
     METHODS,
     PipelineSchedule,
+    Task,
     chimera,
     gpipe,
     make_schedule,
+    message_of,
     one_f_one_b,
+    split_layers,
 )
-from parsl_freetrain.training.parallel.pipeline.schedule import Task, message_of, split_layers
 from workflows.pipeline_facts import (
     POST,
     RUN,
