@@ -87,13 +87,13 @@ class Carried:
         if not self._frames:
             return None
         numbers = Numbers(self._frames, self._places, self._how.known, self._counts, state)
-        numbers.here, self._numbers = self._numbers.here if self._numbers else -1, numbers
+        numbers.here = self._numbers.here if self._numbers else self._saved.pop('here', -1)
+        self._numbers = numbers
         return numbers
 
     def put_back(self, moment: str) -> None:
         """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""
         saved = self._saved.get(moment, {})
-
         for place, now in self._places:
             if place.path in saved:
                 place.put(self._value(saved[place.path], now))
@@ -121,6 +121,7 @@ class Carried:
             },
             'once': [*self._once],
             'counts': [] if finished else [*map(number_of, self._counts)],
+            'here': self._numbers.here if self._numbers else -1,
         }
 
     def copied(self) -> dict[str, Any] | None:

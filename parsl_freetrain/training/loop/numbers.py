@@ -98,11 +98,11 @@ class Numbers:
 
     def undo(self) -> None:
         """Call before each other one: it begins alike, but for ``position = ctx.samples``."""
-        position = self._last, self.here
+        places = (self._last, self.here), (None, self.here)
         for path, now in self._now().items():
             if now != (before := self._before[path]):
                 then = {n: (before.get(n, _NONE), v) for n, v in now.items() if v is not _OTHER}
-                others = {n: b for n, (b, v) in then.items() if b is not v and (b, v) != position}
+                others = {n: b for n, (b, v) in then.items() if b is not v and (b, v) not in places}
                 kept = (_OTHER, _NONE) if path in self._frames else (_OTHER,)
                 self._spaces[path][1]({n: b for n, b in others.items() if b not in kept})
 
