@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
@@ -55,16 +54,15 @@ class LivePage:
     def _write(self) -> None:
         begun = time.monotonic()
         history = self._journal.history()
-        one = chosen(history, self._journal.path, self._run)
-        found = figures(history.of(one.name), time.time(), DpAllocator())
-        self._text = report_page(found)
-        self._over = found.status.life.state in ('ended', 'died')
+        name = chosen(history, self._journal.path, self._run).name
+        found = figures(history.of(name), time.time(), DpAllocator())
+        self._text, self._over = report_page(found), found.status.life.state in ('ended', 'died')
         self._next = begun + max(self._every_s, SHARE * (time.monotonic() - begun))
 
 
 HOST = '127.0.0.1'
 NAMES = {'127.0.0.1', 'localhost', '[::1]'}  # from any port, since a tunnel changes it
-MOST_CONNECTIONS = 16  # of one peer, a user of this computer, at once
+MOST_CONNECTIONS = 16  # at once; beyond that, the oldest is ended
 REQUEST_S = 30.0  # for a whole request and its answer
 HEADERS = {
     'Content-Type': 'text/plain; charset=utf-8',
@@ -81,7 +79,6 @@ class Page(ThreadingHTTPServer):
     """A page at :attr:`address`; ``newest`` says when a browser is to ask again (None: never)."""
 
     daemon_threads = True
-    block_on_close = False
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, newest: Callable[[], tuple[str, int | None]], port: int = 0) -> None:
@@ -89,7 +86,7 @@ class Page(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         # A name of its own, since browsers share cookies between ports.
         self.cookie = f'freetrain-{secrets.token_hex(4)}'
-        self._lock, self._open = threading.Lock(), Counter[int]()
+        self._open = list[socket.socket]()
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -108,24 +105,27 @@ class Page(ThreadingHTTPServer):
         self._thread.join()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        late = threading.Timer(REQUEST_S, self.shutdown_request, (request,))
+        if user_of(client_address) not in (0, os.getuid()):
+            self.shutdown_request(request)
+            return
+        late = threading.Timer(REQUEST_S, _end, (request,))
         late.start()
-        peer = user_of(client_address)
-        with self._lock:
-            self._open[peer] += 1
-            allowed = peer in (0, os.getuid()) and self._open[peer] <= MOST_CONNECTIONS
+        self._open.append(request)
+        for oldest in self._open[:-MOST_CONNECTIONS]:
+            _end(oldest)
         try:
-            if allowed:
-                super().process_request_thread(request, client_address)
-            else:
-                self.shutdown_request(request)
+            super().process_request_thread(request, client_address)
         finally:
             late.cancel()
-            with self._lock:
-                self._open[peer] -= 1
+            self._open.remove(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect."""
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def user_of(peer: tuple[str, int]) -> int:
