@@ -148,8 +148,6 @@ def _follow(look: Callable[[], list[LogFile]], over: Callable[[], bool], tail: i
 
 @dataclass(frozen=True, order=True)
 class LogFile:
-    """The output of one rank of one fragment."""
-
     fragment: int
     rank: int
     path: Path = field(compare=False)

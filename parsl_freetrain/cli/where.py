@@ -68,7 +68,6 @@ def _in_folder(folder: Path) -> Iterator[Path]:
 
 
 def journal_at(given: Path | None, *, keep_progress: bool = True) -> Journal:
-    """The journal of the run that is meant; see :func:`ledger_at`."""
     from parsl_freetrain.journal.read import Journal
 
     return Journal(ledger_at(given), keep_progress=keep_progress)

@@ -108,9 +108,7 @@ def _memory(training: Training) -> dict[str, int]:
 
 
 def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[str, Any]:
-    """A trainer's speed in samples per second: whether its curve was stated; by node class the
-    typical rate by measured count, and the count with the best; and the class that it runs on.
-    """
+    """Whether its curve was stated; samples/s by class and count, the best count; where it runs."""
     from parsl_freetrain.report.learned import Speed, place_of
 
     trainer = training.trainer

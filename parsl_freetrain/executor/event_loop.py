@@ -230,7 +230,6 @@ class EventLoop:
             self._stream.emit(ev.TrainerAborted(now, here[0], why))
 
     def _abort_all(self, why: str, now: float) -> None:
-        """Abort all trainers, since none can continue."""
         for name, record in self._fragments.records.items():
             if not record.future._ended:
                 self._stream.emit(ev.TrainerAborted(now, name, why))
@@ -324,7 +323,6 @@ class EventLoop:
         self._stream.close()
 
     def _refuse(self, item: Any) -> None:
-        """Refuse a command after the event loop has ended, so that nothing waits for it."""
         match item:
             case co.SubmitTrainer(record):
                 name = record.trainer.name
@@ -346,8 +344,6 @@ _URGENT = (
 
 
 class LiveRuntime:
-    """Implements :class:`~parsl_freetrain.core.controller.runtime.Runtime`."""
-
     def __init__(self, blocks: BlockManager, fragments: FragmentRunner) -> None:
         self._blocks, self._fragments = blocks, fragments
 

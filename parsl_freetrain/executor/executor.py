@@ -169,7 +169,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._signals.begin()
 
     def _start(self, undo: ExitStack) -> None:
-        """Start everything. ``undo`` collects what to do if the start fails."""
         refuse_unquotable(self.logdir)
         provider, folder = self.provider, Path(self.checkpoint_dir)
         assert isinstance(provider, BackfillProvider)
@@ -248,7 +247,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return EventLoop(Controller(self.allocator, settings), control, *parts)
 
     def initialize_scaling(self) -> None:
-        """Compose the launch command with one more worker, which is reserved for fragments."""
         ordinary = self.max_workers_per_node
         self.max_workers_per_node = ordinary + 1
         try:

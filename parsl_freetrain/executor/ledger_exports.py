@@ -41,7 +41,6 @@ class MetricExport:
         self._thread: threading.Thread | None = None
 
     def start(self, ledger: Path, run: str) -> None:
-        """Begin with a run of a ledger, by Parsl's id of the run."""
         if self._loggers:
             name, work = 'FreeTrain-Loggers', (ledger, run)
             self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)

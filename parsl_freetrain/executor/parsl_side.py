@@ -23,9 +23,7 @@ _LOOK_MS = 200
 
 
 class ParslSide:
-    """The side of a started HighThroughputExecutor, for the event loop's thread; without ``lock``,
-    trainers cannot go on.
-    """
+    """The side of a started HighThroughputExecutor, for the event loop's thread."""
 
     def __init__(self, executor: HighThroughputExecutor, agent: str, lock: RunLock) -> None:
         self._executor, self._agent, self._lock = executor, agent, lock
@@ -81,7 +79,6 @@ class ParslSide:
             ask(['HOLD_MANAGER', name], timeout_s=INTERCHANGE_S)
 
     def statuses(self) -> dict[str, JobStatus]:
-        """The batch system's answer for all blocks, by block id."""
         self._executor._last_poll_time = 0.0  # Parsl compares clocks, which may be set back
         self._executor.poll_facade()
         every = self._executor.status_facade.items()

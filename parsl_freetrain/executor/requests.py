@@ -82,7 +82,6 @@ class Requests:
         return found
 
     def answer(self, request_id: str, answer: RequestAnswer) -> None:
-        """Tell whoever asked what has become of it."""
         try:
             files.replace(self._folder / f'{request_id}{_ANSWER}', msgspec.json.encode(answer))
         except OSError:

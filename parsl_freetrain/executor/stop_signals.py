@@ -24,7 +24,6 @@ class StopSignals:
                     signal.signal(one, self._end_by)
 
     def end(self) -> None:
-        """The signals have their old meaning."""
         with suppress(ValueError):
             for one in SIGNALS:
                 if signal.getsignal(one) == self._end_by:

@@ -35,9 +35,7 @@ class Subscriber(Protocol):
 
 
 class Stream:
-    """Publishes to ``recorders``, which write files, by a :class:`FileThread` if there is one, and
-    to ``subscribers``; keeps what the controller gets.
-    """
+    """Publishes to ``recorders`` (of files) and ``subscribers``; keeps what the controller gets."""
 
     def __init__(
         self,

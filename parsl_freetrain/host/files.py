@@ -97,9 +97,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def make_dir(folder: Path, *, durable: bool = True) -> bool:
-    """Make ``folder`` with mode 0700, with its parents, unless it exists; ``durable`` in its
-    parent. Returns whether it was made.
-    """
+    """Make ``folder`` (0700) and its parents unless it exists; whether it was made now."""
     try:
         folder.mkdir(mode=0o700)
     except FileNotFoundError:

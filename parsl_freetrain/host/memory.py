@@ -42,7 +42,6 @@ class OomWatch:
         self._before.append(now)
 
     def struck(self) -> bool:
-        """Whether it has just happened; True once each time."""
         file, now = oom_kills(self._pid, self._root)
         struck = now > (self._before[0] if file == self._file else 0)
         if struck:

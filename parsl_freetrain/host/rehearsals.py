@@ -18,7 +18,6 @@ _said: set[str] = set()
 
 
 def note(function: Callable[..., Any]) -> None:
-    """Remember that a function was rehearsed."""
     try:
         make_dir(_mark(function).parent)
         _mark(function).touch(mode=0o600)
@@ -38,7 +37,6 @@ def say_if_never(function: Callable[..., Any]) -> None:
 
 
 def was_rehearsed(function: Callable[..., Any]) -> bool:
-    """Whether it was; True where that cannot be known."""
     try:
         return _mark(function).exists()
     except (OSError, RuntimeError):  # there is no home

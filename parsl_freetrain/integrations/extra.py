@@ -29,7 +29,6 @@ class StepCount:
         return math.ceil(self.size / self.batch)
 
     def at(self, samples: int) -> int:
-        """After a number of samples."""
         epochs, rest = divmod(samples, self.size)
         return epochs * self.in_epoch + math.ceil(rest / self.batch)
 

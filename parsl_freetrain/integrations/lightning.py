@@ -153,9 +153,7 @@ class Trainer:
         ckpt_path: Any = None,
         weights_only: Any = None,
     ) -> None:
-        """Train from the last checkpoint to the total. Raises BadInput if the module needs what is
-        not supported here, or the total is not that of the app.
-        """
+        """Train from the last checkpoint to the total. BadInput for what is not supported here."""
         if ckpt_path is not None:
             raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')
         source = self._begin(model, datamodule, train_dataloaders, 'fit')

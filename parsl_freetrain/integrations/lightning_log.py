@@ -41,7 +41,6 @@ class Log:
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        """As of LightningModule."""
         if reduce_fx not in ('mean', torch.mean):
             raise unsupported(f'self.log({name!r}, reduce_fx={reduce_fx!r})', 'log the mean')
         if is_metric(value):
@@ -73,7 +72,6 @@ class Log:
             self.take({name: number})
 
     def take(self, found: Mapping[str, float]) -> None:
-        """Make numbers known to callbacks."""
         self._metrics.update({name: torch.tensor(value) for name, value in found.items()})
 
     @contextmanager

@@ -32,8 +32,6 @@ class LoggedTraining:
 
 
 class OpenLog(Protocol):
-    """One training in a logger."""
-
     def log(self, samples: int, at: float, metrics: Mapping[str, float]) -> None:
         """Log metrics at a number of samples, which increases; ``at`` in epoch seconds."""
         ...

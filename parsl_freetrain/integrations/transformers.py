@@ -77,9 +77,7 @@ class InFragments(_Any):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any
     ) -> TrainOutput:
-        """Train from the last checkpoint to the total. Raises BadInput if the arguments or the
-        dataset do not fit the app.
-        """
+        """Train from the last checkpoint to the total. BadInput for what does not fit the app."""
         given = {**kwargs, 'resume_from_checkpoint': resume_from_checkpoint, 'trial': trial}
         for name in (name for name, value in given.items() if value):
             raise unsupported(f'train({name}=...)', name)

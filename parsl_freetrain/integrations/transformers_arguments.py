@@ -89,7 +89,6 @@ def check_arguments(args: Any, ctx: FragmentContext) -> None:
 
 
 def check_overrides(trainer: type[Any], ours: type[Any]) -> None:
-    """Raises BadInput if a subclass replaces a method that is not called here."""
     for name in _REPLACED:
         base = getattr(ours, name, None) or getattr(transformers.Trainer, name, None)
         own = getattr(trainer, name, None)

@@ -174,7 +174,6 @@ class JournalWriter:
         )
 
     def _thin(self) -> None:
-        """Leave out what reports need least."""
         before = len(self._pending)
         self._pending = [event for event in self._pending if not isinstance(event, FLEETING)]
         self._thin_at = max(MOST_HELD, 2 * len(self._pending))
@@ -252,9 +251,7 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
 
 
 def _put_in_place_of(path: Path, content: bytes) -> Path | None:
-    """Put a new file in a damaged one's place, and return where that is kept. Whenever this process
-    is killed, one of the two has the name: budgets count what the file says.
-    """
+    """Put a new file in a damaged one's place; where that is kept. A kill leaves either."""
     draft = path.with_name(f'.{path.name}.part')
     draft.unlink(missing_ok=True)
     names = (path.with_name(f'{path.name}.damaged-{n}') for n in count(1))

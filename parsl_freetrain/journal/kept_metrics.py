@@ -79,7 +79,6 @@ class KeptMetrics:
         return points
 
     def rest(self) -> list[MetricPoint]:
-        """The points behind the last checkpoint, which may still be lost."""
         values = dict(self._values)
         points = (_point(report, values) for report in self._pending)
         return [point for point in points if point.metrics and point.mark > self._mark]

@@ -132,7 +132,6 @@ def write_sqlite(history: History, database: Path, prefix: str = '') -> None:
 
 
 def write_parquet(history: History, folder: Path) -> None:
-    """Write the tables into a folder: ``trainers.parquet`` and so on."""
     with needs('Writing Parquet files'):
         import pandas as pd
         import pyarrow  # noqa: F401  # pandas writes them with it

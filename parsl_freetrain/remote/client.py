@@ -234,9 +234,7 @@ class FreeTrainClient(Executor):
         return self._follow(structs.replace(order, spec=app.spec, payload=payload))
 
     def attach(self, name: str) -> RemoteTraining:
-        """Follow a trainer that was submitted before, from this computer or another one. The future
-        raises BadInput if there is no such trainer in ``checkpoint_dir``.
-        """
+        """Follow a trainer submitted before; the future raises BadInput if there is none."""
         return self._follow(orders.Order('look', self._folder, self._settings, name))
 
     def _follow(self, order: orders.Order) -> RemoteTraining:

@@ -157,7 +157,6 @@ def _ensure_run(desk: Desk) -> None:
 
 
 def _takes_orders(desk: Desk) -> bool:
-    """Whether the run that has the folder takes orders."""
     holder = read_holder(desk.checkpoint_dir / FILE)
     return holder is not None and holder.run.endswith(f' {LABEL}')
 

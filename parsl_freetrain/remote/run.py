@@ -104,7 +104,6 @@ def _status(request: str, future: TrainingFuture) -> TrainerStatus:
 
 
 def _how(error: BaseException | None) -> tuple[str, str]:
-    """How a trainer has ended, and the sentence for it."""
     if error is None:
         return OK, ''
     said = str(error) if isinstance(error, FreeTrainError) else f'{type(error).__name__}: {error}'

@@ -104,7 +104,6 @@ def _vnodes(text: str) -> tuple[str, ...]:
 
 
 def _seconds(text: str) -> float:
-    """Seconds of ``hours:minutes:seconds``, or of plain seconds; raises ValueError."""
     parts = [int(part) for part in text.split(':')]
     if len(parts) > 3 or min(parts) < 0:
         raise ValueError(text)

@@ -40,7 +40,6 @@ class PlannedBlock:
     node_class: str = ''
 
     def time(self, late_s: float) -> tuple[float, float]:
-        """Start and end with nodes, in seconds from now, after ``late_s`` and if not preempted."""
         end_s = late_s + self.walltime_s
         return late_s, end_s if self.hole_s is None else min(end_s, self.hole_s)
 

@@ -39,9 +39,7 @@ def write_habits(trace: Trace, path: Path) -> None:
 
 
 def read_habits(path: str | Path, nodes: Collection[str] | None = None) -> NodeHabits:
-    """Habits that ``freetrain replay --learn-habits`` wrote, for ``Policy(habits=...)``; BadInput
-    if they are not of a machine with most of ``nodes``.
-    """
+    """What :func:`write_habits` wrote; BadInput if of fewer nodes than most of ``nodes``."""
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=HabitsFile)
     except OSError as error:

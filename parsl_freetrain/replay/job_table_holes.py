@@ -71,8 +71,6 @@ def _instants(
 
 
 class _Sweep:
-    """The state of the machine at one instant after the other."""
-
     def __init__(self, jobs: JobTable, patience_s: float) -> None:
         self.jobs, self.patience_s = jobs, patience_s
         self.wake_ups: list[float] = []

@@ -110,7 +110,6 @@ def of_schedule(schedule: Schedule) -> Trace:
 def part_of(
     path: str | Path, trace: Trace, nodes: int | None, since: float | None, until: float | None
 ) -> Trace:
-    """A window of a trace from ``path``, which errors name."""
     try:
         return trace.window(nodes, since, until)
     except BadInput as error:

@@ -26,8 +26,6 @@ WHERE_THEY_WENT = {
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """The course of a replay. Each value holds from its instant to the next one."""
-
     #: Instants of changes, in seconds of the trace's clock; the last one is the window's end.
     times: Floats
     #: With ``used``, ``running``: numbers of idle nodes, of those that train, of running trainers.

@@ -84,9 +84,7 @@ class Scenario(Settings, frozen=True):
 
 
 def replay(scenario: Scenario) -> ReplayResult:
-    """Replay on the trace, and on a constant pool of its mean number of nodes (by class) with the
-    same trainers and costs. U compares samples, or if all finish on either, times.
-    """
+    """Replay on the trace, and on a constant pool of its mean number of nodes (by class)."""
     began = perf_counter()
     trace = scenario.trace
     outcome = _run(scenario, trace, scenario.known_ends)

@@ -156,7 +156,6 @@ class Trace:
         return tuple(PoolChange(t, nodes[a:b], left[c:d], known[a:b]) for t, a, b, c, d in each)
 
     def idle_node_s(self, known_ends: bool = False) -> float:
-        """Node-seconds in the pool; ``known_ends``: as for :meth:`intervals`."""
         starts, ends, _, _ = self.intervals(known_ends)
         return float((ends - starts).sum())
 

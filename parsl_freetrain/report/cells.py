@@ -53,7 +53,6 @@ def block_cells(block: BlockNow) -> dict[str, str]:
 
 
 def heading_words(seen: RunStatus) -> str:
-    """The run's duration, nodes and state, and how far its last decision may be off the best."""
     words = [duration_text(seen.elapsed_s), nodes_text(sum(b.nodes for b in seen.blocks))]
     if seen.ended is not None:
         words.append(f'ended: {clean(seen.ended)}')

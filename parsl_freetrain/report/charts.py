@@ -190,7 +190,6 @@ def scaling(learned: MeasuredScaling, kind: str) -> Markup | None:
 
 
 def predicted_and_actual(found: Figures) -> Markup | None:
-    """Samples expected by decisions against samples trained and kept; None: nothing to compare."""
     of = kinds(found)
     known = [(o, o.expected) for o in found.outcomes if o.expected is not None]
     pairs = [(o, expected, o.trained) for o, expected in known if expected >= 1]

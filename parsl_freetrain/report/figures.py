@@ -19,8 +19,6 @@ from parsl_freetrain.report.timeline import Cause, Clock, causes
 
 @dataclass(frozen=True)
 class Decisions:
-    """Number of decisions, the same by solver status, and their median and maximum seconds."""
-
     count: int
     by_status: dict[str, int]
     median_s: float
@@ -87,7 +85,6 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
 
 
 def as_document(found: Figures) -> dict[str, Any]:
-    """The document of ``freetrain report --json``. Outcomes: seconds since their run's start."""
     begun = {r.id: r.begun_at for r in found.history.runs}
     names = {r.id: r.name for r in found.history.runs}
     return {

@@ -39,7 +39,6 @@ class Speed:
         return {name: profile.measured for name, profile in sorted(self._profiles.items())}
 
     def observe(self, place: Place, rate: float | None) -> None:
-        """Add the speed in samples per second that a fragment there reports."""
         nodes, node_class = place
         if rate is not None and nodes:
             self._profiles[node_class].observe(nodes, rate)
@@ -84,8 +83,6 @@ MOST_POINTS = 64  # maximum number of points of a curve
 
 @dataclass(frozen=True)
 class MeasuredScaling:
-    """A trainer's speed on one node class."""
-
     trainer: str
     node_class: str  #: empty where nodes are not told apart
     stated: bool  #: whether the user stated the curve's shape; otherwise it was measured
@@ -152,7 +149,6 @@ def _points(speed: Speed, trainer: Trainer, node_class: str) -> tuple[tuple[int,
 
 
 def rescale_costs(history: History) -> list[RescaleCost]:
-    """By trainer and change, between fragments of one run."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     trainers: dict[str, Trainer] = {}
     for one in history.trainings:
@@ -190,7 +186,6 @@ def _changes(training: Training) -> list[tuple[str, float]]:
 
 
 def shapes_tried(fragments: Iterable[Fragment]) -> list[ShapeTried]:
-    """By trainer and node count, in the order in which they were tried."""
     found: dict[tuple[str, int], dict[str, list[Fragment]]] = {}
     newest: dict[tuple[str, int], str] = {}
     for fragment in fragments:

@@ -29,8 +29,6 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class DecisionOutcome:
-    """The outcome of one decision about one trainer, in samples."""
-
     trainer: str
     run: int
     decision: int  #: its number among the decisions of the run, from 1
@@ -169,8 +167,6 @@ def _kept(fragment: Fragment, until: float) -> Points:
 
 
 class _Trained:
-    """The total that a trainer's fragments have trained, linear between their reports."""
-
     def __init__(self, fragments: Iterable[Points]) -> None:
         self._times: list[float] = []
         self._samples: list[float] = []

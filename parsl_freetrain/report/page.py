@@ -275,5 +275,4 @@ def percent(part: float, whole: float) -> str:
 
 
 def date(at: float) -> str:
-    """A time in epoch seconds as local date and time."""
     return datetime.fromtimestamp(at).astimezone().strftime('%Y-%m-%d %H:%M:%S %Z')

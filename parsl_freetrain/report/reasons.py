@@ -281,7 +281,6 @@ def _count(samples: float) -> str:
 
 
 def shares(allocation: Mapping[str, int]) -> str:
-    """Trainers with their node counts, largest first."""
     ranked = sorted(allocation.items(), key=lambda item: -item[1])
     shown = ', '.join(f'{name!r} {count}' for name, count in ranked[:MOST_OTHERS])
     return f'{shown} and {len(ranked) - MOST_OTHERS} more' if len(ranked) > MOST_OTHERS else shown

@@ -23,8 +23,6 @@ NEVER = Liveness('ended')
 
 @dataclass(frozen=True)
 class TrainerNow:
-    """One trainer."""
-
     name: str
     state: str
     nodes: int
@@ -47,7 +45,6 @@ class TrainerNow:
 
     @property
     def loss(self) -> float | None:
-        """The value of :func:`main_metric`."""
         return self.metrics.get(main_metric(self.metrics))
 
 
@@ -64,8 +61,6 @@ class BlockNow:
 
 @dataclass(frozen=True)
 class DecisionNow:
-    """The last decision."""
-
     ago_s: float
     status: str  # how the solver ended
     solver: str
@@ -153,7 +148,6 @@ def state_of(training: Training, going: bool) -> str:
 
 
 def resumes_in_words(trainers: Sequence[TrainerNow]) -> tuple[str, ...]:
-    """How often trainers went on after a cut; nothing if they did not."""
     resumes = sum(t.resumes for t in trainers)
     verified = sum(t.verified for t in trainers)
     s = 's' * (resumes != 1)

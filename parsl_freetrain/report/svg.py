@@ -74,7 +74,6 @@ class Chart:
         )
 
     def cross(self, x: float, up: float, name: str = '') -> None:
-        """Draw a cross for a preemption; ``up`` is a part of the height."""
         at, height = _percent(self._x.part(x)), _percent(1 - up)
         self._marks.setdefault(
             ('cross', at, height),

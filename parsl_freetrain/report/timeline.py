@@ -15,7 +15,6 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, sorted and disjoint; empty and backward intervals count for nothing."""
     merged: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[0] < i[1]):
         if merged and start <= merged[-1][1]:
@@ -26,7 +25,6 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What two merged sets share."""
     shared: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -41,7 +39,6 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What a merged set has beyond another merged set."""
     rest: list[Interval] = []
     j = 0
     for start, end in left:

@@ -90,8 +90,6 @@ class CobaltOptions(BatchOptions, frozen=True, kw_only=True):
 
 
 class Cobalt:
-    """Which command answers which question."""
-
     label = 'Cobalt'
     step_s = 60
     script_mode = 0o700  # Cobalt runs the script itself, and not a copy
@@ -158,11 +156,7 @@ class Cobalt:
 
 
 class CobaltSite(BatchSite):
-    """One queue of a machine with Cobalt.
-
-    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
-    those of :class:`~parsl_freetrain.sites.cobalt.CobaltOptions`.
-    """
+    """One queue of a machine with Cobalt; see :class:`CobaltOptions`."""
 
     name, job_variable = 'cobalt', 'COBALT_JOBID'
     options_type, scheduler_type = CobaltOptions, Cobalt
@@ -262,7 +256,6 @@ def ended(log: str) -> rc.JobState | None:
 
 
 def _nodes_in(location: str) -> tuple[str, ...]:
-    """Names of the nodes ``20-22,24``; empty if this is no list of node numbers."""
     if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', location):
         return ()
     parts = (part.partition('-') for part in location.split(','))

@@ -128,7 +128,6 @@ class Schedule:
         return self.nodes[:count]
 
     def only(self, nodes: Iterable[str]) -> Schedule:
-        """The intervals of these nodes alone."""
         wanted = set(nodes)
         keep = np.isin(self.node_index, [i for i, name in enumerate(self.nodes) if name in wanted])
         names = [self.nodes[i] for i in self.node_index[keep].tolist()]
@@ -144,7 +143,6 @@ class Schedule:
         )
 
     def node_seconds(self, from_s: float, until_s: float) -> float:
-        """Idle node-seconds between two times in seconds."""
         overlap = np.minimum(self.ends, until_s) - np.maximum(self.starts, from_s)
         return float(overlap[overlap > 0].sum())
 

@@ -104,7 +104,6 @@ def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:
 
 
 def packer(prefix: Path) -> str:
-    """The module that packs this environment; BadInput for an unknown kind."""
     if (prefix / 'conda-meta').is_dir():
         module = 'conda_pack'
     elif (prefix / 'pyvenv.cfg').is_file():

@@ -89,9 +89,7 @@ class Adopting(Protocol):
     job_variable: str
 
     def identify(self, run: str) -> None:
-        """Name the run that all later blocks belong to, unless the site was given a name already.
-        Called before :meth:`Site.start`.
-        """
+        """Name the run of later blocks, unless the site has a name; before :meth:`Site.start`."""
 
     def adopt(self) -> tuple[FoundBlock, ...]:
         """Blocks of the run that are not over; from now on they count as opened by this process.
@@ -110,9 +108,7 @@ class Yielding(Protocol):
         """
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
-        """The jobs that would start now on nodes of blocks, and the nodes of all blocks, each by
-        the id of its job; nothing if no job would.
-        """
+        """The jobs that would start now on nodes of blocks, and these nodes, by job id."""
 
     def leaving(self, job_ids: Sequence[str]) -> None:
         """The nodes of these jobs have been told to end them: they count as ending."""

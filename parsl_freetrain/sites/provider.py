@@ -109,10 +109,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         return job_id
 
     def adopt(self) -> tuple[FoundBlock, ...]:
-        """Take over the blocks of an earlier run that are not over. There are none where blocks end
-        with the process that submitted them. Raises FreeTrainError if the scheduler does not
-        answer, so it is not known whether there are any.
-        """
+        """Take over blocks of an earlier run. FreeTrainError without an answer."""
         if not isinstance(self.site, Adopting):
             return ()
         with self._lock:
@@ -124,9 +121,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         return sum(status is None for status in self._jobs.values()) >= self.max_blocks
 
     def status(self, job_ids: Sequence[Any]) -> list[JobStatus]:
-        """The status of each job. UNKNOWN if the scheduler could not be asked, which never means
-        that a job is over. A job that was seen to be over stays so, and is not asked about again.
-        """
+        """As the site says; one that was seen to be over stays so, and is not asked about again."""
         wanted = [str(job_id) for job_id in job_ids]
         answers = self._ask(self._open_ones(wanted))
         over = []
@@ -158,9 +153,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             return {job_id: _unknown(f'could not ask: {error}') for job_id in job_ids}
 
     def cancel(self, job_ids: Sequence[Any]) -> list[bool]:
-        """End the jobs; False for each that could not be cancelled, which may still run. A job that
-        was seen to be over counts as cancelled.
-        """
+        """End the jobs; False for each that may still run."""
         wanted = [str(job_id) for job_id in job_ids]
         running = self._open_ones(wanted)
         try:
@@ -177,9 +170,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             return [self._jobs.get(job_id) is not None for job_id in wanted]
 
     def release(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Give some nodes of a block back; it goes on with the others. Raises FreeTrainError if the
-        scheduler does not do it. ``nodes``: their names, as the site calls them.
-        """
+        """As :meth:`.protocols.Yielding.release`."""
         assert isinstance(self.site, Yielding)
         self.site.release(job_id, nodes)
 

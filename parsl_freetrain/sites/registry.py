@@ -31,8 +31,6 @@ _OWN = tuple(
 
 @dataclass(frozen=True)
 class SiteType:
-    """One type of site."""
-
     name: str  #: as in ``site={'type': 'slurm'}`` of a FreeTrainClient, and a TOML file's table
     label: str  #: its name in sentences
     make: Callable[..., Site]  #: the class of its sites

@@ -14,14 +14,10 @@ from parsl_freetrain.solver.isolated import IsolatedAllocator
 
 
 class PartialAllocator(Allocator, Protocol):
-    """An allocator that can solve only some problems."""
-
     def applies(self, problem: Problem) -> bool: ...
 
 
 class EitherAllocator:
-    """Uses the ``first`` allocator where it applies, and ``otherwise``."""
-
     def __init__(self, first: PartialAllocator, otherwise: Allocator) -> None:
         self._first, self._otherwise = first, otherwise
 
@@ -54,7 +50,6 @@ def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True
 
 
 def close_allocator(allocator: Allocator) -> None:
-    """End the allocator's child process, if it has one."""
     close = getattr(allocator, 'close', None)
     if close is not None:
         close()

@@ -71,8 +71,6 @@ class _Failed(Exception):
 
 
 class _SolverProcess:
-    """The process, and the pipe to it."""
-
     def __init__(self, inner: Allocator, patience_s: float) -> None:
         self._patience_s = patience_s
         self._pipe, theirs = Pipe()

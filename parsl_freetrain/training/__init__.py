@@ -1,3 +1,1 @@
-"""What runs on compute nodes: fragment context, checkpoints, ranks, data order (torch,
-no Parsl).
-"""
+"""What runs on compute nodes: fragment context, checkpoints, ranks, data order."""

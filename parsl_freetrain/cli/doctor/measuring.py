@@ -181,7 +181,6 @@ ANSWER_S = 120.0  # a user's endpoint process may have to be started
 
 
 def ask_here() -> dict[str, Any]:
-    """The probe's answer on this computer, from a child process."""
     return _probe([], {})
 
 

@@ -30,9 +30,7 @@ SHARE = 10  # of the time, at most one part in so many goes into writing the pag
 
 
 class LivePage:
-    """The newest page about a run (None: the newest run) of the ledger, for all browsers. It is
-    written every ``every_s`` seconds, or less often if that takes long.
-    """
+    """The newest page about a run, rewritten every ``every_s`` seconds or less often."""
 
     def __init__(self, journal: Journal, run: str | None, every_s: float) -> None:
         self._journal, self._run, self._every_s = journal, run, every_s

@@ -61,7 +61,6 @@ def check_keys(
 
 
 def pool_limits(pool: int, max_nodes: int | None, keep_free: int) -> list[Limit]:
-    """Limits on all trainers: at most ``max_nodes`` of the pool, and ``keep_free`` idle."""
     limits = [Limit(most=max_nodes, why='max_nodes')] if max_nodes is not None else []
     return limits + ([Limit(most=max(pool - keep_free, 0), why=KEPT_FREE)] if keep_free else [])
 

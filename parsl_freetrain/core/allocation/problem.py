@@ -62,7 +62,6 @@ class Bid:
         return dict(self.class_curves).get(node_class, _USELESS)
 
     def uses(self, node_class: str) -> bool:
-        """Whether it may start on nodes of this class."""
         return not self.class_curves or any(name == node_class for name, _ in self.class_curves)
 
     def counts(self, nodes: int) -> list[int]:
@@ -130,7 +129,6 @@ class Limit:
     why: str = ''
 
     def concerns(self, name: str) -> bool:
-        """Whether the bid of that name is a member."""
         return not self.members or name in self.members
 
 
@@ -157,7 +155,6 @@ class Problem:
         return tuple(min(self.horizon_s, block.remaining_s) for block in self.places)
 
     def members(self, limit: Limit) -> tuple[int, ...]:
-        """Indices of the bids that a limit is about."""
         return tuple(j for j, bid in enumerate(self.bids) if limit.concerns(bid.name))
 
     @cached_property
@@ -296,8 +293,6 @@ def relative_gap(objective: float, bound: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An allocation."""
-
     #: 'optimal' (to 1e-9 of the objective), 'feasible' (time ran out; never worse than staying) or
     #: 'infeasible' (no allocation keeps all limits, or none was found: what runs is kept).
     status: str

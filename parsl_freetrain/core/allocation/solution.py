@@ -147,7 +147,6 @@ def worth_by_count(
 
 
 def rates_at(curve: ScalingCurve, counts: NDArray[np.int64]) -> Floats:
-    """:meth:`ScalingCurve.rate_at` of many counts."""
     points, rates = curve.nodes, curve.rate
     if points[0]:
         points, rates = (0, *points), (0.0, *rates)

@@ -65,7 +65,6 @@ class Budgets:
         return min(used, default=math.inf)
 
     def note(self, at: float) -> None:
-        """Note the budgets that are spent: their trainers are stopped now."""
         for meter in self._meters.values():
             if meter.limit - meter.used_at(at) <= meter.nodes * INSTANT_S:
                 meter.noted = True

@@ -228,7 +228,6 @@ class ControllerState:
         self._withdraw(name)
 
     def siblings(self, trainer: Trainer) -> list[TrainerState]:
-        """The other replicas of its training."""
         others = self.trainers.values() if trainer.training else ()
         same = [one for one in others if one.trainer.training == trainer.training]
         return [one for one in same if one.trainer.name != trainer.name]
@@ -244,7 +243,6 @@ class ControllerState:
         self.open_gates(spec.training)
 
     def reached_elsewhere(self, event: ev.ReplicaReached) -> None:
-        """A replica in another executor is so far."""
         samples = math.inf if event.samples is None else event.samples
         self._rounds.tell(event.training, event.trainer, samples)
         self.open_gates(event.training)

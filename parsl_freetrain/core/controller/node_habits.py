@@ -27,13 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class NodeHabits(Settings, frozen=True, kw_only=True):
-    """How long idle nodes stay.
-
-    ``hazard``: departures per node and second in each bin of :data:`AGES_S`. ``position``: where in
-    the sorted names of all idle nodes the ones that leave are on average, near 0 if the first are
-    taken first, 0.5 if names do not matter. ``together``: mean number of nodes that leave at once.
-    Raises BadInput.
-    """
+    """How long idle nodes stay; as :func:`learn` finds them in a record. Raises BadInput."""
 
     hazard: tuple[NotNegative, ...]
     position: Share = 0.5

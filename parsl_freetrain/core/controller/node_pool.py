@@ -76,7 +76,6 @@ class Pool:
             self._hold(node, holder)
 
     def leave(self, name: str) -> str | None:
-        """Remove a node; return the trainer that held it."""
         node = self.nodes.pop(name, None)
         if node is None:
             return None
@@ -98,7 +97,6 @@ class Pool:
             self._hold(node, trainer)
 
     def release(self, names: Iterable[str], trainer: str) -> None:
-        """Free the nodes of a fragment that has ended, if they are there and still its own."""
         for name in names:
             if self.holder.get(name) == trainer:
                 node = self.nodes[name]

@@ -150,7 +150,6 @@ class Planner:
     def _start(
         self, state: cs.ControllerState, plan: Plan, places: Places, at: float
     ) -> list[ev.Action]:
-        """Start waiting trainers, unless fragments that end still hold their nodes."""
         free = {k: counts for k, counts in plan.waiting.items() if state.active[k].running is None}
         wants = [Want(name, counts, state.active[name].former) for name, counts in free.items()]
         if not wants:

@@ -143,9 +143,7 @@ def refuse_unknown(
 def checked_arguments(
     where: str, *groups: tuple[str, type[Struct]]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: misspelt keywords and wrong types are refused. ``groups``: by how a group is
-    written as an argument, its class, so that a misplaced setting's group can be named.
-    """
+    """Decorator: refuses misspelt keywords and wrong types. ``groups``: by argument, its class."""
     elsewhere = {written: group.__struct_fields__ for written, group in groups}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

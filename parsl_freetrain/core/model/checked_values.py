@@ -150,7 +150,6 @@ _WORDS: dict[Any, str] = {
 
 
 def in_words(hint: Any) -> str:
-    """A type as a sentence says it: 'a whole number, at least 1'."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return of[1].description or f'{in_words(of[0])}, {_bounds_in_words(of[1])}'

@@ -8,9 +8,7 @@ from typing import NoReturn
 
 
 class FreeTrainError(Exception):
-    """Base of every error that FreeTrain raises itself. ``final``: another try would end in it,
-    too.
-    """
+    """Base of every error that FreeTrain raises itself; ``final``: another try would end in it."""
 
     final = False
 
@@ -30,9 +28,7 @@ _PACKAGES = {'globus_compute_sdk': 'globus-compute-sdk', 'mlflow': 'mlflow-skinn
 
 @contextmanager
 def needs(what: str) -> Iterator[None]:
-    """Around imports of what not every user has. Raises BadInput if a package is missing:
-    "freetrain replay needs pandas, which is not installed: pip install pandas."
-    """
+    """Around imports of what not every user has. Raises BadInput if a package is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -48,7 +48,6 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in all."""
         return math.prod(self.sizes)
 
     @property

@@ -251,7 +251,6 @@ class Trainer:
         return dict(self.class_curves).get(node_class) if self.class_curves else self.curve
 
     def uses(self, node_class: str) -> bool:
-        """Whether it may run on nodes of this class."""
         return not self.class_curves or node_class in dict(self.class_curves)
 
     def counts(self) -> Sequence[int]:

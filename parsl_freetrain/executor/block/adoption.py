@@ -73,6 +73,5 @@ class Adoption:
         return adopted
 
     def end(self) -> None:
-        """This run has ended in order, and given its blocks back."""
         if self._site is not None:
             release(self._path, self._run)

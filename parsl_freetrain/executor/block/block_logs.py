@@ -14,9 +14,7 @@ NODES, BLOCKS = 1000, 20
 
 
 class BlockLogs:
-    """``workers``, ``nodes``, ``scripts``: folders of Parsl's logs, of ours, and of the scripts of
-    blocks. ``beside`` does the work, or returns False if it cannot now.
-    """
+    """Keeps what Parsl and scripts wrote about blocks; ``beside`` does work, or returns False."""
 
     def __init__(
         self,

@@ -94,13 +94,11 @@ class BlockManager:
         self.adopt(AdoptedBlock(block, job_id, request), at)
 
     def adopt(self, adopted: AdoptedBlock, at: float) -> None:
-        """Register a block that was just submitted or left by an earlier run."""
         block, request = adopted.block, adopted.request
         self.blocks[block] = block_record.BlockRecord(adopted.job_id, request, waited_at=at)
         self._stream.emit(ev.BlockOpened(at, block, request, adopted.job_id))
 
     def close(self, names: Iterable[str], at: float) -> None:
-        """Give blocks back, all at once."""
         closing = [name for name in names if name in self.blocks]
         self.leaving.end([self.blocks[name] for name in closing], at)
         for name in closing:
@@ -272,7 +270,6 @@ class BlockManager:
         self._ended(block_id, how, at)
 
     def _ended_useless(self, block_id: str, status: JobStatus, at: float) -> None:
-        """Handle a block that ended by itself before any of its nodes was ready."""
         self._not_before = at + self._backoff.failed()
         self._useless += 1
         logger.warning('Block %s ended before any of its nodes was ready: %s', block_id, status)
@@ -361,7 +358,6 @@ class BlockManager:
             self._logs.ended(block_id, block.greeted)
 
     def _end_managers(self, names: Collection[str]) -> None:
-        """End managers that go on although their job does not."""
         for manager in self._parsl.managers() if names else ():
             if manager['active'] and manager['manager'] in names:
                 self._parsl.end_manager(manager['manager'])

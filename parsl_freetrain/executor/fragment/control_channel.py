@@ -51,9 +51,7 @@ class _ConnectionEnded(NamedTuple):
 
 
 class _ConnectionLimit:
-    """Keeps out new connections while too many are silent: each costs a descriptor until its
-    handshake fails. ``known``: that have spoken; ``ended`` gets each descriptor.
-    """
+    """Keeps out new connections while too many are silent: each costs a descriptor."""
 
     def __init__(
         self,
@@ -71,7 +69,6 @@ class _ConnectionLimit:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop counting. Call it before the router is closed."""
         self._ended.set()
         self._thread.join()
         self._router.disable_monitor()
@@ -141,7 +138,6 @@ class ControlServer:
         )
 
     def post(self, item: Any) -> None:
-        """Pass an item to the thread that waits in :meth:`receive`; from any thread."""
         self._waiting.put(item)
         # Enough wake-ups are pending already, or it is closed and no thread waits.
         with suppress(OSError):
@@ -225,7 +221,6 @@ class ControlClient:
             raise ConnectionError(said) from None
 
     def receive(self) -> msg.ToMember | None:
-        """The next message, or None if none is waiting."""
         while True:
             try:
                 body = b''.join(self.socket.recv_multipart(zmq.NOBLOCK))

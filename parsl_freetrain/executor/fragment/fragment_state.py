@@ -185,7 +185,6 @@ class RunningFragment:
         return bool(ended) and ended | members == set(self.members)
 
     def ranks_ended(self, member: int) -> bool:
-        """Whether all ranks of a member have ended, or its node is lost."""
         ended = len(self.ended.get(member, ())) == self.ranks_per_node
         return ended or member in self.settled or member in self.lost
 
@@ -228,7 +227,6 @@ class RunningFragment:
         return came if isinstance(came, list) else []
 
     def outcome(self) -> Outcome | None:
-        """The last message of rank 0, if there was one."""
         return next((result.outcome for result in self.results(0) if result.rank == 0), None)
 
     def memory(self) -> int:
@@ -237,7 +235,6 @@ class RunningFragment:
         return max((r.outcome.memory for r in results if r.outcome is not None), default=0)
 
     def device_faults(self) -> dict[str, RankResult]:
-        """By node, a rank whose device is broken."""
         return {
             self.action.nodes[member]: result
             for member in sorted(self.settled)
@@ -320,7 +317,6 @@ class RunningFragment:
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, why)
 
     def _cause(self, results: list[RankResult]) -> str:
-        """The cause of the failure; the surest signs are checked first."""
         if self.lost:
             named = [
                 f'{self.contact.names.get(m, self.action.nodes[m])} '

@@ -114,7 +114,6 @@ class Listener:
 
 
 def _is_its_own(said: msg.FromMember, fragment: RunningFragment) -> bool:
-    """Whether an event is about the fragment of the rank that sends it."""
     match said.message:
         case ev.TotalKnown(trainer=trainer) | ev.RoundKnown(trainer=trainer):
             return trainer == fragment.name

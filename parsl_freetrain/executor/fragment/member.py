@@ -165,7 +165,6 @@ class Member:
                 process.kill()
 
     def _hear(self, rank: int, process: RankProcess, control: ControlClient) -> bool:
-        """Pass on one message of a rank; False when the rank has ended."""
         try:
             message = process.recv()
         except EOFError:

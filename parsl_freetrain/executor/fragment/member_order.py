@@ -15,8 +15,6 @@ _WORKER = 'DataLoader worker (pid'  # torch's words
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank ended, as part of the result of its member's task."""
-
     rank: int  #: rank, node, log: the rank, the name of its node, and the path of its log
     node: str
     log: str
@@ -56,7 +54,6 @@ class RankResult:
 
     @property
     def fault(self) -> str:
-        """What a rank with a broken device said of it."""
         return self.outcome.error.message if self.outcome and self.outcome.error else ''
 
     @property

@@ -171,9 +171,7 @@ class _Loaded:
         return [] if home is None else self._in.get(home, [])
 
     def used_by(self, code: CodeType, depends_on: Iterable[object]) -> list[ModuleType]:
-        """The submodules of packages that a function uses. cloudpickle's own search for them takes
-        most of the time of a call.
-        """
+        """The submodules that a function uses. cloudpickle's own search takes most of a call."""
         found, names = [], frozenset(code.co_names)
         for package in depends_on:
             if isinstance(package, ModuleType) and getattr(package, '__package__', None):

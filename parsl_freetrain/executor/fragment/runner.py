@@ -125,7 +125,6 @@ class FragmentRunner(Subscriber):
             )
 
     def _order(self, fragment: RunningFragment, member: int) -> MemberOrder:
-        """One node's instructions for a fragment, sent now."""
         record, endpoint, action = self.records[fragment.name], self._endpoint, fragment.action
         spec, at = record.spec.with_ranks(fragment.ranks_per_node), self._clock()
         shapes = spec.shapes.get(len(fragment.members))
@@ -211,7 +210,6 @@ class FragmentRunner(Subscriber):
         return fragment.action.nodes[member] if fragment else None
 
     def take(self, event: ev.Event) -> None:
-        """End the members on nodes that are gone."""
         if isinstance(event, ev.NodesJoined):
             self._devices.update(zip(event.nodes, event.devices, strict=False))
         if isinstance(event, ev.NodesLeft):

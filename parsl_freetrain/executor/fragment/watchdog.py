@@ -16,8 +16,6 @@ SOON_S = 0.1
 
 
 class GiveUp(NamedTuple):
-    """End the fragment at once."""
-
     fragment: RunningFragment
     why: str
 
@@ -29,8 +27,6 @@ class StopNow(NamedTuple):
 
 
 class NodeSilent(NamedTuple):
-    """Count the node as lost."""
-
     node: str
     why: str
 

@@ -62,7 +62,6 @@ def when_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
 def by_name(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments by name, with values in place of futures."""
     bound = inspect.signature(function).bind(None, *args, **kwargs).arguments
     with suppress(TypeError):  # a tuple with names of its own
         return {name: value_of(value) for name, value in list(bound.items())[1:]}

@@ -76,7 +76,6 @@ class TrainingFuture(Future[Checkpoint]):
         return replace(self._progress, **{**sums, 'samples': sums['samples'] // len(every)})
 
     def _repr_html_(self) -> str:
-        """The representation in a notebook."""
         now = self.progress()
         shown = self.name, self.state, now.nodes, now.samples, now.total_samples, now.metrics
         counts = now.fragments, now.preempted, now.rescaled
@@ -86,9 +85,7 @@ class TrainingFuture(Future[Checkpoint]):
         return self.state == 'running'
 
     def cancel(self) -> bool:
-        """Stop the training with a checkpoint. The future is cancelled once the trainer's nodes are
-        free. Returns False if the training has ended already.
-        """
+        """Stop with a checkpoint; cancelled once its nodes are free. False: it has ended."""
         with self._lock:
             if self._ended:
                 return False

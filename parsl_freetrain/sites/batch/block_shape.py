@@ -16,8 +16,6 @@ _NAME = re.compile(rf'{PREFIX}\.[\w.-]+\.[\w-]+\.[0-9a-f]{{6}}(\.on-[\w-]+)?', r
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What is asked of the scheduler for one block."""
-
     nodes: int
     #: With ``least_s``, with which it may start: seconds, in the scheduler's steps.
     walltime_s: int
@@ -79,12 +77,10 @@ def job_name(run: str, block: str, node_class: str = '') -> str:
 
 
 def is_block(name: str) -> bool:
-    """Whether a job's name is that of a block, of whatever run."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_block_of(run: str, name: str) -> bool:
-    """Whether a job's name is that of a block of this run."""
     return is_block(name) and name.startswith(f'{PREFIX}.{_plain(run)}.')
 
 

@@ -80,11 +80,7 @@ class BlockTable:
         ]
 
     def stranded(self, lengths_s: Collection[float], shortest_s: float, before: float) -> list[str]:
-        """Those that wait for more nodes than could be had as long as they need, although they were
-        submitted ``before`` this time: a smaller or shorter block could start. ``lengths_s``: for
-        how many seconds from now on each node can be had. ``shortest_s``: a hole of this many
-        seconds has a block.
-        """
+        """Those submitted ``before`` that need more or longer nodes than there are."""
         if not any(length >= shortest_s for length in lengths_s):
             return []
         return [
@@ -128,7 +124,6 @@ class BlockTable:
         withdrawn: bool = False,
         taken: bool = False,
     ) -> None:
-        """This process has ended these blocks; they are over when the scheduler says so."""
         for job_id in job_ids:
             if block := self._blocks.get(job_id):
                 seen = replace(

@@ -189,10 +189,7 @@ class StalledJobs:
         now: float,
         asked: Collection[str] = (),
     ) -> None:
-        """Note what an answer says. By ids: ``served``, the jobs that could start now; ``lacking``,
-        those of them that lack nodes of blocks; ``pending``, all that wait; ``asked``, blocks of
-        other runs that have to be given back. ``idle``: names of the nodes that are idle.
-        """
+        """Note an answer: the ids of jobs and blocks that it is about, and names of idle nodes."""
         self._asked = {
             block: since
             for block, since in self._asked.items()

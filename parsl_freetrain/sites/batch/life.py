@@ -94,7 +94,6 @@ def life_of(seen: Seen) -> BlockLife:
 
 
 def is_over(life: BlockLife) -> bool:
-    """Whether the block's nodes are free, for good."""
     return life.parsl in TERMINAL_STATES
 
 
@@ -111,7 +110,6 @@ def status_of(
 
 
 def ran_out_of_memory(status: JobStatus) -> bool:
-    """Whether the scheduler says that a job ended since it needed too much memory."""
     return BlockLife.OUT_OF_MEMORY.words in (status.message or '')
 
 

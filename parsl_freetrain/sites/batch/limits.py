@@ -53,7 +53,6 @@ class QueueLimits:
 
 
 def limits_of(machine: str, queues: Mapping[str, QueueLimits], queue: str) -> QueueLimits:
-    """The limits of a queue. Raises BadInput if the machine has no such queue."""
     if queue not in queues:
         raise BadInput(f'{machine} has no queue {queue!r} for blocks; it has {", ".join(queues)}.')
     return queues[queue]
@@ -67,9 +66,7 @@ def needed(machine: str, what: str, value: str | None, how: str) -> str:
 
 
 def paying(machine: str, account: str | None, how: str) -> str:
-    """The account that pays: the given one, or the environment variable FREETRAIN_ACCOUNT. Raises
-    BadInput if there is none; the sentence ends with ``how`` to find the account's name.
-    """
+    """The given account, or FREETRAIN_ACCOUNT's, or BadInput that says ``how`` to find its name."""
     account = account or os.environ.get('FREETRAIN_ACCOUNT')
     how = f'give account="PROJECT", or set FREETRAIN_ACCOUNT; {how}'
     return needed(machine, 'an account', account, how)

@@ -77,7 +77,6 @@ class NodeCalendar:
     def _first(
         self, not_before: float, eligible: int, count: int, named: int, length_s: float
     ) -> tuple[float, int]:
-        """As :meth:`first_time`, and at that time or later."""
         place = looked = bisect_left(self._times, not_before)  # up to where enough are free at each
         while place < len(self._times):
             end = max(place + 1, bisect_left(self._times, self._times[place] + length_s))
@@ -187,7 +186,6 @@ class NodeShares:
         return math.inf, 0
 
     def _row(self, members: int) -> NDArray[np.bool_]:
-        """Which nodes are in a set."""
         size = len(self._total)
         said = (members & ((1 << size) - 1)).to_bytes(-(-size // 8), 'little')
         return np.unpackbits(np.frombuffer(said, np.uint8), bitorder='little')[:size].astype(bool)

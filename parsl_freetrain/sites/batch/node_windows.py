@@ -101,7 +101,6 @@ def windows(
 
 
 def held(jobs: Iterable[records.BatchJob]) -> frozenset[str]:
-    """The nodes that jobs have."""
     return frozenset(name for job in jobs if job.state in HOLDING for name in job.names)
 
 

@@ -116,7 +116,6 @@ class QueuePlay:
         return [job for job, members in may if members & reach]
 
     def eligible(self, job: rc.BatchJob) -> int:
-        """The nodes that a job may get."""
         want = (job.partition, job.features, job.gpus)
         if want not in self._eligible:
             partitions = job.partition.split(',')

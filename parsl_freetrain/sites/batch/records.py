@@ -59,8 +59,6 @@ _GOING_ON = frozenset(
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job in the queue."""
-
     job_id: str
     state: JobState
     partition: str
@@ -111,8 +109,6 @@ _HARMLESS_MARKS = '-'
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of one partition that are alike."""
-
     partition: str
     names: tuple[str, ...]
     #: The scheduler's word in lower case. Blocks can use nodes that are ``'idle'`` or ``'planned'``
@@ -137,7 +133,6 @@ class Nodes:
 
     @property
     def usable(self) -> bool:
-        """Whether a job can start on them now."""
         return self.state in USABLE and not self.marked
 
     @property
@@ -174,8 +169,6 @@ class NodeReservation:
 
 @dataclass(frozen=True)
 class Partition:
-    """What a partition, or queue, allows."""
-
     name: str
     up: bool = True
     longest_s: float | None = None  #: its time limit; None: unlimited

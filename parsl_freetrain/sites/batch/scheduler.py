@@ -65,9 +65,7 @@ class Scheduler(Protocol):
         """Ask whether a script would be accepted, if that can be asked. Raises SchedulerRefused."""
 
     def submit(self, script: Path) -> str:
-        """Submit a script; returns the job's id. Raises SchedulerRefused. After SchedulerSilent the
-        job may have been submitted all the same.
-        """
+        """Returns the job's id. SchedulerRefused; SchedulerSilent: it may be submitted."""
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """End jobs; those that are over are no error. After SchedulerSilent they may still run."""

@@ -123,10 +123,7 @@ class Commands:
         )
 
     def cancel(self, command: Sequence[str], over: Collection[str] = ()) -> None:
-        """Run a command that ends jobs. Raises SchedulerSilent if it failed: the jobs may still
-        run. ``over``: what a line of standard error says, in lower case, about a job that is over
-        already.
-        """
+        """End jobs; SchedulerSilent: some may run. ``over``: its words for an ended one."""
         done = self.run(command)
         lines = [line.lower() for line in done.stderr.splitlines() if line.strip()]
         harmless = lines and all(any(words in line for words in over) for line in lines)
@@ -149,7 +146,6 @@ class Commands:
 
 
 def offered(label: str, kind: str, name: str, there: Mapping[str, T]) -> T:
-    """The queue or partition of this name. Raises BadInput if the scheduler has none."""
     if name not in there:
         has = ', '.join(sorted(there)) or 'none that you may see'
         raise BadInput(f'{label} has no {kind} {name!r}; it has {has}.')
@@ -157,7 +153,6 @@ def offered(label: str, kind: str, name: str, there: Mapping[str, T]) -> T:
 
 
 def own_name() -> str:
-    """This user's name, or number where it has no name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

@@ -35,9 +35,7 @@ exit "$status"
 
 
 def until_deadline(deadline: int | None, hole_s: int | None = None) -> str:
-    """Shell lines that shorten ``left`` to end by a time; where the scheduler said there how long
-    the job ``waited``, by ``hole_s`` and not by the node's clock.
-    """
+    """Shell lines that shorten ``left`` to end by a time, by the scheduler's clock if told."""
     if deadline is None:
         return ''
     known = f'[ -z "$waited" ] || hole=$(({hole_s} - waited - SECONDS))\n'
@@ -47,9 +45,7 @@ def until_deadline(deadline: int | None, hole_s: int | None = None) -> str:
 
 
 def run_with_launcher(launch: Sequence[str], command: str, grace_s: float) -> str:
-    """Shell lines that run a command on each node by ``launch``; the script passes a SIGTERM on,
-    and waits ``grace_s``, since the job ends with its first process.
-    """
+    """Shell lines that run a command on each node by ``launch``, and pass a SIGTERM on."""
     return f"""node={shlex.quote(on_each_node('"$(hostname -s)"', forwards=True))}
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
 timeout --foreground --kill-after={math.ceil(grace_s)} "$left" {shlex.join(launch)} \

@@ -86,10 +86,7 @@ class BatchSite:
     # --- beginning and end
 
     def start(self) -> None:
-        """Look the queue up, and ask whether a block would be accepted. Raises BadInput if there is
-        no such scheduler, or the site config asks for what the machine does not give;
-        FreeTrainError if the scheduler does not answer.
-        """
+        """Look the queue up. BadInput if it lacks what is asked for; FreeTrainError: no answer."""
         if self._partition is None:
             partition = self._look_up()
             self._submitter.check(partition)
@@ -133,9 +130,7 @@ class BatchSite:
         return self._holes(snapshot, partition, waiting, self._tracker.ids())
 
     def holes_now(self) -> tuple[Hole, ...]:
-        """What can be had now, for the command line: blocks and the site config are not looked at.
-        Raises BadInput for no such scheduler, or queue; FreeTrainError without an answer.
-        """
+        """What can be had, for the command line, whatever the config says; as :meth:`start`."""
         partition = self._look_up()
         return self._holes(self._tracker.first_snapshot(), partition, (), frozenset())
 
@@ -183,11 +178,7 @@ class BatchSite:
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
     ) -> str:
-        """Submit a block that fits the request; its script and output go to ``script_dir``. Raises
-        BadInput if the queue can never meet the request; HoleGone if the last submission was too
-        short a time ago; FreeTrainError if the scheduler refused it, or did not answer, or the site
-        was not started.
-        """
+        """Submit a block; its script and output go to ``script_dir``."""
         if self._partition is None or self.script_dir is None:
             missing = 'start() has' if self._partition is None else 'script_dir has'
             raise FreeTrainError(
@@ -203,9 +194,7 @@ class BatchSite:
     def preview(
         self, request: BlockRequest, command: str, folder: Path, block: str, worker_init: str
     ) -> tuple[BlockShape, str]:
-        """The block that would be submitted now, and its batch script; nothing is written or sent.
-        Raises BadInput for no such scheduler, no such queue, or a request that it can never meet.
-        """
+        """The block that would be submitted now, and its script. As :meth:`open_block`."""
         shape, _, script = self._submitter.preview(
             request, self._look_up(), folder, block, command, worker_init
         )
@@ -218,7 +207,6 @@ class BatchSite:
         return statuses
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs at once. Raises SchedulerSilent without an answer; they may still run."""
         self._tracker.cancel(job_ids)
 
     def gone(self, job_id: str) -> None:
@@ -259,9 +247,7 @@ class BatchSite:
         return frozenset(self._scheduler.releasable(names))
 
     def release(self, job_id: str, names: Sequence[str]) -> None:
-        """Give some nodes of a block back; it goes on with the others. If that fails once, it is
-        not tried again with this block. Raises FreeTrainError if the scheduler does not do it.
-        """
+        """As :meth:`.protocols.Yielding.release`; tried once for each block if it fails."""
         assert isinstance(self._scheduler, Shrinking)
         self._cannot_shrink.add(job_id)
         self._tracker.shrink(self._scheduler, job_id, names)
@@ -274,18 +260,13 @@ class BatchSite:
             self._submitter.run, self._named = run, True
 
     def adopt(self) -> tuple[FoundBlock, ...]:
-        """Blocks of this run that an earlier process has submitted, and that are not over. From now
-        on they count as opened by this process. Raises FreeTrainError if the scheduler does not
-        answer.
-        """
+        """As :meth:`.protocols.Adopting.adopt`."""
         now, ours = self._clock(), self._tracker.ids()
         found = [job for job in self.find_blocks() if job.job_id not in ours]
         self._tracker.add([block_from(job, self.options, now) for job in found])
         return tuple(found_from(job, self.options) for job in found)
 
     def find_blocks(self, run: str | None = None) -> tuple[BatchJob, ...]:
-        """This user's jobs that are blocks of a run (default: this one) and not over. Raises
-        FreeTrainError if the scheduler does not answer.
-        """
+        """Blocks of a run (default: this one), not over. FreeTrainError without an answer."""
         found, run = self._tracker.own_jobs(), run or self.run
         return tuple(j for j in found if is_block_of(run, j.name) and not j.state.is_over)

@@ -25,9 +25,7 @@ from parsl_freetrain.sites.protocols import HoleGone
 
 
 def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
-    """The queue with the limits of the site config, too. Raises BadInput if there is no block that
-    fits them all. ``step_s``: walltimes are multiples of this, in seconds.
-    """
+    """The queue within the site config's limits; BadInput if no block fits them all."""
     least = max(queue.least_nodes, options.least_nodes)
     most = min((n for n in (queue.most_nodes, options.most_nodes) if n is not None), default=None)
     if most is not None and least > most:
@@ -59,9 +57,7 @@ def check_classes(classes: Sequence[str], nodes: Sequence[Nodes], queue: Partiti
 
 
 def check_request(request: BlockRequest, queue: Partition) -> None:
-    """Refuse what the queue can never give. Raises BadInput for no node, too few or too many nodes,
-    other names than nodes, or too short a walltime.
-    """
+    """Refuse (BadInput) what the queue can never give."""
     if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
         raise BadInput(
             f'A block of {request.nodes} nodes with the names {list(request.names)} was asked for; '
@@ -98,7 +94,6 @@ class Submitter:
         return left_s if 0 < left_s <= self._options.submit_every_s else 0.0
 
     def check(self, partition: Partition) -> None:
-        """Ask whether the smallest block would be accepted. Raises BadInput if not."""
         shortest_s = math.ceil(partition.shortest_s)
         shape = BlockShape(partition.least_nodes, shortest_s, shortest_s)
         with tempfile.TemporaryDirectory(prefix='freetrain-') as folder:
@@ -119,9 +114,7 @@ class Submitter:
         command: str,
         worker_init: str,
     ) -> tuple[BlockShape, Output, str]:
-        """What would be asked of the scheduler now, under which name, and the batch script. Raises
-        BadInput if the queue can never meet the request.
-        """
+        """What would be asked now, under which name, and the batch script; or BadInput."""
         check_request(request, partition)
         shape = shape_for(
             request.nodes,
@@ -146,10 +139,7 @@ class Submitter:
         command: str,
         worker_init: str,
     ) -> BatchBlock:
-        """Submit a block; its script and its output go to ``folder``. Raises BadInput if the queue
-        can never meet the request; HoleGone if the last submission was too short a time ago;
-        FreeTrainError if the scheduler refused it, or did not answer.
-        """
+        """Submit a block; its files go to ``folder``. As :meth:`.protocols.Site.open_block`."""
         now = self._clock()
         shape, place, text = self.preview(request, partition, folder, block, command, worker_init)
         if wait_s := self.wait_s():

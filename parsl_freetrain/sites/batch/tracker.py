@@ -150,9 +150,7 @@ class BlockTracker:
         return self._held
 
     def must_look(self) -> bool:
-        """Whether nodes of blocks may have to be given back, by the last answers: a job of others
-        waits while blocks hold some, a reservation of them begins soon, or none was asked for.
-        """
+        """Whether nodes may have to be given back, by the last answers."""
         if self._waiting or not self._held:
             return self._waiting
         last = self._watch.last
@@ -167,9 +165,7 @@ class BlockTracker:
     # --- the scheduler's answers
 
     def ask(self, done: Callable[[], None]) -> bool:
-        """Ask in a thread, where ``done`` is called once it is played through; False: nothing to
-        ask.
-        """
+        """Ask in a thread, which calls ``done``; False: nothing to ask."""
 
         def answered() -> None:
             try:
@@ -183,9 +179,7 @@ class BlockTracker:
         return bool(looked) and self._watch.ask(True in looked, self._changed, answered)
 
     def snapshot(self) -> qw.QueueSnapshot | None:
-        """Queue and nodes as they are now; None if the scheduler is silent or slow, or while what
-        it said is played through.
-        """
+        """Queue and nodes now; None if the scheduler is silent or it is played through."""
         snapshot = self._look(with_nodes=True)
         slow_s = 3 * self._options.poll_s + self._options.command_s  # an answer may take that long
         fresh = snapshot.nodes_at >= max(self._changed, self._clock() - slow_s)
@@ -193,9 +187,7 @@ class BlockTracker:
         return snapshot if fresh and not (self._watch.failures or self._playing.locked()) else None
 
     def first_snapshot(self) -> qw.QueueSnapshot:
-        """As :meth:`snapshot`, but wait for the answer; for the command line. Raises FreeTrainError
-        if the scheduler does not answer.
-        """
+        """As :meth:`snapshot`, after waiting for it. FreeTrainError without an answer."""
         snapshot = self._watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
         if snapshot.nodes_at == qw.NEVER:
             why = self._watch.error or 'it takes too long'
@@ -203,13 +195,10 @@ class BlockTracker:
         return snapshot
 
     def own_jobs(self) -> tuple[BatchJob, ...]:
-        """This user's jobs, asked for now. Raises FreeTrainError without an answer."""
         return tuple(job for job in self._scheduler.jobs() if job.user == self._user)
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """The status of each job. While the scheduler is silent this is the status that was seen
-        last, and UNKNOWN after ``unreachable_s`` seconds.
-        """
+        """As last seen; UNKNOWN after ``unreachable_s`` seconds of silence."""
         snapshot = self._look(with_nodes=False)
         self._ask_history()
         self._delete(snapshot)
@@ -273,9 +262,7 @@ class BlockTracker:
         )
 
     def _ask_history(self) -> None:
-        """Ask for the ends of jobs that the queue does not know any more, in a thread of its own: a
-        database may be slow where the queue is not.
-        """
+        """Ask for the ends of jobs gone from the queue, in a thread: a database may be slow."""
         now = self._clock()
         with self._lock:
             missing = {job_id: self._blocks.place(job_id) for job_id in self._blocks.missing()}
@@ -310,13 +297,11 @@ class BlockTracker:
             self._changed = self._clock()
 
     def leaving(self, job_ids: Sequence[str]) -> None:
-        """These jobs end themselves, until they are cancelled."""
         with self._lock:
             self._leaving |= set(job_ids)
             self._changed = self._clock()
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs at once. After SchedulerSilent, which is raised, they may still run."""
         self._cancel(job_ids, cancelled=True)
 
     def _cancel(self, job_ids: Sequence[str], **why: bool) -> None:
@@ -351,9 +336,7 @@ class BlockTracker:
             self._unanswered -= {job.name for job in strays}
 
     def _try_to_cancel(self, job_ids: Sequence[str], **why: bool) -> bool:
-        """Cancel jobs that nobody needs. False if that must be tried again: every try may take
-        ``command_s``, so it is tried less and less often while the scheduler does not answer.
-        """
+        """False: try again, less and less often while the scheduler does not answer."""
         if not job_ids:
             return True
         if self._clock() < self._next_cancel:

@@ -91,8 +91,6 @@ def _write(path: Path, document: object) -> None:
 
 
 class SlotBlock:
-    """One block's processes and files, named by job, until ``end`` or that of its ``owner``."""
-
     def __init__(
         self,
         folder: Path,

@@ -56,7 +56,6 @@ _SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
 
 
 def history_of(job_ids: list[str]) -> tuple[str, ...]:
-    """The question about jobs that may be over."""
     return ('qstat', '-x', '-f', '-F', 'json', *job_ids)
 
 
@@ -311,9 +310,7 @@ def limits(name: str, queue: Mapping[str, Any]) -> rc.Partition:
 
 
 def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
-    """Reservations with nodes, and the next occurrences of those that recur; one whose times cannot
-    be read lasts for ever.
-    """
+    """Those with nodes, and next ones of those that recur; for ever if times are unreadable."""
     found = []
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
         name, _, rest = text.partition('\n')

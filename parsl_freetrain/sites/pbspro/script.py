@@ -68,7 +68,6 @@ def _path(path: str) -> str:
 
 
 def clock(seconds: int) -> str:
-    """Seconds as PBS writes them, ``HH:MM:SS``."""
     return f'{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}'
 
 

@@ -52,7 +52,6 @@ def exits_of(job_ids: list[str]) -> tuple[str, ...]:
 
 @rc.as_documented('squeue')
 def parse_exits(answer: str) -> dict[str, int]:
-    """Statuses as of ``wait``, by job id, in the answer to :func:`exits_of`."""
     lines = (line.split() for line in answer.splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
@@ -128,7 +127,6 @@ def _job(fields: list[str]) -> rc.BatchJob:
 
 
 def mib_of(text: str) -> float:
-    """MiB of ``100M`` or ``4G``; 0 for anything else."""
     found = re.fullmatch(r'(\d+(?:\.\d+)?)([KMGT]?)', text.strip())
     return float(found[1]) * 1024.0 ** ('KMGT'.find(found[2] or 'M') - 1) if found else 0.0
 
@@ -182,7 +180,6 @@ def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
 
 @rc.as_documented('scontrol show partition')
 def parse_partitions(answer: str) -> dict[str, rc.Partition]:
-    """Partitions in the answer to :data:`PARTITIONS`, by name."""
     lines = (_pairs(line) for line in answer.splitlines() if line.startswith('PartitionName='))
     return {fields['PartitionName']: _partition(fields) for fields in lines}
 
@@ -306,7 +303,6 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _count(text: str) -> int:
-    """A number of things; Slurm writes 4.5K for large ones."""
     found = re.fullmatch(r'(\d+(?:\.\d+)?)([KMG]?)(?:-\d+)?', text.strip())
     if found is None:
         raise rc.NotUnderstood(f'{text[:40]!r} is not a number')

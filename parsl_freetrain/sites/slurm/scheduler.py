@@ -75,7 +75,6 @@ class Slurm:
         return self._with_ends(answers_text.parse_jobs(said))
 
     def _ranked(self, job: records.BatchJob) -> records.BatchJob:
-        """With its priority among jobs of all partitions."""
         tier = max(self._tiers.get(name, 0) for name in job.partition.split(','))
         return replace(job, priority=job.priority + _TIER * tier)
 

@@ -29,12 +29,10 @@ def threads() -> ThreadPoolExecutor:
 
 
 def digest(content: bytes | memoryview) -> str:
-    """The digest of bytes, in hexadecimal."""
     return xxh3_128(content).hexdigest()
 
 
 def blocks_of(file: BinaryIO) -> tuple[str, ...]:
-    """The digest of each block of an open file."""
     found = tuple(digest(block) for block in iter(lambda: file.read(BLOCK), b''))
     return found or (digest(b''),)
 

@@ -68,7 +68,6 @@ def names(folder: Path) -> list[str]:
 
 
 def move_into(path: Path, folder: Path) -> Path | None:
-    """Move ``path`` into ``folder`` under its name and a number; None if it is gone."""
     for n in count(1):
         target = folder / f'{path.name}-{n}'
         if target.exists():
@@ -87,7 +86,6 @@ def move_into(path: Path, folder: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint directory. If that fails, log it and leave the directory."""
     # The marker goes first: the rest does not count as a checkpoint, if this is killed.
     try:
         (path / MARKER).unlink(missing_ok=True)

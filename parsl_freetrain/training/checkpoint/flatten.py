@@ -101,7 +101,6 @@ def _plain(value: Any) -> Any:
 def put_together(
     tensors: Mapping[str, torch.Tensor], structure: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state that :func:`take_apart` took apart."""
     strides, kinds, code = structure['strides'], structure['kinds'], structure['code']
     paths = structure['paths'].items()
     at = {path: _laid(tensors[name], strides.get(name)) for name, path in paths}
@@ -143,7 +142,6 @@ def _found(called: str) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal; a comparison of tensors has no truth value."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

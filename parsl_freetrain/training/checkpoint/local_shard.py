@@ -59,7 +59,6 @@ def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; it shares its memory."""
     if not is_divided(tensor):
         return tensor
     with torch.no_grad():

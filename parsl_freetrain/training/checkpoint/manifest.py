@@ -41,7 +41,6 @@ class SharedDamaged(Damaged, BadInput):
 
 
 def damaged(name: str, what: str, part: str = '') -> Damaged:
-    """The error for file ``name`` of a checkpoint."""
     if not name.startswith(SHARED):
         return Damaged(f'{part}{name} {what}')
     return SharedDamaged(
@@ -75,7 +74,6 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def path_in(folder: Path, name: str) -> Path:
-    """The path of a file of a checkpoint."""
     return folder.parent / name.removeprefix('../') if name.startswith(SHARED) else folder / name
 
 

@@ -46,7 +46,6 @@ class ModuleState:
         self.put_back()
 
     def changed(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
         buffers = {
             path: buffer.detach()
             for path, module, key in _not_persistent(self._models)

@@ -205,9 +205,7 @@ class OuterWeights:
 
 
 def with_weights(saved: st.Saved, path: Path) -> tuple[st.Saved, dict[str, float]]:
-    """A replica's state at the end of a round, with the weights after the outer step; and metrics,
-    means over all replicas.
-    """
+    """A replica's state at a round's end, after the outer step; metrics are means over all."""
     reader = _reader(path)
     changed = replace(
         saved,
@@ -285,8 +283,6 @@ def _is_real(dtype: torch.dtype) -> bool:
 
 
 class _End:
-    """A replica's state at the end of a round."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         contents = self._guarded(lambda: Contents.read(path))

@@ -30,8 +30,6 @@ Blocks = dict[str, tuple[str, ...]]
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A part of a tensor, and where its bytes are, in row-major order."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     at: ByteRange
@@ -123,7 +121,6 @@ def file_of(rank: int) -> str:
 
 
 def contents_of(rank: int) -> str:
-    """The name of the file that says what a rank's part consists of."""
     return f'rank-{rank}.json'
 
 

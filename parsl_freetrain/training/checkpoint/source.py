@@ -27,7 +27,6 @@ def divided(state: st.State, mesh: DeviceMesh, rank: int) -> st.State:
 
 
 def held(state: st.State) -> st.State:
-    """All that this rank holds of a state."""
     boxes = {name: local_shard.box_of(tensor) for name, tensor in state.tensors.items()}
     here = {name for name, box in boxes.items() if box.numel or box.sizes == box.shape}
     tensors = {name: local_shard.local(state.tensors[name]) for name in here}

@@ -190,7 +190,6 @@ class PosixCheckpointStore:
         return max(self._last_fence(), *begun, 0)
 
     def put_aside(self, path: Path, reason: str) -> None:
-        """Move a damaged checkpoint to ``folder/bad``."""
         # Without a marker, another process has pruned it or set it aside meanwhile.
         if on_disk.is_committed(path):
             self._put_aside(path, reason)

@@ -37,9 +37,7 @@ class OwnParameters:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``ctx.prepare`` got, by kind in the given order; ``averages``: moving ones of models;
-    ``own``: at most one.
-    """
+    """What ``ctx.prepare`` got, by kind in order; ``averages``: of models; ``own``: at most one."""
 
     models: tuple[torch.nn.Module, ...] = ()
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -49,7 +47,6 @@ class Prepared:
     own: tuple[OwnParameters, ...] = ()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters and buffers of all models, and parameters of no model."""
         return [
             tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())
         ] + [tensor for own in self.own for tensor in own.tensors.values()]
@@ -118,7 +115,6 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
 
 
 def _kind_of(thing: Any) -> str:
-    """The field of :class:`Prepared` that it belongs to."""
     if isinstance(thing, DistributedDataParallel):
         raise BadInput(
             'ctx.prepare was given a model that is wrapped in DistributedDataParallel already, '

@@ -84,7 +84,6 @@ class NodeMemory:
             return None
 
     def forget(self) -> None:
-        """Release the memory that this node keeps of the files."""
         for file, content in self._mapped.items():
             if content is not None:
                 fd = self._fetch_fd(digest_of_blocks(self._files[file][1]), keep=False)

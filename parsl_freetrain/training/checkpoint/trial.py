@@ -65,7 +65,6 @@ def _try(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _small(optimizer: torch.optim.Optimizer) -> Prepared:
-    """A copy that has few parameters, of its own, and small ones."""
     memo: dict[int, Any] = {}
     torch.manual_seed(0)
     for parameter in parameters_of(optimizer):

@@ -57,7 +57,6 @@ def device_fault(error: BaseException) -> str:
 
 
 def out_of_memory(kind: str, message: str) -> bool:
-    """Whether an error's class and message tell of too little memory: torch's, Python's, any."""
     return kind.endswith('MemoryError') or any(text in message for text in _NO_MEMORY)
 
 

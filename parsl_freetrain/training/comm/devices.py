@@ -200,7 +200,6 @@ def where_shared(message: str, ranks_may: bool) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """Host and identifier of a device; empty for a CPU."""
     kind = kind_here()
     if device.type == 'cpu' or kind is None:
         return ''
@@ -259,7 +258,6 @@ def _apart(count: Callable[[], int]) -> int:
 
 
 def _check(kind: Accelerator, own: Sequence[str]) -> None:
-    """Raises BadInput if torch sees something else than the variable names."""
     count = torch.accelerator.device_count()
     found = _uuid(torch.device(kind.device, 0)) if count and own[0].startswith('GPU-') else ''
     if count != len(own) or (found and not own[0].removeprefix('GPU-').startswith(found[:8])):

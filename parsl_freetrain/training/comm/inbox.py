@@ -66,7 +66,6 @@ class Inbox:
         return self._rendezvous
 
     def _look(self) -> bool:
-        """Handle a message; False if there was none."""
         if not self._channel.poll():
             return False
         try:

@@ -63,9 +63,7 @@ class SealedStore(Store):
         return self.get(key).decode()
 
     def check_ends(self, group: dist.ProcessGroup) -> None:
-        """Raise SealBroken unless ranks are at the other ends of a group's connections: gloo takes
-        whoever connects first.
-        """
+        """Raise SealBroken unless ranks are at the ends: gloo takes whoever connects."""
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         me = ranks[dist.get_rank(group)]
         codes = [self._code(f'{name} {me} {to}', b'') for to in ranks]
@@ -129,7 +127,6 @@ class Peers:
         raise ValueError('There is no other rank.')
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Overwrite a tensor, and return it."""
         raise ValueError('There is no other rank.')
 
     def store(self) -> SealedStore | None:
@@ -144,7 +141,6 @@ class Peers:
         """Have the others notice at once that this rank does not go on, whatever it still does."""
 
     def broken(self) -> bool:
-        """Whether a connection to another rank has ended."""
         return False
 
 

@@ -96,7 +96,6 @@ def make_loader(
 
 
 def size_of(dataset: Any) -> int:
-    """Raises BadInput if it has no length or index, so that the order could not be resumed."""
     indexed = isinstance(dataset, Sized) and hasattr(dataset, '__getitem__')
     if isinstance(dataset, IterableDataset) or not indexed:
         raise BadInput(
@@ -138,7 +137,6 @@ def with_own_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _has_rows(dataset: Any) -> bool:
-    """Whether a batch is, bit by bit and in the same layout, a selection of rows of tensors."""
     return type(dataset) is TensorDataset and all(
         type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
         for tensor in dataset.tensors

@@ -94,7 +94,6 @@ class SampledOrder:
 def sampled_order(
     sampler: Sampler | None, dataset_size: int, seed: int, peers: Peers, epoch: int = 0
 ) -> SampledOrder | None:
-    """All ranks call this. Raises BadInput as :class:`SampledOrder`, or if ranks differ."""
     if sampler is None:
         return None
     order = SampledOrder(sampler, dataset_size, seed, epoch)

@@ -22,7 +22,6 @@ _MARKS = 16
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset has no index."""
     return isinstance(dataset, IterableDataset) or (
         hasattr(dataset, '__iter__') and not hasattr(dataset, '__getitem__')
     )
@@ -51,7 +50,6 @@ class NumberedStream(Dataset[Any]):
         self._expected: dict[str, str] = {}
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """The numbers increase."""
         samples = [self._sample(number) for number in numbers]
         if numbers and str(numbers[0]) not in self.marks:
             self.marks[str(numbers[0])] = _digest_of(samples[0]).hex()

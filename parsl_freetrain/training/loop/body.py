@@ -62,7 +62,6 @@ def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
 
 
 def find_generators(hooks: LoopHooks, data: LoaderData) -> None:
-    """Know the generators in the data, in functions for the step and around the loop."""
     functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch]
     own_generators.find({'the functions': functions, **variables()})
     own_generators.find({'the data': data.dataset, 'sampler': data.sampler})

@@ -191,7 +191,6 @@ class Carried:
         return unpacked(then, now, self._how)
 
     def _class(self, name: str) -> Any:
-        """The class that the function knows by a name."""
         known = [its.get(name) for f in self._frames for its in (f.f_locals, f.f_globals)]
         known.append(self._places.classes.get(name))
         return next((one for one in known if isinstance(one, type)), None)

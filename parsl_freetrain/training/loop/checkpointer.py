@@ -109,7 +109,6 @@ class Checkpointer:
         return self.timing.due(near_end=near_end, steps_left=steps_left)
 
     def save_soon(self) -> None:
-        """Want a checkpoint at the first opportunity: the state is newer than the last one."""
         self.timing.want_soon()
         self._begun_with_uncommitted = True
 
@@ -143,9 +142,7 @@ class Checkpointer:
         self.timing.count_from_here()
 
     def save_now(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
-        """Commit a checkpoint, report it to the node agent, and delete old ones. Raises Fenced if a
-        later fragment has begun, FreeTrainError if this or the previous one cannot be written.
-        """
+        """Commit a checkpoint, report it, delete old ones. Raises Fenced or FreeTrainError."""
         began = time.monotonic()
         state = self._collected(collect)
         if state is not None:
@@ -198,13 +195,10 @@ class Checkpointer:
                 commit()
 
     def stopped(self) -> None:
-        """Wait for the fragment's last checkpoint. Raises as :meth:`save_now`."""
         self._background.wait()
 
     def settled(self, limit_s: float | None = None) -> Checkpoint | None:
-        """The last checkpoint, after waiting for one that is being written, at most ``limit_s``
-        seconds. If that one fails, the checkpoint before it.
-        """
+        """The last checkpoint, or the one before if one in writing fails or takes ``limit_s``."""
         try:
             self._background.wait(limit_s)
         except FreeTrainError:

@@ -16,8 +16,6 @@ T = TypeVar('T')
 
 
 class ContextOfKept:
-    """What every checkpoint holds besides what :meth:`FragmentContext.prepare` was given."""
-
     _run: FragmentRun
 
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:

@@ -34,9 +34,7 @@ def train_here(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Checkpoint:
-    """Train to the total in this process. Exceptions of the function are raised as they are. The
-    checkpoint has no path: it was in a temporary folder.
-    """
+    """Train to the total in this process, in a temporary folder: the checkpoint has no path."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = Channel(theirs, Decoder[FromRank](FromRank, 'the training'))
     # The rank's messages have to be read by somebody.

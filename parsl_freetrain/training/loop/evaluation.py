@@ -112,7 +112,6 @@ def _means(found: list[_Sums]) -> dict[str, float]:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; modes and random numbers are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     state = random.getstate()
     model.eval()

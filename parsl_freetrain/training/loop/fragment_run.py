@@ -347,7 +347,6 @@ class FragmentRun:
         )
 
     def finish(self, returned: object) -> None:
-        """Write the last checkpoint, after the function has returned at the total."""
         if self.state.phase is loop_state.Phase.FINISHED:
             return
         if self._epochs is not None:

@@ -36,7 +36,6 @@ class Surroundings:
 
     @classmethod
     def of(cls, prepared: Prepared, *, averages: bool = False) -> Surroundings:
-        """As they are now; without ``averages``, those are left out."""
         things = (*prepared.schedulers, *prepared.scalers, *(prepared.averages if averages else ()))
         return cls(
             [

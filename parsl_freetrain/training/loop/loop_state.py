@@ -44,7 +44,6 @@ class Reports:
             self._parts.pop(name, None)
 
     def put_all(self, metrics: Mapping[str, Any]) -> None:
-        """Report what ``ctx.report`` was given. Raises TypeError if a value is not a number."""
         for name, value in metrics.items():
             try:
                 if isinstance(value, (str, bytes)):
@@ -61,11 +60,9 @@ class Reports:
         return self._micro_batch is not None
 
     def begin_micro_batch(self, reached: int) -> None:
-        """Call before a micro-batch; ``reached``: samples at the end of its global batch."""
         self._reached, self._micro_batch = reached, {}
 
     def end_micro_batch(self, weight: float, samples: int = 0) -> None:
-        """Call after a micro-batch; ``weight``: its share of the samples of the global batch."""
         micro_batch, self._micro_batch = self._micro_batch or {}, None
         self.means.add(micro_batch, samples if weight else 0)
         for name, value in micro_batch.items():

@@ -140,7 +140,6 @@ class Numbers:
 
 
 def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
-    """The user's own objects and the dicts among values, and in them."""
     waiting, seen = [*values.items()], set(known)
     for path, one in waiting:
         if isinstance(one, torch.nn.Module) and attributes(one):  # also a prepared one's

@@ -59,8 +59,6 @@ def packed(
 
 
 class _Packer:
-    """What :func:`packed` does, with what it knows of one value."""
-
     def __init__(self, how: How, unchanged: Collection[str], room: list[int]) -> None:
         self._how, self._unchanged, self._room = how, unchanged, room
         self._numbers, self._around = dict[int, int](), set[int]()
@@ -204,8 +202,6 @@ def unpacked(packed: Any, now: Any, how: How) -> Any:
 
 
 class _Unpacker:
-    """What :func:`unpacked` does, with what it knows of one value."""
-
     def __init__(self, how: How) -> None:
         self._how, self._used = how, set[int]()
 

@@ -47,9 +47,7 @@ class Place:
 
 
 class Places:
-    """The places that can be reached from some frames and from ``others`` (functions, models), and
-    by name the ``classes`` of the user's on the way.
-    """
+    """What can be reached from frames and ``others``; the user's ``classes`` by name."""
 
     def __init__(self, frames: Iterable[FrameType], others: Iterable[Any]) -> None:
         self.classes: dict[str, type] = {}
@@ -151,15 +149,12 @@ class Places:
 
 @lru_cache(maxsize=10_000)
 def _names(code: CodeType) -> frozenset[str]:
-    """All names in a function, and in those within it."""
     inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
-    """The variables of the functions around us, the nearest first, and what is in places that can
-    be reached from them and from ``functions``, by name.
-    """
+    """By name, the variables of the functions around us, nearest first, and of what they reach."""
     around, found = list(frames()), dict[str, Any]()
     for frame in around:
         found = {**frame.f_locals, **found}

@@ -79,7 +79,6 @@ _SHARDS_SINCE = '2.10'  # with 2.9 the bits of sharded models depend on the numb
 def shard_model_of(
     parts: RankParts, division: Division, model: torch.nn.Module, **how: Any
 ) -> torch.nn.Module:
-    """Divide a model's parameters, as ``ctx.shard``."""
     spec = parts.order.spec
     if not spec.sharded:
         raise BadInput(

@@ -82,8 +82,6 @@ class LoopHooks:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank trains with; ``saved`` is None where training begins."""
-
     order: FragmentOrder
     place: RankPlace
     peers: Peers

@@ -29,7 +29,6 @@ def refuse(order: FragmentOrder, what: str, instead: str) -> None:
 
 
 def begin_rounds(parts: RankParts, prepared: Prepared, state: LoopState) -> None:
-    """Keep the weights that the training begins with; BadInput if another replica has others."""
     order = parts.order
     if order.spec.diloco is not None and parts.saved is None and parts.place.rank == 0:
         state.round_from = _weights(order).begin(prepared)
@@ -124,7 +123,6 @@ def _weights(order: FragmentOrder) -> outer.OuterWeights:
 
 
 def _training(order: FragmentOrder) -> tuple[Path, str]:
-    """The folder and the name of the whole training."""
     replica = order.spec.replica
     name = order.trainer.removesuffix(spec.replica_name('', replica))
     return spec.root_of(Path(order.store), replica), name

@@ -73,12 +73,10 @@ class SaveTiming:
         self._pause_s = seconds
 
     def wrote(self, seconds: float, tidying_s: float = 0.0) -> None:
-        """Record the duration of a save, and of what was removed after it."""
         self.measured_s = max(self.measured_s, seconds)
         self._tidying_s = max(self._tidying_s, tidying_s)
 
     def time_left(self) -> float:
-        """Seconds until the nodes are taken away; infinite if unknown."""
         return self.deadline - time.monotonic()
 
     @property
@@ -120,7 +118,6 @@ class SaveTiming:
         self._saved_at, self._asked = time.monotonic(), False
 
     def want_soon(self) -> None:
-        """Want a checkpoint at the first opportunity: the state is newer than the last one."""
         self._saved_at = -math.inf
 
     def _best_interval_s(self) -> float:

@@ -80,7 +80,6 @@ class TrainingLoop:
         self._between_epochs_s = math.inf  # what the function does there
 
     def run(self, data: BatchSource) -> Iterator[Any]:
-        """Yield micro-batches up to the end of the loop."""
         state = self._state
         if self._policy.policy == ROLLBACK and not state.samples:
             # The checkpoint that a rollback would need.
@@ -123,7 +122,6 @@ class TrainingLoop:
             state.phase = Phase.LOOP_ENDED
 
     def _until_end(self, data: BatchSource) -> Iterator[Any]:
-        """Yield micro-batches up to the end, or until training must go back."""
         state, by_epochs = self._state, self._hooks.by_epochs
         self._last.end_batch()
         self._began = state.samples, time.monotonic()
@@ -324,9 +322,7 @@ class TrainingLoop:
             seed_everything(micro_batch.seed(self._seed, 'fragment'))
 
     def _stop(self, batches: Iterator[Batch] | None = None, *before: object) -> Iterator[Any]:
-        """End with a checkpoint (FragmentEnd on all ranks), while the next step of ``batches`` is
-        computed for the next fragment to repeat, if there is time. ``before``: to yield first.
-        """
+        """End with a checkpoint, while the next step is computed if there is time."""
         state, checkpointer = self._state, self._checkpointer
         wanted = state.wanted is not None or state.round_ended > 0
         epoch_s = self._between_epochs_s if before else 0.0
@@ -386,7 +382,6 @@ class TrainingLoop:
         return self._wishes.in_evaluation()
 
     def save_last(self) -> None:
-        """Commit the last checkpoint, after the function has returned."""
         self._state.phase = Phase.FINISHED
         self._saver.save(self._checkpointer.save_now)
         self._wishes.report(wait=True)

@@ -36,7 +36,6 @@ def frame_around() -> FrameType | None:
 
 
 def names_around() -> Mapping[str, Any]:
-    """The variables of that function."""
     frame = frame_around()
     return frame.f_locals if frame is not None else {}
 

@@ -188,7 +188,6 @@ class Verification:
         self._sums.append((list(tensors), sums))
 
     def _read(self) -> list[dict[str, int]]:
-        """The sums of all looks: the only read."""
         if not self._sums:
             return [{}]
         row = torch.cat([sums for _, sums in self._sums])

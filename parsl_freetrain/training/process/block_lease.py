@@ -55,7 +55,6 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def release(path: Path, run: str) -> None:
-    """Remove the file at the normal end of a run."""
     with contextlib.suppress(BadInput):
         holder = read_holder(path)
         if holder is not None and holder.run == run:

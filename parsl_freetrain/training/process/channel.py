@@ -59,7 +59,6 @@ class Channel(Generic[T]):
         return self._decoder.decode(self.recv_bytes())
 
     def recv_bytes(self) -> bytes:
-        """Raises EOFError as :meth:`recv`."""
         parts: list[bytes] = []
         while True:
             try:
@@ -76,7 +75,6 @@ class Channel(Generic[T]):
                 return b''.join(parts)
 
     def send_fd(self, fd: int, data: bytes = b'.', *, wait: bool = True) -> None:
-        """Send a file descriptor with some bytes; raises OSError if that fails."""
         socket.send_fds(self._socket, [data], [fd], 0 if wait else socket.MSG_DONTWAIT)
 
     def recv_fd(self, size: int = 1, *, wait: bool = True) -> tuple[bytes, int | None]:

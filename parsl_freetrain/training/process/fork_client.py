@@ -44,7 +44,6 @@ class RankProcess:
         return self._channel.fileno()
 
     def send(self, message: ToRank) -> bool:
-        """False if the rank is gone."""
         return self._channel.send(message)
 
     def recv(self) -> FromRank | None:

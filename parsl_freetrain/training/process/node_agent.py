@@ -223,7 +223,6 @@ def _before_the_command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 2 if there is none."""
     parser = argparse.ArgumentParser(
         add_help=False,
         usage=(

@@ -68,7 +68,6 @@ class RankChildren:
             os.kill(child.pid, signal.SIGKILL)
 
     def forget(self) -> None:
-        """In a forked process: close what belongs to the server."""
         for pidfd, child in self._children.items():
             os.close(pidfd)
             child.channel.close()

@@ -111,7 +111,6 @@ class StandbySlots:
         return self._offers.get((offer.trainer, offer.part), (-1, -1, False))
 
     def keep(self, request: fork.KeepState, channel: Channel[Any]) -> bool:
-        """Keep a file, in place of an earlier one of its trainer and name."""
         _, fd = channel.recv_fd(wait=False)
         if fd is None:
             return False
@@ -148,7 +147,6 @@ class StandbySlots:
         self._dismiss(rank for rank in self._ranks.values() if rank.trainer in gone)
 
     def forget(self) -> None:
-        """In a forked child: close what belongs to the parent."""
         for rank in self._ranks.values():
             rank.channel.close()
             os.close(rank.pidfd)

@@ -125,7 +125,6 @@ def replica_name(name: str, replica: int) -> str:
 
 
 def replica_folder(root: Path, replica: int) -> Path:
-    """The checkpoint folder of a replica of the training whose folder is ``root``."""
     return root / REPLICAS / str(replica) if replica else root
 
 

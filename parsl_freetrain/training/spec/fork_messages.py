@@ -74,8 +74,6 @@ ForkRequest = Launch | ForkServerWanted | Ping | Quit | OfferState | KeepState |
 
 
 class Ready(Message, frozen=True):
-    """The fork server can fork. ``devices``: what its ranks can share."""
-
     pid: ProcessId
     devices: Count = 0
 
@@ -99,8 +97,6 @@ class Serving(Message, frozen=True):
 
 
 class ForkServerEnded(Message, frozen=True):
-    """The requested fork server ended at once."""
-
     status: Status
 
 

@@ -35,8 +35,6 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class FragmentOrder:
-    """Instructions for all ranks of a fragment."""
-
     trainer: str
     fragment: int  # its number, from 1
     store: str  # the trainer's checkpoint folder
@@ -73,8 +71,6 @@ class FragmentOrder:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a process among the ranks."""
-
     rank: int
     world_size: int
     local_rank: int  # on its node; determines its GPUs

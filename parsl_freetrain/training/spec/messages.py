@@ -96,8 +96,6 @@ RankEnd = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 
 
 
 class Outcome(Message, frozen=True):
-    """The last message of a rank."""
-
     #: How it ended. 'finished' implies a committed state; 'stopped' too if there is a ``path``.
     how: RankEnd
     samples: Count = 0  #: number of samples that this rank knows of

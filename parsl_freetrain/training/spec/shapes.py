@@ -58,9 +58,7 @@ def _check_count(shapes: Shapes, mode: Mode, nodes: int, per_node: int) -> None:
 
 
 def all_shapes(ranks: int, mode: Mode, most: int) -> Shapes:
-    """All ways to divide ranks into copies of the model and parts of its parameters in this mode,
-    least memory first. ``most``: ranks of the largest fragment, the default number of shards.
-    """
+    """All shapes of ranks in this mode, least memory first. ``most``: the largest fragment's."""
     if isinstance(mode, Reproducible) and mode.shards is None:
         mode = structs.replace(mode, shards=most)
     found = []

@@ -275,7 +275,6 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         return found
 
     def seeded(self, seed: int) -> Modes:
-        """Its mode with another seed."""
         mode = structs.replace(self.mode, seed=seed)
         return mode if self.diloco is None else structs.replace(self.diloco, inner=mode)
 
@@ -313,9 +312,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         return structs.replace(self, ranks=structs.replace(self.ranks, per_node=per_node))
 
     def trainer(self, name: str, function: str = '') -> Trainer:
-        """What decisions need (``function``: see
-        :class:`~parsl_freetrain.core.model.types.Trainer`); BadInput if the trainer can never run.
-        """
+        """What decisions need; BadInput if the trainer can never run."""
         scaling, owner = self.scaling, self.owner
         costs = {'up': scaling.rescale_up_s, 'down': scaling.rescale_down_s}
         up_s, down_s = (ASSUMED_RESCALE_S if s is None else s for s in costs.values())

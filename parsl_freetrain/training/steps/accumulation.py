@@ -84,7 +84,6 @@ class Accumulation:
         self._guard.begin_micro_batch(self.on)
 
     def end_micro_batch(self) -> None:
-        """Call after a micro-batch. Raises BadInput if gradients of it were not used."""
         self._guard.end_micro_batch()
         for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
             unused = any(

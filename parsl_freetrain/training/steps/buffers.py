@@ -196,7 +196,6 @@ def plain_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def make_plain(model: torch.nn.Module) -> None:
-    """Give buffers that cannot be written to memory of their own."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or not is_plain(buffer):

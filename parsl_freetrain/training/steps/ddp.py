@@ -164,7 +164,6 @@ class ThroughputSteps:
             replica.ddp.require_backward_grad_sync = not self._accumulation.on
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Call before a micro-batch."""
         share = micro_batch.weight if micro_batch.share is None else micro_batch.share
         self._weight = share
         if self._mean is not None:
@@ -281,7 +280,6 @@ class ThroughputSteps:
 
     @torch.no_grad()
     def _unscale(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Undo a gradient scaler's scaling, which it leaves to fused optimizers' kernels."""
         scale = getattr(optimizer, 'grad_scale', None)
         if scale is None or not (self._clips or self.before_step):
             return

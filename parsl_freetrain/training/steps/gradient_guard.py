@@ -58,7 +58,6 @@ class GradientGuard:
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Watch these parameters too."""
         for parameter in parameters:
             hooked = id(parameter) in self._hooked or not is_divided(parameter)
             if not hooked and parameter.requires_grad:

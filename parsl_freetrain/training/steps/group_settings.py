@@ -38,7 +38,6 @@ class GroupSettings:
         return [settings_of(optimizer) for optimizer in self._optimizers]
 
     def digest(self) -> bytes:
-        """Eight bytes for the present settings."""
         return hashlib.blake2b(repr(self.now()).encode(), digest_size=8).digest()
 
     def follow_steps(self) -> None:

@@ -106,7 +106,6 @@ class Division:
 
     @property
     def copies(self) -> int:
-        """Number of ranks that hold what this rank holds of the state."""
         return self.shape.ranks
 
     @property
@@ -128,7 +127,6 @@ class Division:
         return state
 
     def held(self, state: State, *, knows_all: bool) -> State:
-        """What this rank holds of a state. ``knows_all``: also all that is not a tensor."""
         return state
 
     def restore(self, prepared: Prepared, saved: Saved) -> None:

@@ -19,7 +19,6 @@ NEVER = 2**62
 
 
 def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether all elements are finite. Waits for the device. None and integers count as finite."""
     found = [
         real(t._values() if t.layout is torch.sparse_coo else local(t))
         for t in tensors

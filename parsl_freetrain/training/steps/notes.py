@@ -39,7 +39,6 @@ def present_in(notes: Sequence[Notes]) -> list[bool]:
 
 
 def stepped_in(notes: Sequence[Notes]) -> list[bool]:
-    """By optimizer, whether any rank's body has stepped it."""
     return [any(flags) for flags in zip(*(one.stepped for one in notes), strict=True)]
 
 

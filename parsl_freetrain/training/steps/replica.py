@@ -41,7 +41,6 @@ class Replica:
         object.__setattr__(model, '__class__', _passing(type(model), self))
 
     def average_at_steps(self) -> None:
-        """Call on all ranks at the same point of the training."""
         if not self.at_steps:
             self.at_steps = True
             self.ddp.reducer._remove_autograd_hooks()

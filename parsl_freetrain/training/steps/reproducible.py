@@ -113,7 +113,6 @@ class ReproducibleSteps:
         return self._culprit
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
-        """Refuse virtual shards with more than ``micro_batch`` samples; raises BadInput."""
         largest = math.ceil(batch_size / self._shards)
         if micro_batch is not None and largest > micro_batch:
             raise BadInput(

@@ -158,7 +158,6 @@ class ShardSums:
             self._rows.append(contribution.buffers)
 
     def memory(self) -> Flat:
-        """Memory for gradients and buffers, with any content."""
         return self._spare.pop() if self._spare else self._in_pieces(self._fresh(self.flat_size))
 
     def _fresh(self, size: int) -> torch.Tensor:
@@ -203,7 +202,6 @@ class ShardSums:
         return torch.stack(norms).sum().isfinite().logical_not()
 
     def mean(self, total: Contribution, factor: float) -> torch.Tensor:
-        """:meth:`scale` all of a sum."""
         if self.buffers.row_size and total.buffers.numel() and factor != 1:
             total.buffers.mul_(factor)
         return self.scale(total.present, factor)

@@ -21,9 +21,7 @@ _Told = tuple[str, int, int, int, int]
 
 
 class SharedRows:
-    """``rows``: by rank, a flat tensor that all ranks can read and write; nothing of it is left
-    when they end. Page-locked if ``device`` can copy faster then.
-    """
+    """``rows``: by rank, a flat tensor for all; page-locked if ``device`` copies faster then."""
 
     def __init__(self, rows: list[torch.Tensor], device: torch.device) -> None:
         self.rows = rows
@@ -38,9 +36,7 @@ class SharedRows:
 def share(
     peers: Peers, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> SharedRows | None:
-    """Make memory for so many elements of each rank; None if ranks are on several computers, or
-    there is too little. All ranks call this.
-    """
+    """Memory for so many elements of each rank; None if too little, or not on one computer."""
     own, told = -1, b''
     try:
         own, kept = memory_file(max(sizes[peers.rank] * dtype.itemsize, 1))
@@ -65,7 +61,6 @@ def share(
 
 
 def _map(said: bytes, length: int) -> mmap.mmap:
-    """Another rank's memory. Raises OSError if it is not on this computer."""
     boot_id, pid, number, *is_it = msgspec.msgpack.decode(said, type=_Told)
     if boot_id != _BOOT_ID.read_text():
         raise OSError('another computer')

@@ -46,9 +46,7 @@ def best_counts(values: Floats, nodes: int) -> Integers | None:
 def _price(
     values: Floats, nodes: int, least: Integers, free: Integers
 ) -> tuple[float, Integers, Integers]:
-    """The price of the lowest bound, and choices that fit and do not; each step goes to where their
-    lines cross, every third halves the interval.
-    """
+    """The price of the lowest bound, and choices that fit and do not, where their lines cross."""
     counts = np.arange(values.shape[1])
     rows = np.arange(len(values))
     low, high = least, free

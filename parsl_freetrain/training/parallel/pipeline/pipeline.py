@@ -95,9 +95,7 @@ class Pipeline(nn.Module):
         self._between: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The model's output, for evaluation with one stage; not used in training. Raises BadInput
-        if this rank does not have all layers.
-        """
+        """The model's output, for evaluation with one stage. BadInput if layers are elsewhere."""
         if self._group is not None:
             raise BadInput(
                 f'No rank of a pipeline of {self.schedule.stages} stages has all layers: to use '

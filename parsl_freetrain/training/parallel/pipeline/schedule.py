@@ -75,17 +75,13 @@ class PipelineSchedule:
 
 
 def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
-    """All forward passes, then all backward passes; 2 (N + D - 1) slots for N micro-batches and D
-    stages. Raises BadInput if there is no stage or no micro-batch.
-    """
+    """All forward passes, then all backward ones: 2 (N + D - 1) slots. BadInput for none."""
     turn = micro_batches + 2 * stages - 2
     return _one_way('gpipe', stages, micro_batches, lambda s, m: (s + m, turn - s + m))
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
-    """Forward and backward passes alternate; 2 (N + D - 1) slots for N micro-batches and D stages.
-    Raises BadInput if there is no stage or no micro-batch.
-    """
+    """Forward and backward passes alternate: 2 (N + D - 1) slots. BadInput for none."""
 
     def slots(s: int, m: int) -> tuple[int, int]:
         return s + m if m < stages - s else s + 2 * m, 2 * stages - 1 - s + 2 * m
@@ -195,9 +191,7 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class Step:
-    """One slot of a worker in which it does something: the task to compute, the messages to
-    exchange after it, and the (direction, stage) whose gradients are complete then.
-    """
+    """A worker's slot: its task, messages after it, and (direction, stage)s then complete."""
 
     task: Task | None
     receives: tuple[StageTransfer, ...]

@@ -52,7 +52,6 @@ class Stage:
         return value.grad if value.grad is not None else torch.zeros_like(value)
 
     def forget(self) -> None:
-        """Drop what an unfinished batch has left."""
         self._kept.clear()
 
     def output_like(self, value: Tensor) -> Tensor:

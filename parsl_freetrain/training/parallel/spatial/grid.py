@@ -97,7 +97,6 @@ class Grid:
 
     @property
     def parts(self) -> int:
-        """Number of ranks that share a sample."""
         return math.prod(axis.parts for axis in self.axes)
 
     def layout(self, extents: tuple[int, int, int]) -> Layout:

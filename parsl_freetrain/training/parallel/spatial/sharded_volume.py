@@ -51,9 +51,7 @@ class Sharded:
         return replace(self, local=function(self.local))
 
     def whole(self) -> Tensor:
-        """The whole volumes, on all ranks that share them. What follows must be the same on all of
-        these ranks, since its gradient counts once.
-        """
+        """The whole volumes, on all ranks alike: the gradient of what follows counts once."""
         if self.grid.parts == 1:
             return self.local
         return _Whole.apply(self.local, self.layout, self.grid)  # type: ignore[no-any-return, no-untyped-call]
