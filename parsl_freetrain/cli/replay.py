@@ -128,7 +128,12 @@ def replay(
     if jobs < 1 and jobs != -1:
         raise BadInput(f'--jobs is {jobs}; it must be a number of processes, or -1.')
     if pictures is not None:
-        _make(pictures)
+        try:
+            pictures.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(
+                f'--pictures is {pictures}, which cannot be made ({error.strerror}); give a folder.'
+            ) from None
     if swept:
         _many(asked, list(swept), out, pictures, jobs, as_json)
     else:
@@ -150,15 +155,6 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
     settings = changed(one, *asked)
     found = replay_run(journal, one, settings)
     print(json.dumps(found.as_json(), allow_nan=False) if as_json else '\n'.join(of_a_run(found)))
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(
-            f'--pictures is {folder}, which cannot be made ({error.strerror}); give a folder.'
-        ) from None
 
 
 def _one(request: Study, out: Path | None, pictures: Path | None, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.replay.result import WHERE_THEY_WENT, PoolResult, ReplayResult
 
 with needs('A picture of a replay'):
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -51,14 +52,12 @@ def draw(result: ReplayResult, folder: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
+    for axes in figure.axes:
+        axes.spines[['top', 'right']].set_visible(False)
+        axes.tick_params(colors=INK)
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=120)
     return path
-
-
-def plain(axes: Axes) -> None:
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.tick_params(colors=INK)
 
 
 def _nodes(outcome: PoolResult, path: Path) -> Path:
@@ -83,7 +82,6 @@ def _nodes(outcome: PoolResult, path: Path) -> Path:
     unused = Patch(color=OFFERED, label='idle, not used')
     handles = [unused, Patch(color=TOL_MUTED[0], label=bands_of)]
     axes.legend(handles=handles, loc='upper left', bbox_to_anchor=(0, 1.12), ncols=2, frameon=False)
-    plain(axes)
     return save(figure, path)
 
 
@@ -142,7 +140,6 @@ def _node_seconds(outcome: PoolResult, path: Path) -> Path:
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel('idle node-hours')
-    plain(axes)
     return save(figure, path)
 
 
@@ -164,15 +161,8 @@ def _decisions(outcome: PoolResult, path: Path) -> Path:
         left.set_yscale('log')
     left.set(xlabel='idle nodes', ylabel='ms for a decision')
     right.set(xlabel='% of decisions that took no longer')
-    plain(left)
-    plain(right)
     return save(figure, path)
 
-
-with needs('A picture of a sweep'):
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MOST_LINES = 12  # maximum number of lines that the legend names
 WIDE = 20.0  # numbers that differ by more than this factor are drawn on a logarithmic axis
@@ -214,7 +204,6 @@ def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Pat
     axes.grid(alpha=0.3)
     if others:
         axes.legend(frameon=False)
-    plain(axes)
     return save(figure, path)
 
 
@@ -234,7 +223,6 @@ def _node_seconds_of(table: pd.DataFrame, swept: Sequence[str], path: Path) -> P
     _name_rows(axes, table, swept)
     axes.set(xlabel='% of idle node-seconds', xlim=(0, 100))
     figure.legend(*axes.get_legend_handles_labels(), loc='outside right center', frameon=False)
-    plain(axes)
     return save(figure, path)
 
 
@@ -251,7 +239,6 @@ def _decisions_of(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path
     axes.set_xlabel('ms for a decision')
     axes.grid(axis='x', alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc='outside right center', frameon=False)
-    plain(axes)
     return save(figure, path)
 
 

@@ -40,17 +40,20 @@ def read_trace(
     logs: ``machine_nodes``, the machine's, if the log does not give it or is wrong; ``patience_s``
     as for :func:`~.job_table_holes.holes`. Raises BadInput, with file and line, for invalid files.
     """
-    kind = kind_of(path)
-    if kind == 'idle':
-        if machine_nodes is not None:
-            raise BadInput(
-                f'{path} has idle intervals; machine_nodes={machine_nodes} goes with job logs only.'
-            )
-        return read_idle(path, nodes, since, until)
-    whole = holes(_READERS[kind](path, machine_nodes), patience_s)
-    if nodes is None and since is None and until is None:
-        return whole
-    return part_of(path, whole, nodes, since, until)
+    if (kind := kind_of(path)) != 'idle':
+        whole = holes(_READERS[kind](path, machine_nodes), patience_s)
+        if nodes is None and since is None and until is None:
+            return whole
+    elif machine_nodes is None:
+        whole = of_schedule(read_schedule(path))
+    else:
+        raise BadInput(
+            f'{path} has idle intervals; machine_nodes={machine_nodes} goes with job logs only.'
+        )
+    try:
+        return whole.window(nodes, since, until)
+    except BadInput as error:
+        raise BadInput(f'{path}: {error}') from None
 
 
 def kind_of(path: str | Path) -> str:
@@ -66,16 +69,6 @@ def kind_of(path: str | Path) -> str:
 
 
 WEEK_S = 7 * 86_400.0
-
-
-def read_idle(
-    path: str | Path,
-    nodes: int | None = None,
-    since: float | None = None,
-    until: float | None = None,
-) -> Trace:
-    """Idle intervals from CSV, whose ends are not known in advance; the part as of window."""
-    return part_of(path, of_schedule(read_schedule(path)), nodes, since, until)
 
 
 def synthetic(
@@ -105,12 +98,3 @@ def of_schedule(schedule: Schedule) -> Trace:
         np.full(len(schedule), math.inf),
         tuple(schedule.node_classes[node] for node in schedule.nodes if schedule.node_classes),
     )
-
-
-def part_of(
-    path: str | Path, trace: Trace, nodes: int | None, since: float | None, until: float | None
-) -> Trace:
-    try:
-        return trace.window(nodes, since, until)
-    except BadInput as error:
-        raise BadInput(f'{path}: {error}') from None

@@ -134,10 +134,6 @@ class Study(Settings, frozen=True, kw_only=True):
                 )
         return cls.of(values)
 
-    def trace_options(self) -> tuple[object, ...]:
-        """The options of the trace: studies for which they are equal have the same trace."""
-        return tuple(getattr(self, name) for name in OF_A_TRACE)
-
     def trace(self) -> Trace:
         # Imported here and below, so that --help needs no pandas.
         from parsl_freetrain.replay.read import kind_of, read_trace, synthetic

@@ -9,7 +9,7 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
-from parsl_freetrain.replay.study import Study, option
+from parsl_freetrain.replay.study import OF_A_TRACE, Study, option
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
 
@@ -39,7 +39,7 @@ def scenarios(asked: Sequence[Study]) -> list[Scenario]:
     trainers: dict[Path | None, tuple[ReplayTrainer, ...]] = {}
     found = []
     for request in asked:
-        if (key := request.trace_options()) not in traces:
+        if (key := tuple(getattr(request, name) for name in OF_A_TRACE)) not in traces:
             traces[key] = request.trace()
         if request.trainers not in trainers:
             trainers[request.trainers] = request.read_trainers()

@@ -81,7 +81,7 @@ def run(
             changes[c].at if c < len(changes) else math.inf,
             queue[s][0] if s < len(queue) else math.inf,
             math.inf if completion is None else completion,
-            world.next_spent_s(),
+            controller.state.next_change_s(),
             world.next_measurement_s(),
         )
         if at > trace.end_s:

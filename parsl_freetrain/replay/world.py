@@ -86,10 +86,6 @@ class World:
             heappop(self._completions)
         return None
 
-    def next_spent_s(self) -> float:
-        """When the controller has to decide next if nothing happens before; infinite: never."""
-        return self._controller.state.next_change_s()
-
     def next_measurement_s(self) -> float:
         """When the next speed is measured if nothing happens before; infinite: never."""
         return self._measuring.next_s(self._runs) if self._measuring else math.inf

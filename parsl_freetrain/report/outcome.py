@@ -15,9 +15,11 @@ nodes again after a loss, or until the trainer or its run ends. For this time
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.model import events as ev
@@ -66,7 +68,7 @@ def _of_trainer(
     numbers: Collection[int] | None,
 ) -> Iterator[DecisionOutcome]:
     name, known = training.name, _KnownThen(run, training)
-    trained = _Trained(_kept(fragment, until) for fragment in training.fragments)
+    trained = _trained_by(_kept(fragment, until) for fragment in training.fragments)
     counts = [d.allocation[name] for _, d in decided]
     before = _before(name, [d for _, d in decided], training.fragments)
     end = min(until, training.state_at) if training.state in FINAL_STATES else until
@@ -89,7 +91,7 @@ def _of_trainer(
             staying = old.rate_at(was) * seconds
         then = at + seconds
         # Replicas count in samples of all of them, and each trains its share.
-        done = (trained.until(then) - trained.until(at)) / training.trainer.replicas
+        done = (trained(then) - trained(at)) / training.trainer.replicas
         yield DecisionOutcome(name, run.id, number, at, then, was, count, expected, staying, done)
 
 
@@ -166,22 +168,12 @@ def _kept(fragment: Fragment, until: float) -> Points:
     return [(min(at, until), min(samples, most)) for at, samples in points]
 
 
-class _Trained:
-    def __init__(self, fragments: Iterable[Points]) -> None:
-        self._times: list[float] = []
-        self._samples: list[float] = []
-        total = 0.0
-        for points in fragments:
-            first = points[0][1]
-            for at, samples in points:
-                self._times.append(max(at, self._times[-1]) if self._times else at)
-                self._samples.append(total + samples - first)
-            total = self._samples[-1]
-
-    def until(self, at: float) -> float:
-        i = bisect_right(self._times, at)
-        if i == 0 or i == len(self._times):
-            return self._samples[max(0, i - 1)] if self._samples else 0.0
-        before, after = self._times[i - 1], self._times[i]
-        share = (at - before) / (after - before)
-        return self._samples[i - 1] + (self._samples[i] - self._samples[i - 1]) * share
+def _trained_by(fragments: Iterable[Points]) -> Callable[[float], float]:
+    """All that fragments have trained up to a time, linear between their reports."""
+    times, trained, total = [0.0], [0.0], 0.0
+    for points in fragments:
+        trained += (total + samples - points[0][1] for _, samples in points)
+        times += (at for at, _ in points)
+        total = trained[-1]
+    ordered, known = np.maximum.accumulate(times), np.array(trained)
+    return lambda at: float(np.interp(at, ordered, known))

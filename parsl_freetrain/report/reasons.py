@@ -228,7 +228,9 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
         f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to give '
         f'away. {change}{f"; {others}" if others else ""}.'
     ]
-    gain = about.objective - about.staying
+    gain, quality = about.objective - about.staying, about.status
+    if about.gap and quality == 'feasible':
+        quality = f'within {100 * about.gap:.2g} % of the optimum'
     horizon = '' if about.horizon_s is None else f' over the next {about.horizon_s:g} s'
     lines.append(
         f'In all this is worth {_number(about.objective)}{horizon}, '
@@ -237,7 +239,7 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
             if gain > 0
             else 'and no change is worth more'
         )
-        + f' ({_quality(about.status, about.gap)}, by {about.solver}).'
+        + f' ({quality}, by {about.solver}).'
     )
     if about.worth is not None and about.worth_before is not None:
         own = f'To {name!r} it is worth {_number(about.worth)}'
@@ -257,10 +259,6 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
     if about.stood_s and (about.nodes_after or about.trained):
         lines.append(_what_became(name, about))
     return lines
-
-
-def _quality(status: str, gap: float | None) -> str:
-    return f'within {100 * gap:.2g} % of the optimum' if status == 'feasible' and gap else status
 
 
 def _what_became(name: str, about: DecisionAbout) -> str:

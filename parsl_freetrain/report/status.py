@@ -114,6 +114,8 @@ def snapshot(
             for fragment in one.fragments.values():
                 fragments[fragment.trainer].append(fragment)
     going = life.state in ('running', 'silent')
+    last = run.decisions[-1] if going and run.decisions else None
+    gap = relative_gap(last.objective, last.bound) if last else None
     return RunStatus(
         run=run.name,
         command=run.began.command,
@@ -127,7 +129,7 @@ def snapshot(
             if run.replicas(one)[0] is one
         ),
         blocks=_blocks(run, now) if going else (),
-        decision=_last_decision(run, now) if going else None,
+        decision=DecisionNow(now - last.at, last.status, last.solver, gap) if last else None,
         limits=_limits(history, run, now, going),
         damage=tuple(history.damage),
     )
@@ -152,14 +154,6 @@ def resumes_in_words(trainers: Sequence[TrainerNow]) -> tuple[str, ...]:
     verified = sum(t.verified for t in trainers)
     s = 's' * (resumes != 1)
     return (f'{resumes:,} resume{s}, {verified:,} verified',) if resumes else ()
-
-
-def _last_decision(run: RunState, now: float) -> DecisionNow | None:
-    if not run.decisions:
-        return None
-    last = run.decisions[-1]
-    gap = relative_gap(last.objective, last.bound)
-    return DecisionNow(now - last.at, last.status, last.solver, gap)
 
 
 def _trainer(

@@ -25,17 +25,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    shared: list[Interval] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            shared.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
+    return subtract(left, subtract(left, right))
 
 
 def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:

@@ -19,7 +19,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.replay.accounting import Interruption
 from parsl_freetrain.replay.habits import habits_of
-from parsl_freetrain.replay.read import read_idle
+from parsl_freetrain.replay.read import read_trace
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import read_trainers
@@ -35,7 +35,7 @@ def summit(begin_s: float, end_s: float) -> Trace:
     idle = DATA / 'idle/summit-2021-02-week1.csv.gz'
     if not idle.exists():
         pytest.skip('the record of Summit is absent')
-    return read_idle(idle, 1024, begin_s, end_s)
+    return read_trace(idle, 1024, begin_s, end_s)
 
 
 def shown(name: str, trace: Trace, at_a_time: int, habits: NodeHabits | None, known: bool) -> str:

@@ -22,7 +22,7 @@ from parsl_freetrain.core.controller.throughput_profile import (
     shapes,
 )
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.read import read_idle, synthetic
+from parsl_freetrain.replay.read import read_trace, synthetic
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.trace import Trace
@@ -60,7 +60,7 @@ def summit() -> Trace:
     idle = DATA / 'idle/summit-2021-02-week1.csv.gz'
     if not idle.exists():
         pytest.skip('the record of Summit is absent')
-    return read_idle(idle, 1024, BEGIN_S, min(BEGIN_S + DAYS * 86_400, 604_800.0))
+    return read_trace(idle, 1024, BEGIN_S, min(BEGIN_S + DAYS * 86_400, 604_800.0))
 
 
 def learned(trace: Trace, trainers: tuple[ReplayTrainer, ...], at_a_time: int) -> ReplayResult:

@@ -12,7 +12,7 @@ import pytest
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.read import read_idle, synthetic
+from parsl_freetrain.replay.read import read_trace, synthetic
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
@@ -70,4 +70,4 @@ def made_up(nodes: int, trainers: int) -> str:
 
 
 def recorded(nodes: int, trainers: int) -> str:
-    return line('Summit, week 1', read_idle(SUMMIT, nodes), trainers)
+    return line('Summit, week 1', read_trace(SUMMIT, nodes), trainers)

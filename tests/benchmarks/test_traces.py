@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.replay.job_table_holes import holes
-from parsl_freetrain.replay.read import read_idle, synthetic
+from parsl_freetrain.replay.read import read_trace, synthetic
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 
@@ -38,7 +38,7 @@ def test_synthetic_weeks() -> None:
 
 @pytest.mark.skipif(not SUMMIT.exists(), reason='the public Summit trace is not here')
 def test_a_week_of_summit() -> None:
-    measured('a week of Summit', lambda: read_idle(SUMMIT))
+    measured('a week of Summit', lambda: read_trace(SUMMIT))
 
 
 @pytest.mark.skipif(not THETA.exists(), reason='the public log of Theta is not here')

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.read import read_idle
+from parsl_freetrain.replay.read import read_trace
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from tests.support.properties import holds_for
 
@@ -127,12 +127,12 @@ def test_a_promise_that_ran_out_and_was_renewed_is_an_end_only_for_one_who_knows
 def test_a_window_keeps_the_clock_and_the_first_names(tmp_path: Path) -> None:
     path = tmp_path / 'idle.csv.gz'
     path.write_bytes(gzip.compress((HEADER + '0,50,n3\n10,20,n1\n30,40,n2\n').encode()))
-    whole = read_idle(path)
+    whole = read_trace(path)
     assert (whole.names, whole.start_s, whole.end_s) == (('n1', 'n2', 'n3'), 0, 50)
-    part = read_idle(path, nodes=2, since=15, until=35)
+    part = read_trace(path, nodes=2, since=15, until=35)
     assert (part.names, part.start_s, part.end_s) == (('n1', 'n2'), 15, 35)
     assert rows_of(part) == [(15, 20, 0, math.inf), (30, 35, 1, math.inf)]
-    assert read_idle(path, nodes=99).idle_node_s() == whole.idle_node_s() == 70
+    assert read_trace(path, nodes=99).idle_node_s() == whole.idle_node_s() == 70
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_bad_intervals_and_empty_windows_get_a_sentence(
     path = tmp_path / 'idle.csv'
     path.write_text(HEADER + lines)
     with pytest.raises(BadInput) as raised:
-        read_idle(path, **part)  # type: ignore[arg-type]
+        read_trace(path, **part)  # type: ignore[arg-type]
     assert says in str(raised.value)
     assert str(path) in str(raised.value)
 
@@ -181,7 +181,7 @@ def test_a_trace_made_in_code_is_checked_too(row: Row) -> None:
 
 @pytest.mark.skipif(not SUMMIT.exists(), reason='the public Summit trace is not here')
 def test_a_week_of_summit() -> None:
-    week = read_idle(SUMMIT)
+    week = read_trace(SUMMIT)
     assert (len(week), len(week.names), week.end_s) == (209_196, 4651, 604_800)
     assert week.idle_node_s() / 604_800 == pytest.approx(344.826, rel=1e-5)
     # At 400,000 s, counted by another program: zcat … | awk -F, '$1<=400000 && 400000<$2' | wc -l
