@@ -31,7 +31,7 @@ from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.executor import commands
 from parsl_freetrain.executor import settings as groups
 from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
-from parsl_freetrain.executor.block.block_logs import BlockLogs
+from parsl_freetrain.executor.block.block_record import BlockLogs
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer

@@ -82,10 +82,8 @@ class NodeClocks:
             self._warned.discard(node)
         elif node not in self._warned:
             self._warned.add(node)
+            off = f'{abs(ahead_s):.0f} s {"ahead of" if ahead_s > 0 else "behind"}'
             logger.warning(
-                "The clock of node %s is %.0f s %s the submitting computer's. Training does not "
-                'depend on it, but schedulers and file times may: have it set (NTP).',
-                node,
-                abs(ahead_s),
-                'ahead of' if ahead_s > 0 else 'behind',
+                f"The clock of node {node} is {off} the submitting computer's. Training does not "
+                'depend on it, but schedulers and file times may: have it set (NTP).'
             )

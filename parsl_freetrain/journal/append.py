@@ -115,10 +115,8 @@ class JournalWriter:
         except (OSError, BadInput) as error:
             if not self._complained:
                 log.warning(
-                    'The ledger %s cannot be written now (%s); its events are kept in memory, and '
-                    'writing is tried again.',
-                    self.path,
-                    error,
+                    f'The ledger {self.path} cannot be written now ({error}); its events are kept '
+                    'in memory, and writing is tried again.'
                 )
             self._complained = True
             return
@@ -165,12 +163,11 @@ class JournalWriter:
         os.close(self._fd)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
         self._size, self._begun_at_byte = len(content), begun_at
+        now = 'gone' if aside is None else f'kept as {aside}'
         log.warning(
-            'The ledger %s was damaged while it was written: %s. It is %s, and the run goes on '
-            'with a new file of this name. Reports may lack something of the time before.',
-            self.path,
-            why,
-            'gone' if aside is None else f'kept as {aside}',
+            f'The ledger {self.path} was damaged while it was written: {why}. It is {now}, and the '
+            'run goes on with a new file of this name. Reports may lack something of the time '
+            'before.'
         )
 
     def _thin(self) -> None:
@@ -178,10 +175,8 @@ class JournalWriter:
         self._pending = [event for event in self._pending if not isinstance(event, FLEETING)]
         self._thin_at = max(MOST_HELD, 2 * len(self._pending))
         log.warning(
-            'The ledger %s could not be written for long. %d events are left out, so reports will '
-            'lack something of this time.',
-            self.path,
-            before - len(self._pending),
+            f'The ledger {self.path} could not be written for long. {before - len(self._pending)} '
+            'events are left out, so reports will lack something of this time.'
         )
 
 
@@ -196,11 +191,10 @@ def _open(path: Path) -> tuple[int, int, set[str]]:
     except _Remains:
         with files.open_regular(path) as old:
             readable = [record(p.content) for p in scan(old, 0) if p.content is not None]
+        aside = _put_in_place_of(path, b''.join([HEAD, *readable]))
         log.warning(
-            'The ledger %s has lost its beginning; it is kept as %s. Reports may lack something of '
-            'earlier runs.',
-            path,
-            _put_in_place_of(path, b''.join([HEAD, *readable])),
+            f'The ledger {path} has lost its beginning; it is kept as {aside}. Reports may lack '
+            'something of earlier runs.'
         )
         return _opened(path)
 

@@ -1,11 +1,15 @@
-"""What is kept of a block that has not ended; its nodes' first and last task, and their leaving."""
+"""What is kept of a block; its nodes' first and last task, and their leaving; and old logs."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from parsl.jobs.states import JobState, JobStatus
@@ -183,3 +187,39 @@ def leaving(manager: str) -> dict[str, Any]:
 def _task(manager: str, function: str, *arguments: Any) -> dict[str, Any]:
     hook = {'f': f'parsl_freetrain.executor.fragment.worker_tasks.{function}', 'a': arguments}
     return {'resource_spec': {PIN: manager}, 'task_executor': hook}
+
+
+NODES, BLOCKS = 1000, 20
+"""Number of nodes whose logs are kept (projects have quotas of files), and of blocks."""
+
+
+class BlockLogs:
+    """Keeps what Parsl and scripts wrote about blocks; ``beside`` does work, or returns False."""
+
+    def __init__(
+        self,
+        workers: str,
+        nodes: str,
+        scripts: Callable[[], str | None],
+        beside: Callable[[Callable[[], object]], bool],
+    ) -> None:
+        self._workers, self._nodes, self._scripts, self._beside = workers, nodes, scripts, beside
+        self._ended: deque[tuple[str, Collection[str]]] = deque()
+
+    def ended(self, block: str, managers: Collection[str]) -> None:
+        """Note a block that has ended, with the names of its nodes' managers."""
+        self._ended.append((block, managers))
+        kept = sum(1 + len(names) for _, names in self._ended)
+        while len(self._ended) > BLOCKS and kept > NODES:
+            first, names = self._ended[0]
+            if not self._beside(lambda: self._remove(first, names)):  # noqa: B023  # done, or not
+                return
+            self._ended.popleft()
+            kept -= 1 + len(names)
+
+    def _remove(self, block: str, managers: Collection[str]) -> None:
+        shutil.rmtree(Path(self._workers) / f'block-{block}', ignore_errors=True)
+        old = [Path(self._nodes) / f'fork-server-{manager}.log' for manager in managers]
+        for path in [*old, *Path(self._scripts() or os.devnull).glob(f'parsl.*.block-{block}.*')]:
+            with suppress(OSError):
+                path.unlink()

@@ -17,7 +17,6 @@ from parsl_freetrain.core.model.errors import FreeTrainError, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block import block_record
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
-from parsl_freetrain.executor.block.block_logs import BlockLogs
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
@@ -58,7 +57,7 @@ class BlockManager:
         template: str | None = None,
         join_s: float = math.inf,
         clock: RunClock | None = None,
-        logs: BlockLogs | None = None,
+        logs: block_record.BlockLogs | None = None,
     ) -> None:
         self._logs = logs
         self._provider, self._stream, self._inbox = provider, stream, inbox

@@ -65,13 +65,12 @@ class TrainerRecord:
         """Ranks on each node with so many accelerators. The first answer fixes the shards."""
         per_node = self.spec.ranks_on(accelerators)
         if self.spec.ranks.per_node is None and per_node < max(accelerators, default=0):
+            have = ', '.join(map(str, sorted(accelerators)))
             logger.warning(
-                'Trainer %s uses %d accelerators of each node, and its nodes have %s: to use all, '
-                'train on nodes with equal numbers, and in reproducible mode say shards=, at least '
-                'as many as the maximum number of nodes has accelerators.',
-                self.trainer.name,
-                per_node,
-                ', '.join(map(str, sorted(accelerators))),
+                f'Trainer {self.trainer.name} uses {per_node} accelerators of each node, and its '
+                f'nodes have {have}: to use all, train on nodes with equal numbers, and in '
+                'reproducible mode say shards=, at least as many as the maximum number of nodes '
+                'has accelerators.'
             )
         self.spec = structs.replace(self.spec, mode=self.spec.with_ranks(per_node).mode)
         return per_node

@@ -83,14 +83,12 @@ def compare(folder: Path, checkpoint: Checkpoint | None, arguments: Mapping[str,
         return False  # nothing depends on it
     if checkpoint is None or not both:
         return bool(path) and now.get(_SINCE) == path
-    differ = [f'{name} was {before[name]} and is {now[name]}' for name in both]
+    differ = '; '.join(sorted(f'{name} was {before[name]} and is {now[name]}' for name in both))
     logger.warning(
-        'Trainer %r goes on from %s with other arguments: %s. From here on the function gets '
-        'those of this call; but what the checkpoint holds stays: weights, ctx.state, and the '
-        'states of optimizers and schedulers, with their learning rates.',
-        checkpoint.trainer,
-        checkpoint.path,
-        '; '.join(sorted(differ)),
+        f'Trainer {checkpoint.trainer!r} goes on from {checkpoint.path} with other arguments: '
+        f'{differ}. From here on the function gets those of this call; but what the checkpoint '
+        'holds stays: weights, ctx.state, and the states of optimizers and schedulers, with their '
+        'learning rates.'
     )
     return True
 
@@ -109,9 +107,7 @@ def say_if_finished_before(found: Checkpoint, future: Future[Checkpoint]) -> Non
         return
     if future.result().samples == found.samples:
         logger.warning(
-            'Trainer %r was trained to its end by an earlier run, and its result is the checkpoint '
-            "of that run, %s, whatever has changed since. To train anew, say resume='never', or "
-            'give another trainer_name or checkpoint_dir.',
-            found.trainer,
-            found.path,
+            f'Trainer {found.trainer!r} was trained to its end by an earlier run, and its result '
+            f'is the checkpoint of that run, {found.path}, whatever has changed since. To train '
+            "anew, say resume='never', or give another trainer_name or checkpoint_dir."
         )

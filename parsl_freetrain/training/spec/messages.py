@@ -279,9 +279,6 @@ class Decoder(Generic[T]):
             return
         self._logged.add(kind)
         log.warning(
-            'A message from %s was dropped (kind %s): %s; others of this kind are dropped '
-            'without a word',
-            self._sender,
-            kind,
-            ascii(str(error))[:200],
+            f'A message from {self._sender} was dropped (kind {kind}): {ascii(str(error))[:200]}; '
+            'others of this kind are dropped without a word'
         )

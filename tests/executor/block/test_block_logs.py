@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from parsl_freetrain.executor.block.block_logs import BLOCKS, NODES, BlockLogs
+from parsl_freetrain.executor.block.block_record import BLOCKS, NODES, BlockLogs
 
 
 def test_logs_of_the_first_blocks_go_when_there_are_many_nodes(tmp_path: Path) -> None:
