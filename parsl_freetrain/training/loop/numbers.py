@@ -56,7 +56,7 @@ def _one(get: Callable[[], Any], put: Callable[[Any], None]) -> _Space:
             return {'': get()}
         return {}
 
-    return values, lambda values: put(values[''])
+    return values, lambda values: put(values['']) if values else None
 
 
 class Numbers:

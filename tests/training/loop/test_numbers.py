@@ -23,7 +23,7 @@ from tests.support.ranks import order, ranks
 DATA = TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2))
 EPOCHS, BATCH = 3, 4
 STEPS = EPOCHS * len(DATA) // BATCH
-seen = 0
+seen, where = 0, None
 
 
 class Line(nn.Linear):
@@ -44,7 +44,7 @@ class Weight:
 
 
 def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
-    global seen
+    global seen, where
     torch.manual_seed(1)
     model: Any = Line(2, 1)
     model.passes = 0
@@ -63,7 +63,7 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
             if ctx.samples != position:  # once a step, on each rank
                 position = ctx.samples
                 begun.append(position)
-            seen += 1
+            seen, where = seen + 1, ctx.samples
             ctx.state['steps'] = ctx.state.get('steps', 0) + 1
             own['steps'] = own.get('steps', 0) + 1
             model.passes += 1
