@@ -52,9 +52,7 @@ class Carried:
         """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already;
         ``functions``: those that are called around steps.
         """
-        self._frames = [
-            one for one in frames() if not one.f_code.co_filename.startswith(changes.LIBRARIES)
-        ]
+        self._frames = [one for one in frames() if not changes.is_library(one.f_code.co_filename)]
         lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
         self._others = [*functions, *prepared.models, *lambdas]
         self._places = Places(self._frames, self._others)

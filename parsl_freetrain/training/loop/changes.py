@@ -31,7 +31,6 @@ from torch.utils.weak import WeakIdRef
 from parsl_freetrain.training.data.inside import fingerprint
 
 SCALARS = (bool, int, float, str, bytes, type(None))
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))
 COPIED = 20_000, 2**24  # elements and bytes of all variables that are copied after each batch
 _LOOKED_AT = 10**6, 2**30  # of a variable of which all is looked at, else some
 _OTHERS = {*sys.stdlib_module_names, 'parsl_freetrain'} - {'__main__'}
@@ -39,6 +38,12 @@ _NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
 VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
 _PART = 10**5
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is of Python or an installed package; environments may build on others."""
+    installed = '/site-packages/' in file or '/dist-packages/' in file
+    return installed or file.startswith(sysconfig.get_path('stdlib'))
 
 
 def is_ours(one: Any) -> bool:
@@ -57,7 +62,7 @@ def has_state(one: Any) -> bool:
 def is_users_class(module: str) -> bool:
     """Whether a module, by its name, is the user's, and so its classes."""
     file = getattr(sys.modules.get(module), '__file__', None) or ''
-    return not (file.startswith(LIBRARIES) or module.partition('.')[0] in _OTHERS)
+    return not (is_library(file) or module.partition('.')[0] in _OTHERS)
 
 
 @lru_cache(maxsize=4096)

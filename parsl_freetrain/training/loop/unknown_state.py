@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from parsl_freetrain.training.data.inside import parts_of
-from parsl_freetrain.training.loop.changes import LIBRARIES, has_state, is_ours, mark, may_be_saved
+from parsl_freetrain.training.loop.changes import has_state, is_library, is_ours, mark, may_be_saved
 
 _PACKAGE, _ROOM = 'parsl_freetrain.', 'parsl_freetrain.training.'
 _RANK = ('parsl_freetrain.training.loop.rank', 'parsl_freetrain.training.loop.debugging')
-_LIBRARIES = ('<', *LIBRARIES)
 _DYNAMIC = '<dynamic-code>'  # what cloudpickle (3.1.3 and later) says of a function sent by value
 _SHOWN = 6
 T = TypeVar('T')
@@ -134,7 +133,7 @@ def _inside(value: Any) -> list[tuple[str, Any]]:
 def is_users(function: Any) -> bool:
     ours = str(function.__module__).startswith(_PACKAGE)
     file = function.__code__.co_filename
-    return not ours and (file == _DYNAMIC or not file.startswith(_LIBRARIES))
+    return not ours and (file == _DYNAMIC or not (file.startswith('<') or is_library(file)))
 
 
 def _module(frame: FrameType) -> str:

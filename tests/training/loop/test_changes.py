@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from parsl_freetrain.training.loop.changes import is_large, mark
+from parsl_freetrain.training.loop.changes import is_large, is_library, mark
 
 
 class Own:
@@ -73,3 +73,11 @@ def test_what_refers_to_itself_or_is_large() -> None:
     around.append(around)
     mark(around)
     assert [is_large(one) for one in (around, [0] * 30_000, np.zeros(2**22))] == [False, True, True]
+
+
+def test_libraries_of_all_environments_are_no_code_of_the_user() -> None:
+    assert is_library(torch.__file__) and is_library(dataclass.__code__.co_filename)
+    # A base environment below the own one, pip install --user, Debian, PYTHONPATH of Spack.
+    for folder in ('/soft/conda/lib/python3.11/site-packages', '/usr/lib/python3/dist-packages'):
+        assert is_library(f'{folder}/lightning/module.py')
+    assert not is_library('/home/me/project/train.py') and not is_library(__file__)
