@@ -146,9 +146,9 @@ class FreeTrainApp:
         return future
 
     def debug(self, *args: Any, **kwargs: Any) -> Checkpoint:
-        """Train in this process, on one rank, without Parsl and without nodes, so that ``pdb`` and
-        ``print`` work, with the arguments of a call. Exceptions of the function are raised as they
-        are. Nothing is kept: the checkpoint has metrics and a result, but no path.
+        """Train in this process, on one rank, without Parsl and nodes, so that ``pdb`` and
+        ``print`` work. Exceptions are raised as they are. The checkpoint has no path: nothing is
+        kept.
         """
         # torch is slow to import, and a call does not need it.
         from parsl_freetrain.training.loop.debugging import train_here

@@ -1,6 +1,4 @@
-"""A rehearsal: some steps of a training in processes of this computer, undisturbed, cut and killed,
-on one rank and on several. What a step comes to must be the same each time, to the last bit.
-"""
+"""A rehearsal: some steps of a training here, undisturbed, cut and killed, must be the same."""
 
 from __future__ import annotations
 

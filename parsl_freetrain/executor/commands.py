@@ -75,9 +75,7 @@ def gather(
     expected: Callable[[], int],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Any]:
-    """Commands and messages, in order, waiting ``timeout_s`` for the first; for the rest of the
-    ``expected`` nodes once one has answered, and for more where trainers are submitted.
-    """
+    """Commands and messages, in order: waits ``timeout_s`` for the first, then for others alike."""
     items = new = list(control.receive(timeout_s))
     begun = clock()
     until = begun

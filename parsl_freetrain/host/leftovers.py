@@ -1,6 +1,4 @@
-"""What ``multiprocessing`` of a killed manager leaves in /dev/shm; the node's first process, or the
-user's next manager, removes it.
-"""
+"""What ``multiprocessing`` of a killed manager leaves in /dev/shm, and who removes it."""
 
 from __future__ import annotations
 

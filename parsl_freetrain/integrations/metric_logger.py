@@ -1,6 +1,4 @@
-"""What a logger of metrics is to an executor. Loggers run in the submitting process, which passes
-on what the ledger has; nodes need neither the library nor its credentials.
-"""
+"""What a logger of metrics is to an executor: it runs in the submitting process, not on nodes."""
 
 from __future__ import annotations
 

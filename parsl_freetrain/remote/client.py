@@ -248,9 +248,8 @@ class FreeTrainClient(Executor):
         return training
 
     def trainers(self, timeout_s: float = 60.0) -> dict[str, tuple[str, Progress]]:
-        """State and progress of all trainers that were submitted to ``checkpoint_dir``. Raises
-        BadInput if parsl-freetrain cannot be run at the endpoint; TimeoutError if it does not
-        answer in time.
+        """State and progress of all trainers of ``checkpoint_dir``. Raises BadInput if
+        parsl-freetrain cannot be run there; TimeoutError.
         """
         found = self._answer_to(orders.Order('look', self._folder), timeout_s).trainers
         return {name: (known.state, known.progress) for name, known in found.items()}

@@ -1,6 +1,4 @@
-"""From a job table to holes, and what could be known of them: EASY (Lifka 1995) reserves nodes for
-the first job that does not fit from the *shadow time* on; *extra* ones it does not need then.
-"""
+"""From a job table to holes, and what could be known of them by EASY backfill (Lifka 1995)."""
 
 from __future__ import annotations
 

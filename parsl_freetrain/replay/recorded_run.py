@@ -1,6 +1,4 @@
-"""Replays the recorded events of a live run through a controller. The events stay as recorded: each
-decision is made in the state that the run really had, and differing ones change nothing.
-"""
+"""Replays the recorded events of a live run: each decision is made in its real state."""
 
 from __future__ import annotations
 

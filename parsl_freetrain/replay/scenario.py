@@ -26,9 +26,7 @@ from parsl_freetrain.solver import allocator_named
 
 
 class Scenario(Settings, frozen=True):
-    """All inputs of a replay. Raises BadInput for a trainer that can never run on the trace, no
-    trainer that is submitted in time, ``known_ends`` for a trace without them, or an invalid cost.
-    """
+    """All inputs of a replay. Raises BadInput for what the trace does not allow."""
 
     trace: Trace
     trainers: tuple[ReplayTrainer, ...]

@@ -162,9 +162,8 @@ class Trace:
     def window(
         self, nodes: int | None = None, since: float | None = None, until: float | None = None
     ) -> Trace:
-        """Part of this trace, with the same clock: the first ``nodes`` in sorted order (None: all),
-        clipped to ``since`` and ``until``, in seconds, if given. Raises BadInput for no node, an
-        empty window, or one in which no node is idle.
+        """The first ``nodes`` in sorted order (None: all), clipped to ``since`` and ``until``
+        (seconds), by the same clock. Raises BadInput where nothing is idle.
         """
         if nodes is not None and nodes < 1:
             raise BadInput(

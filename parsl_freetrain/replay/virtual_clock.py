@@ -61,10 +61,7 @@ def run(
     controller: Controller,
     learning: CurveLearning | None = None,
 ) -> PoolResult:
-    """Train on a recorded pool as ``controller`` decides. At each instant nodes leave, others join,
-    trainers finish, others are submitted; then one decision. Completions are computed, without time
-    steps.
-    """
+    """Train on a recorded pool as ``controller`` decides, once an instant; without time steps."""
     accounts = Accounts(trace.start_s)
     measuring = None if learning is None else Measuring(learning)
     world = World(controller, accounts, trainers, measuring)

@@ -79,9 +79,8 @@ class LimitNow:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, with its trainers' counts summed over all runs of the ledger up to it. Seconds:
-    ``elapsed_s`` since the run began, ``silent_s`` since its last entry. ``ended``: how; None if it
-    is running or died. ``damage``: what of the ledger could not be read.
+    """A run, with its trainers' counts summed over all runs up to it; ``silent_s``: since its last
+    entry; ``ended``: how; None if it is running or died.
     """
 
     run: str = ''

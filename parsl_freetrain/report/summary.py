@@ -21,14 +21,10 @@ EVENNESS = 1e-3
 
 
 def summary(history: History, now: float | None = None) -> dict[str, Any]:
-    """The closing summary of some runs. ``now``: as in :func:`~.causes.causes`.
-
-    ``trainers``: by name ``fragments``, ``preempted``, ``rescaled`` (successive fragments with
-    different node counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the total,
-    None if unknown), ``samples_repeated`` (trained and not kept), and further
-    ``fragments_started``, ``failed``, ``resumes``, ``verified`` (of these), ``checkpoints``,
-    ``state``, ``why``; ``blocks``; ``blocks_killed`` (taken while a fragment was training on them);
-    ``node_s`` as in :func:`~.causes.node_seconds_of`; ``wall_s`` (seconds, summed over runs).
+    """The closing summary of some runs. ``now``: as in :func:`~.timeline.causes`.
+    ``trainers``: by name their counts, with ``samples`` (the last checkpoint's),
+    ``samples_expected`` (None if unknown), ``samples_repeated`` (trained and not kept);
+    ``blocks_killed``: taken while a fragment was training on them; ``wall_s``: summed over runs.
     """
     killed = [{node.block for node in tl.struck_nodes(run)} for run in history.runs]
     return {

@@ -1,6 +1,4 @@
-"""Inline SVG that fits any width, coloured by the style sheet. Text keeps its size; lines and areas
-are stretched. The page's policy forbids style attributes.
-"""
+"""Inline SVG that fits any width, coloured by the style sheet; style attributes are forbidden."""
 
 from __future__ import annotations
 

@@ -284,13 +284,10 @@ def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
 
 
 def node_seconds_of(history: History, now: float | None = None) -> dict[str, float]:
-    """What became of every second of every node that was offered. ``now``: as in :func:`causes`.
-
-    Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
-    joined, a fragment before its first step), ``checkpointing``, ``lost`` (in a fragment that was
-    preempted or failed, after what its checkpoints, and ranks that were left, kept for the next
-    one) and ``idle``. The parts add up to ``offered``; what a node did outside an offer, or after
-    the end of the run, counts nowhere. A second with overlapping records counts once.
+    """What became of every second of every node that was offered, until ``now`` (as
+    :func:`causes`). ``starting``: a block's node before it joined, a fragment before its first
+    step; ``lost``: in a fragment that was preempted or failed, after what was kept for the next
+    one. The parts add up.
     """
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
     for cause in causes(history, now):

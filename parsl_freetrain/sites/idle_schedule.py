@@ -1,6 +1,4 @@
-"""Schedules of idle nodes: which node is idle from when to when, as CSV ``start_s,end_s,node``,
-and a column ``node_class`` where nodes are unequal.
-"""
+"""Schedules of idle nodes: CSV ``start_s,end_s,node``, and ``node_class`` if they are unequal."""
 
 from __future__ import annotations
 

@@ -51,9 +51,8 @@ class Site(HoleSource, Protocol):
         """
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """The status of each of these jobs, all of which this site has opened or adopted. UNKNOWN
-        if the scheduler cannot be asked; that never means that a job is over. Raises FreeTrainError
-        where nothing at all could be learned.
+        """The status of each of these jobs of ours. UNKNOWN if the scheduler cannot be asked, which
+        never means over; FreeTrainError where nothing at all could be learned.
         """
 
     def cancel(self, job_ids: Sequence[str]) -> None:
@@ -82,8 +81,8 @@ class FoundBlock:
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A site whose blocks outlive the submitting process, and can be found again by their names.
-    ``job_variable``: the environment variable that holds the id of its job on each node of a block.
+    """A site whose blocks outlive the submitting process, and are found again by their names;
+    ``job_variable``: of the environment on each node, with the id of its job.
     """
 
     job_variable: str
@@ -102,9 +101,8 @@ class Yielding(Protocol):
     """A site with other people's jobs, which may wait for nodes that blocks hold."""
 
     def ask(self, done: Callable[[], None]) -> bool:
-        """Begin to ask the scheduler for what was looked at since the last time, so that the next
-        looks need not wait; ``done`` is called in another thread when it has answered. False if
-        nothing is asked.
+        """Begin to ask for what was looked at since the last time, so that the next looks need not
+        wait; another thread calls ``done``. False if nothing is asked.
         """
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:

@@ -92,11 +92,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         )
 
     def open_block(self, request: BlockRequest, command: str, name: str) -> str:
-        """Submit one block; returns the id of its job. Raises HoleGone if the nodes were taken
-        meanwhile; FreeTrainError if ``max_blocks`` blocks are open, or the scheduler did not accept
-        the job; BadInput if the site can never meet the request. ``request``: the number of nodes
-        (or which ones), and for how long. ``command``: what each node runs. ``name``: name for the
-        scheduler.
+        """Submit one block, for a number of nodes (or which ones); returns the id of its job.
+        Raises as :meth:`.protocols.Site.open_block`; FreeTrainError if ``max_blocks`` are open.
         """
         with self._lock:
             if self._full():

@@ -20,10 +20,8 @@ _START_S = 60.0
 
 
 class IsolatedAllocator:
-    """Runs another allocator, which is pickled, in a child process, from the first problem on. If
-    it dies, or is killed ``margin_s`` seconds after the time limit that ``inner`` itself obeys, the
-    answer is to stay put, and the next problem starts a new one. It ends with :meth:`close`, or
-    this process.
+    """Runs a (pickled) allocator in a child process. If that dies, or takes ``margin_s`` seconds
+    more than its time limit, the answer is to stay put, and the next problem starts a new one.
     """
 
     def __init__(self, inner: Allocator, time_limit_s: float, margin_s: float = 5.0) -> None:

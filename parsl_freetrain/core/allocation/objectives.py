@@ -158,11 +158,8 @@ def goodput(candidate: Candidate) -> ScalingCurve:
 
 def fair_goodput(candidate: Candidate) -> ScalingCurve:
     """Sia's objective (SOSP 2023) for unequal nodes: priority x max(0, 1.1 - 1 / sqrt(s)).
-
-    s is the goodput relative to one node of the slowest class. The square root has many trainers
-    gain a little rather than few a lot. Any other choice than what the trainer holds is charged for
-    the restart: s is multiplied by :meth:`Running.after_restart`. Rescale costs are not charged in
-    addition.
+    s is the goodput relative to one node of the slowest class, times :meth:`Running.after_restart`
+    where the trainer does not keep what it holds; rescale costs are not charged in addition.
     """
     now, efficiency, samples = candidate.running, candidate.efficiency, candidate.remaining_samples
 

@@ -134,9 +134,7 @@ def check(raw: dict[str, Any]) -> ProblemDocument:
 
 
 def problem_of(stated: ProblemDocument, objective: objectives.Metric | None = None) -> Problem:
-    """The allocation problem that a document states, with ``objective`` in place of the one that it
-    names. Raises BadInput if fields contradict each other, with the trainer and the fields.
-    """
+    """The problem that a document states; ``objective``: in place of its own. Raises BadInput."""
     stated_name = 'throughput' if stated.objective is None else stated.objective
     metric = objective or objectives.objective_named(stated_name)
     blocks = _blocks(stated)

@@ -191,10 +191,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(problem: Problem) -> Groups:
-    """Indices of the places of one class that end together; each alone where that is not exact.
-
-    It is exact: :meth:`Problem.value` tells two such blocks apart only by the cost of moving, and
-    where all held nodes fit, they can be dealt out so that nobody moves without need.
+    """Indices of the places of one class that end together; each alone where that is not exact:
+    :meth:`Problem.value` tells two such blocks apart only by the cost of moving.
     """
     places = problem.places
     if len(places) == 1 or not (problem.spans_blocks and problem.held_fits):

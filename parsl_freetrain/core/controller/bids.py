@@ -41,12 +41,10 @@ class Places:
 def places_of(
     state: ControllerState, at: float, horizon_s: float, min_hole_s: float, spans_blocks: bool
 ) -> Places:
-    """The present places.
-
-    Nodes that leave within ``min_hole_s`` or that a cancelled trainer still holds are left out. If
-    fragments may span blocks, nodes of one class that leave at the same time within the horizon
-    form one place, and all nodes of a class that stay for the horizon another. Otherwise the nodes
-    of each class of each block are a place, which ends when the first of them leaves.
+    """The present places, without nodes that leave within ``min_hole_s`` or that a cancelled
+    trainer holds: each class of each block, until its first node leaves. If fragments may span
+    blocks, nodes of a class that leave together are one, and those that stay for the horizon
+    another.
     """
     groups = [group for group in state.pool.groups.values() if group.until_s - at >= min_hole_s]
     leaving = state.leaving()

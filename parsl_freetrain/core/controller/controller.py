@@ -41,11 +41,8 @@ class DecisionFailed(FreeTrainError, RuntimeError):
 
 
 class Controller:
-    """Decides which trainer runs on which nodes, and which blocks are open.
-
-    The allocator is asked at every event that changes the problem. ``metric``: an objective in
-    place of the one in the settings; it may depend on the trainer but not on time. Raises BadInput
-    if the settings name an unknown metric.
+    """Decides which trainer runs on which nodes, and which blocks are open. ``metric``: an
+    objective in place of the settings'; it may not depend on time. BadInput if theirs is unknown.
     """
 
     def __init__(

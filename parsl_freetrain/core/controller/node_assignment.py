@@ -27,13 +27,9 @@ def assign(
     order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """Choose free nodes of ``places`` for all of ``wants`` that can start now, in their order, and
-    take them out of their groups. The choice is deterministic. Trainers that have to wait for held
-    nodes are missing.
-
-    Former nodes go to their trainers first; those of a trainer that has to wait are reserved for
-    it. The rest is chosen by :func:`take`. With ``order``, where habits of nodes are known,
-    trainers with more nodes choose first, and each takes those that stay longest, former ones or
-    not.
+    take them out of their groups. Former nodes go to their trainers first, or are reserved if those
+    have to wait; the rest by :func:`take`. With an ``order`` (habits of nodes), trainers with more
+    nodes choose first, those that stay longest.
     """
     if order is not None:
         longest = _longest(wants, places, pool, order)

@@ -40,13 +40,9 @@ def nodes_to_give(
     cost: Mapping[str, float],
     given: Collection[str] = (),
 ) -> frozenset[str]:
-    """Names of the nodes to give back, those that go with their blocks included; equal problems
-    have equal answers.
-
-    ``demands`` are in order of priority: if not all can be served together, each counts that can be
-    served beside those before it. ``blocks`` are all of ours; each gives back either releasable
-    nodes, or all. ``holder`` has the trainers whose fragments run on nodes, ``cost`` what stopping
-    each costs, in any unit, 0 or more. Nodes ``given`` already serve first, and cost nothing.
+    """Names of the nodes to give back, those that go with their blocks included; deterministic.
+    ``demands``: in order of priority; each counts that can be served beside those before it.
+    ``holder``: trainers on nodes; ``cost``: of stopping them; nodes ``given`` cost nothing.
     """
     found = _serving_all(demands, blocks, holder, cost, given)
     if found is not None:

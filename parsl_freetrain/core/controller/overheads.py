@@ -67,9 +67,7 @@ def _longer(old: float | None, seconds: float | None) -> float | None:
 def shortest_useful_s(
     start_s: float | None, step_s: float | None, checkpoint_s: float | None, assumed_s: float
 ) -> float:
-    """The shortest time in which a fragment can start, train a batch and save, with the margin that
-    it keeps itself; ``assumed_s`` until measured. ValueError.
-    """
+    """The shortest time to start, train a batch and save; ``assumed_s`` until measured."""
     known = [seconds for seconds in (start_s, step_s, checkpoint_s) if seconds is not None]
     if any(not 0 <= seconds < float('inf') for seconds in (*known, assumed_s)):
         raise ValueError(

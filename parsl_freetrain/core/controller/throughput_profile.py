@@ -123,9 +123,7 @@ class Profile:
         return Evidence(seen) if seen else None
 
     def observe(self, nodes: int, rate: float) -> bool:
-        """Add a rate; True if the curve may have changed enough for a decision. One that is no
-        positive number is ignored, or the trainer would never get a node again.
-        """
+        """Add a rate; True if a decision may change. One that is no positive number is ignored."""
         if not math.isfinite(rate) or rate <= 0:
             return False
         if not self._rates:
@@ -280,9 +278,7 @@ def _one_node_rate(profile: Profile) -> float:
 
 @dataclass
 class ShapeChoice:
-    """Tries each shape of a node count, for :data:`REPORTS` reports, and then keeps the fastest,
-    whatever noise follows. ``names``: by node count, in the order of tries.
-    """
+    """Tries each shape of a node count for :data:`REPORTS` reports, then keeps the fastest."""
 
     names: Mapping[int, tuple[str, ...]]
     _reports: dict[tuple[int, int], list[float]] = field(default_factory=dict)

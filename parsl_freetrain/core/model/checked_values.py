@@ -52,9 +52,7 @@ class Wrong(NamedTuple):
 
 
 def check_value(what: str, value: object, hint: Any, *, read: bool = False) -> None:
-    """Refuse a value not of a type or its ``Meta``: "Ranks: threads is 0; it must be at least 1."
-    If ``read`` from a file, lists are tuples, texts enum members.
-    """
+    """Refuse a value not of a type or its ``Meta``. ``read`` from a file: lists are tuples."""
     if type(value) is not hint and (wrong := wrong_with(value, hint, read)):
         refuse(f'{what}{wrong.place}', wrong.value, wrong.must)
 

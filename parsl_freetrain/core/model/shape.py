@@ -14,8 +14,7 @@ MESH = ('data', 'shard', 'depth', 'height', 'width', 'pipeline', 'tensor')
 @dataclass(frozen=True)
 class Shape:
     """How the ranks of a fragment share the work: copies of the model, shards of its parameters,
-    parts of space, stages of a pipeline, parts of each layer. Raises BadInput if a number is none,
-    or there are not 3 parts of space.
+    parts of space, stages of a pipeline, parts of each layer. Raises BadInput for numbers below 1.
     """
 
     #: Copies of the model. They train different samples.

@@ -204,8 +204,8 @@ class RunState:
 
 @dataclass
 class History:
-    """The runs of one journal. ``latest``: number of the newest run, in ``runs`` or not: the only
-    one that may be alive; None: it is dead. ``damage``: sentences about unreadable places.
+    """The runs of one journal. ``latest``: number of the newest, which alone may live; None: none
+    does. ``damage``: sentences about unreadable places.
     """
 
     runs: list[RunState] = field(default_factory=list)

@@ -1,6 +1,4 @@
-"""The control channel: messages between the executor and the members of running fragments. With
-Parsl's certificates (CurveZMQ), only who may connect to the interchange may connect here.
-"""
+"""Messages between the executor and members, with Parsl's certificates (CurveZMQ)."""
 
 from __future__ import annotations
 

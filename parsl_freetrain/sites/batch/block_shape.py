@@ -47,12 +47,9 @@ def shape_for(
     step_s: int = 60,
     shortest_s: float = 0.0,
 ) -> BlockShape:
-    """The block that fits a hole of ``hole_s`` seconds (at least one step; None: nothing is
-    planned) from ``now`` on.
-
-    Walltimes are rounded down to the scheduler's steps (``step_s``) after what it takes to start a
-    job, and the scheduler is told when the hole ends: it drops a block that could not end before,
-    and shortens one that could. ``limit_s``, ``shortest_s``: the queue's limits of walltimes.
+    """The block that fits a hole of ``hole_s`` seconds (None: nothing is planned) from ``now`` on.
+    Walltimes are rounded down to ``step_s``; the scheduler is told when the hole ends: it drops a
+    block that could not end before, and shortens one that could.
     """
     least = max(step_s, math.ceil(shortest_s / step_s) * step_s)
     wanted = options.unplanned_s if hole_s is None else max(float(least), hole_s - options.start_s)

@@ -75,9 +75,8 @@ def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[
 
 
 def shortest_behind_s(jobs: Iterable[BatchJob], ours: frozenset[str]) -> float:
-    """The shortest time limit of the waiting jobs behind the first one, in seconds; infinite: none.
-    If a job lacks only nodes of a block, the scheduler plans it for the block's end, and starts
-    jobs behind it that end before. So no block should last longer than one of these.
+    """The shortest time limit of the waiting jobs behind the first one, or infinite: a scheduler
+    that plans the first one for a block's end starts those behind it that end before.
     """
     waiting = sorted((job for job in jobs if waits(job, ours)), key=lambda job: -job.priority)
     return min((j.limit_s for j in waiting[1:] if j.limit_s is not None), default=math.inf)
@@ -94,11 +93,8 @@ def needs(
     unwilling: frozenset[str] = frozenset(),
 ) -> Needs:
     """The jobs that would start ``now`` if nodes of blocks were given back, and which of ours.
-
-    By ids: ``ours``, our own jobs; ``ignored``, jobs that could have started for long, and did not:
-    something else keeps them; ``unwilling``, blocks of other runs that were not given back although
-    they should have been; ``unsuitable``, the nodes that a job cannot use, although that is not
-    told.
+    ``ignored``: something else keeps them; ``unwilling``: blocks of other runs that were not given
+    back; ``unsuitable``: the nodes that a job cannot use, although that is not told.
     """
     waiting = sorted(
         (job for job in jobs if waits(job, ours) and job.job_id not in ignored),
@@ -165,12 +161,9 @@ UNWILLING_S = 30.0
 
 
 class StalledJobs:
-    """Since when jobs could have started, and which are not waited for any more. Without it, nodes
-    would be given back for ever for a job that waits for what no answer tells, such as a licence;
-    and a job that needs more memory than the idle nodes have would seem to be served by them, and
-    get no node of ours. ``limit_s``: seconds after which a job that could have started counts as
-    held back by something other than nodes. After half of them, the nodes that were idle all the
-    time count as unsuitable.
+    """Since when jobs could have started: those that wait for what no answer tells (a licence)
+    would get nodes for ever. After ``limit_s`` they count as held back otherwise; after half of
+    that, nodes that were idle all the time count as unsuitable.
     """
 
     def __init__(self, limit_s: float) -> None:

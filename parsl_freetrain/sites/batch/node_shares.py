@@ -13,9 +13,8 @@ from parsl_freetrain.sites.batch.records import BatchJob, Nodes
 
 
 class NodeCalendar:
-    """Which nodes are free, from now on. Sets of nodes are integers, one bit for each node.
-    ``now``: in seconds. ``free_from``: sets of nodes by the time from which on they are free. Nodes
-    in none of them never are. ``looks``: at how many times it had to be counted which are free.
+    """Which nodes are free, from ``now`` on (seconds). Sets of nodes are integers, a bit for each.
+    ``looks``: at how many times it had to be counted which are free.
     """
 
     def __init__(self, now: float, free_from: Mapping[float, int]) -> None:
@@ -103,10 +102,7 @@ Caps = NDArray[np.float64]  # CPUs that a job could get of each node
 
 
 class NodeShares:
-    """``total``: what nodes have, by their bits; all of the others is in use. ``uses``: jobs with
-    their nodes and ends. ``unknown``: nodes in use of which nobody tells how far. Sets of nodes
-    are integers, one bit for each node.
-    """
+    """What nodes have and jobs use; of ``unknown`` nobody tells. Sets of nodes: integers."""
 
     def __init__(
         self,

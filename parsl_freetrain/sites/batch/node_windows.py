@@ -46,9 +46,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class OnTheWay:
-    """A block that has no nodes yet. ``end_s`` is when it ends at the latest; infinite if nothing
-    ends it. ``node_class`` is that of its nodes; empty: any. It cannot start on nodes that are
-    needed before ``least_end_s``.
+    """A block that has no nodes yet. ``end_s``: its latest end (infinite: none); ``node_class``:
+    empty: any; it cannot start on nodes that are needed before ``least_end_s``.
     """
 
     nodes: int
@@ -65,13 +64,9 @@ def windows(
     ours: frozenset[str],
     now: float,
 ) -> dict[str, float]:
-    """Until when each usable node can be had, in seconds of ``time.time()``; infinite where nothing
-    is planned. Our own jobs, ``ours`` by id, do not limit it; nodes that can only be had until
-    ``now`` are left out.
-
-    A waiting job with an expected start but without planned nodes may get any node of its
-    partition, so it limits them all. Such a job waits for a date, or the scheduler does not show
-    its plan.
+    """Until when each usable node can be had, in seconds of ``time.time()``; infinite: nothing is
+    planned. ``ours``: jobs that do not limit it. A job with an expected start and no planned nodes
+    may get any node of its partition, so it limits them all.
     """
     members: Mapping[str, set[str]] = {}
     until = {
@@ -134,12 +129,9 @@ def holes(
     least_s: float,
     classes: Mapping[str, str] | None = None,
 ) -> tuple[Hole, ...]:
-    """The holes that the blocks on their way leave free, the longest first. ``until_s`` is None
-    where nothing is planned; no hole has more nodes than a job of the partition may have.
-    ``margin_s``: how long before its nodes are needed a hole ends, in seconds; see
-    :attr:`~parsl_freetrain.sites.batch.options.BatchOptions.limit_margin_s`. ``least_s``: minimum
-    length of a hole, in seconds. ``classes``: the classes of the nodes by their names; None: all
-    are alike.
+    """The holes that the blocks on their way leave free, the longest first; none has more nodes
+    than a job of the partition may have. ``margin_s``: how long before its nodes are needed a hole
+    ends; ``least_s``: its minimum length; ``classes``: by node name; None: all are alike.
     """
     if not partition.up:
         return ()

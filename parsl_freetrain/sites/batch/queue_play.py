@@ -187,9 +187,9 @@ class QueuePlay:
             yield NodeDemand(job.job_id, len(names), names, shared=True)
 
     def _of_few_blocks(self, among: int, missing: Missing) -> int:
-        """What is missing, of these nodes of as few blocks as possible: first of blocks that jobs
-        before this one got, then of the smallest that has enough, or else of that with the most.
-        Where blocks are equal it is that with the first node, as a scheduler takes nodes.
+        """What is missing, of these nodes of as few blocks as possible: of blocks that jobs before
+        got, then of the smallest that has enough, or of that with the most; as a scheduler takes
+        nodes.
         """
         chosen = 0
         while missing and among & ~chosen:

@@ -1,7 +1,4 @@
-"""The scheduler's last answers, asked for in a thread of its own.
-
-A scheduler that hangs must not stop the process that listens to nodes.
-"""
+"""The scheduler's last answers, asked for in a thread: one may hang."""
 
 from __future__ import annotations
 
@@ -56,10 +53,8 @@ class QueueSnapshot:
 
 class QueueWatch:
     """Asks one question of each kind for everything, no more often than the options allow, and less
-    often after failures. Times between two questions, in seconds: ``poll_s``, about nodes
-    ``nodes_s`` and about reservations ``reservations_s``; these and ``blocks_open`` (blocks are
-    open, so that it pauses for a short time only) may be changed at any time. ``error``: why the
-    last question was not answered; empty if it was. ``clock``: ``time.time()``.
+    often after failures; ``poll_s``, ``nodes_s``, ``reservations_s`` and ``blocks_open`` may be
+    changed at any time. ``error``: why the last question was not answered; empty if it was.
     """
 
     def __init__(
@@ -92,10 +87,9 @@ class QueueWatch:
     def look(
         self, with_nodes: bool, newer_than: float = NEVER, wait_s: float = 2.0
     ) -> QueueSnapshot:
-        """The last answers, after asking again if they are old. ``with_nodes``: whether nodes and
-        reservations are needed too, and not only jobs. ``newer_than``: answers to questions asked
-        before this time count as old; in seconds of ``time.time()``. ``wait_s``: maximum time to
-        wait for the scheduler, in seconds; then the old answers are returned.
+        """The last answers, after asking again if they are old. ``with_nodes``: nodes and
+        reservations, too; ``newer_than``: older ones count as old; ``wait_s``: for the scheduler,
+        at most.
         """
         self.ask(with_nodes, newer_than)
         with self._lock:

@@ -1,7 +1,4 @@
-"""What schedulers say, as frozen records: jobs, nodes, reservations and queues.
-
-Times are in seconds of ``time.time()``.
-"""
+"""What schedulers say, as frozen records; times in seconds of ``time.time()``."""
 
 from __future__ import annotations
 

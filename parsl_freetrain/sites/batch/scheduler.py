@@ -18,9 +18,8 @@ class NoHistory(FreeTrainError, RuntimeError):
 
 
 class Scheduler(Protocol):
-    """One kind of batch scheduler, as its users see it: commands, their answers, and batch scripts.
-    All questions may raise SchedulerSilent if there is no answer, and NotUnderstood for one that is
-    not as documented.
+    """One kind of batch scheduler: commands, their answers, and batch scripts. Questions may raise
+    SchedulerSilent without an answer, and NotUnderstood for one that is not as documented.
     """
 
     label: str  #: its name, for sentences

@@ -26,10 +26,8 @@ class SchedulerRefused(FreeTrainError, RuntimeError):
 
 
 class Commands:
-    """Runs the commands of one scheduler, which sentences call ``scheduler``, each for
-    ``timeout_s`` seconds at most. ``environment``: variables that they get in addition to those of
-    this process; ``meddling``: prefixes of variables that they do not get, because these would
-    change what is asked, answered or submitted. ``commands``: how often each was run, by its name.
+    """Runs the commands of one scheduler, for ``timeout_s`` seconds at most each; ``environment``:
+    more variables; ``meddling``: prefixes of those that would change what is asked, or submitted.
     """
 
     def __init__(
@@ -48,10 +46,8 @@ class Commands:
     def ask(
         self, command: Sequence[str], accepted: Collection[int] = (0,), **environment: str
     ) -> str:
-        """Run a command, or take its answer to another run of this user where that may be; returns
-        its standard output. Raises SchedulerSilent if it took too long or failed; BadInput if there
-        is no such command. ``accepted``: exit statuses that are no failure. ``environment``: more
-        of it.
+        """Run a command, or take its answer to another run of this user; its output. Raises
+        SchedulerSilent or BadInput. ``accepted``: exit statuses that are no failure.
         """
 
         def run() -> str:
@@ -99,12 +95,10 @@ class Commands:
             raise SchedulerSilent(f'{command[0]} did not answer {within}') from None
 
     def submit(self, command: Sequence[str], job_id: str, unreached: Collection[str] = ()) -> str:
-        """Run a command that submits the script in its last word; returns the job id. Raises
-        SchedulerRefused if the scheduler said no; the message has its own words; SchedulerSilent if
-        it was not reached, took too long, or gave no id: the job may have been submitted all the
-        same. ``job_id``: regular expression of the line that has the id, as its first group. Sites
-        wrap these commands in scripts that print more lines. ``unreached``: what standard error
-        says if the scheduler could not be reached; in lower case.
+        """Submit the script in the last word; returns the job id. SchedulerRefused has the
+        scheduler's words; SchedulerSilent: the job may have been submitted. ``job_id``: of the line
+        that has the id, as sites wrap these commands; ``unreached``: said where the scheduler
+        cannot be reached.
         """
         done = self.run(command)
         said = in_one_line(done.stderr, command[0])

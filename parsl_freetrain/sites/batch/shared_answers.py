@@ -1,7 +1,5 @@
-"""A scheduler's answers that all runs of one user on one computer share, so that one of them asks.
-
-They are in the folder that systemd makes for a user who is logged in, private and in memory; where
-there is none, each run asks for itself.
+"""A scheduler's answers that all runs of one user on one computer share, in the private folder in
+memory that systemd makes for a user who is logged in; without it each asks for itself.
 """
 
 from __future__ import annotations

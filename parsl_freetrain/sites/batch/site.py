@@ -223,10 +223,8 @@ class BatchSite:
         return self._tracker.ask(done)
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
-        """Which waiting jobs of others would start on nodes of blocks, or which reservations take
-        them soon, and the nodes of all blocks, each by the id of its job. In preemptible mode, too:
-        Slurm may take the wrong nodes, or too few, and then pauses for its grace time. Nothing
-        while the scheduler is silent.
+        """As :meth:`.protocols.Yielding.needed`, also in preemptible mode: Slurm may take the wrong
+        nodes, or too few. Nothing while the scheduler is silent.
         """
         if not self._tracker.must_look() or (snapshot := self._tracker.snapshot()) is None:
             return (), ()

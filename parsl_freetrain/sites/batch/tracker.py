@@ -38,9 +38,7 @@ _HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
 class BlockTracker:
     """Follows blocks from their submission to their end, and cancels those that are late.
-    ``clock``: seconds of ``time.time()``. ``unanswered``: names of submissions that the scheduler
-    did not answer. A job of such a name is cancelled when it is seen, since nobody waits for it any
-    more, and its name is removed.
+    ``unanswered``: names of submissions without an answer; their jobs are cancelled when seen.
     """
 
     def __init__(

@@ -52,12 +52,9 @@ class SlotJobs:
         worker_init: str = '',
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> str:
-        """Start a block; returns the id of its job. Raises FreeTrainError if the process cannot be
-        started, or its files cannot be written. ``folder``: for the script and all output;
-        ``nodes``: names of its slots; ``end``: when they are taken away, in seconds of
-        ``time.time()`` (None: never); ``command``: what each runs, as a shell command;
-        ``worker_init``: shell lines that run once, before the slots start; ``variables``: of the
-        environment, by slot.
+        """Start a block; returns the id of its job, or raises FreeTrainError. ``nodes``: its slots;
+        ``end``: when they are taken away (``time.time()``; None: never); ``command``: what each
+        runs; ``worker_init``: runs once before; ``variables``: of the environment, by slot.
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'

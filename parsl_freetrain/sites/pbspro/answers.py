@@ -1,7 +1,5 @@
-"""What PBS answers, as records: documents of qstat and pbsnodes, and the text of pbs_rstat.
-
-Documented in the PBS Reference Guide; exit statuses and substates of finished jobs are those of
-OpenPBS's ``job.h``.
+"""What PBS answers, as records: qstat and pbsnodes (the PBS Reference Guide, OpenPBS's ``job.h``),
+and the text of pbs_rstat.
 """
 
 from __future__ import annotations
@@ -268,9 +266,8 @@ def _amount(value: str) -> float | None:
 
 
 def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
-    """The nodes that jobs of a queue can get: the queue to which they belong (``''``: to none), and
-    the partition of the scheduler that starts jobs there. A queue with nodes of its own uses these
-    and no others. A routing queue has those of its destinations.
+    """The nodes that a queue's jobs can get: the queue to which they belong (``''``: to none), and
+    the scheduler's partition. A queue with nodes of its own uses no others.
     """
     routes = str(queues[name].get('route_destinations', '')).split(',')
     ends = {end: queues[end] for end in routes if end in queues} or {name: queues[name]}

@@ -19,10 +19,8 @@ _VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE 
 
 
 def document(answer: str, command: str) -> dict[str, Any]:
-    """The document in an answer; environment variables are left out where it cannot be read with
-    them. Raises NotUnderstood if it cannot be mended. Of two values under one name the first
-    counts, and of objects none (None): a value of another user that was not escaped may have
-    written one of them, and nobody knows which.
+    """The document in an answer, mended, or NotUnderstood. Of two values under one name the first
+    counts, and of objects none: another user's value that was not escaped may have written one.
     """
     bare = re.sub(r',(\s*\})', r'\1', _VARIABLES.sub('', answer))
     for text in (answer, bare, _mended(bare)):

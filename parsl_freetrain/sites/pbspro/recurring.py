@@ -1,6 +1,4 @@
-"""Reservations that recur (``pbs_rsub -r``). pbs_rstat tells the next occurrence, the rule of RFC
-5545, and how many there are, but not the nodes of later ones, which mostly get the same.
-"""
+"""Reservations that recur (``pbs_rsub -r``): the next one, and the RFC 5545 rule."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Questions to Slurm with answers as text, and what the answers say; for Slurm 22.05 and later.
-
-The commands run with ``SLURM_TIME_FORMAT=%s``, so that times are seconds since the epoch in every
-time zone.
-"""
+"""Questions to Slurm 22.05 and later, and answers as text; times are in epoch seconds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Files with a digest of each block, so that a reader can verify the blocks that it reads: XXH3 of
-128 bits, since it notices damage, of which one in 2^128 would be missed, twenty times as fast as a
-digest made against forgers. These are kept out by the files' owners and modes: who could change a
-file could as well change its digest.
+"""Files with a digest of each block, so that a reader can verify what it reads: XXH3 of 128 bits,
+twenty times as fast as a digest made against forgers, whom the files' modes keep out.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _CODE = (FunctionType, BuiltinFunctionType, type)
 def take_apart(
     state: Mapping[str, Any], called: Mapping[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A state's tensors by name, and the rest as ``torch.load`` with ``weights_only`` can read it;
-    BadInput, with names ``called``, for what only code of the file could load.
+    """A state's tensors by name, and the rest without code; BadInput, by names ``called``, for
+    others.
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}

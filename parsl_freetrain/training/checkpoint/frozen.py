@@ -44,8 +44,8 @@ def untrained(prepared: Prepared, state: State) -> set[str]:
 
 
 def write_anew(folder: Path, opened: Opened, prepared: Prepared) -> bool:
-    """Write the files of several checkpoints in a trainer's folder that are not what a checkpoint
-    refers to, with the tensors of models. False: one of them would not be, either.
+    """Write anew, with the tensors of models, the files of several checkpoints in a folder that are
+    not what a checkpoint refers to. False: one of them would not be, either.
     """
     own = collect(content_of(prepared), opened.position).tensors
     for file, (size, blocks) in opened.contents.files.items():
@@ -77,9 +77,7 @@ def _is_right(path: Path, blocks: tuple[str, ...]) -> bool:
 
 
 class Frozen:
-    """What checkpoints refer to a file for, where its fingerprint is that of the written bytes: a
-    function may change frozen values itself.
-    """
+    """What checkpoints refer to a file for, where its fingerprint is that of the written bytes."""
 
     def __init__(self, store: PosixCheckpointStore, fragment: int, rank: int) -> None:
         self._store, self._file = store, f'{SHARED}f{fragment:06d}-r{rank}.safetensors'

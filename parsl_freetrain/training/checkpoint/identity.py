@@ -27,9 +27,7 @@ _ANEW = (
 
 
 def prove_writable(folder: Path, trainer: str) -> bool:
-    """Make ``folder`` (0700), and prove that only this user can write to it; or BadInput. Returns
-    whether it was made now; its first file is the proof then.
-    """
+    """Make ``folder`` (0700), and prove that only this user can write to it; whether it is new."""
     with _refusing(folder, trainer):
         if not (made := make_dir(folder, durable=False)):
             probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'

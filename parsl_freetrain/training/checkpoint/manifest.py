@@ -1,6 +1,5 @@
-"""What a checkpoint directory holds, and how it is verified: the data files, ``manifest.json`` (a
-list of them with digests) and, written last, ``COMMITTED`` with the digest of the manifest. Without
-a complete ``COMMITTED`` it is not a checkpoint.
+"""What a checkpoint directory holds: data files, ``manifest.json`` with their digests and, written
+last, ``COMMITTED`` with that of the manifest, without which it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -143,11 +142,9 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(
     folder: Path, *, content: bool = True, hashed: Collection[str] = (), shared: bool = True
 ) -> Manifest:
-    """Read the whole checkpoint and compare every byte's digest with what was committed; of files
-    only the length without ``content`` (for a reader that verifies what it reads) and if this
-    process ``hashed`` them; nothing of files of several checkpoints without ``shared``. Raises
-    Damaged if a file is missing or differs; OSError if the file system does not answer, which says
-    nothing about the checkpoint.
+    """Read the whole checkpoint and compare every byte's digest with what was committed; only
+    lengths without ``content`` and of what this process ``hashed``; nothing of files of several
+    checkpoints without ``shared``. Raises Damaged, or OSError if the file system does not answer.
     """
     manifest = read_manifest(folder)
     for listed in manifest.files:

@@ -1,7 +1,5 @@
-"""What a checkpoint must lead to: digests of its state and of the step that follows, beside it.
-
-They are in a folder of their own, by fragment and samples, since a state may be left in memory
-before it is a checkpoint. One that is missing or torn says nothing about the checkpoint.
+"""What a checkpoint must lead to: digests of its state and of the step that follows, beside it by
+fragment and samples. One that is missing or torn says nothing about the checkpoint.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types: bool) -> None:
-    """Set an optimizer to a ``state_dict()``. Tensors of a parameter's shape get its memory layout,
-    as fused kernels need; ``keep_types``: no cast, which would round float32 for a bfloat16
-    parameter.
+    """Set an optimizer to a ``state_dict()``; tensors get their parameter's memory layout, as fused
+    kernels need. ``keep_types``: no cast, which would round float32 for a bfloat16 parameter.
     """
     optimizer.load_state_dict(state)
     if 'param_groups' not in state:  # it has another optimizer, and a form of its own

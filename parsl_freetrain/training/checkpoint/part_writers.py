@@ -1,6 +1,4 @@
-"""Ranks write a checkpoint's parts beside training: rank 0 names the folder and waits for all keys
-in the store; if one is missing, nothing is committed.
-"""
+"""Ranks write parts of a checkpoint beside training; if one is missing, nothing is committed."""
 
 from __future__ import annotations
 

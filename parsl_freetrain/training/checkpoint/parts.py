@@ -94,9 +94,8 @@ def part_of(
     folder: Path | None = None,
 ) -> Contents:
     """A rank's part: what it holds of each tensor that it writes, and which ``boxes`` those are if
-    not the whole. ``structure``: everything that is not a tensor; None: another rank writes it.
-    ``image``: the file of tensors, laid out by :func:`placed`; None: it is put together while it is
-    written. ``folder``: where it is written, durably; None: it is only in memory.
+    not the whole. ``structure``: what is no tensor (None: another rank writes it); ``image``: the
+    file of tensors, by :func:`placed`; ``folder``: where it is written (None: only in memory).
     """
     name, files, entries = file_of(rank), {}, {}
     layout, places = placed(tensors, boxes)

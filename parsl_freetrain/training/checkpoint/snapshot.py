@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """Copies states, one at a time, into one piece of memory (page-locked for accelerators; a file
-    in memory if there is room, for other processes). Copies are enqueued before what comes next: on
-    a stream of its own, weights changed by hand could be copied.
+    """Copies states, one at a time, into one piece of memory (page-locked, or a file in memory for
+    other processes), enqueued before what comes next on the same stream.
     """
 
     def __init__(self) -> None:

@@ -15,9 +15,7 @@ from parsl_freetrain.core.model.errors import BadInput
 
 
 class OwnParameters:
-    """Parameters of optimizers that belong to no model (log variances, temperatures), by names such
-    as 'optimizer_1.0.2': optimizer, group and place.
-    """
+    """Parameters of optimizers that belong to no model, by names such as 'optimizer_1.0.2'."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors

@@ -28,9 +28,8 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class PeerTransport:
-    """The ranks that ``put`` and ``fetch`` together. ``memory``, ``disk``: of this node; ``files``:
-    of the state; ``heirs``: by rank, the one whose node keeps its file; ``taken``: others' digests
-    kept here.
+    """The ranks that ``put`` and ``fetch`` together. ``heirs``: by rank, the one whose node keeps
+    its file; ``taken``: others' digests kept here.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""A trial of optimizers of other packages: small copies take steps, and one is saved and restored.
-What an optimizer cannot load, or keeps elsewhere than in its state, shows before it trains.
-"""
+"""A trial of optimizers of other packages: small copies take steps; one is saved and restored."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _LARGEST = {0: 1, 1: 64, 2: 64}  # along each axis, by their number; otherwise 8
 
 
 def try_optimizers(prepared: Prepared) -> None:
-    """Raises BadInput if one would not go on from a checkpoint as if there had been no cut. One of
-    which no small copy can be made, or whose step needs more than gradients, is not tried.
-    """
+    """Raises BadInput if one would not go on from a checkpoint; some cannot be tried."""
     for optimizer in prepared.optimizers:
         # One with a state takes all of its parameters, with their shapes: it has begun.
         if not type(optimizer).__module__.startswith('torch.') and not optimizer.state:

@@ -81,9 +81,7 @@ class Subgroup(Peers):
 
 
 class RankGroup(Subgroup):
-    """The group of all ranks, and its store. torch.distributed's default group is this one, too;
-    in reproducible mode until ctx.prepare, or if it is asked for.
-    """
+    """The group of all ranks, also torch.distributed's default one, and its store."""
 
     def __init__(
         self, order: FragmentOrder, place: RankPlace, store: Store, secret: str, gpu: str

@@ -22,9 +22,8 @@ _PART = 'MIG-'  # a part of a GPU
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A kind of accelerator: torch's names of its devices and of the backend for their tensors, and
-    the environment variables that restrict a process to some devices. One is set: ROCm applies
-    HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left.
+    """A kind of accelerator: torch's names, and the environment variables that restrict a process
+    to some devices; one is set, as ROCm applies them one after the other.
     """
 
     device: str
@@ -33,9 +32,8 @@ class Accelerator:
 
     @property
     def variable(self) -> str:
-        """The variable that is set already, by the block's environment or by Parsl; else the first
-        one. Raises BadInput if ROCR_VISIBLE_DEVICES is set with another one: ROCm would number the
-        devices that the first leaves anew, and look the second up among them.
+        """The variable that is set already, or else the first one. Raises BadInput if
+        ROCR_VISIBLE_DEVICES is set with another one: ROCm would number the devices anew.
         """
         given = [name for name in self.variables if name in os.environ]
         if len(given) > 1 and given[-1] == ROCR:
@@ -106,10 +104,9 @@ def may_share(ranks_may: bool) -> bool:
 
 
 def backend_for(names: Sequence[str], kind: Accelerator | None, *, shared: bool = False) -> str:
-    """torch.distributed's backends: gloo for tensors on CPUs, for parts of GPUs (MIG: NCCL does not
-    support them) and for ranks that share a device; else the kind's own. ``names``: :func:`name_of`
-    by rank; ``shared``: several may have the same. Raises BadInput if only some ranks have a
-    device, two have the same one and may not, or this torch has no backend for it.
+    """torch.distributed's backends: gloo for tensors on CPUs, for parts of GPUs (MIG) and for ranks
+    that share a device; else the kind's own. ``names``: :func:`name_of` by rank. Raises BadInput
+    for ranks that do not fit together, or without a backend.
     """
     if kind is None or not any(names) or all(_PART in name for name in names):
         return GLOO
@@ -148,9 +145,9 @@ def count_visible() -> int:
 
 
 def take_devices(local_rank: int, ranks_per_node: int, *, shared: bool = False) -> torch.device:
-    """Restrict this process to its share of the visible devices, before anything uses one (runtimes
-    read their environment once). Returns the first, or the CPU. Raises BadInput if there are more
-    ranks than devices and they are not ``shared``, or the variable names devices that do not exist.
+    """Restrict this process to its share of the visible devices, before anything uses one. Returns
+    the first, or the CPU. Raises BadInput for too few that are not ``shared``, or that do not
+    exist.
     """
     kind = kind_here()
     if kind is None:

@@ -1,6 +1,4 @@
-"""Notices that this rank waits in an exchange for too long, or for a rank that is gone. gloo may
-not end an exchange whose connection breaks in the middle: only this process's end does.
-"""
+"""Notices that this rank waits in an exchange too long, or for a rank that is gone."""
 
 from __future__ import annotations
 

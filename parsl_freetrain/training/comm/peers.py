@@ -24,9 +24,7 @@ class SealBroken(FreeTrainError):
 
 
 class SealedStore(Store):
-    """The store of the ranks; the secret is unique to the fragment. gloo finds its peers by it: an
-    address of another program's would lead there.
-    """
+    """The store of the ranks, with a secret: another program's addresses would lead gloo there."""
 
     def __init__(self, store: Any, secret: str) -> None:
         super().__init__()
@@ -187,9 +185,8 @@ def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
 
 
 class Agreement:
-    """The maximum of all ranks' wishes while training goes on: asked after one step, read after the
-    next; ``same``: a number without which they are :attr:`Agreed.DIFFERENT`. All call it equally
-    often.
+    """The maximum of all ranks' wishes: asked after one step, read after the next. ``same``: a
+    number without which they are :attr:`Agreed.DIFFERENT`. All call it equally often.
     """
 
     def __init__(

@@ -1,9 +1,6 @@
-"""The default process group of torch.distributed, which libraries ask whether they are alone.
-
-In reproducible mode a rank trains virtual shards one after the other, as many as it has, and what a
-loss exchanged with another rank would depend on which shards are trained at the same time. So the
-group of all ranks is hidden from ctx.prepare on, which ends the user's set-up, unless it was asked
-for: a library that asks takes itself for alone, as it is in a shard.
+"""The default process group of torch.distributed, which libraries ask whether they are alone. In
+reproducible mode a rank trains virtual shards one after the other, so a loss must not exchange: the
+group is hidden from ctx.prepare on, unless it was asked for.
 """
 
 from __future__ import annotations

@@ -72,12 +72,9 @@ def make_loader(
     read: LoaderSettings,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """The collated samples of each micro-batch, in order, with workers that stay if the
-    micro-batches can be iterated over again; for an accelerator (``device``) in
-    page-locked memory, from which copies need not wait. With a seed, what the dataset draws at
-    random (augmentation), from whatever generator, depends only on the micro-batch and not on the
-    worker that loads it; without one (None), it comes from torch's generator, as in any DataLoader,
-    by which the dataset's own are seeded in each worker.
+    """The collated samples of each micro-batch, in order, with workers that stay; in page-locked
+    memory for a ``device``. With a seed, what the dataset draws at random depends only on the
+    micro-batch and not on the worker; without one, as in any DataLoader.
     """
     own_generators.find({'dataset': dataset, 'collate_fn': read.collate_fn})
     options: dict[str, Any] = {

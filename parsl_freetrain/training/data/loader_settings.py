@@ -53,9 +53,7 @@ class LoaderData(LoaderSettings):
 
     @staticmethod
     def of_loop(data: Any, batch_size: int | None, own: LoaderSettings) -> LoaderData:
-        """The arguments of ``ctx.loop``, a dataset or a DataLoader; BadInput for none or two batch
-        sizes, or what ``ctx.loop`` does not do.
-        """
+        """The arguments of ``ctx.loop``; BadInput for none or two batch sizes, or what it lacks."""
         is_loader = isinstance(data, DataLoader)
         if not is_loader or (isinstance(data.dataset, IterableDataset) and data.batch_size is None):
             if batch_size is None:

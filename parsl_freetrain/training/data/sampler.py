@@ -23,8 +23,7 @@ Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 class SampledOrder:
     """Called with an epoch: its indices, by seed and epoch alone. ``sampler``: torch's, or a
-    function of the epoch; ``names`` tell orders apart. BadInput if it divides samples among ranks,
-    gives no indices, or others when asked again.
+    function; BadInput if it divides samples among ranks, gives none, or others when asked again.
     """
 
     def __init__(self, sampler: Sampler, dataset_size: int, seed: int, epoch: int = 0) -> None:

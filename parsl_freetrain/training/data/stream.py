@@ -28,9 +28,8 @@ def is_stream(dataset: object) -> bool:
 
 
 class NumberedStream(Dataset[Any]):
-    """A stream with samples numbered over all passes, read whole by each rank, with random numbers
-    by number; to go on, samples are skipped (``skip(n)``). ``marks``: digests by which the next
-    fragment knows it. BadInput if it can be read once only.
+    """A stream with samples numbered over all passes, read whole by each rank; to go on, samples
+    are skipped. ``marks``: digests by which the next fragment knows it. BadInput for an iterator.
     """
 
     def __init__(self, stream: Any, seed: int) -> None:

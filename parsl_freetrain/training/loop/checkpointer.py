@@ -113,9 +113,7 @@ class Checkpointer:
         self._begun_with_uncommitted = True
 
     def make_room(self, state: State, untrained: Collection[str] = ()) -> None:
-        """In a thread, write what is ``untrained`` to a file of its own, and make memory for copies
-        of a large state, not when the first is taken.
-        """
+        """In a thread, write what is ``untrained``, and make memory for copies of a large state."""
 
         def begin() -> None:
             self._frozen.begin(state, untrained)

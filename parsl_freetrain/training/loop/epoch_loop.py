@@ -32,8 +32,7 @@ class _Place(Enum):
 
 class EpochLoop:
     """Divides batches among epochs. A stopped fragment repeats what is before ``ctx.loop``; what is
-    behind it belongs to the epoch's end, without a checkpoint in between. BadInput if training may
-    go back an epoch.
+    behind it belongs to the epoch's end. BadInput if training may go back an epoch.
     """
 
     def __init__(self, spec: TrainingSpec, state: LoopState, model: Model) -> None:

@@ -32,9 +32,7 @@ def evaluate(
     after_batch: Callable[[], None],
     gradients: bool = False,
 ) -> dict[str, float]:
-    """The mean of each metric over all samples, the same for any number of ranks, which all call
-    this; BadInput for no length or samples, or other answers of ``measure``.
-    """
+    """The mean of each metric over all samples, for any number of ranks, which all call this."""
     part, parts, device = division.data_rank, division.parts, rank.device
     size = size_of(data.dataset)
     if size < 1 or data.batch_size < 1:

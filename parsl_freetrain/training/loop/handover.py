@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class StateSender:
-    """One rank's share in leaving a stopping fragment's state on nodes that stay, its own or
-    another (``owners`` have parts); ``left``: the uncommitted one, ``here`` or sent.
+    """A rank's share in leaving a stopping fragment's state on nodes that stay; ``left``:
+    uncommitted.
     """
 
     def __init__(self, trainer: str, peers: Peers, inbox: Inbox, owners: Sequence[int]) -> None:

@@ -65,10 +65,9 @@ class LoopLengths:
         epochs: float | None,
         samples: int | None,
     ) -> LoopSpan:
-        """The next loop, of which an epoch has ``in_epoch`` samples, when ``now`` samples have been
-        trained. ``position`` is that of the checkpoint from which the fragment still has to go on.
-        Without ``epochs`` and ``samples`` it trains the rest of the total. Raises BadInput if both
-        are given, if samples are given for a total in epochs, or if not so much is left.
+        """The next loop, of which an epoch has ``in_epoch`` samples, when ``now`` samples are
+        trained. Without ``epochs`` and ``samples`` it trains the rest. Raises BadInput for both,
+        for samples of a total in epochs, or if not so much is left.
         """
         self.loops += 1
         base = self._end
@@ -119,10 +118,9 @@ class LoopLengths:
 
 
 class LoopData:
-    """The samples of a loop: a dataset and how it is read, or a stream, which gets numbers.
-    ``in_epoch`` samples are trained in an epoch. Raises BadInput if a dataset has no length, if a
-    stream is to be read as a dataset, or if a sampler does not give the same order on all ranks.
-    In a rehearsal, an epoch of a dataset is cut short.
+    """The samples of a loop: a dataset and how it is read, or a stream; ``in_epoch`` in an epoch.
+    Raises BadInput for no length, or an order that differs among ranks. A rehearsal cuts an epoch
+    short.
     """
 
     def __init__(

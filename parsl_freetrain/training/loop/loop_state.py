@@ -24,8 +24,8 @@ _Parts = dict[str, tuple[int, list[tuple[float, float]]]]
 
 
 class Reports:
-    """What was given to ``ctx.report``; in the body, exact means over the parts of a batch,
-    weighted by samples, however they are divided. ``values``: the last known.
+    """What was given to ``ctx.report``; in the body, exact means over a batch. ``values``: the
+    last.
     """
 
     def __init__(self, values: dict[str, float], means: EpochMeans | None = None) -> None:

@@ -83,9 +83,8 @@ def refuse_sum(loss: Any, batch: Any) -> None:
 
 
 def _sizes(batch: Any) -> set[int]:
-    """How long what belongs to the samples may be: the tensors of a batch, or as many dimensions of
-    them in one. A sum over anything else, such as parameters or points of an equation, is none over
-    samples.
+    """How long what belongs to the samples may be: the tensors of a batch, or their dimensions in
+    one. A sum over anything else, such as points of an equation, is none over samples.
     """
     found = [one for _, each in inside({'': [batch]}) for _, one in parts_of(each)]
     shapes = [one.shape for one in found if isinstance(one, torch.Tensor)]

@@ -49,12 +49,9 @@ def run_rank(
     channel: Channel[ToRank],
     standby: StandbyPlace | None = None,
 ) -> int:
-    """Run one rank of a fragment. Its last message is the outcome. Returns the exit status: 0 if
-    the fragment finished or stopped as it should.
-
-    ``payload`` is ``cloudpickle.dumps((function, args, kwargs))``; it must come only from a channel
-    to a process of the same user. A standby rank waits at ``standby`` for its actual order and
-    place, and until then uses only what ``order`` and ``place`` say of the trainer and the node.
+    """Run one rank of a fragment; its last message is the outcome. Returns the exit status: 0 if it
+    finished or stopped as it should. ``payload`` is cloudpickle's, from a process of the same user
+    only. A standby rank waits at ``standby`` for its actual order and place.
     """
     return _Rank(order, place, channel, standby).run(payload)
 

@@ -29,8 +29,7 @@ Hook = Callable[[], object]
 @dataclass
 class LoopHooks:
     """The functions that the user has registered, in order. Updates of averages come before
-    ``after_step``; ``after_epoch`` is done after the user's functions. ``running``: one of the
-    functions runs; ``by_epochs``: the function has a loop over ``ctx.epochs()``.
+    ``after_step``; ``after_epoch`` is done after the user's functions.
     """
 
     before_step: list[Hook] = field(default_factory=list)

@@ -25,10 +25,9 @@ _SHORT_S = 0.5  # so long, the last checkpoint may wait for one before it
 
 
 class SaveTiming:
-    """Measures steps and checkpoints. ``size``: of the state in bytes; ``stepped_at``: end of the
-    last step, in seconds of ``time.monotonic()`` (0: there was none); ``deadline``: when the nodes
-    are taken away, in the same seconds (infinite if unknown); ``measured_s``: longest time to write
-    a checkpoint in this fragment (0: none was written).
+    """Measures steps and checkpoints, in seconds of ``time.monotonic()``; ``deadline``: when the
+    nodes are taken away (infinite if unknown); ``measured_s``: the longest write of this fragment,
+    or 0.
     """
 
     def __init__(self, order: FragmentOrder) -> None:

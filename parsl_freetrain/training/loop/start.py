@@ -137,10 +137,9 @@ class SharedState:
         return self._disk.bytes_read
 
     def load(self, prepared: Prepared | None = None) -> Saved:
-        """Its content, divided as the prepared models are. All ranks call this together. Raises
-        BadInput if the models are others; Damaged on all ranks if one of them has found damage,
-        and a checkpoint is set aside then; SharedDamaged or BadInput if that is in a file of
-        several, which is written anew if what is prepared has the same values.
+        """Its content, divided as the prepared models are; all ranks. BadInput for other models;
+        Damaged on all ranks if one has found damage (the checkpoint is set aside, and files of
+        several checkpoints are written anew if what is prepared has the same values).
         """
         damage, saved = '', None
         try:

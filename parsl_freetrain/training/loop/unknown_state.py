@@ -73,9 +73,8 @@ def unknown(
     names: Mapping[str, Any], known: Iterable[Any], before: Mapping[str, Any]
 ) -> dict[str, str]:
     """By name, what kind of state a variable holds that is none of the ``known`` objects, the
-    likeliest first: optimizers, modules, what has a ``state_dict``, iterators, and what has changed
-    since ``before``, the :func:`marks` of all that count. A container is named by the first of its
-    elements that is state. Own generators of random numbers are none: they are seeded.
+    likeliest first; a container by its first such element; what has changed since the marks
+    ``before``. Own generators of random numbers are none: they are seeded.
     """
     ids = set(map(id, known))
     found: list[tuple[int, str, str]] = []

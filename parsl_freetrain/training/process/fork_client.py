@@ -77,14 +77,9 @@ class ForkClient:
 
     @classmethod
     def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> ForkClient:
-        """Start a fork server, unless one with this name is running. Returns at once.
-
-        It has the caller's environment, working directory and modules, and ends, with its ranks,
-        when the process ``owner_pid`` ends. Of several started at the same time, one remains.
-
-        A suitable ``template``, the name of a fork server on this computer, forks it, which saves
-        importing torch; it then has a session of its own if the template has one, and does not
-        depend on its life. Without one, a process is started in the caller's process group.
+        """Start a fork server, unless one with this name is running; returns at once. It has the
+        caller's environment, folder and modules, and ends, with its ranks, when ``owner_pid`` ends.
+        A suitable ``template`` forks it, which saves importing torch; else a process is started.
         """
         parent = cls(name, log)
         parent._owner_pid = owner_pid
@@ -159,8 +154,7 @@ class ForkClient:
         wait_s: float,
     ) -> Channel[FromRank]:
         """Fork a standby rank for matching launches, until ``wait_s`` or another trainer's rank;
-        ``order``: an earlier fragment's. The channel is readable, or ends, once it waits.
-        FreeTrainError.
+        its channel is readable, or ends, once it waits. FreeTrainError.
         """
         place = RankPlace(-1, 0, local_rank, 0, log)
         request = fork.Launch(order, place, env, _digest(payload), wait_s)

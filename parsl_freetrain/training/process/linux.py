@@ -150,10 +150,9 @@ def end_connections(which: Collection[tuple[object, object]]) -> None:
 
 
 def guard_connections(hang_s: float) -> int:
-    """Have the kernel break TCP connections of this process, and return their number. One counts as
-    dead when data or probes are not acknowledged for about 0.6 ``hang_s`` seconds, which are at
-    least 2. A computing or stopped peer's kernel still acknowledges, so slow steps break nothing; a
-    lost node or network does not.
+    """Have the kernel break TCP connections of this process, and return their number: dead without
+    an acknowledgement for 0.6 ``hang_s`` seconds (at least 2). A computing or stopped peer's kernel
+    acknowledges, so slow steps break nothing; a lost node or network does not.
     """
     guarded = 0
     patience_s = _TIMEOUT_SHARE * hang_s

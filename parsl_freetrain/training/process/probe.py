@@ -1,9 +1,7 @@
-"""What a computer reports about itself: versions, torch, GPUs, its clock, and what it sees of a
-folder and of a port of another computer.
-
-``python -P -m parsl_freetrain.training.process.probe`` answers a question (JSON) on standard input
-by JSON. With ``FOLDER NODES [INTERFACE]`` it runs on every node of a job, for ``freetrain doctor
---site``; the nodes find each other by files in FOLDER, which is private.
+"""What a computer reports about itself: versions, torch, GPUs, its clock, a folder, ports of
+others. It answers a question (JSON) on standard input by JSON; with ``FOLDER NODES [INTERFACE]`` it
+runs on every node of a job, for ``freetrain doctor --site``; nodes find each other by files in
+FOLDER.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Training in rounds of independent pieces: local SGD, and DiLoCo, which is local SGD with an outer
-optimizer (Douillard et al. 2023, arXiv 2311.08105).
-"""
+"""Training in rounds: local SGD, and DiLoCo (Douillard et al. 2023, arXiv 2311.08105)."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
             )
 
     def round_samples(self, batch_size: int, total: int, in_epoch: int, ranks: int) -> int:
-        """Samples of a round over all replicas. ``ranks``: the most that a replica may have. Raises
-        BadInput if the data cannot be divided.
-        """
+        """Samples of a round over all replicas; ``ranks``: the most of one. Raises BadInput."""
         if batch_size % self.replicas:
             raise BadInput(
                 f'The batch_size of ctx.loop is {batch_size}, which {self.replicas} replicas '

@@ -10,8 +10,8 @@ from parsl_freetrain.training.spec.messages import Message, ProcessId, Status
 
 
 class Launch(Message, frozen=True):
-    """Fork a rank with additions to its environment, or use a matching standby rank. The payload of
-    this digest follows. ``wait_s``: fork a standby rank instead, which waits so long at most.
+    """Fork a rank, or use a matching standby rank; the payload of this digest follows. ``wait_s``:
+    fork a standby rank, which waits so long at most.
     """
 
     order: FragmentOrder

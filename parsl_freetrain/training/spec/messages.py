@@ -1,6 +1,4 @@
-"""All messages between our processes, as JSON: one class per kind, one union per channel; others
-are logged and dropped. What a rank says of its training is an event of the run.
-"""
+"""All messages between our processes, as JSON: one class per kind, one union per channel."""
 
 from __future__ import annotations
 

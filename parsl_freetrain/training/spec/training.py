@@ -300,7 +300,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     def ranks_on(self, accelerators: Sequence[int]) -> int:
         """Ranks on each node, given the accelerators of each: as stated; else one per accelerator
-        of the node with the fewest, at least 1, and no more than the virtual shards suffice for.
+        of the node with the fewest, but no more than virtual shards.
         """
         if self.ranks.per_node is not None:
             return self.ranks.per_node

@@ -43,9 +43,9 @@ def combine(
     world_size: int,
     sendrecv: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Adasum over all ranks, which all call this and get the same. ``own``: this rank's gradients,
-    flat, of tensors with ``sizes`` elements. ``sendrecv`` sends a row to another rank and returns
-    that rank's; both call it, in log2(n) rounds (two more if n is not a power of two).
+    """Adasum over all ranks, which all get the same. ``own``: this rank's gradients, flat, of
+    tensors with ``sizes`` elements. ``sendrecv`` swaps rows with a rank, in log2(n) rounds, or two
+    more.
     """
     core = 1 << (world_size.bit_length() - 1)
     if rank >= core:

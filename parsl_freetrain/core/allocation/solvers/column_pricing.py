@@ -54,11 +54,8 @@ class Region:
 
 
 class Pricing:
-    """All ways in which the bids of a problem can hold nodes.
-
-    A way is kept (exactly what the bid holds) or changed; a change to the same nodes counts as one
-    to others, and is worth less. The problem's places are in the order of their ends, no two of one
-    class end together, and trainers may span them.
+    """All ways in which bids can hold nodes: kept, or changed (worth less where the nodes are the
+    same). Places are in order of their ends, no two of one class end together.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -1,6 +1,4 @@
-"""The exact allocation in about a millisecond, where only node counts matter: all nodes are alike
-and leave together or stay for the horizon, and every limit is on one trainer or a cap on all.
-"""
+"""The exact allocation in about a millisecond, where only node counts matter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The allocation as a MILP (PuLP and HiGHS): the reference. Counts per trainer and block, a binary
-for each count, so that it is exact for any curve.
-"""
+"""The allocation as a MILP (PuLP and HiGHS), exact for any curve: the reference."""
 
 from __future__ import annotations
 

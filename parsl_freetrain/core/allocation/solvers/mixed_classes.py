@@ -1,8 +1,5 @@
-"""The exact allocation where a trainer may hold nodes of several classes at once.
-
-What a mix of classes is worth is no sum over classes. So each way to hold nodes, a count for each
-block, has a binary variable of its own, and HiGHS chooses one for each trainer. Where that would be
-too many ways, only some counts are looked at, and the answer is 'feasible'.
+"""The exact allocation where a trainer may hold nodes of several classes at once: each way to hold
+nodes has a binary variable. Of too many ways only some are looked at: 'feasible'.
 """
 
 from __future__ import annotations

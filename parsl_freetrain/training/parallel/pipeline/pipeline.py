@@ -168,9 +168,8 @@ class Pipeline(nn.Module):
 
 
 class MicroBatches:
-    """The parts of a batch of at least one sample, and the sum of their losses so far. Their sizes
-    differ by at most 1; of too few samples, some are repeated with weight 0. ``weights``: shares of
-    the batch's samples, with which the losses of micro-batches (means) are added.
+    """The parts of a batch, and the sum of their losses so far; of too few samples, some are
+    repeated with weight 0. ``weights``: shares of the batch, with which losses (means) are added.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, number: int, device: torch.device) -> None:

@@ -75,8 +75,8 @@ def through(layers: Sequence[nn.Module], value: Tensor) -> Tensor:
 def make_layers(
     makers: Sequence[Callable[[], nn.Module]], wanted: Sequence[int], seed: int
 ) -> dict[int, nn.Module]:
-    """Make layers by their numbers, on which alone their initial weights depend. Raises BadInput if
-    a layer uses statistics of the batch, which in a pipeline would be those of micro-batches.
+    """Make layers by their numbers, on which alone their weights depend. BadInput: batch
+    statistics.
     """
     layers = {}
     for number in wanted:
@@ -100,9 +100,7 @@ _SENDING_AT_MOST = 8
 
 
 class Traffic:
-    """One worker's messages of one batch. Workers are numbered as in ``group``; ``between`` has by
-    micro-batch, by stage except the last, a tensor like the output, whose content is not used.
-    """
+    """A worker's messages of a batch; ``between``: by micro-batch and stage, like outputs."""
 
     def __init__(
         self, group: ProcessGroup, between: Sequence[Sequence[Tensor]], device: torch.device
@@ -125,9 +123,8 @@ class Traffic:
         value: Tensor | None,
         complete: tuple[int, list[nn.Parameter]] | None,
     ) -> None:
-        """Begin to receive and send the results of one slot. ``value`` is the content of the one
-        message in ``sends``; ``complete`` another worker, and parameters that both have, whose
-        gradients are complete: :meth:`finish` sums them.
+        """Begin to receive and send the results of one slot; ``value``: what ``sends`` has;
+        ``complete``: another worker and parameters whose gradients :meth:`finish` sums.
         """
         # Receives first, in one call: neither gloo nor NCCL, which keeps the order, waits for ever.
         like = map(self._like, receives)
@@ -183,8 +180,8 @@ def outputs_like(
     stage: Stage, inputs: Tensor, group: ProcessGroup, device: torch.device
 ) -> list[Tensor]:
     """By stage except the last: a tensor without content like its output. All workers call this
-    together, with their own stage of direction :data:`.schedule.DOWN` and a tensor like the model's
-    input. Raises BadInput if a stage's output cannot be sent.
+    with their own stage of direction :data:`.schedule.DOWN`. BadInput for outputs that cannot be
+    sent.
     """
     between: list[Tensor] = []
     value = inputs.to('meta')

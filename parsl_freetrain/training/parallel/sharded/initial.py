@@ -55,9 +55,8 @@ def fill(
     *,
     saved: bool,
 ) -> None:
-    """Give every parameter and buffer its first value, tied ones by the first module that has them;
-    if a state is ``saved``, only those of modules with buffers that it does not have. Raises
-    BadInput if a module has no ``reset_parameters()``, or that leaves a value unset.
+    """Give parameters and buffers first values, tied ones by their first module; if ``saved``, only
+    what that lacks. BadInput without ``reset_parameters()``, or if that leaves a value unset.
     """
     filled = set[int]()
     with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):

@@ -21,10 +21,9 @@ Triple = tuple[int, ...]
 
 
 class Conv3d(nn.Conv3d):
-    """``torch.nn.Conv3d`` for :class:`.Sharded`, with zeros as padding at the borders of the whole
-    volume. Raises BadInput in ``forward``, if a part of the output would be empty or the halo would
-    be wider than the neighbouring part; in the constructor, if padding is not given as numbers or
-    not zeros.
+    """``torch.nn.Conv3d`` for :class:`.Sharded`, with zeros as padding at the borders of the
+    volume. Raises BadInput for other padding; in ``forward`` if a part of the output would be
+    empty, or the halo wider than the neighbouring part.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,9 +123,8 @@ class _Convolution(torch.autograd.Function):
 
 
 class MaxPool3d(nn.MaxPool3d):
-    """``torch.nn.MaxPool3d`` for :class:`.Sharded`, without ``ceil_mode`` and ``return_indices``.
-    Raises BadInput in ``forward``, if a part of the output would be empty or the halo would be
-    wider than the neighbouring part; in the constructor, if one of the missing options is given.
+    """``torch.nn.MaxPool3d`` for :class:`.Sharded`, without ``ceil_mode`` and ``return_indices``;
+    raises as :class:`Conv3d`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -145,9 +143,7 @@ class MaxPool3d(nn.MaxPool3d):
 
 
 class AvgPool3d(nn.AvgPool3d):
-    """``torch.nn.AvgPool3d`` for :class:`.Sharded`, in which padding counts; without ``ceil_mode``
-    and ``divisor_override``. Raises BadInput as :class:`MaxPool3d` does.
-    """
+    """As torch's; no ``ceil_mode``, ``divisor_override``. Raises as :class:`Conv3d`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -73,8 +73,8 @@ class Grid:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Grid:
-        """The grid of a mesh with dimensions ``data``, ``depth``, ``height`` and ``width``, such as
-        ``ctx.mesh``. None: one rank.
+        """The grid of a mesh with dimensions ``data``, ``depth``, ``height``, ``width``; None: one
+        rank.
         """
         if mesh is None:
             return cls()
@@ -100,9 +100,7 @@ class Grid:
         return math.prod(axis.parts for axis in self.axes)
 
     def layout(self, extents: tuple[int, int, int]) -> Layout:
-        """The layout of a volume of these extents (voxels of depth, height, width) in parts that
-        are as equal as possible. Raises BadInput if there are more parts than positions.
-        """
+        """A volume of these extents (voxels) in parts as equal as possible; or BadInput."""
         depth, height, width = (
             split(n, axis.parts, name)
             for n, axis, name in zip(extents, self.axes, AXES, strict=True)

@@ -22,8 +22,8 @@ def plan(
     reaches: Sequence[geometry.Reach], layout: Layout, grid: Grid, like: Layout | None = None
 ) -> tuple[Layout, Moves]:
     """The layout of a layer's output, and what this rank needs for its part. ``reaches``: how the
-    layer acts on each axis; ``like``: the output's layout, if not the usual. Raises BadInput if a
-    part would be empty, or would need more than its neighbours have.
+    layer acts on each axis; ``like``: the output's layout. BadInput as of
+    :class:`.convolution.Conv3d`.
     """
     out: list[geometry.Bounds] = []
     needed: list[geometry.Move | None] = []

@@ -32,9 +32,8 @@ class Sharded:
 
     @classmethod
     def of(cls, local: Tensor, extents: tuple[int, int, int], grid: Grid) -> Sharded:
-        """This rank's part of volumes of ``extents`` (voxels of depth, height, width), divided as
-        equally as possible. Raises BadInput if there are more parts than positions, or the extents
-        of ``local`` are not those of this rank's part.
+        """This rank's part of volumes of ``extents`` (voxels of depth, height, width); BadInput for
+        more parts than positions, or another part.
         """
         layout = grid.layout(extents)
         expected = tuple(place.stop - place.start for place in grid.own(layout))
@@ -195,11 +194,9 @@ Extents = tuple[int, int, int]
 
 
 def check_division(network: nn.Module, channels: int, extents: Extents, spatial: Extents) -> None:
-    """Refuse a division that is not possible for a layer of a network that takes a
-    :class:`.Sharded`: a part of a layer's output would be empty, or would need more than its
-    neighbours have. ``channels, extents``: of its input, extents in voxels of depth, height and
-    width; ``spatial``: numbers of parts along these. Raises BadInput, which says which divisions
-    are possible.
+    """Refuse (BadInput, with the divisions that are possible) what a layer cannot divide: a part of
+    its output would be empty, or need more than its neighbours have. ``channels, extents``: of its
+    input in voxels; ``spatial``: parts of depth, height and width.
     """
     made = copy.deepcopy(network).to('meta').eval()
     try:
