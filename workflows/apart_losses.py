@@ -1,9 +1,10 @@
 """Loss at equal samples of a training in rounds, beside synchronous training; prints JSON lines.
 
-``python -m workflows.apart_losses digits|gpt [SEED ...]`` trains in one process what
-``mode=DiLoCo(...)`` trains in pieces: the same parts of the same global batches, an optimizer for
-each replica, and the outer step (tests/training/checkpoint/test_outer.py compares that with torch's
-SGD, as here). Random numbers of dropout are others than in fragments.
+``python -m workflows.apart_losses digits|gpt [--overlap] [SEED ...]`` trains in one process what
+``mode=DiLoCo(...)`` (with ``overlap=1``) trains in pieces: the same parts of the same global
+batches, an optimizer for each replica, and the outer step, which is torch's SGD (that these are the
+same: tests/training/checkpoint/test_outer.py). Random numbers of dropout are others than in
+fragments.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def images() -> tuple[nn.Module, Any, int, Any, Any, list[Any]]:
     return cnn(), list(zip(x, y, strict=True)), 32, how, F.cross_entropy, held
 
 
-def train(what: str, seed: int, replicas: int, length: int, lr: float) -> dict[str, Any]:
+def train(
+    what: str, seed: int, replicas: int, length: int, lr: float, overlap: bool = False
+) -> dict[str, Any]:
     """``length`` 0: synchronous training; ``lr`` 1: no outer optimizer."""
     torch.manual_seed(seed)
     net, data, batch, optimizer_of, loss_of, held = gpt() if what == 'gpt' else images()
@@ -52,6 +55,7 @@ def train(what: str, seed: int, replicas: int, length: int, lr: float) -> dict[s
     nets = [copy.deepcopy(net) for _ in range(replicas)]
     optimizers = [optimizer_of(one.parameters()) for one in nets]
     outer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9 * (lr < 1), nesterov=lr < 1)
+    begun = copy.deepcopy(net)
     for step, one in enumerate(order.batches(0), 1):
         for k in range(replicas):
             own = [data[index] for index in one.indices[k::replicas]]
@@ -62,9 +66,13 @@ def train(what: str, seed: int, replicas: int, length: int, lr: float) -> dict[s
                 nn.utils.clip_grad_norm_(nets[k].parameters(), 1.0)
             optimizers[k].step()
         if length and step % length == 0:
-            exchange(net, nets, outer)
+            after = copy.deepcopy(net) if overlap else net  # what the next round begins with
+            exchange(net, nets, begun, outer)
+            for other in (begun, *nets):
+                other.load_state_dict(after.state_dict())
     return {
         'what': what, 'seed': seed, 'replicas': replicas, 'steps': length, 'outer': lr < 1,
+        'overlap': overlap,
         'loss': evaluate(net if length else nets[0], loss_of, held),
         'rounds': STEPS // length if length else 0,
         'bytes': sum(4 * p.numel() for p in net.parameters()),
@@ -72,14 +80,15 @@ def train(what: str, seed: int, replicas: int, length: int, lr: float) -> dict[s
 
 
 @torch.no_grad()
-def exchange(net: nn.Module, nets: list[nn.Module], outer: torch.optim.Optimizer) -> None:
-    for p, *others in zip(net.parameters(), *(one.parameters() for one in nets), strict=True):
-        p.grad = p - torch.stack(others).mean(0)
+def exchange(
+    net: nn.Module, nets: list[nn.Module], begun: nn.Module, outer: torch.optim.Optimizer
+) -> None:
+    every = (one.parameters() for one in (begun, *nets))
+    for p, before, *others in zip(net.parameters(), *every, strict=True):
+        p.grad = before - torch.stack(others).mean(0)
     outer.step()
     for b, *others in zip(net.buffers(), *(one.buffers() for one in nets), strict=True):
         b.copy_(torch.stack(others).float().mean(0) if b.is_floating_point() else others[0])
-    for one in nets:
-        one.load_state_dict(net.state_dict())
 
 
 @torch.no_grad()
@@ -89,6 +98,7 @@ def evaluate(net: nn.Module, loss_of: Any, held: list[Tensor]) -> float:
 
 if __name__ == '__main__':
     torch.set_num_threads(1)
-    for seed in map(int, sys.argv[2:] or ('1', '2', '3')):
+    late, seeds = '--overlap' in sys.argv, [one for one in sys.argv[2:] if one.isdigit()]
+    for seed in map(int, seeds or ('1', '2', '3')):
         for replicas, length, lr in [(1, 0, 1.0), *product(REPLICAS, LENGTHS, (0.7, 1.0))]:
-            print(json.dumps(train(sys.argv[1], seed, replicas, length, lr)), flush=True)
+            print(json.dumps(train(sys.argv[1], seed, replicas, length, lr, late)), flush=True)

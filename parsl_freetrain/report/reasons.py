@@ -140,7 +140,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
         return None
     each = {one.name: one.rounds for one in run.replicas(training) if not one.over}
     each |= run.rounds_elsewhere(training)
-    if late := [name for name, rounds in each.items() if rounds < training.rounds]:
+    if late := [name for name, rounds in each.items() if rounds < training.rounds_needed]:
         return (
             f'It waits at the end of round {training.rounds} for {len(late)} other replicas: '
             f'{", ".join(late[:MOST_OTHERS])}.'

@@ -123,12 +123,13 @@ class Rounds:
             del self._samples[training]
 
     def waits(self, trainer: Trainer, samples: int) -> bool:
-        """Whether it is at the end of a round that others have not trained yet."""
+        """Whether it is too far ahead of others."""
         if not trainer.training or not trainer.round_samples:
             return False
         known = self._samples[trainer.training].values()
         slowest = min(known) if len(known) == trainer.replicas else 0
-        return samples // trainer.round_samples > slowest // trainer.round_samples
+        length = trainer.round_samples
+        return samples // length - slowest // length > trainer.ahead(samples)
 
 
 class ControllerState:

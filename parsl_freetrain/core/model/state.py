@@ -148,6 +148,11 @@ class Training:
         length = self.trainer.round_samples
         return self.samples // length if length else 0
 
+    @property
+    def rounds_needed(self) -> int:
+        """Rounds that all replicas must have trained before it goes on."""
+        return self.rounds - self.trainer.ahead(self.samples)
+
     def last(self) -> Fragment | None:
         return self.fragments[-1] if self.fragments else None
 

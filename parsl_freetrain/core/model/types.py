@@ -219,10 +219,12 @@ class Trainer:
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
     #: Above 0: parts of a batch for each rank, divided by speed among nodes of several classes.
     mixed_parts: int = 0
-    #: With ``replicas``, ``round_samples`` (of all; None: not known): its place in a training.
+    #: With ``replicas``, ``round_samples`` (of all; None: not known), and ``overlap``, the rounds
+    #: that it may be ahead of others: its place in a training.
     training: str = ''
     replicas: checked.AtLeast1 = 1
     round_samples: checked.AtLeast1 | None = None
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         checked.check_fields(f'Trainer {self.name!r}', self)
@@ -245,6 +247,10 @@ class Trainer:
                     f'from {self.min_nodes} to '
                     f'{self.max_nodes} nodes; at one of them it must be above 0.'
                 )
+
+    def ahead(self, samples: int) -> int:
+        """How many rounds it may be ahead of other replicas there: none at the end."""
+        return self.overlap if samples != self.total_samples else 0
 
     def curve_on(self, node_class: str) -> ScalingCurve | None:
         """The scaling curve on a class; None if it is not known, or the class is not used."""

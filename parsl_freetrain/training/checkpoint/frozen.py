@@ -83,7 +83,8 @@ class Frozen:
         self._store, self._file = store, f'{SHARED}f{fragment:06d}-r{rank}.safetensors'
         self._entries: dict[Key, Entry] = {}
         self._files: dict[str, tuple[int, tuple[str, ...]]] = {}
-        self._begun = False
+        self._begun = self._looked = False
+        self._known: set[str] | None = None  # all names there; None: there is no checkpoint
 
     def begin(self, state: State, names: Collection[str]) -> None:
         """Find what earlier checkpoints refer to, or write it in a thread; else they hold all."""
@@ -91,9 +92,8 @@ class Frozen:
             return
         self._begun = True
         try:
-            earlier = self._store.checkpoints()
-            later = earlier and earlier[-1].samples
-            known = self._find(Path(earlier[-1].path)) if later else names
+            self._look()
+            known = names if self._known is None else self._known
             wanted = {
                 name: tensor
                 for name, tensor in state.tensors.items()
@@ -107,6 +107,8 @@ class Frozen:
 
     def without(self, state: State) -> State:
         """A state that refers to the files for what is in them unchanged."""
+        with suppress(Exception):  # the first state may be saved before begin()
+            self._look()
         keys = [_key(name, state) for name in state.tensors]
         here = {key: state.tensors[key[0]] for key in keys if key in self._entries}
         if not here:
@@ -123,16 +125,22 @@ class Frozen:
         rest = {name: tensor for name, tensor in state.tensors.items() if name not in found}
         return replace(state, tensors=rest, shared=Contents(found, files, b''))
 
-    def _find(self, newest: Path) -> set[str]:
-        """Take what a checkpoint refers to, which was verified when it was read; all its names."""
-        contents = Contents.read(newest)
+    def _look(self) -> None:
+        """Take what the newest checkpoint refers to, which was verified when it was read."""
+        if self._looked:
+            return
+        self._looked = True
+        earlier = self._store.checkpoints()
+        if not earlier or not earlier[-1].samples:
+            return
+        contents = Contents.read(Path(earlier[-1].path))
         self._files = {n: file for n, file in contents.files.items() if n.startswith(SHARED)}
         for name, entry in contents.tensors.items():
             for chunk in entry.chunks:
                 if chunk.at[0] in self._files:
                     key = name, chunk.offsets, chunk.sizes
                     self._entries[key] = Entry(entry.dtype, entry.shape, (chunk,))
-        return {name for name, *_ in self._entries}
+        self._known = {name for name, *_ in self._entries}
 
     def _write(self, state: State) -> None:
         tensors = _Copies(state.tensors)

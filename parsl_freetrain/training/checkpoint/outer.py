@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,8 +28,18 @@ from parsl_freetrain.training.checkpoint import state as st
 from parsl_freetrain.training.checkpoint.block_digests import digest, digest_of_blocks, write_hashed
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.identity import refuse_open
-from parsl_freetrain.training.checkpoint.manifest import SHARED, Damaged, is_committed
+from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed
 from parsl_freetrain.training.checkpoint.optimizer_state import every_parameter
+from parsl_freetrain.training.checkpoint.outer_means import (
+    MOMENTUM,
+    End,
+    Made,
+    Weights,
+    is_real,
+    named,
+    once,
+    precise,
+)
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Blocks, Chunk, Contents, Entry, write_contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, bytes_of, layout_of
@@ -39,22 +49,11 @@ from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.spec.diloco import MADE_BY, OUTER, ROUND_SAMPLES, Nesterov
 from parsl_freetrain.training.spec.retention import BEST
 
-T = TypeVar('T')
-_FILE, _MOMENTUM, _KINDS = 'outer.safetensors', 'momentum ', ('model', 'ema', 'own')
+_FILE = 'outer.safetensors'
 _FROM = 1  # the number of a fragment that they have in their names
 _ALIKE, _METRICS = 'alike', 'metrics'
 SKIPPED = 'skipped_steps'
 """The metric that is a count: its sum over the replicas is what the training's result shows."""
-Weights = Mapping[str, str]
-"""All names of the trained parameters, each with the first name of the same one (tied ones)."""
-
-
-class EndDamaged(FreeTrainError):
-    """A replica's state at the end of a round, in ``path``, is not what was committed."""
-
-    def __init__(self, path: Path, damage: Damaged) -> None:
-        super().__init__(str(damage))
-        self.path = path
 
 
 class OuterWeights:
@@ -106,8 +105,10 @@ class OuterWeights:
         begins otherwise; FreeTrainError if they have ended rounds, and this one has lost its state.
         """
         weights, tensors = weights_of(prepared), _tensors_of(prepared)
-        once = _once(tensors, weights)
-        alike = {name: digest(bytes_of(tensors[name].detach().cpu().contiguous())) for name in once}
+        different = once(tensors, weights)
+        alike = {
+            name: digest(bytes_of(tensors[name].detach().cpu().contiguous())) for name in different
+        }
         if (there := self.find(0)) is None:
             if later := [p for p in dirs.directories(self._store.folder) if is_committed(p)]:
                 raise FreeTrainError(
@@ -117,11 +118,11 @@ class OuterWeights:
                 )
 
             def value(name: str) -> torch.Tensor:
-                return tensors[name].detach().cpu().to(_precise(tensors[name].dtype))
+                return tensors[name].detach().cpu().to(precise(tensors[name].dtype))
 
-            made = [(name, tensors[name]) for name in once if name in weights]
+            made = [(name, tensors[name]) for name in different if name in weights]
             pieces = [
-                Piece(n, _precise(t.dtype), tuple(t.shape), partial(value, n)) for n, t in made
+                Piece(n, precise(t.dtype), tuple(t.shape), partial(value, n)) for n, t in made
             ]
             there = self._commit(pieces, 0, 0, {_ALIKE: alike})
         known = _reader(there).structure()[_ALIKE]
@@ -135,26 +136,32 @@ class OuterWeights:
         return digest_of(there)
 
     def step(
-        self, ends: Sequence[Checkpoint], samples: int, outer: Nesterov | None, length: int
+        self,
+        ends: Sequence[Checkpoint],
+        samples: int,
+        outer: Nesterov | None,
+        length: int,
+        begun_with: int | None = None,
     ) -> None:
         """Make those after a round from all replicas' states at its end, in order; or EndDamaged.
-        FreeTrainError if that is not possible any more.
+        FreeTrainError if that is not possible any more. ``begun_with``: the samples after which
+        those were made with which the round began; None: with the ones before.
         """
-        before = self.find(samples - length)
+        at = samples - length if begun_with is None else begun_with
+        before, began = self.find(samples - length), self.find(at)
         gone = (
             f'The weights with which the round after {samples - length} samples began are not in '
             f'{self._store.folder}, or damaged: put them back, or start anew in another folder.'
         )
-        if before is None:
+        if before is None or began is None:
             raise FreeTrainError(gone)
-        states = [_End(Path(end.path)) for end in ends]
-        if any(state.round != samples // length for state in states):
-            return  # a replica has gone on with them
-        begun = digest_of(before)
+        states = [End(Path(end.path)) for end in ends]
+        begun = digest_of(began)
         for number, state in enumerate(states):
             if state.begun != begun:
-                raise _others(number, before)
-        pieces = _Made(_reader(before), states, outer).pieces()
+                raise _others(number, began)
+        late = _reader(began) if began != before else None
+        pieces = Made(_reader(before), late, states, outer).pieces()
         try:
             self._commit(pieces, samples, length, {_METRICS: _of_all(ends)})
         except Damaged as damage:
@@ -181,7 +188,7 @@ class OuterWeights:
             return write_contents(folder, [Contents(entries, files, rest.getvalue())])
 
         for old in dirs.directories(self._drafts.folder):  # of those who were killed
-            if dirs.key(old)[0] < samples:
+            if dirs.key(old)[0] < samples - length:  # others may still make the ones before
                 dirs.remove(old)
         how = {ROUND_SAMPLES: float(length), MADE_BY: float(self._replica)}
         saved = self._drafts.save(write, samples=samples, fragment=_FROM, metrics=how)
@@ -213,17 +220,17 @@ def with_weights(saved: st.Saved, path: Path) -> tuple[st.Saved, dict[str, float
         averages=[dict(one) for one in saved.averages],
         own=[dict(one) for one in saved.own],
     )
-    things = dict(_named(changed.models, changed.averages, changed.own))
+    things = dict(named(changed.models, changed.averages, changed.own))
     names: dict[str, list[str]] = {}
     for name, first in saved.position.weights.items():
         names.setdefault(first, []).append(name)
     for first in reader.shapes():
-        if not first.startswith(_MOMENTUM):
+        if not first.startswith(MOMENTUM):
             value = reader.whole(first)
             for name in names.get(first, [first]):
                 thing, _, key = name.partition('.')
                 things[thing][key] = torch.empty_like(things[thing][key]).copy_(value)
-    return changed, reader.structure()[_METRICS]
+    return changed, reader.structure().get(_METRICS, {})
 
 
 def digest_of(path: Path) -> str:
@@ -265,128 +272,11 @@ def weights_of(prepared: Prepared) -> Weights:
 def _tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
     """What models and their averages hold in floating point numbers, by name in a state."""
     found: dict[str, Any] = {}
-    for name, thing in _named(prepared.models, prepared.averages, prepared.own):
+    for name, thing in named(prepared.models, prepared.averages, prepared.own):
         own = isinstance(thing, OwnParameters)
         state = thing.tensors if own else thing.state_dict(keep_vars=True)
         found.update((f'{name}.{key}', one) for key, one in state.items())
-    return {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and _is_real(t.dtype)}
-
-
-def _named(*several: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """What takes part, by name in a state: models, averages of models, parameters of none."""
-    for kind, things in zip(_KINDS, several, strict=True):
-        yield from zip(st.names_of(kind), things, strict=False)
-
-
-def _is_real(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-class _End:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        contents = self._guarded(lambda: Contents.read(path))
-        reader = self._reader = PartReader(contents, Disk(path, contents.files))
-        position = st.Position(**reader.structure()['rest']['position'])
-        self.weights, self.round = position.weights, position.round_ended
-        self.begun = position.round_from
-        self.shared = {  # frozen, so that each replica's own folder has it
-            (name, chunk.marks)
-            for name, entry in contents.tensors.items()
-            for chunk in entry.chunks
-            if chunk.at[0].startswith(SHARED)
-        }
-        shapes = reader.shapes()
-        self.held = {
-            name: (dtype, shapes[name])
-            for name in _once(shapes, self.weights)
-            if name.partition('.')[0].partition('_')[0] in _KINDS
-            and _is_real(dtype := reader.dtype(name))
-        }
-
-    def whole(self, name: str) -> torch.Tensor:
-        return self._guarded(lambda: self._reader.whole(name))
-
-    def _guarded(self, read: Callable[[], T]) -> T:
-        try:
-            return read()
-        except Damaged as damage:
-            raise EndDamaged(self._path, damage) from damage
-
-
-class _Made:
-    """What an outer step makes, tensor by tensor, as it is written."""
-
-    def __init__(self, before: PartReader, ends: list[_End], outer: Nesterov | None) -> None:
-        self._before, self._ends, self._outer = before, ends, outer
-        self._had_momentum = before.shapes(_MOMENTUM)
-        self._momentum: dict[str, torch.Tensor] = {}
-        first = ends[0]
-        self._left_out = {name for name, _ in first.shared.intersection(*(e.shared for e in ends))}
-        self._weights = first.weights
-        if not set(first.weights.values()) <= first.held.keys():
-            raise BadInput(
-                'A trained parameter is of a subclass of Tensor that consists of several tensors, '
-                'of which no mean can be taken: use plain parameters with mode=DiLoCo(...).'
-            )
-        for number, end in enumerate(ends):
-            if (end.weights, end.held) != (first.weights, first.held):
-                raise FreeTrainError(
-                    f'Replica {number} has trained other parameters than replica 0: the function '
-                    'must build the same model in each, whatever its samples.'
-                )
-
-    def pieces(self) -> list[Piece]:
-        found = []
-        for name, (dtype, shape) in self._ends[0].held.items():
-            if name in self._left_out:
-                continue
-            if name not in self._weights:
-                found.append(Piece(name, dtype, shape, partial(self._mean, name)))
-                continue
-            dtype = _precise(dtype)
-            found.append(Piece(name, dtype, shape, partial(self._weight, name)))
-            if self._outer is not None:  # written next, since it has the same type
-                get = partial(self._momentum.pop, name)
-                found.append(Piece(_MOMENTUM + name, dtype, shape, get))
-        return found
-
-    def _weight(self, name: str) -> torch.Tensor:
-        mean = _mean(end.whole(name) for end in self._ends)
-        if self._outer is None:
-            return mean
-        before = self._before.whole(name).to(mean.dtype)
-        gradient = before - mean
-        momentum = gradient
-        if _MOMENTUM + name in self._had_momentum:
-            momentum = self._before.whole(_MOMENTUM + name) * self._outer.momentum + gradient
-        self._momentum[name] = momentum
-        return before - (momentum * self._outer.momentum + gradient) * self._outer.lr
-
-    def _mean(self, name: str) -> torch.Tensor:
-        """Of what is not trained, such as batch statistics. What all have alike stays."""
-        first, *others = every = [end.whole(name) for end in self._ends]
-        same = all(torch.equal(first, other) for other in others)
-        return first if same else _mean(every).to(first.dtype)
-
-
-def _mean(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    each = iter(tensors)
-    total, count = next(each), 1
-    total = total.to(_precise(total.dtype))
-    for one in each:
-        total, count = total + one.to(total.dtype), count + 1
-    return total / count
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    """What outer steps compute in, and keep: float32, or what is wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _once(names: Iterable[str], weights: Weights) -> list[str]:
-    """The names of different tensors."""
-    return [name for name in names if weights.get(name, name) == name]
+    return {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and is_real(t.dtype)}
 
 
 def _reader(path: Path) -> PartReader:

@@ -141,10 +141,12 @@ class PosixCheckpointStore:
                 continue  # latest() sets it aside when it is its turn
         return tuple(found)
 
-    def prune(self, keep: Retention) -> None:
-        """Remove what ``keep`` does not keep, after verifying the newest, and incomplete ones."""
+    def prune(self, keep: Retention, rounds: int = 0) -> None:
+        """Remove what ``keep`` does not keep, after verifying the newest, and incomplete ones. The
+        ends of the last two rounds stay, each of ``rounds`` samples (0: there are none).
+        """
         newest = self.newest()
-        if newest is not None and self._superfluous(keep, newest):
+        if newest is not None and self._superfluous(keep, newest, rounds):
             own, hashed = self._written
             newest = self._newest(
                 lambda path: on_disk.verify(
@@ -157,7 +159,7 @@ class PosixCheckpointStore:
             path for path in dirs.directories(self.folder) if dirs.key(path)[1] < newest.fragment
         ]
         leftovers = [path for path in earlier if not on_disk.is_committed(path)]
-        for path in [*self._superfluous(keep, newest), *leftovers]:
+        for path in [*self._superfluous(keep, newest, rounds), *leftovers]:
             dirs.remove(path)
         self._remove_unused(newest.fragment)
 
@@ -177,12 +179,15 @@ class PosixCheckpointStore:
             if on_disk.SHARED + name not in used:
                 (frozen / name).unlink(missing_ok=True)
 
-    def _superfluous(self, keep: Retention, newest: Checkpoint) -> list[Path]:
+    def _superfluous(self, keep: Retention, newest: Checkpoint, rounds: int) -> list[Path]:
         committed = self._committed()
+        last = newest.samples // rounds * rounds if rounds else -1
+        ends = [path for path in committed if dirs.key(path)[0] in (last, last - rounds)]
         kept = keep.kept(self.checkpoints()) | {newest.path}
         # The newest fragment's last state is kept, whatever a late process has committed.
         current = max(committed, key=lambda path: (dirs.key(path)[1], dirs.key(path)), default=None)
-        return [path for path in committed if path != current and str(path) not in kept]
+        kept |= {str(current), *map(str, ends)}
+        return [path for path in committed if str(path) not in kept]
 
     def last_fragment(self) -> int:
         """The largest fragment that was fenced or began a checkpoint here, 0 if none."""

@@ -267,12 +267,14 @@ class Checkpointer:
         )
         self._channel.send(CheckpointSaved(self.last.at, self.last))
         if tidy:
-            self._tidy()
+            self._tidy(position['batch_size'])
             self.timing.wrote(seconds, time.monotonic() - began - seconds)
 
-    def _tidy(self) -> None:
+    def _tidy(self, batch_size: int) -> None:
+        spec = self._order.spec
+        rounds = spec.diloco.overlap * spec.diloco.steps * batch_size if spec.diloco else 0
         try:
-            self._store.prune(self._order.spec.checkpoints.retention)
+            self._store.prune(spec.checkpoints.retention, rounds)
         except OSError:
             log.warning(
                 'Old checkpoints in %s could not be removed', self._order.store, exc_info=True

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.events import RoundKnown
+from parsl_freetrain.core.model.events import RoundKnown, TotalKnown
 from parsl_freetrain.training.checkpoint import outer
 from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.outer_means import EndDamaged, end_of_round
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -55,17 +56,22 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     if not there.round_ended:
         state.round_from = there.round_from
         if parts.place.rank == 0:
-            weights.check(there.samples // length * length, there.round_from)
+            begun = there.samples // length * length
+            weights.check(diloco.begins_with(begun, length), there.round_from)
         return saved
     if parts.place.rank == 0:
         parts.channel.send(RoundKnown(time.time(), order.trainer, length))
+        if order.spec.total_epochs is not None:
+            parts.channel.send(TotalKnown(time.time(), order.trainer, there.total_samples))
     if order.spec.replica and there.samples == there.total_samples:
         state.phase = Phase.FINISHED
         raise FragmentEnd
-    what = weights, order, diloco, there.samples, length
+    ends = there.samples == there.total_samples
+    at = there.samples if ends else diloco.begins_with(there.samples, length)
+    what = weights, order, diloco, at, length
     path = parts.peers.broadcast_object('outer', lambda: _after(*what))
     if not path:
-        print(f'Not all replicas have ended round {there.round_ended}')
+        print(f'Not all replicas have ended round {at // length}')
         state.phase = Phase.STOPPED
         raise FragmentEnd
     print(f'Round {there.round_ended + 1} begins with {path}')
@@ -76,8 +82,8 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     except Damaged as damage:
         weights.put_aside(Path(path), damage)
         raise
-    skipped = metrics.pop(outer.SKIPPED)
-    if skipped and there.samples == there.total_samples:
+    skipped = metrics.pop(outer.SKIPPED, 0.0)
+    if skipped and ends:
         metrics[outer.SKIPPED] = skipped
     state.metrics.update(metrics)
     return found
@@ -96,20 +102,29 @@ def _after(
         PosixCheckpointStore(spec.replica_folder(root, k), spec.replica_name(name, k))
         for k in range(diloco.replicas)
     ]
+    begun = samples - length
     for _ in range(_TRIES):
         if found := weights.find(samples):
             return str(found)
-        ends = [end for store in stores if (end := store.newest()) and end.samples >= samples]
-        if len(ends) < len(stores):
+        newest = [store.newest() for store in stores]
+        if not all(one is not None and one.samples >= samples for one in newest):
             return ''
+        if diloco.overlap and begun > 0 and weights.find(begun) is None:  # nobody has begun a round
+            _after(weights, order, diloco, begun, length)
         try:
-            weights.step(ends, samples, diloco.outer, length)
-        except outer.EndDamaged as damaged:
-            of = [Path(end.path) for end in ends].index(damaged.path)
-            stores[of].put_aside(damaged.path, str(damaged))
+            ends = [end for store in stores if (end := end_of_round(store, samples))]
+            if len(ends) == len(stores):
+                with_them = diloco.begins_with(begun, length)
+                weights.step(ends, samples, diloco.outer, length, with_them)
+        except EndDamaged as damaged:
+            (store,) = [one for one in stores if one.folder == damaged.path.parent]
+            store.put_aside(damaged.path, str(damaged))
+        except FreeTrainError:
+            if weights.find(samples) is None:
+                raise  # else others have made them, and have gone on
     raise FreeTrainError(
         f'The weights after {samples} samples are not in {root / spec.OUTER}, and replicas have '
-        'gone on with them: put them back, or start anew in another folder.'
+        'gone on, so that they cannot be made: put them back, or start anew in another folder.'
     )
 
 

@@ -47,12 +47,16 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
         local SGD.
     inner
         :class:`Reproducible` or :class:`Throughput`: how the ranks of one replica work together.
+    overlap
+        1: a round begins while others train the one before, without what that one changes: each
+        outer step counts one round later. 0: a round waits for all of the one before.
     """
 
     replicas: AtLeast1 = 8
     steps: AtLeast1 = 500
     outer: Nesterov | None = Nesterov()
     inner: Reproducible | Throughput = Reproducible()
+    overlap: Annotated[int, Meta(ge=0, le=1)] = 0
 
     def __post_init__(self) -> None:
         if self.inner.on_nan == ROLLBACK:
@@ -64,7 +68,11 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
     def identity(self) -> dict[str, Any]:
         """What must be the same for a training's folder to be usable."""
         found: dict[str, Any] = to_builtins(self)
-        return {name: found[name] for name in ('replicas', 'steps', 'outer')}
+        return {name: found[name] for name in ('replicas', 'steps', 'outer', 'overlap')}
+
+    def begins_with(self, samples: int, length: int) -> int:
+        """After how many samples the weights were made with which the round after some begins."""
+        return max(samples - self.overlap * length, 0)
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises BadInput, as part of a sentence, for what replicas cannot be."""

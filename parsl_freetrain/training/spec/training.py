@@ -343,6 +343,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             mixed_parts=self._shards_per_rank if scaling.mixed else 0,
             training=name if replicas else '',
             replicas=max(replicas, 1),
+            overlap=self.diloco.overlap if self.diloco is not None else 0,
         )
 
     @property

@@ -13,10 +13,14 @@ ROUND, TOTAL = 20, 40
 
 
 def submit(
-    history: ClockedController, samples: tuple[int, ...] = (0, 0, 0), known: int | None = None
+    history: ClockedController,
+    samples: tuple[int, ...] = (0, 0, 0),
+    known: int | None = None,
+    overlap: int = 0,
 ) -> None:
     for replica, there in enumerate(samples):
         how: Any = {'training': 'gpt', 'replicas': len(samples), 'round_samples': known}
+        how['overlap'] = overlap
         trainer = Trainer(f'r{replica}', 1, 1, TOTAL, ONE, **how)
         history.tell(ev.TrainerSubmitted(history.at, trainer, there))
 
@@ -39,6 +43,15 @@ def test_pieces_of_a_round_take_turns_and_the_next_round_waits_for_all() -> None
     assert 'other' in history.held()  # the end of a round is not lost
     assert started(history.ended(third, 1, Ending.PREEMPTED, samples=10)) == [third]
     assert len(started(history.ended(third, 2, samples=ROUND))) == 1
+
+
+def test_with_overlap_replicas_are_a_round_ahead_except_at_the_end() -> None:
+    history = ClockedController()
+    history.join('b', 'n1', 'n2', 'n3')
+    submit(history, samples=(ROUND, 5, TOTAL), known=ROUND, overlap=1)
+    assert history.held().keys() == {'r0', 'r1'}
+    assert started(history.ended('r0', 1, samples=TOTAL)) == []
+    assert len(started(history.ended('r1', 1, samples=ROUND))) == 1
 
 
 def test_the_first_replica_ends_the_training_after_the_others() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, Nesterov
 from parsl_freetrain.training.checkpoint import outer as steps
+from parsl_freetrain.training.checkpoint.outer_means import EndDamaged
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -32,10 +33,10 @@ def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Prepared:
     return sort_out((model, torch.optim.AdamW(trained, lr=0.01)))
 
 
-def save(folder: Path, prepared: Prepared, replica: int, rounds: int) -> Checkpoint:
+def save(folder: Path, prepared: Prepared, replica: int, rounds: int, late: int = 0) -> Checkpoint:
     weights = dict(steps.weights_of(prepared))
     samples = rounds * LENGTH
-    before = steps.OuterWeights(folder, 'gpt', 0).find(samples - LENGTH)
+    before = steps.OuterWeights(folder, 'gpt', 0).find(max(samples - LENGTH - late, 0))
     assert before is not None
     where: Any = {'round_from': steps.digest_of(before), 'weights': weights}
     position = Position(samples, 100, 0, 50, 5, 1, round_ended=rounds, **where)
@@ -57,10 +58,14 @@ def trained(prepared: Prepared, replica: int, rounds: int) -> None:
 
 
 @pytest.mark.parametrize('outer', [Nesterov(lr=0.7, momentum=0.9), Nesterov(momentum=0.0), None])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ('dtype', 'late'),
+    [(torch.float32, 0), (torch.float32, LENGTH), (torch.bfloat16, 0), (torch.float64, LENGTH)],
+)
 def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
-    tmp_path: Path, outer: Nesterov | None, dtype: torch.dtype
+    tmp_path: Path, outer: Nesterov | None, dtype: torch.dtype, late: int
 ) -> None:
+    """``late``: with the changes of a round that began without the last outer step."""
     replicas = [made(dtype=dtype) for _ in range(3)]
     expected = [p.detach().to(torch.promote_types(dtype, torch.float32)).clone().requires_grad_()
                 for p in replicas[0].models[0].parameters() if p.requires_grad]  # fmt: skip
@@ -69,22 +74,25 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
     weights = steps.OuterWeights(tmp_path, 'gpt', 0)
     for prepared in replicas:
         weights.begin(prepared)
+    started = [[one.detach().clone() for one in expected]]
     for rounds in (1, 2, 3):
         ends = []
         for replica, prepared in enumerate(replicas):
             trained(prepared, replica, rounds)
-            ends.append(save(tmp_path, prepared, replica, rounds))
-        weights.step(ends, rounds * LENGTH, outer, LENGTH)
+            ends.append(save(tmp_path, prepared, replica, rounds, late))
+        begun = max((rounds - 1) * LENGTH - late, 0)
+        weights.step(ends, rounds * LENGTH, outer, LENGTH, begun)
         path = weights.find(rounds * LENGTH)
         assert path is not None
         every = [[p for p in one.models[0].parameters() if p.requires_grad] for one in replicas]
-        for held, *those in zip(expected, *every, strict=True):
+        for held, before, *those in zip(expected, started[begun // LENGTH], *every, strict=True):
             mean = torch.stack([one.detach().to(held.dtype) for one in those]).mean(0)
-            held.grad = held.detach() - mean
+            held.grad = before - mean
             if sgd is None:
-                held.data = mean
+                held.data = held.detach() - held.grad
         if sgd is not None:
             sgd.step()
+        started.append([one.detach().clone() for one in expected])
         for prepared, end in zip(replicas, ends, strict=True):
             saved, metrics = steps.with_weights(read_state(end.path), path)
             assert metrics == {'loss': 1.5, 'skipped_steps': 3.0}
@@ -97,6 +105,10 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
             assert norm.running_mean.tolist() == [1.0] * 4
             assert norm.num_batches_tracked == rounds
             assert torch.equal(model[3].weight, same.weight)
+            last = weights.find(rounds * LENGTH - late)
+            assert last is not None
+            saved, _ = steps.with_weights(read_state(end.path), last)
+            model.load_state_dict(saved.models[0])
     assert weights.find(LENGTH) is None and weights.find(2 * LENGTH) is not None
 
 
@@ -152,7 +164,7 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     steps.OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
     data = next(Path(ends[1].path).glob('*.safetensors'))
     damage(data)
-    with pytest.raises(steps.EndDamaged) as raised:
+    with pytest.raises(EndDamaged) as raised:
         weights.step(ends, LENGTH, None, LENGTH)
     assert raised.value.path == Path(ends[1].path)
     damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))

@@ -8,8 +8,10 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import pytest
 import torch
 from msgspec import structs
 from torch import nn
@@ -28,6 +30,8 @@ from tests.support.ranks import KILLED, order, ranks
 
 BATCH, STEPS, ROUNDS = 16, 2, 3
 TOTAL = BATCH * STEPS * ROUNDS
+STAGES = ['begin', 'written', 'manifest', 'before-commit', 'committed', 'outer-begin',
+          'outer-written', 'outer-manifest', 'outer-before-commit', 'outer-committed']  # fmt: skip
 DILOCO = DiLoCo(replicas=2, steps=STEPS, outer=Nesterov(lr=0.7, momentum=0.9))
 
 
@@ -146,6 +150,54 @@ def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path
         assert torch.equal(tensor, holes.models[0][name]), name
 
 
+def finish(
+    server: ForkClient, folder: Path, diloco: DiLoCo, faults: Random | None = None
+) -> tuple[Any, int]:
+    """Train the pieces in an order that the controller allows; the last one's outcome, and how many
+    were killed.
+    """
+    samples, fragments, kills, length = [0, 0], [0, 0], 0, STEPS * BATCH
+    stores = [
+        PosixCheckpointStore(replica_folder(folder / 'store', k), replica_name('digits', k))
+        for k in (0, 1)
+    ]
+    while True:
+        ahead = [one // length - min(samples) // length for one in samples]
+        may = [k for k in (0, 1) if ahead[k] <= diloco.overlap * (samples[k] < TOTAL)]
+        replica = 0 if samples == [TOTAL, TOTAL] else (faults.choice(may) if faults else may[-1])
+        size, function = 1, train
+        if faults is not None:
+            size = faults.randint(1, 2)
+            at = samples[replica] // BATCH + faults.randint(0, 1)
+            where = kill_at(faults.randrange(size), at, fragment=None)
+            strikes = [with_faults(train, where), *map(killed, faults.sample(STAGES, 3))]
+            function = faults.choice([train, *strikes])
+        fragments[replica] += 1
+        ordered = piece(folder, replica, fragments[replica], diloco=diloco, keep=1)
+        outcome = run(server, ordered, size, function)
+        assert outcome.how != 'error', outcome.error.message
+        kills += outcome.how in (None, 'peer-lost')
+        newest = stores[replica].newest()
+        samples[replica] = newest.samples if newest is not None else 0
+        if outcome.how == 'finished' and not replica:
+            return outcome, kills
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('overlap', [0, 1])
+def test_many_faults_change_no_bit(fork_server: ForkClient, tmp_path: Path, overlap: int) -> None:
+    """25 each; with ``overlap`` replicas are in different rounds."""
+    diloco = structs.replace(DILOCO, overlap=overlap)
+    calm, _ = finish(fork_server, tmp_path / 'calm', diloco)
+    random, kills = Random(overlap), 0
+    while kills < 25:
+        outcome, more = finish(fork_server, folder := tmp_path / str(kills), diloco, random)
+        kills += more
+        assert outcome.result == calm.result
+        for name, tensor in final(tmp_path / 'calm').models[0].items():
+            assert torch.equal(tensor, final(folder).models[0][name]), name
+
+
 def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path) -> None:
     others: list[dict[str, Any]] = [
         {'mode': 'throughput', 'size': 2, 'checkpoint_every_s': 3600.0},
@@ -154,7 +206,9 @@ def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path)
     results = [
         undisturbed(fork_server, tmp_path / str(i), **o).result for i, o in enumerate(others)
     ]
-    assert results[0] != results[1]
+    late = finish(fork_server, tmp_path / 'late', structs.replace(DILOCO, overlap=1))
+    results.append(late[0].result)
+    assert len({*results}) == 3
     for file in (tmp_path / '0' / 'store' / 'outer').rglob('*.safetensors'):
         assert file.stat().st_size < 2**19  # what is frozen is in the moving average only
     alone = structs.replace(DILOCO, replicas=1)
@@ -191,8 +245,12 @@ def test_damaged_weights_are_made_anew(fork_server: ForkClient, tmp_path: Path) 
 
     damage()
     assert run(fork_server, piece(tmp_path, 1, 2)).how == 'peer-lost'
+    end = tmp_path / 'store' / 'ckpt-000000000032-f000001'  # replica 0 has gone on
+    end.rename(tmp_path / 'gone')
     outcome = run(fork_server, piece(tmp_path, 1, 3))
-    assert 'and replicas have gone on with them' in outcome.error.message
+    assert 'and replicas have gone on, so' in outcome.error.message
+    (tmp_path / 'gone').rename(end)
+    assert run(fork_server, piece(tmp_path, 1, 4)).how == 'stopped'
     shutil.rmtree(tmp_path / 'store')
     for replica in (0, 1):
         run(fork_server, piece(tmp_path, replica, 1))
