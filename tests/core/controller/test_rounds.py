@@ -12,15 +12,9 @@ ONE = ScalingCurve.from_points({1: 10.0})
 ROUND, TOTAL = 20, 40
 
 
-def submit(
-    history: ClockedController,
-    samples: tuple[int, ...] = (0, 0, 0),
-    known: int | None = None,
-    overlap: int = 0,
-) -> None:
+def submit(history: ClockedController, samples: tuple[int, ...] = (0, 0, 0), **place: Any) -> None:
     for replica, there in enumerate(samples):
-        how: Any = {'training': 'gpt', 'replicas': len(samples), 'round_samples': known}
-        how['overlap'] = overlap
+        how: Any = {'training': 'gpt', 'replicas': len(samples), **place}
         trainer = Trainer(f'r{replica}', 1, 1, TOTAL, ONE, **how)
         history.tell(ev.TrainerSubmitted(history.at, trainer, there))
 
@@ -48,7 +42,7 @@ def test_pieces_of_a_round_take_turns_and_the_next_round_waits_for_all() -> None
 def test_with_overlap_replicas_are_a_round_ahead_except_at_the_end() -> None:
     history = ClockedController()
     history.join('b', 'n1', 'n2', 'n3')
-    submit(history, samples=(ROUND, 5, TOTAL), known=ROUND, overlap=1)
+    submit(history, samples=(ROUND, 5, TOTAL), round_samples=ROUND, overlap=1)
     assert history.held().keys() == {'r0', 'r1'}
     assert started(history.ended('r0', 1, samples=TOTAL)) == []
     assert len(started(history.ended('r1', 1, samples=ROUND))) == 1
@@ -56,7 +50,7 @@ def test_with_overlap_replicas_are_a_round_ahead_except_at_the_end() -> None:
 
 def test_the_first_replica_ends_the_training_after_the_others() -> None:
     history = ClockedController(ControllerSettings(trainers_at_a_time=1))
-    submit(history, samples=(ROUND, ROUND), known=ROUND)
+    submit(history, samples=(ROUND, ROUND), round_samples=ROUND)
     assert started(history.join('b', 'n1')) == ['r1']  # r0 had to wait for its submission
     assert history.ended('r1', 1, Ending.FINISHED, samples=TOTAL) == (
         EndTrainer('r1', 'finished'),
@@ -69,18 +63,18 @@ def test_the_first_replica_ends_the_training_after_the_others() -> None:
 def test_resumed_replicas_wait_whatever_they_know_of_the_round() -> None:
     history = ClockedController()
     history.join('b', 'n1', 'n2', 'n3')
-    submit(history, samples=(ROUND, 5, 10), known=ROUND)
+    submit(history, samples=(ROUND, 5, 10), round_samples=ROUND)
     assert history.held().keys() == {'r1', 'r2'}
     history = ClockedController()
     history.join('b', 'n1')
-    submit(history, samples=(ROUND, 5), known=None)
+    submit(history, samples=(ROUND, 5))
     history.tell(ev.RoundKnown(1.0, 'r0', ROUND))
     assert started(history.ended('r0', 1, samples=ROUND)) == ['r1']
 
 
 def test_replicas_that_cannot_go_on_pause_ever_longer() -> None:
     history = ClockedController()
-    submit(history, samples=(ROUND, ROUND), known=ROUND)
+    submit(history, samples=(ROUND, ROUND), round_samples=ROUND)
     history.join('b', 'n1')
     begun = []
     for _ in range(4):
@@ -102,7 +96,7 @@ def test_one_that_fails_or_is_cancelled_ends_all() -> None:
     assert StopFragment('r0', 1, because) in actions
     assert history.ended('r0', 1, samples=8) == (EndTrainer('r0', 'failed', because),)
 
-    submit(history, samples=(ROUND,) * 30, known=ROUND)
+    submit(history, samples=(ROUND,) * 30, round_samples=ROUND)
     actions = history.tell(ev.TrainerCancelled(2.0, 'r29'))
     ended = [action.trainer for action in actions if isinstance(action, EndTrainer)]
     assert len(ended) == 28 and len(history.held()) == 2  # these two save first

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,22 +126,14 @@ def two_ends(folder: Path) -> Sequence[Checkpoint]:
 def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_path: Path) -> None:
     ends = two_ends(tmp_path)
     together = threading.Barrier(3)
-    errors: list[BaseException] = []
 
     def step(replica: int) -> None:
         weights = steps.OuterWeights(tmp_path, 'gpt', replica)
         together.wait()
-        try:
-            weights.step(ends, LENGTH, Nesterov(), LENGTH)
-        except BaseException as error:
-            errors.append(error)
+        weights.step(ends, LENGTH, Nesterov(), LENGTH)
 
-    threads = [threading.Thread(target=step, args=(replica,)) for replica in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(step, range(3))] == [None] * 3
     assert len([*(tmp_path / 'outer').glob(f'*{LENGTH:06d}-f*')]) == 1
     assert not [*(tmp_path / 'outer' / 'drafts').iterdir()]
 
