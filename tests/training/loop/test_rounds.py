@@ -143,7 +143,6 @@ def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path
     for replica, fragment, size, function, how in (
         (1, 1, 2, with_faults(train, kill_at(0, 1)), KILLED.how),
         (1, 2, 1, train, 'stopped'),
-        (1, 3, 1, train, 'stopped'),  # the other replica has not begun
         (0, 1, 3, killed('before-commit'), KILLED.how),
         (0, 2, 1, with_faults(train, kill_at(0, 1, fragment=None)), KILLED.how),
         (0, 1, 1, train, 'fenced'),  # a zombie of the same piece
@@ -209,8 +208,6 @@ def test_a_damaged_end_is_trained_once_more(fork_server: ForkClient, tmp_path: P
     data = Path(newest.path, 'rank-0.safetensors')
     data.write_bytes(data.read_bytes()[:-1] + b'\0')
     assert run(fork_server, piece(tmp_path, 1, 2)).how == 'stopped'
-    now = store.newest()
-    assert now is None or now.path != newest.path
     for replica, fragment, samples in ((0, 2, 32), (1, 3, 64), (0, 3, 64)):
         outcome = run(fork_server, piece(tmp_path, replica, fragment))
         assert (outcome.how, outcome.samples) == ('stopped', samples)
