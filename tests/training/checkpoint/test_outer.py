@@ -1,5 +1,6 @@
 """Outer steps: torch's SGD on the mean change, from files, tensor by tensor."""
 
+import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,7 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))
     with pytest.raises(FreeTrainError, match='put them back'):
         weights.step(ends[:1], LENGTH, Nesterov(), LENGTH)
+    shutil.rmtree(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*')))
     with pytest.raises(FreeTrainError, match='Replica 1 has no checkpoint any more'):
         weights.begin(made())
 

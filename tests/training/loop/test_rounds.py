@@ -168,7 +168,6 @@ def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize('overlap', [0, 1])
 def test_many_faults_change_no_bit(fork_server: ForkClient, tmp_path: Path, overlap: int) -> None:
-    """25 each; with ``overlap`` replicas are in different rounds."""
     how: Any = {'diloco': structs.replace(DILOCO, overlap=overlap), 'keep': 1}
     calm, _ = finish(fork_server, tmp_path / 'calm', **how)
     random, kills = Random(overlap), 0
