@@ -99,8 +99,8 @@ class LastStep:
 
     @property
     def _uses_state(self) -> bool:
-        moments = (self.variables or {}).items()
-        used = self._state.user.used or any(v for name, v in moments if name != 'counts')
+        kept = {**(self.variables or {}), 'counts': (), 'here': ()}  # those are alike on all ranks
+        used = self._state.user.used or any(kept.values())
         return used or (self._end is not None and self._end.user != '{}')
 
     @property
