@@ -33,8 +33,7 @@ from parsl_freetrain.training.spec.messages import Exit, Outcome, Rendezvous
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 
-EPOCH_STEPS, SHARDS = 4, 6
-"""Global batches of an epoch, which is cut short, and virtual shards."""
+EPOCH_STEPS, SHARDS = 4, 6  # global batches of an epoch, which is cut short, and virtual shards
 LIMIT_S = 300.0
 _CLOSE = 1e-3  # of what training has changed, another order of additions changes less
 _PAGE = 'docs/your-script.md'

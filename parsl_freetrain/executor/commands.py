@@ -61,12 +61,9 @@ _Answer = TaskArrived | MemberReturned | GreetingReturned | SchedulerAnswered
 _Trainers = SubmitTrainer | CancelTrainer | TellReplica
 Command = _Trainers | AdoptBlock | OrdinaryTasks | Quiesce | Stop | _Answer
 
-GATHER_S = 0.05
-"""Seconds to wait for other nodes after one has joined, so that one decision handles them all."""
-LONGEST_GATHER_S = 4 * GATHER_S
-"""Maximum seconds to wait if many nodes join one after the other."""
-SUBMITTED_S = 0.05
-"""The same for trainers: a decision for each would slow down who submits many."""
+GATHER_S = 0.05  # seconds to wait for more nodes after one has joined: one decision handles them
+LONGEST_GATHER_S = 4 * GATHER_S  # maximum seconds to wait if many nodes join one after the other
+SUBMITTED_S = 0.05  # the same for trainers: a decision for each would slow down who submits many
 
 
 def gather(

@@ -39,12 +39,9 @@ logger = logging.getLogger(__name__)
 
 GREETING_POLL_S = 0.25
 OFFERS_PERIOD_S = 5.0
-ANSWER_S = 2.0
-"""Maximum time in which the scheduler's answer is awaited before the old one is looked at."""
-OFFERS_BACK_S = 3600.0
-"""Maximum age, in seconds, of node offers that a site is asked about."""
-MOST_FAILURES = 20
-"""Number of consecutive failures of the allocator after which the run ends."""
+ANSWER_S = 2.0  # maximum seconds for the scheduler's answer, before the old one is looked at
+OFFERS_BACK_S = 3600.0  # maximum age, in seconds, of node offers that a site is asked about
+MOST_FAILURES = 20  # number of consecutive failures of the allocator after which the run ends
 
 
 class EventLoop:

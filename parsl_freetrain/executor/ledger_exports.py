@@ -24,11 +24,9 @@ from parsl_freetrain.journal.tables import write_sqlite
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
-LAST_S = 60.0
-"""How long the end of a run waits for loggers, in seconds."""
+LAST_S = 60.0  # how long the end of a run waits for loggers, in seconds
 PREFIX = 'freetrain_'
-MOST_OF_THE_TIME = 0.05
-"""Maximum share of the time in which this copies."""
+MOST_OF_THE_TIME = 0.05  # maximum share of the time in which this copies
 
 
 class MetricExport:

@@ -10,10 +10,8 @@ from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
 
-MOST = 10_000
-"""Maximum number of log records and lines that wait; later ones are left out."""
-LAST_S = 2.0
-"""Maximum seconds for which the end of an event loop waits for them."""
+MOST = 10_000  # maximum number of log records and lines that wait; later ones are left out
+LAST_S = 2.0  # maximum seconds for which the end of an event loop waits for them
 
 _waiting: dict[int, queue.Queue[Callable[[], object] | None]] = {}  # by the thread of a loop
 _call_handlers = logging.Logger.callHandlers

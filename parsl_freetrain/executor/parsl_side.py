@@ -17,8 +17,7 @@ from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.sites.provider import BackfillProvider
 
-INTERCHANGE_S = 30.0
-"""Seconds without an answer after which the interchange is considered dead."""
+INTERCHANGE_S = 30.0  # seconds without an answer after which the interchange is considered dead
 _LOOK_MS = 200
 
 

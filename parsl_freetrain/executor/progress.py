@@ -24,8 +24,6 @@ _CLEAR = '\r\x1b[K'
 
 
 class FutureUpdater(Subscriber):
-    """A subscriber that updates the progress of all trainers' futures and settles them."""
-
     def __init__(self, records: Mapping[str, TrainerRecord]) -> None:
         self._records = records
         self._nodes: dict[str, int] = {}  # of the last fragment of each trainer

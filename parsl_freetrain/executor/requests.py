@@ -39,8 +39,6 @@ class Preempt(msgspec.Struct, frozen=True, tag='preempt', forbid_unknown_fields=
 
 
 class Cancel(msgspec.Struct, frozen=True, tag='cancel', forbid_unknown_fields=True):
-    """Stop the trainer for good."""
-
     trainer: str
 
 

@@ -19,13 +19,10 @@ from parsl_freetrain.training.process import block_lease
 logger = logging.getLogger(__name__)
 
 FILE = 'run.json'
-BEAT_S = 20.0
-"""Seconds between two signs of life of a run."""
-CLAIM_S = 10.0
-"""Maximum seconds for which a run waits for another one that begins in the same folder."""
+BEAT_S = 20.0  # seconds between two signs of life of a run
+CLAIM_S = 10.0  # maximum seconds to wait for another run that begins in the same folder
 LOOK_S = 0.1
-SILENT_S = 90.0
-"""Seconds without one after which a run on another computer counts as dead."""
+SILENT_S = 90.0  # seconds without one after which a run on another computer counts as dead
 
 
 class RunLock:

@@ -27,10 +27,8 @@ class Backoff:
 
 logger = logging.getLogger(__name__)
 
-LEAST_S = 1.0
-"""A clock that is merely adjusted goes back by less."""
-WARN_S = 2.0
-"""Difference of two clocks, in seconds, that is worth a warning."""
+LEAST_S = 1.0  # a clock that is merely adjusted goes back by less
+WARN_S = 2.0  # difference of two clocks, in seconds, that is worth a warning
 
 
 class RunClock:

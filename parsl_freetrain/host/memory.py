@@ -8,12 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _COUNTER = 'oom_kill'
-_BEATS = 10
-"""On a busy computer it takes a process some seconds to end, and its parent to notice."""
-_FIRST = 500
-"""Of 1000: as if it used half of all memory more than it does (proc_pid_oom_score_adj(5))."""
-SECOND = 250
-"""Of a fork server: before whoever started it, and after its ranks."""
+_BEATS = 10  # on a busy computer it takes a process some seconds to end, and its parent to notice
+_FIRST = 500  # of 1000: as if it used half of all memory more (proc_pid_oom_score_adj(5))
+SECOND = 250  # of a fork server: before whoever started it, and after its ranks
 
 
 def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, int]:

@@ -12,8 +12,7 @@ with needs('parsl_freetrain.integrations.mlflow'):
     from mlflow import MlflowClient
     from mlflow.entities import Metric, RunTag
 
-ID, SAMPLES = 'freetrain.training', 'freetrain.samples'
-"""Tags of a run of MLflow."""
+ID, SAMPLES = 'freetrain.training', 'freetrain.samples'  # tags of a run of MLflow
 
 STATUS = {'finished': 'FINISHED', 'failed': 'FAILED', 'cancelled': 'KILLED'}
 

@@ -24,12 +24,9 @@ from parsl_freetrain.journal.records import HEAD, NAME, check_head, is_remains, 
 
 log = logging.getLogger(__name__)
 
-SYNC_S = 5.0
-"""Maximum seconds until what was written is on disk, so that other computers see it, too."""
-ALIVE_S = 30.0
-"""Seconds after which a run that has nothing to write notes that it is alive."""
-MOST_HELD = 100_000
-"""Number of events that wait at most for a file that cannot be written."""
+SYNC_S = 5.0  # maximum seconds until what was written is on disk, where others see it, too
+ALIVE_S = 30.0  # seconds after which a run that has nothing to write notes that it is alive
+MOST_HELD = 100_000  # number of events that wait at most for a file that cannot be written
 FLEETING = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.OrdinaryWork, ev.NodesNeeded)
 """Events without which reports lack only details."""
 

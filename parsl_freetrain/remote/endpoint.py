@@ -21,8 +21,7 @@ from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.remote import orders
 from parsl_freetrain.training.process.block_lease import read_holder
 
-LABEL = 'ordered'
-"""Label of the executor whose run takes orders."""
+LABEL = 'ordered'  # label of the executor whose run takes orders
 BEGIN_S = 120.0  # a run may have to import from a slow file system
 _LARGEST = 16_000_000  # bytes of a file
 

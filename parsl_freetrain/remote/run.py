@@ -31,8 +31,7 @@ from parsl_freetrain.sites.provider import BackfillProvider
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-LINGER_S = 30.0
-"""Seconds for which a run without orders keeps its blocks."""
+LINGER_S = 30.0  # seconds for which a run without orders keeps its blocks
 PROVIDER = {'max_blocks', 'min_hole_s', 'worker_init'}
 GROUPS = {'recording': Recording, 'policy': Policy, 'timeouts': Timeouts, 'htex': HtexOptions}
 

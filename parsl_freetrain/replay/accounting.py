@@ -45,7 +45,6 @@ class RecordedJob:
         self.since = at
 
     def completion_s(self) -> float:
-        """When the total is reached at this rate, which must be above 0."""
         return self.since + (self.total - self.samples) / self.rate
 
 

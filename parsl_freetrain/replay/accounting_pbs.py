@@ -15,8 +15,7 @@ WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")
 
 RECORD = re.compile(r'\d\d/\d\d/\d{4} \d\d:\d\d:\d\d;(\w+);([^;]*);(.*)')
 _PAIR = re.compile(r'([\w.]+)=("[^"]*"|\S*)')
-# Records: a job started, ended, or was requeued (and so ended).
-_START, _ENDS = 'S', ('E', 'R')
+_START, _ENDS = 'S', ('E', 'R')  # records: a job started, ended, or was requeued (and so ended)
 
 
 @dataclass(frozen=True)

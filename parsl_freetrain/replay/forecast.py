@@ -25,8 +25,7 @@ from parsl_freetrain.report.learned import speeds
 from parsl_freetrain.solver import allocator_named
 
 ENDLESS = 10**15  # stands for an unknown total, in samples
-APART_S = 0.01
-"""By which holes that end together are told apart, where fragments may not span blocks."""
+APART_S = 0.01  # tells holes that end together apart, where fragments may not span blocks
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from parsl_freetrain.replay.trace import Floats, Ints, read_bytes
 
 logger = logging.getLogger(__name__)
 
-# A longer time in a log means that the column holds something else.
-LONGEST_S = 10 * 366 * 86_400.0
+LONGEST_S = 10 * 366 * 86_400.0  # a longer time in a log means that the column holds something else
 
 
 @dataclass(frozen=True, slots=True)

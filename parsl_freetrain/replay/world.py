@@ -87,7 +87,6 @@ class World:
         return None
 
     def next_measurement_s(self) -> float:
-        """When the next speed is measured if nothing happens before; infinite: never."""
         return self._measuring.next_s(self._runs) if self._measuring else math.inf
 
     def happen(

@@ -8,8 +8,7 @@ from parsl_freetrain.core.model.errors import clean, nodes_text
 from parsl_freetrain.journal.kept_metrics import main_metric
 from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow
 
-LEAST_GAP = 1e-4
-"""A decision that is at most this share of its worth off the best one counts as the best."""
+LEAST_GAP = 1e-4  # a decision off the best one by at most this share counts as the best
 
 UNKNOWN = '–'
 

@@ -12,8 +12,7 @@ from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.state import Fragment, History, RunState, Training
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
-Place = tuple[int, str]
-"""Node count and node class; the class is empty where nodes are not told apart."""
+Place = tuple[int, str]  # node count and class; the class is empty where nodes are not told apart
 
 
 def place_of(run: RunState, fragment: Fragment) -> Place:

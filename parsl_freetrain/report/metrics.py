@@ -66,8 +66,7 @@ def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint,
 
 AXES = ('samples', 'epochs', 'seconds')
 MOST_POINTS = 400  # maximum number of points of one trainer in a chart
-MOST_TRAINERS, MOST_METRICS = 8, 12
-"""Maximum numbers of trainers and metrics of :func:`metrics_document`."""
+MOST_TRAINERS, MOST_METRICS = 8, 12  # maximum numbers in :func:`metrics_document`
 
 
 @dataclass(frozen=True)

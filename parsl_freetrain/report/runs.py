@@ -17,11 +17,9 @@ from parsl_freetrain.core.model.events import RunBegan
 from parsl_freetrain.core.model.state import History, RunState
 from parsl_freetrain.journal.read import Journal
 
-SILENT_S = 90.0
-"""Seconds without an entry after which a run is silent; a live run makes one every 30 s."""
+SILENT_S = 90.0  # seconds without an entry after which a run is silent; one is made every 30 s
 
-SAME_START_S = 2.0
-"""Most seconds between the start of a run and of its process; beyond, the process id was reused."""
+SAME_START_S = 2.0  # between the starts of a run and its process; else the process id was reused
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, Ru
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.report import timeline as tl
 
-EVENNESS = 1e-3
-"""How far, relatively, an even division of the constant pool may be off the best and is taken."""
+EVENNESS = 1e-3  # how far an even division of the constant pool may be off the best, relatively
 
 
 def summary(history: History, now: float | None = None) -> dict[str, Any]:

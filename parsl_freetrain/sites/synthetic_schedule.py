@@ -52,8 +52,7 @@ MIN_BUSY_S = 10.0
 # A cohort that leaves in two parts, cut at a uniform place, keeps two thirds of its pairs together;
 # where a quarter of the cohorts leaves as one, three quarters of all pairs stay together.
 _SPLIT_PROBABILITY = 0.75
-# Intervals move by at most this share of their length to end when others do.
-_SNAP = 0.1
+_SNAP = 0.1  # intervals move by at most this share of their length to end when others do
 # The machine runs so long before time 0 that it no longer shows that it began empty.
 _WARM_UP_S = 20_000.0
 

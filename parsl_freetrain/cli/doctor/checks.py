@@ -9,8 +9,7 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 
-SKEW_S = 2.0
-"""Largest difference of clocks, in seconds, that counts as none: deadlines have larger margins."""
+SKEW_S = 2.0  # largest difference of clocks, in seconds, that counts as none: deadlines have more
 
 FREE_BYTES = 1 << 30
 SLOW_FSYNC_MS = 200.0

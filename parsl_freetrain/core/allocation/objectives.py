@@ -15,8 +15,7 @@ from parsl_freetrain.core.model.expression import Expression, parse
 from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
 
 MOST_WORTH = 1e18  # more than this per second is refused: solvers calculate in floats
-SPEED_SHARE = 0.01
-"""What full speed adds under ``deadline``, so that nodes beyond what deadlines need are used."""
+SPEED_SHARE = 0.01  # what full speed adds under ``deadline``, so that all nodes are used
 
 _FOREVER_S = 1e12  # what takes longer takes this long: sums with infinity have no ratio
 
@@ -194,8 +193,7 @@ FIELDS = {
 """What an expression may ask for, by name."""
 
 
-CHANGING = ('deadline_s', 'remaining_samples', 'waited_s')
-"""Fields that change by themselves as time passes."""
+CHANGING = ('deadline_s', 'remaining_samples', 'waited_s')  # fields that change as time passes
 
 
 def objective_named(text: str, what: str = 'objective') -> Metric:

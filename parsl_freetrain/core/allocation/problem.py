@@ -182,7 +182,6 @@ class Problem:
 
     @cached_property
     def places_by_class(self) -> dict[str, tuple[int, ...]]:
-        """Indices of :attr:`places` by node class."""
         by_class: dict[str, tuple[int, ...]] = {}
         for b, block in enumerate(self.places):
             by_class[block.node_class] = (*by_class.get(block.node_class, ()), b)
@@ -279,7 +278,6 @@ def record_of(problem: Problem) -> dict[str, Any] | None:
 
 
 def problem_in(record: dict[str, Any]) -> Problem:
-    """The problem that was recorded."""
     return convert(record, Problem)
 
 
@@ -314,6 +312,4 @@ class Answer:
 
 
 class Allocator(Protocol):
-    """Anything that solves a :class:`Problem`."""
-
     def allocate(self, problem: Problem) -> Answer: ...

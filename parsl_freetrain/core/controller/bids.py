@@ -97,8 +97,7 @@ def _counted(
 
 ClassCurves = tuple[tuple[str, ScalingCurve], ...]
 
-LOOKS = 4
-"""How often per horizon time-dependent bids are renewed: so rarely that most decisions stand."""
+LOOKS = 4  # how often per horizon time-dependent bids are renewed: most decisions stand
 
 
 class Bids:

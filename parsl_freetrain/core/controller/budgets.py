@@ -10,8 +10,7 @@ from parsl_freetrain.core.allocation.constraints import EVERYBODY, keys_of
 from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
 
-INSTANT_S = 1e-6
-"""A budget that would last for fewer seconds counts as spent, since times are floats."""
+INSTANT_S = 1e-6  # a budget that would last for fewer seconds counts as spent: times are floats
 
 
 @dataclass
@@ -99,7 +98,6 @@ class Charges:
             self.charged += request.charge.cost(request.nodes, lasted_s)
 
     def left(self, open_blocks: Iterable[BlockRequest]) -> float:
-        """What is left if every open block lasts as long as it can."""
         if self.limit == math.inf:
             return math.inf
         may_cost = sum(block.charge.cost(block.nodes, block.lasts_s) for block in open_blocks)

@@ -27,8 +27,7 @@ from parsl_freetrain.core.model.types import CORRECTED_S, BlockRequest
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after failures in a row
 
-BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'
-"""Triggers of decisions for which there is no event."""
+BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'  # triggers that are no event
 
 
 class DecisionFailed(FreeTrainError, RuntimeError):

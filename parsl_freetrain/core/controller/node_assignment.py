@@ -16,8 +16,7 @@ class Want:
     former: Sequence[str] = ()  # its last nodes
 
 
-Order = Callable[[Iterable[PoolNode]], list[str]]
-"""Gives the names of nodes, those first that are expected to stay longest."""
+Order = Callable[[Iterable[PoolNode]], list[str]]  # those first that stay longest
 
 
 def assign(

@@ -18,8 +18,7 @@ from parsl_freetrain.core.model.errors import BadInput, refuse
 AGES_S = (0.0, 60.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 2400.0, 4800.0)
 """Where the bins of age begin, in seconds."""
 
-CLEAR = 0.15
-"""Mean positions of nodes that leave which are further from the middle count as an order."""
+CLEAR = 0.15  # mean positions of nodes that leave further from the middle count as an order
 
 LEAST = 100  # number of departures that teach a hazard as much as the bins together do
 Floats = npt.NDArray[np.float64]

@@ -20,8 +20,7 @@ KAPPA = np.concatenate([[0.0], np.logspace(-6.0, -1.5, 13)])
 _SIGMA, _KAPPA = (grid.ravel() for grid in np.meshgrid(SIGMA, KAPPA, indexing='ij'))
 # Standard deviations of the logarithm of a rate: of one measurement, and of the model itself.
 NOISE, MISFIT = 0.1, 0.04
-REPORTS = 3
-"""Reports of the speed, with at least a step between two, after which a shape has been tried."""
+REPORTS = 3  # of the speed, with at least a step between two: then a shape has been tried
 
 
 def shapes(nodes: Sequence[int]) -> Floats:
@@ -91,8 +90,7 @@ def points(max_nodes: int) -> list[int]:
 OPTIMISM = {1: 3.0, 2: 0.5}
 """By the number of counts measured: standard deviations that others are hoped to be faster."""
 
-CAUTION = 0.5
-"""The same while there are unknown trainers: they must not lose nodes to the hopes of others."""
+CAUTION = 0.5  # the same while there are unknown trainers, for whose hopes none loses nodes
 
 REMEMBERED = 15  # maximum number of measurements of a count that its typical rate is the median of
 RELATED = 20  # maximum number of trainers of the same function to learn from
@@ -191,8 +189,7 @@ class Profile:
         return np.exp(mean + optimism * spread)
 
 
-HOPED = 1.4
-"""A class that nobody has tried is taken to be this much faster than known ones, and so tried."""
+HOPED = 1.4  # a class that nobody has tried is taken to be this much faster, and so tried
 
 
 class ClassProfiles:

@@ -296,8 +296,6 @@ class ReleaseNodes(Struct, frozen=True, tag_field='kind', tag=True):
 
 
 class StartFragment(Struct, frozen=True, tag_field='kind', tag=True):
-    """Start a fragment of ``trainer`` on ``nodes``."""
-
     trainer: str
     fragment: int
     nodes: tuple[str, ...]

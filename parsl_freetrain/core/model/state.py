@@ -63,7 +63,6 @@ class Fragment:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """What identifies it in a journal: run, trainer, number."""
         return self.run, self.launched.trainer, self.launched.fragment
 
     @property

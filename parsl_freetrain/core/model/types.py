@@ -14,8 +14,7 @@ from typing import Any
 from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.errors import BadInput, refuse
 
-# Of a rounding error in a number of parts.
-_NEARLY = 1e-9
+_NEARLY = 1e-9  # of a rounding error in a number of parts
 
 
 def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -91,8 +90,7 @@ class Hole:
         return self.charge.cost(1, lasts_s) * 3600 / max(lasts_s, 1.0)
 
 
-CORRECTED_S = 30.0
-"""A scheduler corrects the end of a block that has just started by no more seconds."""
+CORRECTED_S = 30.0  # a scheduler corrects the end of a block that has just started by no more
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,6 @@ class Efficiency:
         checked.check_fields('Statistical efficiency', self)
 
     def at(self, nodes: int) -> float:
-        """Efficiency on ``nodes`` nodes."""
         i = bisect_left(self.nodes, nodes)
         if i == 0 or i == len(self.nodes):
             return self.value[min(i, len(self.nodes) - 1)]

@@ -113,8 +113,7 @@ def nodes_needed(
     return NodesNeeded(at, asked, tuple(ours))
 
 
-LEAVE_S = 1.0
-"""Time for the nodes of a block to end its job, in seconds; after that it is cancelled."""
+LEAVE_S = 1.0  # seconds for the nodes of a block to end its job; then it is cancelled
 
 AGAIN_S = 5.0
 LONGEST_AGAIN_S = 30.0
@@ -189,8 +188,7 @@ def _task(manager: str, function: str, *arguments: Any) -> dict[str, Any]:
     return {'resource_spec': {PIN: manager}, 'task_executor': hook}
 
 
-NODES, BLOCKS = 1000, 20
-"""Number of nodes whose logs are kept (projects have quotas of files), and of blocks."""
+NODES, BLOCKS = 1000, 20  # whose logs are kept (projects have quotas of files); blocks too
 
 
 class BlockLogs:

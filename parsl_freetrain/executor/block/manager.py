@@ -17,8 +17,7 @@ from parsl_freetrain.host.leftovers import own_names
 from parsl_freetrain.training.process.linux import die_with_parent
 
 POOL = 'parsl.executors.high_throughput.process_worker_pool'
-ONLY_MEMBERS = '--max_workers_per_node=1'
-"""With this option the one worker is that of fragments: no ordinary apps run."""
+ONLY_MEMBERS = '--max_workers_per_node=1'  # the one worker is that of fragments
 
 
 def main() -> None:

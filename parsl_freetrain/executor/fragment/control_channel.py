@@ -28,10 +28,8 @@ logger = logging.getLogger(__name__)
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _LOOK_MS = 500
-HANDSHAKE_MS = 3000
-"""Milliseconds after which a connection ends that has not proved who it is."""
-SEND_S = 15
-"""Seconds for which a member waits for its connection to take a message."""
+HANDSHAKE_MS = 3000  # milliseconds after which a connection ends that has not proved who it is
+SEND_S = 15  # seconds for which a member waits for its connection to take a message
 
 MemberKey = tuple[str, int, int]  # trainer, fragment, member
 

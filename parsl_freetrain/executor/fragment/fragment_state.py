@@ -29,17 +29,13 @@ from parsl_freetrain.training.comm.device_faults import (
 from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous
 
-FAULTY_NODES = 3
-"""Number of nodes on which the same fault of a device is the function's."""
+FAULTY_NODES = 3  # number of nodes on which the same fault of a device is the function's
 
 _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
 
-STUCK_S = 10.0
-"""How long a rank's report ``Stuck`` stays valid, in seconds."""
-ANSWER_S = 0.5
-"""Seconds for a member to answer when all ranks of the others have ended."""
-LONE_ANSWER_S = 2.0
-"""Seconds for a member to answer when others still run."""
+STUCK_S = 10.0  # how long a rank's report ``Stuck`` stays valid, in seconds
+ANSWER_S = 0.5  # seconds for a member to answer when all ranks of the others have ended
+LONE_ANSWER_S = 2.0  # seconds for a member to answer when others still run
 
 
 class FragmentResult(NamedTuple):
@@ -61,7 +57,6 @@ class LeftState(NamedTuple):
     nodes: tuple[frozenset[str], ...]
 
     def on(self, nodes: Collection[str]) -> bool:
-        """Whether these nodes have all of it."""
         return all(not part.isdisjoint(nodes) for part in self.nodes)
 
 

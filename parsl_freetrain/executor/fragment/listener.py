@@ -14,8 +14,7 @@ from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.clocks import NodeClocks
 from parsl_freetrain.training.spec import messages as msg
 
-RESERVE_S = 1e6
-"""Seconds that ranks ahead wait if no rescale is due, unless their trainer leaves the node."""
+RESERVE_S = 1e6  # seconds that ranks ahead wait if no rescale is due, as long as they may stay
 
 THINNED_S, THINNED = 20.0, 0.02
 """Least time between recorded reports: in seconds, or as a part of the fragment's age if less."""

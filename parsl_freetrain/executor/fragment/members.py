@@ -17,8 +17,7 @@ from parsl_freetrain.training.spec import messages as msg
 
 logger = logging.getLogger(__name__)
 
-AHEAD_S = 30.0
-"""Maximum seconds to wait for standby ranks before a fragment is asked to stop."""
+AHEAD_S = 30.0  # maximum seconds to wait for standby ranks before a fragment is asked to stop
 
 # For a fragment that is asked to stop to commit its last checkpoint, and for the next to begin.
 _SPARE_S = 120.0

@@ -24,8 +24,7 @@ from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 
 OURS = __name__.partition('.')[0]  # nodes have it, installed or not
 
-MOST_MB = 1000
-"""What is sent is in the memory of the submitting process and of each node several times."""
+MOST_MB = 1000  # what is sent is in memory here and on each node several times
 
 _registering = threading.Lock()
 _NO_FILE = '<dynamic-code>'  # as cloudpickle has it

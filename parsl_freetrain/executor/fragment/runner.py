@@ -37,8 +37,7 @@ from parsl_freetrain.training.spec.mode import Reproducible
 
 logger = logging.getLogger(__name__)
 
-SETTLED_S = 0.5
-"""Maximum seconds in which Parsl takes note of a fragment's end."""
+SETTLED_S = 0.5  # maximum seconds in which Parsl takes note of a fragment's end
 FRAGMENT = 'freetrain_fragment'  # key of the resource specification that marks a fragment's task
 
 

@@ -9,10 +9,8 @@ from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import overdue
 from parsl_freetrain.executor.settings import Timeouts
 
-LOOK_S = 1.0
-"""Maximum seconds between two checks."""
-SOON_S = 0.1
-"""Maximum seconds between two checks while a member has been asked whether it is there."""
+LOOK_S = 1.0  # maximum seconds between two checks
+SOON_S = 0.1  # maximum seconds between two checks while a member has been asked whether it is there
 
 
 class GiveUp(NamedTuple):

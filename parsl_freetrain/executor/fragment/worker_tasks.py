@@ -52,8 +52,6 @@ def _executing(execute: str | None) -> Callable[..., Any]:
 
 
 class Greeting(NamedTuple):
-    """The name of a node, the number of its accelerators, and its clock when it was greeted."""
-
     name: str
     devices: int
     clock: float = 0.0

@@ -25,16 +25,12 @@ from parsl_freetrain.sites.batch.node_windows import HOLDING
 from parsl_freetrain.sites.batch.queue_play import QueuePlay
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 
-MOST_JOBS = 500
-"""Maximum number of jobs that are looked at, as Slurm's ``bf_max_job_test``; see competing()."""
-MOST_TASKS = 20
-"""Maximum number of tasks of one array among them, as Slurm's ``bf_max_job_array_resv``."""
+MOST_JOBS = 500  # that are looked at, as Slurm's ``bf_max_job_test``; see competing()
+MOST_TASKS = 20  # of one array among them, as Slurm's ``bf_max_job_array_resv``
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What waiting jobs need now."""
-
     demands: tuple[NodeDemand, ...] = ()  #: the jobs that lack nodes of ours, in order of priority
     #: ids of all jobs that would start now: on idle nodes, or with the help of blocks
     served: frozenset[str] = frozenset()
@@ -154,10 +150,8 @@ def reserved(
     return tuple(demands)
 
 
-FORGET_S = 1800.0
-"""Seconds after which an ignored job is considered again, and a node may suit a job again."""
-UNWILLING_S = 30.0
-"""Seconds in which other runs give back what jobs need; then their blocks count as jobs."""
+FORGET_S = 1800.0  # seconds after which an ignored job, or an unsuitable node, counts again
+UNWILLING_S = 30.0  # for other runs to give back what jobs need; then their blocks count as jobs
 
 
 class StalledJobs:

@@ -94,8 +94,7 @@ class NodeCalendar:
         return math.inf, 0
 
 
-MOST_TIMES = 64
-"""The ends of jobs are put together to so many times: the first half, then every so many."""
+MOST_TIMES = 64  # to which ends of jobs are put together: the first half, then every so many
 
 Amounts = NDArray[np.float64]  # for each node (a row): CPUs, MiB of memory, GPUs
 Caps = NDArray[np.float64]  # CPUs that a job could get of each node

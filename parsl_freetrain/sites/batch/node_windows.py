@@ -22,8 +22,7 @@ HOLDING = (
     records.JobState.ENDING,
 )
 
-Groups = dict[tuple[float, str], list[str]]
-"""Names of nodes by when they can be had until, and by class."""
+Groups = dict[tuple[float, str], list[str]]  # nodes by when they can be had until, and class
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeCalendar, NodeShares
 from parsl_freetrain.sites.batch.node_windows import HOLDING
 
-ENDING_S = 60.0
-"""Nodes of a job that has been ending for so long, in seconds, do not count as free."""
-SOON_S = 3.0
-"""A reservation that ends in so many seconds counts as over: nodes are given back meanwhile."""
+ENDING_S = 60.0  # nodes of a job that has been ending for so long, in seconds, do not count as free
+SOON_S = 3.0  # a reservation that ends in so many seconds counts as over
 
 
 class QueuePlay:

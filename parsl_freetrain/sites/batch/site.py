@@ -80,7 +80,6 @@ class BatchSite:
 
     @property
     def run(self) -> str:
-        """The name of this run, which all its jobs' names have in them."""
         return self._submitter.run
 
     # --- beginning and end
@@ -201,7 +200,6 @@ class BatchSite:
         return shape, script
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """The status of each job; the last one seen while the scheduler is silent."""
         statuses = self._tracker.statuses(job_ids)
         self.poll_s, self.asked_at = self._tracker.poll_s, self._tracker.taken_in
         return statuses

@@ -30,8 +30,7 @@ HISTORY_S = 1.0
 """How long the records of jobs that are over are waited for, in seconds; what comes later is seen
 at the next look.
 """
-LONGEST_CANCEL_S = 300.0
-"""Maximum seconds between two tries to cancel jobs that nobody needs."""
+LONGEST_CANCEL_S = 300.0  # maximum seconds between two tries to cancel jobs that nobody needs
 
 _HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
@@ -116,7 +115,6 @@ class BlockTracker:
     # --- what others wait for
 
     def needs(self, snapshot: qw.QueueSnapshot) -> Needs:
-        """What waiting jobs of others need, by these answers."""
         with self._playing:
             if snapshot is not self._needs[0]:
                 with self._lock:
@@ -144,7 +142,6 @@ class BlockTracker:
             return self._needs[1]
 
     def nodes_held(self) -> dict[str, tuple[str, ...]]:
-        """The nodes of each block that has some, and is not ending, by the last answer."""
         return self._held
 
     def must_look(self) -> bool:

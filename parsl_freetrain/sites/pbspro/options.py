@@ -10,8 +10,7 @@ from parsl_freetrain.core.model.checked_values import AtLeast1, Seconds
 from parsl_freetrain.core.model.errors import refuse
 from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Line, Option, Word
 
-# Users may lower the priority of their jobs down to this (man qsub, -p).
-LOWEST = -1024
+LOWEST = -1024  # users may lower the priority of their jobs down to this (man qsub, -p)
 
 PALS = ('mpiexec', '-n', '{nodes}', '--ppn', '1', '--cpu-bind', 'none')
 """HPE's launcher, for ``launch``; it starts processes on any HPE Cray machine with PBS."""

@@ -24,8 +24,6 @@ _OVER = ('unknown job', 'has finished', 'invalid state')
 
 
 class Pbs:
-    """One queue of a machine with PBS Pro or OpenPBS, a batch ``Scheduler``."""
-
     label = 'PBS'
     step_s = 1
     script_mode = 0o600

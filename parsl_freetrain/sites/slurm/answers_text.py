@@ -24,8 +24,7 @@ _NOTHING = ('', '(null)', 'N/A')
 _UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'NOT_SET', 'N/A', '')
 _MARKS = '*~#!%$@^-+'
 
-# What is told of a job: see job_format.
-JOBS = ('squeue', '--noheader', '--all', '--states=all')
+JOBS = ('squeue', '--noheader', '--all', '--states=all')  # what is told of a job: see job_format
 # Without --exact, unlike nodes would be told with the fewest CPUs of all.
 NODES = ('sinfo', '--noheader', '--all', '--exact', f'--format={_NODE_FIELDS}')
 _EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')

@@ -11,8 +11,7 @@ from msgspec import Meta, field
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Option, Word
 
-# --nice as low as Slurm accepts.
-LOWEST = 2_147_483_645
+LOWEST = 2_147_483_645  # --nice as low as Slurm accepts
 
 
 Features = Annotated[

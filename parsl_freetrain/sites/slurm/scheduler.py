@@ -29,8 +29,6 @@ _TIER = 2.0**32  # above every priority
 
 
 class Slurm:
-    """One partition of a machine with Slurm, a batch ``Scheduler``."""
-
     label = 'Slurm'
     step_s = 60
     script_mode = 0o600

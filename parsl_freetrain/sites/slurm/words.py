@@ -45,8 +45,7 @@ def state_of(words: str) -> JobState:
     return _STATES.get(word, JobState.UNKNOWN)
 
 
-MOST_NODES = 1_000_000
-"""A list that names more is no list of nodes."""
+MOST_NODES = 1_000_000  # a list that names more is no list of nodes
 _NOTHING = ('', '(null)', 'None', 'N/A', 'n/a')
 
 

@@ -15,8 +15,7 @@ from xxhash import xxh3_128
 
 from parsl_freetrain.host.files import create
 
-BLOCK = 64 * 2**20
-"""Bytes of a block."""
+BLOCK = 64 * 2**20  # bytes of a block
 DIGEST_BYTES = 16
 _THREADS = 4
 

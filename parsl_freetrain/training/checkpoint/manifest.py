@@ -25,8 +25,7 @@ MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
 TRAINER_FILE = 'trainer.json'
 SHARED_FOLDER = 'frozen/'
-SHARED = f'../{SHARED_FOLDER}'
-"""How names of files begin that several checkpoints refer to."""
+SHARED = f'../{SHARED_FOLDER}'  # how names of files begin that several checkpoints refer to
 _MARKER_MOST, _MANIFEST_MOST = 1024, 2**30  # bytes
 _MOMENT_S = 0.2
 

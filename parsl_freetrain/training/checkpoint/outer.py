@@ -52,8 +52,7 @@ from parsl_freetrain.training.spec.retention import BEST
 _FILE = 'outer.safetensors'
 _FROM = 1  # the number of a fragment that they have in their names
 _ALIKE, _METRICS = 'alike', 'metrics'
-SKIPPED = 'skipped_steps'
-"""The metric that is a count: its sum over the replicas is what the training's result shows."""
+SKIPPED = 'skipped_steps'  # a count among metrics: its sum over the replicas is shown
 
 
 class OuterWeights:

@@ -23,10 +23,8 @@ from parsl_freetrain.training.checkpoint.transport import Disk
 CONTENTS = 'contents.json'
 _MOST = 2**34  # bytes of it
 
-ByteRange = tuple[str, int, int]
-"""A file, where in it the bytes begin, and their number."""
-Blocks = dict[str, tuple[str, ...]]
-"""By name of a file, the digest of each of its blocks."""
+ByteRange = tuple[str, int, int]  # a file, where in it the bytes begin, and their number
+Blocks = dict[str, tuple[str, ...]]  # by name of a file, the digest of each of its blocks
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -37,8 +35,6 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A tensor: its type, its shape as a whole, and its parts."""
-
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -77,7 +73,6 @@ class Contents(msgspec.Struct, frozen=True):
 
     @classmethod
     def united(cls, parts: Sequence[Contents]) -> Contents:
-        """All parts together; raises FreeTrainError if they are not all."""
         structure = next((part.structure for part in parts if part.structure), b'')
         if not structure:
             raise FreeTrainError('No rank has written what is not a tensor.')

@@ -129,7 +129,6 @@ class Saved:
 
 
 def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
-    """All states by name, with live tensors; ``named``: optimizers' go by parameters' names."""
     things: dict[str, Any] = {}
     for kind, several in _KINDS.items():
         things |= zip(names_of(kind), getattr(prepared, several), strict=False)

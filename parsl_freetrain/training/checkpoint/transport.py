@@ -15,8 +15,7 @@ from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest
 from parsl_freetrain.training.checkpoint.manifest import damage, damaged, path_in
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 
-FileBlock = tuple[str, int]
-"""A file, and the number of a block in it."""
+FileBlock = tuple[str, int]  # a file, and the number of a block in it
 Files = Mapping[str, tuple[int, tuple[str, ...]]]
 """By name, the size of a file in bytes, and the digests of its blocks."""
 _RECENT = 2

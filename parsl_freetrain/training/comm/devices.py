@@ -225,7 +225,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def visible_as() -> str:
-    """As an assignment to the environment variable."""
     variable = (kind_here() or CUDA).variable
     return f'{variable}={os.environ.get(variable)}'
 

@@ -13,12 +13,9 @@ from typing import Any
 
 from parsl_freetrain.training.spec.messages import Stuck
 
-LEAST_S = 15.0
-"""Minimum seconds in one exchange that count as too long."""
-STEPS = 10
-"""The same, in steps."""
-LOOK_S = 1.0
-"""Seconds between two looks."""
+LEAST_S = 15.0  # minimum seconds in one exchange that count as too long
+STEPS = 10  # the same, in steps
+LOOK_S = 1.0  # seconds between two looks
 
 
 class ExchangeWatch:
@@ -82,5 +79,4 @@ class ExchangeWatch:
             send(Stuck(rank, now[0]))
 
 
-exchanges = ExchangeWatch()
-"""Those of this process."""
+exchanges = ExchangeWatch()  # those of this process

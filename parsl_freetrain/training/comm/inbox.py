@@ -12,8 +12,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec import messages as ms
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
-GOES, MAY_STAY, STAYS = range(3)
-"""A rank's node after the fragment: it is taken away; unknown; the trainer continues there."""
+GOES, MAY_STAY, STAYS = range(3)  # a rank's node: taken away; unknown; the trainer stays there
 
 
 class Inbox:

@@ -172,10 +172,8 @@ class Agreed(IntEnum):
     SAVE = 2
     STOP = 3
     FINISH = 4
-    SPOILT = 5
-    """The state has numbers that are not finite."""
-    DIFFERENT = 6
-    """The ranks do not do the same."""
+    SPOILT = 5  # the state has numbers that are not finite
+    DIFFERENT = 6  # the ranks do not do the same
 
 
 def steps_between(step_s: float, time_left_s: float = math.inf) -> int:

@@ -20,8 +20,7 @@ _KEYS = (str, bytes, int, float, type(None))
 _NUMBERS = (int, float, complex, torch.Tensor)
 _PLAIN = (*_NUMBERS, str, bytes, type(None), PurePath, type, ModuleType, CodeType)
 
-Looks = dict[str, list[Any]]
-"""Some of the numbers and texts in a dataset, by where they are."""
+Looks = dict[str, list[Any]]  # some of the numbers and texts in a dataset, by where they are
 
 
 def inside(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

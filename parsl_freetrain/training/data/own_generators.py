@@ -20,7 +20,6 @@ class OwnGenerators:
         self._known: dict[int, tuple[str, Any, Callable[[int], object]]] = {}
 
     def find(self, where: Mapping[str, Any]) -> list[str]:
-        """Look for generators in named objects, and know them. Returns the names of new ones."""
         new = []
         for name, value in inside(where):
             seed = _seeding(value)

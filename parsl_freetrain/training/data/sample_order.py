@@ -47,8 +47,7 @@ class GlobalOrder:
     """
     sampler: Callable[[int], Sequence[int]] | None = None
     """Gives the indices of an epoch in place of ``shuffle``."""
-    drop_last: bool = False
-    """Whether an epoch ends with its last full batch; not in scaled mode."""
+    drop_last: bool = False  # whether an epoch ends with its last full batch; not in scaled mode
 
     def __post_init__(self) -> None:
         _check('The number of samples of the dataset', self.dataset_size)

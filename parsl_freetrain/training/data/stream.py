@@ -15,8 +15,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, with_own_workers
 
-ENDLESS = 2**53
-"""The length that a stream counts as."""
+ENDLESS = 2**53  # the length that a stream counts as
 
 _MARKS = 16
 

@@ -34,8 +34,7 @@ LARGE_BYTES = 50_000_000
 """From this size on, a state that is left in memory is committed by the next fragment, if that is
 ready. Smaller ones take little time.
 """
-Collect = Callable[[], State | None]
-"""Returns the state, or this rank's part of it; None on ranks that do not write."""
+Collect = Callable[[], State | None]  # the state, or this rank's part; None where no rank writes
 
 
 class Checkpointer:

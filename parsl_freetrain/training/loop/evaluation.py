@@ -19,8 +19,7 @@ from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.steps.mesh import Division
 
 Measure = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
-_Sums = dict[str, tuple[float, float]]
-"""By metric: sum and number."""
+_Sums = dict[str, tuple[float, float]]  # by metric: sum and number
 
 
 def evaluate(

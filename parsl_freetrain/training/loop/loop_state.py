@@ -133,15 +133,11 @@ class FragmentEnd(BaseException):
 
 class Phase(Enum):
     TRAINING = auto()
-    EPOCH_END = auto()
-    """What is done at the end of an epoch is being done."""
+    EPOCH_END = auto()  # what is done at the end of an epoch is being done
     LOOP_ENDED = auto()
-    ENDED_EARLY = auto()
-    """All ranks have agreed to end the training before the total."""
-    FINISHED = auto()
-    """The function has returned, in this or an earlier fragment."""
-    STOPPED = auto()
-    """The fragment ended before the total."""
+    ENDED_EARLY = auto()  # all ranks have agreed to end the training before the total
+    FINISHED = auto()  # the function has returned, in this or an earlier fragment
+    STOPPED = auto()  # the fragment ended before the total
 
 
 @dataclass
@@ -156,7 +152,6 @@ class UserState:
         self.values.update(values)
 
     def text(self) -> str:
-        """The dict as JSON. Raises BadInput if it holds something that JSON cannot express."""
         try:
             return json.dumps(self.values)
         except (TypeError, ValueError) as error:

@@ -30,7 +30,6 @@ class Channel(Generic[T]):
         self._socket, self._decoder = sock, decoder
 
     def fileno(self) -> int:
-        """Readable when a message or the end can be read."""
         return self._socket.fileno()
 
     def peer_pid(self) -> int:

@@ -133,7 +133,6 @@ class StopWatch:
 
 
 def connections() -> set[tuple[object, object]]:
-    """The TCP connections of this process, by the addresses of both ends."""
     found: set[tuple[object, object]] = set()
     for sock in processes.tcp_sockets():
         with suppress(OSError):  # it only listens, or was closed meanwhile

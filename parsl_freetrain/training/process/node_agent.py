@@ -51,7 +51,6 @@ _FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's
 
 
 def ignore_notices() -> None:
-    """Also in the processes that this one starts."""
     for number in NOTICES:
         signal.signal(number, signal.SIG_IGN)
 

@@ -28,8 +28,7 @@ PATIENCE_S = 60.0
 RACES = 200
 RACE_PAUSE_S = 0.0005
 MEET_S = 120.0
-SOCKET_NAME = 'x' * 40
-"""As long as the names that Python's multiprocessing and torch give to their sockets."""
+SOCKET_NAME = 'x' * 40  # as long as the names that multiprocessing and torch give to sockets
 
 
 def versions() -> dict[str, str | None]:

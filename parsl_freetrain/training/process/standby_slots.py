@@ -21,13 +21,10 @@ from parsl_freetrain.training.spec.messages import RankPid, encode
 FORK_SERVER_VARIABLE = 'FREETRAIN_FORK_SERVER'
 """Variable of a rank: the address of its node's fork server, without the leading zero byte."""
 
-KEPT_S = 60.0
-"""Seconds after which a state that has not been fetched is dropped."""
-ALONE_S = 180.0
-"""Seconds after which standby ranks end whose trainer has no rank on the node."""
+KEPT_S = 60.0  # seconds after which a state that has not been fetched is dropped
+ALONE_S = 180.0  # seconds after which standby ranks end whose trainer has no rank on the node
 
-_Name = tuple[str, str]
-"""A trainer, and a file of its state."""
+_Name = tuple[str, str]  # a trainer, and a file of its state
 
 
 @dataclass(frozen=True)

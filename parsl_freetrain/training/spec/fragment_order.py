@@ -56,8 +56,7 @@ class FragmentOrder:
     """How fast each node is, relatively, by which virtual shards are divided. Empty: alike."""
     interruptions_per_s: float | None = None
     """How often to expect that its nodes are taken without notice; None: not known."""
-    rehearsed: Rehearsed | None = None
-    """None: it is no rehearsal."""
+    rehearsed: Rehearsed | None = None  # None: it is no rehearsal
 
     @property
     def key(self) -> tuple[str, int]:

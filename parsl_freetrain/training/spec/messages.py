@@ -14,8 +14,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Count, Metrics, Seconds
 
 ProcessId = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Status = Annotated[int, Meta(ge=-128, le=255)]
-"""An exit status, or minus the signal that ended the process."""
+Status = Annotated[int, Meta(ge=-128, le=255)]  # an exit status, or minus the signal
 
 
 def _kind(class_name: str) -> str:

@@ -10,8 +10,7 @@ from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import AtLeast1, PositiveSeconds
 from parsl_freetrain.core.model.types import Checkpoint
 
-BEST = 'best'
-"""The metric that ``ctx.checkpoint`` reports."""
+BEST = 'best'  # the metric that ``ctx.checkpoint`` reports
 Resume = Literal['auto', 'require', 'never']
 
 
@@ -47,7 +46,6 @@ class Retention(Settings, frozen=True, kw_only=False):
         return kept | ({best.path} if best is not None else set())
 
     def best_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The best one, the newest of equal ones; None: none has the metric."""
         name, sign = self.best or BEST, 1 if self.mode == 'max' else -1
         measured = [
             (sign * checkpoint.metrics[name], i)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 calls = 0
-looking: Callable[[Any], None] | None = None
-"""Is given what the next call is for."""
+looking: Callable[[Any], None] | None = None  # is given what the next call is for
 around: dict[str, Callable[[], Callable[[], None]]] = {}
 """By whose they are: called before it; what they return, after it."""
 

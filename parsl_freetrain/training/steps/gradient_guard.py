@@ -30,8 +30,7 @@ grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _TENSOR.grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__set__
 """A parameter's own gradient, whatever its class says."""
 _version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
-_Seen = tuple[list[int], list[int]]
-"""The identities of gradients, and the versions of those that are there."""
+_Seen = tuple[list[int], list[int]]  # identities of gradients, and versions of those there
 _Taken = list[tuple[Sequence[torch.nn.Parameter], list[torch.Tensor | None]]]
 
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)

@@ -13,8 +13,7 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 
-_Groups = list[list[dict[str, Any]]]
-"""By optimizer and group, the settings that are plain values."""
+_Groups = list[list[dict[str, Any]]]  # by optimizer and group, the settings that are plain values
 
 _SCALARS = (bool, int, float, str, type(None))
 _OFFER = (

@@ -70,7 +70,6 @@ class Division:
 
     @property
     def alike(self) -> bool:
-        """Whether every rank holds the whole model, and trains samples of its own."""
         return self.whole and not self.grouped
 
     @cached_property
@@ -275,7 +274,6 @@ def put_parts_back(models: Iterable[torch.nn.Module]) -> None:
 def all_gather(
     tensor: torch.Tensor, spec: TrainingSpec, division: Division, steps: Steps, peers: Peers
 ) -> torch.Tensor:
-    """The rows of all ranks, in order of rank. Raises BadInput where a pass has not all samples."""
     if isinstance(spec.mode, Reproducible):
         if spec.shards == 1:
             return tensor

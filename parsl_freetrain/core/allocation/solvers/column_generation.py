@@ -26,8 +26,7 @@ from parsl_freetrain.core.allocation.solution import NO_GAIN, Asked, Found, grou
 from parsl_freetrain.core.allocation.solvers.column_master import Caps, Master
 from parsl_freetrain.core.allocation.solvers.column_pricing import Floats, Integers, Pricing, Region
 
-# Relative to the caps: node-seconds are sums of floats.
-_SLACK = 1e-12
+_SLACK = 1e-12  # relative to the caps: node-seconds are sums of floats
 
 
 class Incumbent:
@@ -120,10 +119,8 @@ _CLOSE, _USUAL = 0.25, 3e-3
 # them. With more than a few places that takes long, and the first ones are rounded besides.
 _EVERY, _FEW, _FIRST = 8, 6, 4
 _DIVES, _DIVES_OF_MANY = (1, 8, 24, 72, 200, 600), (2, 24, 72, 200, 600)
-# A share from which on a bid is fixed without looking at the others first.
-_CLEAR = 0.5
-# The prices of a linear programme are exact to about this share.
-_PROVEN = 1e-9
+_CLEAR = 0.5  # a share from which on a bid is fixed without looking at the others first
+_PROVEN = 1e-9  # the prices of a linear programme are exact to about this share
 
 
 class ColumnAllocator:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LARGEST = 1e5
-"""To which the largest worth is scaled: solvers stop at absolute tolerances of 1e-7 to 1e-5."""
+LARGEST = 1e5  # of the scaled worths: solvers stop at absolute tolerances of 1e-7 to 1e-5
 
 
 def scale_of(largest: float) -> float:

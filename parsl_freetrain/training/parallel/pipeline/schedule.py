@@ -29,10 +29,8 @@ DOWN, UP = 0, 1
 class Task:
     """One pass of a micro-batch through a stage: what a worker computes in a slot."""
 
-    kind: str
-    """:data:`FORWARD` or :data:`BACKWARD`."""
-    stage: int
-    """From 0, which takes the inputs, to the last, which computes the loss."""
+    kind: str  #: :data:`FORWARD` or :data:`BACKWARD`
+    stage: int  # from 0, which takes the inputs, to the last, which computes the loss
     micro_batch: int
     direction: int = DOWN
     """:data:`DOWN`: worker i has stage i; :data:`UP`: the i-th worker from the end has stage i."""
@@ -43,8 +41,7 @@ class PipelineSchedule:
     """The table of slots for a batch."""
 
     name: str
-    stages: int
-    """Number of stages, and of workers."""
+    stages: int  # number of stages, and of workers
     micro_batches: int
     rows: tuple[tuple[Task | None, ...], ...]
     """By worker, by slot: the task; None: a bubble. All rows have the makespan's length."""

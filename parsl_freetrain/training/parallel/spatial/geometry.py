@@ -41,7 +41,6 @@ class Window:
     dilation: int = 1
 
     def extent(self, n: int) -> int:
-        """Number of output positions for ``n`` input positions."""
         return (n + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     def place(self, position: int) -> int:
@@ -80,8 +79,7 @@ class TransposedWindow:
         ) // self.stride + 1
 
 
-Reach = Window | TransposedWindow
-"""How a layer acts on one axis."""
+Reach = Window | TransposedWindow  # how a layer acts on one axis
 
 
 @dataclass(frozen=True)

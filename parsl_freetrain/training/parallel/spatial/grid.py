@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.training.parallel.spatial.geometry import AXES, Bounds, split
 
-Layout = tuple[Bounds, Bounds, Bounds]
-"""The bounds of a volume's parts, along each of :data:`.geometry.AXES`."""
+Layout = tuple[Bounds, Bounds, Bounds]  # bounds of parts along each of :data:`.geometry.AXES`
 
 
 @dataclass(frozen=True)

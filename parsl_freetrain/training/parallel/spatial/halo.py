@@ -14,8 +14,7 @@ from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid, Layout
 Moves = tuple[geometry.Move | None, geometry.Move | None, geometry.Move | None]
 """What is needed along each axis; None: it is not divided, so that the layer itself pads."""
 
-FIRST = 2
-"""The dimension of depth: volumes are (samples, channels, depth, height, width)."""
+FIRST = 2  # the dimension of depth: volumes are (samples, channels, depth, height, width)
 
 
 def plan(
