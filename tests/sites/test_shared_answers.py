@@ -20,13 +20,15 @@ class Counted:
     label = 'Counted'
     nodes_every_s = 1e9
 
-    def __init__(self, log: Path) -> None:
-        self._log, self._client = log, Commands('Slurm', 0.3)
+    def __init__(self, log: Path, *beside: str) -> None:
+        self._log, self._client, self._beside = log, Commands('Slurm', 0.3), beside
 
     def _ask(self, what: str) -> str:
         return self._client.ask(('sh', '-c', 'echo $1 >> $0; wc -l < $0', str(self._log), what))
 
     def jobs(self) -> tuple[BatchJob, ...]:
+        for what in self._beside:
+            self._ask(what)
         return (BatchJob(self._ask('jobs').strip(), JobState.RUNNING, 'batch', 1),)
 
     def nodes(self) -> tuple[()]:
@@ -60,6 +62,19 @@ def test_three_runs_ask_at_most_twice_in_an_interval(tmp_path: Path, now: list[f
     own = watches[0]
     own.look(with_nodes=True, newer_than=now[0])
     assert own.last.jobs[0].job_id == str(len(asked) + 1), 'what it did itself must be in it'
+
+
+@pytest.mark.parametrize('beside', [(), ('gpus',)])
+def test_what_is_asked_beside_makes_questions_fewer(
+    tmp_path: Path, now: list[float], beside: tuple[str, ...]
+) -> None:
+    watch = QueueWatch(
+        cast(Any, Counted(log := tmp_path / 'log', *beside)), BatchOptions(), lambda: now[0]
+    )
+    for _ in range(20):
+        watch.look(with_nodes=False, wait_s=30.0)
+        now[0] += 12.0
+    assert len(log.read_text().split()) == 20
 
 
 @pytest.mark.parametrize(

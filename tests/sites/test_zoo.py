@@ -43,7 +43,13 @@ def check_scene(folder: Path) -> None:
     def said(name: str) -> str:
         return (folder / name).read_text()
 
-    text = {job.name: told(job) for job in answers_text.parse_jobs(said('squeue.txt'))}
+    jobs = answers_text.parse_jobs(said('squeue.txt'))
+    gpus: dict[str, list[str]] = {}
+    if (folder / 'gpus.txt').exists():  # only 22.05 and 24.11 were asked
+        gpus = answers_text.parse_gpus(said('gpus.txt'))
+    text = {job.name: told(job) for job in answers_text.with_gpus(jobs, gpus)}
+    for name, count in {'gpus-in-all': 2, 'gpus-of-tasks': 1, 'gpus-of-sockets': 1}.items():
+        assert not gpus or text[name].gpus == count
     if folder.name[6:] not in ('20.11', '21.08', '22.05'):  # no document with planned nodes
         found = [told(job) for job in answers_json.parse_jobs(said('squeue.json'))]
         assert {job.name: job for job in found} == text
@@ -175,6 +181,24 @@ def nodes_text(nodes: tuple[Nodes, ...]) -> str:
     )
 
 
+def told_apart(job: BatchJob) -> bool:
+    """Whether the job has asked for its GPUs in all."""
+    return job.gpus > 0 and int(job.job_id) % 2 == 0
+
+
+def gpus_text(jobs: tuple[BatchJob, ...]) -> str:
+    """The GPUs of whole jobs, in columns."""
+    return ''.join(
+        ''.join(f'{column:64}' for column in (job.job_id, 'N/A', in_all(job), 'N/A', '1')) + '\n'
+        for job in jobs
+    )
+
+
+def in_all(job: BatchJob) -> str:
+    wanted = job.features[0] if job.features else frozenset[str]()
+    return f'gres:{gres(wanted, job.gpus * job.nodes)}' if told_apart(job) else 'N/A'
+
+
 def jobs_text(jobs: tuple[BatchJob, ...]) -> str:
     bar = f'|{slurm_scene.MARK}'
     lines = []
@@ -187,7 +211,8 @@ def jobs_text(jobs: tuple[BatchJob, ...]) -> str:
                 (
                     *(f'{bar}<{job.job_id}', job.state.name, job.partition, str(job.nodes), start),
                     *(end, ','.join(job.planned), ','.join(job.names), job.user, 'Resources'),
-                    *(limit, str(int(job.priority)), '', '', gres(wanted, job.gpus), '(null)'),
+                    *(limit, str(int(job.priority)), '', ''),
+                    *('N/A' if told_apart(job) else gres(wanted, job.gpus), '(null)'),
                     *(plain(wanted, '&'), '64', '1', '0', 'NO', job.name),
                 )
             )
@@ -220,7 +245,8 @@ def jobs_document(jobs: tuple[BatchJob, ...], release: tuple[int, int]) -> str:
                 'time_limit': number((job.limit_s or 0) / 60),
                 'priority': number(job.priority),
                 'features': plain(wanted, '&').replace('(null)', ''),
-                'tres_per_node': f'gres/{asked}' if job.gpus else '',
+                'tres_per_node': f'gres/{asked}' if job.gpus and not told_apart(job) else '',
+                'tres_per_job': in_all(job).replace('N/A', ''),
                 'shared': ['none'] if release >= (23, 11) else 'none',
             }
         )
@@ -249,7 +275,11 @@ def verdict(said: Said, wanted: Wanted) -> tuple[dict[str, float], Needs]:
 
 WANTED = [Wanted('batch', (frozenset(f),) if f else (), g) for f, g in KINDS.values()]
 FORMS: dict[str, Callable[[tuple[BatchJob, ...]], tuple[BatchJob, ...]]] = {
-    'text': lambda jobs: answers_text.parse_jobs(jobs_text(jobs)),
+    'text': lambda jobs: tuple(
+        answers_text.with_gpus(
+            answers_text.parse_jobs(jobs_text(jobs)), answers_text.parse_gpus(gpus_text(jobs))
+        )
+    ),
     '23.02': lambda jobs: answers_json.parse_jobs(jobs_document(jobs, (23, 2))),
     '24.11': lambda jobs: answers_json.parse_jobs(jobs_document(jobs, (24, 11))),
 }
@@ -318,6 +348,7 @@ def test_pbs_gives_the_holes_and_demands_of_the_cluster(drawn: tuple[Said, str])
 # --- damaged answers
 
 READERS: dict[str, Callable[[str], object]] = {
+    'gpus.txt': answers_text.parse_gpus,
     'squeue.txt': answers_text.parse_jobs,
     'squeue.json': answers_json.parse_jobs,
     'sinfo.txt': answers_text.parse_nodes,

@@ -17,6 +17,7 @@ MARK = '0123456789abcdef'
 QUESTIONS = {
     'sinfo.txt': answers_text.NODES,
     'squeue.txt': answers_text.JOBS,
+    'gpus.txt': answers_text.GPUS,
     'reservation.txt': answers_text.RESERVATIONS,
     'partition.txt': answers_text.PARTITIONS,
     'squeue.json': answers_json.JOBS,  # last: 20.11 has no answer
@@ -31,6 +32,9 @@ JOBS = (
     '-J either -C skylake|icelake -N 2 -x node04',
     '-J both -C icelake&big',
     '-J gpus --gres=gpu:2 -N 2',
+    '-J gpus-in-all --gpus=3 -N 2',
+    '-J gpus-of-tasks --gpus-per-task=1 -n 2',
+    '-J gpus-of-sockets --gpus-per-socket=1 --sockets-per-node=1',
     '-J array -a 0-7%3 -N 3',
     '-J held -H',
     '-J tomorrow -b now+1day',

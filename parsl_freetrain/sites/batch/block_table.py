@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from parsl.jobs.states import JobStatus
 
@@ -69,15 +70,17 @@ class BlockTable:
         waiting = (BlockLife.PENDING, BlockLife.REQUEUED)
         return [block for block in self._blocks.values() if block.life in waiting]
 
+    def _unstarted(self) -> list[BatchBlock]:
+        """Those that have not begun, and are in the queue as far as is known."""
+        return [
+            b
+            for b in self._blocks.values()
+            if b.life is BlockLife.PENDING and not (b.seen.withdrawn or b.seen.missing)
+        ]
+
     def late(self, now: float) -> list[str]:
         """Those to be withdrawn: they have not started in time, as far as is known."""
-        return [
-            b.job_id
-            for b in self._blocks.values()
-            if b.life is BlockLife.PENDING
-            and now > b.start_by_s
-            and not (b.seen.withdrawn or b.seen.missing)
-        ]
+        return [b.job_id for b in self._unstarted() if now > b.start_by_s]
 
     def stranded(self, lengths_s: Collection[float], shortest_s: float, before: float) -> list[str]:
         """Those submitted ``before`` that need more or longer nodes than there are."""
@@ -85,12 +88,10 @@ class BlockTable:
             return []
         return [
             b.job_id
-            for b in self._blocks.values()
+            for b in self._unstarted()
             if b.seen.state is JobState.PENDING
-            and not b.seen.ran
-            and sum(length >= b.needs_s for length in lengths_s) < b.nodes
             and b.submitted_s < before
-            and not (b.seen.withdrawn or b.seen.missing)
+            and sum(length >= b.needs_s for length in lengths_s) < b.nodes
         ]
 
     def taken(self, requeue: bool) -> list[str]:
@@ -116,23 +117,13 @@ class BlockTable:
         has_nodes = block is not None and block.life in (BlockLife.RUNNING, BlockLife.ENDING)
         return block.seen.end_s if block is not None and has_nodes else None
 
-    def mark(
-        self,
-        job_ids: Iterable[str],
-        *,
-        cancelled: bool = False,
-        withdrawn: bool = False,
-        taken: bool = False,
-    ) -> None:
+    def mark(self, job_ids: Iterable[str], **why: Any) -> None:
+        """This process has ended these blocks, which are over when the scheduler says so. ``why``:
+        one of ``cancelled``, ``withdrawn`` and ``taken``, of :class:`Seen`.
+        """
         for job_id in job_ids:
             if block := self._blocks.get(job_id):
-                seen = replace(
-                    block.seen,
-                    cancelled=cancelled or block.seen.cancelled,
-                    withdrawn=withdrawn or block.seen.withdrawn,
-                    taken=taken or block.seen.taken,
-                )
-                self._see(block, seen)
+                self._see(block, replace(block.seen, **why))
 
     def take_in(self, jobs: Sequence[BatchJob], at: float) -> None:
         """The scheduler's answer to a question asked at this time."""

@@ -142,7 +142,8 @@ class QueueWatch:
                 waiting = any(waits(job, frozenset()) for job in jobs)
                 since = since if waiting else NEVER
                 snapshot = replace(snapshot, jobs=jobs, jobs_at=at, waiting_since=since)
-                jobs_answered = self._clock()
+                # What was asked beside takes the place of the next questions.
+                jobs_answered = self._clock() + max(0, told.questions - 1) * self.poll_s
             if with_nodes:
                 late = at - snapshot.reservations_at >= self.reservations_s
                 if late or snapshot.reservations_old:

@@ -18,11 +18,14 @@ from pathlib import Path
 
 @dataclass
 class Sharing:
-    """``not_before``: the oldest question that will do; ``asked_at``: that used."""
+    """``not_before``: the oldest question that will do; ``asked_at``: that used. ``questions``: how
+    many the scheduler itself was asked.
+    """
 
     clock: Callable[[], float]
     not_before: float
     asked_at: float = math.inf
+    questions: int = 0
 
     def used(self, at: float) -> float:
         self.asked_at = min(self.asked_at, at)
@@ -58,6 +61,7 @@ def answer(
                     sharing.used(at)
                     return said.decode()
         at = sharing.used(sharing.clock())
+        sharing.questions += 1
         found = ask()
         if fd is not None:
             with suppress(OSError):

@@ -14,7 +14,13 @@ import json
 from typing import Any
 
 from parsl_freetrain.sites.batch.records import BatchJob, NotUnderstood, as_documented
-from parsl_freetrain.sites.slurm.answers_text import choices_of, gpus_of, is_blocked, tasks_of
+from parsl_freetrain.sites.slurm.answers_text import (
+    choices_of,
+    gpus_of,
+    gpus_on_each,
+    is_blocked,
+    tasks_of,
+)
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
 JOBS = ('squeue', '--json', '--all', '--states=all')
@@ -43,9 +49,7 @@ def _job(job: dict[str, Any]) -> BatchJob:
     preempted = _number(job.get('preempt_time', 0))
     nodes = int(_number(job['node_count']) or 0)
     gres, *more = (job.get(f'tres_per_{what}') or '' for what in ('node', 'socket', 'job', 'task'))
-    socket, of_job, task = map(gpus_of, more)
-    of_job = of_job or task * int(_number(job.get('tasks')) or 1)
-    gpus = gpus_of(gres) or socket or -(-of_job // max(1, nodes))
+    gpus = gpus_on_each(nodes, int(_number(job.get('tasks')) or 1), gres, *more)
     per_gpu = gpus_of(job.get('memory_per_tres') or '')  # MiB, told as a number of GPUs is
     # 22.05: one word, or nothing; later a list of words.
     shared = job.get('shared') or ()

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,6 +29,11 @@ JOBS = ('squeue', '--noheader', '--all', '--states=all')  # what is told of a jo
 # Without --exact, unlike nodes would be told with the fewest CPUs of all.
 NODES = ('sinfo', '--noheader', '--all', '--exact', f'--format={_NODE_FIELDS}')
 _EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
+# GPUs that --format cannot tell; its answers have columns, so that none of them can be forged.
+_GPU_COLUMNS = 'JobArrayID', 'tres-per-socket', 'tres-per-job', 'tres-per-task', 'NumTasks'
+_WIDTH = 64
+_COLUMNS = ','.join(f'{name}:{_WIDTH}' for name in _GPU_COLUMNS)
+GPUS = ('squeue', '--noheader', '--all', '--states=PENDING', f'--Format={_COLUMNS}')
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
 PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')
 CONFIG = ('scontrol', 'show', 'config')
@@ -121,6 +127,40 @@ def _job(fields: list[str]) -> rc.BatchJob:
     )
 
 
+def queued_as(job_id: str) -> str:
+    """What stays of a job's id when tasks of its array have started."""
+    return job_id.partition('[')[0]
+
+
+@rc.as_documented('squeue')
+def parse_gpus(answer: str) -> dict[str, list[str]]:
+    """The columns of each job in the answer to :data:`GPUS`, by :func:`queued_as`."""
+    starts = range(0, _WIDTH * len(_GPU_COLUMNS), _WIDTH)
+    rows = ([line[at : at + _WIDTH].strip() for at in starts] for line in answer.splitlines())
+    return {queued_as(job_id): told for job_id, *told in rows}
+
+
+def with_gpus(jobs: Iterable[rc.BatchJob], told: Mapping[str, list[str]]) -> list[rc.BatchJob]:
+    """Jobs with the GPUs that :func:`parse_gpus` tells of those that seem to want none."""
+    found = []
+    for job in jobs:
+        if not job.gpus and (words := told.get(queued_as(job.job_id))):
+            types = frozenset(features_of('', ','.join(words[:3])))
+            wanted = (each | types for each in job.features or (frozenset[str](),))
+            gpus = gpus_on_each(job.nodes, _number(words[3]), '', *words[:3])
+            job = replace(job, gpus=gpus, features=tuple(filter(None, wanted)))
+        found.append(job)
+    return found
+
+
+def gpus_on_each(
+    nodes: int, tasks: int, gres: str, socket: str = '', of_job: str = '', task: str = ''
+) -> int:
+    """How many GPUs a job asks for on each of its nodes, by what it says of any of these."""
+    in_all = gpus_of(of_job) or gpus_of(task) * max(1, tasks)
+    return gpus_of(gres) or gpus_of(socket) or -(-in_all // max(1, nodes))
+
+
 def mib_of(text: str) -> float:
     found = re.fullmatch(r'(\d+(?:\.\d+)?)([KMGT]?)', text.strip())
     return float(found[1]) * 1024.0 ** ('KMGT'.find(found[2] or 'M') - 1) if found else 0.0
@@ -130,7 +170,7 @@ def mib_of(text: str) -> float:
 def parse_nodes(answer: str) -> tuple[rc.Nodes, ...]:
     """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line has other fields."""
     found = []
-    for line in answer.splitlines():
+    for line in _lines(answer, 'sinfo'):
         fields = line.strip().split('|')
         if fields == ['']:
             continue
@@ -150,9 +190,7 @@ def parse_nodes(answer: str) -> tuple[rc.Nodes, ...]:
 def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Reservations with nodes; unreadable times last for ever, unreadable nodes are all."""
     found = []
-    if answer and not answer.endswith('\n'):
-        raise rc.NotUnderstood('the answer of scontrol show reservation was cut off')
-    for line in answer.splitlines():
+    for line in _lines(answer, 'scontrol show reservation'):
         if not line.startswith('ReservationName='):  # "No reservations in the system"
             continue
         fields, everywhere, start, end = _pairs(line), False, None, None
@@ -281,6 +319,12 @@ def features_of(text: str, gres: str) -> tuple[str, ...]:
     """Node features, without brackets' counts, and the types of GPUs, such as ``gpu:a100``."""
     named = () if text in _NOTHING else tuple(text.split(','))
     return (*named, *dict.fromkeys(f'gpu:{kind}' for kind, _ in _gpus(gres) if kind))
+
+
+def _lines(answer: str, command: str) -> list[str]:
+    if answer and not answer.endswith('\n'):  # "node1" may be the begin of "node12"
+        raise rc.NotUnderstood(f'the answer of {command} was cut off')
+    return answer.splitlines()
 
 
 def _pairs(line: str) -> dict[str, str]:

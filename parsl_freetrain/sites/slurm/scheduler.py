@@ -14,6 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch import records
 from parsl_freetrain.sites.batch import scheduler_commands as commands
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
+from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.scheduler import NoHistory
 from parsl_freetrain.sites.slurm import answers_json, answers_text
@@ -44,6 +45,8 @@ class Slurm:
         self._user = commands.own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
         self._tiers: dict[str, int] = {}  # of partitions
+        self._gpus: dict[str, list[str]] = {}  # of waiting jobs, as they were told last
+        self._kinds: set[tuple[str, int, tuple[str, ...]]] = set()  # of nodes
         self._shrinks = options.shrink_blocks
 
     def queue(self) -> records.Partition:
@@ -70,13 +73,27 @@ class Slurm:
         """The queue, in a format that nobody else knows, and how our jobs have ended."""
         form = answers_text.job_format(secrets.token_hex(8))
         said = self.client.ask(answers_text.JOBS, SQUEUE_FORMAT=form)
-        return self._with_ends(answers_text.parse_jobs(said))
+        return self._with_ends(self._with_gpus(answers_text.parse_jobs(said)))
+
+    def _with_gpus(self, jobs: Sequence[records.BatchJob]) -> Sequence[records.BatchJob]:
+        """Each waiting job with the GPUs that its text does not tell, which is asked about once."""
+        unsaid = {answers_text.queued_as(job.job_id) for job in jobs if self._gpus_matter(job)}
+        if not self._gpus.keys() >= unsaid:
+            self._gpus = answers_text.parse_gpus(self.client.ask(answers_text.GPUS))
+        return answers_text.with_gpus(jobs, self._gpus)
+
+    def _gpus_matter(self, job: records.BatchJob) -> bool:
+        """Whether GPUs that are not told may decide which nodes serve a waiting job."""
+        among = job.partition.split(',')
+        gpus = [gpus for partition, gpus, _ in self._kinds if partition in among]
+        unsaid = not job.gpus and waits(job, frozenset())
+        return unsaid and any(gpus) and (job.cpus > 0 or len(gpus) > 1)
 
     def _ranked(self, job: records.BatchJob) -> records.BatchJob:
         tier = max(self._tiers.get(name, 0) for name in job.partition.split(','))
         return replace(job, priority=job.priority + _TIER * tier)
 
-    def _with_ends(self, jobs: tuple[records.BatchJob, ...]) -> tuple[records.BatchJob, ...]:
+    def _with_ends(self, jobs: Sequence[records.BatchJob]) -> tuple[records.BatchJob, ...]:
         """Each of this user's jobs that has failed, with how it ended; asked about once."""
         failed = {
             j.job_id for j in jobs if j.state is records.JobState.FAILED and j.user == self._user
@@ -95,6 +112,7 @@ class Slurm:
 
     def nodes(self) -> tuple[records.Nodes, ...]:
         found = answers_text.parse_nodes(self.client.ask(answers_text.NODES))
+        self._kinds = {(nodes.partition, nodes.gpus, nodes.features) for nodes in found}
         if not self._options.classes:
             return found
         return tuple(replace(n, node_class=self._options.class_of(n.features)) for n in found)

@@ -1,7 +1,10 @@
 """What a real Slurm answers about jobs that users describe in unusual ways."""
 
+import time
+
 import pytest
 
+from parsl_freetrain.sites.batch.demand import needs
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
 from parsl_freetrain.sites.slurm import answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
@@ -42,3 +45,31 @@ def test_jobs_that_ask_for_tasks_or_cpus_need_as_many_nodes_as_slurm_says(slurm:
     assert nodes('--ntasks=3') == nodes('--ntasks=3', '--exclusive') == 3
     assert nodes('--ntasks=2', '--nodes=2', '--exclusive') == nodes('--nodes=2') == 2
     assert nodes('--ntasks=1', '--exclusive') == 1
+
+
+def test_gpus_of_a_whole_job_are_asked_for_once_where_they_decide_who_serves_it(
+    slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node has a CPU for it and no GPU, the other is a block's."""
+    sizes = {'SLURM_CLUSTER_CPUS': '4', 'SLURM_CLUSTER_GPUS': '2'}
+    with Cluster.running(2, within='/tmp', **sizes) as cluster:
+        monkeypatch.setenv('SLURM_CONF', str(cluster.conf))
+
+        def submit(*options: str) -> str:
+            words = 'sbatch', '--parsable', '--output=/dev/null', *options, '--wrap=sleep 900'
+            return cluster.run(*words).strip()
+
+        submit('--nodelist=node01', '--gres=gpu:2', '--time=60')
+        block = submit('--nodelist=node02', '--exclusive', '--time=60')
+        cluster.wait(lambda: cluster.state(block) == 'RUNNING')
+        asked = '--gpus=1', '--gpus-per-task=1'
+        waiting = [submit(option, '--ntasks=1', '--time=10') for option in asked]
+        slurm = Slurm(SlurmOptions(partition='batch'))
+        slurm.queue()
+        nodes, ours = slurm.nodes(), frozenset({block})
+        for questions in (2, 3):
+            found = slurm.jobs()
+            assert [job.gpus for job in found if job.job_id in waiting] == [1, 1]
+            (demand,) = needs(nodes, found, (), ours, time.time()).demands
+            assert demand.job == waiting[0] and demand.among == {'node02'}, 'it has two GPUs'
+            assert slurm.client.commands['squeue'] == questions
