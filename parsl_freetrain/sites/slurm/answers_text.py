@@ -304,7 +304,8 @@ def duration_s(text: str) -> float | None:
 def _gpus(gres: str) -> list[tuple[str, int]]:
     """Types and numbers (one where unsaid) in ``gpu:a100:4(S:0-1),gres/gpu,craynetwork:4``."""
     found = []
-    for words in re.findall(r'(?:^|,)(?:gres[:/])?gpu((?:[:=][^:=,()]+)*)(?=[,(]|$)', gres):
+    bare = gres.replace(':(null)', '')  # a type that nobody has named
+    for words in re.findall(r'(?:^|,)(?:gres[:/])?gpu((?:[:=][^:=,()]+)*)(?=[,(]|$)', bare):
         kind = re.split('[:=]', words)[1:]
         count = int(kind.pop()) if kind and kind[-1].isdigit() else 1
         found.append((kind[0] if kind else '', count))

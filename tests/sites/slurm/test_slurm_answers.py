@@ -348,6 +348,7 @@ def test_durations(written: str, seconds: float | None) -> None:
         ('gres:gpu', 1),  # --gres=gpu, as 22.05 tells it
         ('gres/gpu,craynetwork:4', 1),
         ('gres/gpu:v100', 1),
+        ('gpu:(null):4(S:0)', 4),
         ('gpu:3090:2,gpu:1g.5gb:7(IDX:0-6)', 9),
         ('', 0),
     ],
