@@ -64,17 +64,14 @@ def test_three_runs_ask_at_most_twice_in_an_interval(tmp_path: Path, now: list[f
     assert own.last.jobs[0].job_id == str(len(asked) + 1), 'what it did itself must be in it'
 
 
-@pytest.mark.parametrize('beside', [(), ('gpus',)])
-def test_what_is_asked_beside_makes_questions_fewer(
-    tmp_path: Path, now: list[float], beside: tuple[str, ...]
-) -> None:
-    watch = QueueWatch(
-        cast(Any, Counted(log := tmp_path / 'log', *beside)), BatchOptions(), lambda: now[0]
-    )
-    for _ in range(20):
-        watch.look(with_nodes=False, wait_s=30.0)
-        now[0] += 12.0
-    assert len(log.read_text().split()) == 20
+def test_what_is_asked_beside_makes_questions_fewer(tmp_path: Path, now: list[float]) -> None:
+    for name, *beside in (['alone'], ['both', 'gpus']):
+        counted = Counted(log := tmp_path / name, *beside)
+        watch = QueueWatch(cast(Any, counted), BatchOptions(), lambda: now[0])
+        for _ in range(20):
+            watch.look(with_nodes=False, wait_s=30.0)
+            now[0] += 12.0
+        assert len(log.read_text().split()) == 20
 
 
 @pytest.mark.parametrize(

@@ -181,22 +181,16 @@ def nodes_text(nodes: tuple[Nodes, ...]) -> str:
     )
 
 
-def told_apart(job: BatchJob) -> bool:
-    """Whether the job has asked for its GPUs in all."""
-    return job.gpus > 0 and int(job.job_id) % 2 == 0
+def in_all(job: BatchJob) -> str:
+    """What a job says that has asked for all of its GPUs together."""
+    wanted = job.features[0] if job.features else frozenset[str]()
+    apart = job.gpus > 0 and int(job.job_id) % 2 == 0
+    return f'gres:{gres(wanted, job.gpus * job.nodes)}' if apart else 'N/A'
 
 
 def gpus_text(jobs: tuple[BatchJob, ...]) -> str:
-    """The GPUs of whole jobs, in columns."""
-    return ''.join(
-        ''.join(f'{column:64}' for column in (job.job_id, 'N/A', in_all(job), 'N/A', '1')) + '\n'
-        for job in jobs
-    )
-
-
-def in_all(job: BatchJob) -> str:
-    wanted = job.features[0] if job.features else frozenset[str]()
-    return f'gres:{gres(wanted, job.gpus * job.nodes)}' if told_apart(job) else 'N/A'
+    rows = ((job.job_id, 'N/A', in_all(job), 'N/A', '1') for job in jobs)
+    return ''.join(''.join(f'{column:64}' for column in row) + '\n' for row in rows)
 
 
 def jobs_text(jobs: tuple[BatchJob, ...]) -> str:
@@ -212,7 +206,7 @@ def jobs_text(jobs: tuple[BatchJob, ...]) -> str:
                     *(f'{bar}<{job.job_id}', job.state.name, job.partition, str(job.nodes), start),
                     *(end, ','.join(job.planned), ','.join(job.names), job.user, 'Resources'),
                     *(limit, str(int(job.priority)), '', ''),
-                    *('N/A' if told_apart(job) else gres(wanted, job.gpus), '(null)'),
+                    *(gres(wanted, job.gpus) if in_all(job) == 'N/A' else 'N/A', '(null)'),
                     *(plain(wanted, '&'), '64', '1', '0', 'NO', job.name),
                 )
             )
@@ -245,7 +239,7 @@ def jobs_document(jobs: tuple[BatchJob, ...], release: tuple[int, int]) -> str:
                 'time_limit': number((job.limit_s or 0) / 60),
                 'priority': number(job.priority),
                 'features': plain(wanted, '&').replace('(null)', ''),
-                'tres_per_node': f'gres/{asked}' if job.gpus and not told_apart(job) else '',
+                'tres_per_node': f'gres/{asked}' if job.gpus and in_all(job) == 'N/A' else '',
                 'tres_per_job': in_all(job).replace('N/A', ''),
                 'shared': ['none'] if release >= (23, 11) else 'none',
             }
@@ -372,19 +366,8 @@ ANSWERS = [
 ]
 ANSWERS += [('history', '7|CANCELLED by 0|0:15\n8|FAILED|143:0\n'), ('exits', '7 15\n8 256\n')]
 JUNK = (
-    '',
-    '²',
-    '-1',
-    '9' * 400,
-    'n[1-',
-    'n[0-99999999]',
-    '{',
-    'null',
-    '[]',
-    '0',
-    'é\0',
-    'NaN',
-    '\n',
+    *('', '²', '-1', '9' * 400, 'n[1-', 'n[0-99999999]'),
+    *('{', 'null', '[]', '0', 'é\0', 'NaN', '\n'),
 )
 
 

@@ -140,15 +140,9 @@ def test_holes_are_grouped_by_their_end_and_end_a_margin_earlier() -> None:
 
 def test_a_partition_bounds_holes() -> None:
     five = dict.fromkeys('abcde', 2000.0)
-    assert [hole.nodes for hole in holes(five, [], Partition('p', most_nodes=2), NOW, 0, 60)] == [
-        2,
-        2,
-        1,
-    ]
-    assert [
-        hole.nodes
-        for hole in holes(five, [], Partition('p', most_nodes=2, least_nodes=2), NOW, 0, 60)
-    ] == [2, 2]
+    for least, parts in ((0, [2, 2, 1]), (2, [2, 2])):
+        bounds = Partition('p', most_nodes=2, least_nodes=least)
+        assert [hole.nodes for hole in holes(five, [], bounds, NOW, 0, 60)] == parts
     assert holes(five, [], Partition('p', up=False), NOW, 0, 60) == ()
 
 
