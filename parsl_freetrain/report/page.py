@@ -16,7 +16,7 @@ from markupsafe import Markup
 from parsl_freetrain import __version__
 from parsl_freetrain.core.model.errors import clean
 from parsl_freetrain.report import charts
-from parsl_freetrain.report.cells import block_cells, trainer_cells
+from parsl_freetrain.report.cells import block_cells, in_shape, trainer_cells
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import MeasuredScaling
 from parsl_freetrain.report.metrics import MetricView
@@ -100,7 +100,7 @@ def _at_present(status: RunStatus) -> dict[str, Any]:
     if status.life.state not in ('running', 'silent'):
         return {'said_now': None}
     trainers = [
-        {'trainer': clipped(t.name, 60), 'state': t.state, **trainer_cells(t)}
+        {'trainer': clipped(t.name, 60), 'state': f'{t.state}{in_shape(t)}', **trainer_cells(t)}
         for t in status.trainers
     ]
     for cells in trainers:

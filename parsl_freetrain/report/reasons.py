@@ -133,6 +133,11 @@ def describe(action: ev.Action) -> str:
             return f'end {trainer!r}: {state}{f", {why}" if why else ""}'
 
 
+def _made(training: Training) -> str:
+    by = training.weights_by
+    return '' if by is None else f' The last outer step was made by replica {by}.'
+
+
 def waits_for(run: RunState, training: Training, now: float) -> str | None:
     """A sentence on what a trainer of a live run waits for; None if it has nodes or has ended."""
     fragment = training.last()
@@ -143,7 +148,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
     if late := [name for name, rounds in each.items() if rounds < training.rounds_needed]:
         return (
             f'It waits at the end of round {training.rounds} for {len(late)} other replicas: '
-            f'{", ".join(late[:MOST_OTHERS])}.'
+            f'{", ".join(late[:MOST_OTHERS])}.{_made(training)}'
         )
     if all(node.left_at is not None for node in run.nodes.values()):
         return _for_nodes(run, now) + _given_back(run, now)

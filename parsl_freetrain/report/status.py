@@ -42,6 +42,7 @@ class TrainerNow:
     verified: int = 0
     # of replicas: the rounds that all have ended, how many have ended one more, and of how many
     rounds: tuple[int, int, int] | None = None
+    weights_by: int | None = None  # the replica that made the last weights
 
     @property
     def loss(self) -> float | None:
@@ -194,6 +195,7 @@ def _trainer(
         resumes=sum(one.resumes for one in replicas),
         verified=sum(one.verified for one in replicas),
         rounds=_rounds(replicas, run) if training.trainer.round_samples else None,
+        weights_by=training.weights_by,
     )
 
 

@@ -146,6 +146,7 @@ class RoundKnown(Event, frozen=True):
     at: Seconds
     trainer: str
     round_samples: Count
+    made_by: Count | None = None  # the replica that made the weights of the round that it begins
 
 
 class ReplicaReached(Event, frozen=True):

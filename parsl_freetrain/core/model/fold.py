@@ -88,6 +88,7 @@ def _training(run: st.RunState, event: OfTraining) -> None:
             case ev.RoundKnown():
                 for one in run.replicas(training):
                     one.trainer = replace(one.trainer, round_samples=event.round_samples)
+                    one.weights_by = one.weights_by if event.made_by is None else event.made_by
             case ev.Rescaled():
                 training.rescaled.append(event)
 

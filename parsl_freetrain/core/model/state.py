@@ -123,6 +123,7 @@ class Training:
     rescaled: list[ev.Rescaled] = field(default_factory=list)
     resumes: int = 0  # of the last checkpoint, as there
     verified: int = 0
+    weights_by: int | None = None  # the replica that made the last round's weights
 
     @property
     def name(self) -> str:

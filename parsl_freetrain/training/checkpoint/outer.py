@@ -28,7 +28,7 @@ from parsl_freetrain.training.checkpoint import state as st
 from parsl_freetrain.training.checkpoint.block_digests import digest, digest_of_blocks, write_hashed
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.identity import refuse_open
-from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed
+from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, read_manifest
 from parsl_freetrain.training.checkpoint.optimizer_state import every_parameter
 from parsl_freetrain.training.checkpoint.outer_means import (
     MOMENTUM,
@@ -230,6 +230,11 @@ def with_weights(saved: st.Saved, path: Path) -> tuple[st.Saved, dict[str, float
                 thing, _, key = name.partition('.')
                 things[thing][key] = torch.empty_like(things[thing][key]).copy_(value)
     return changed, reader.structure().get(_METRICS, {})
+
+
+def made_by(path: Path) -> int:
+    """The replica that has made weights."""
+    return int(read_manifest(path).metrics[MADE_BY])
 
 
 def digest_of(path: Path) -> str:

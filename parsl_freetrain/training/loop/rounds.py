@@ -79,9 +79,12 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     try:
         found, metrics = outer.with_weights(saved, Path(path))
         state.round_from = outer.digest_of(Path(path))
+        by = outer.made_by(Path(path))
     except Damaged as damage:
         weights.put_aside(Path(path), damage)
         raise
+    if parts.place.rank == 0 and at:
+        parts.channel.send(RoundKnown(time.time(), order.trainer, length, by))
     skipped = metrics.pop(outer.SKIPPED, 0.0)
     if skipped and ends:
         metrics[outer.SKIPPED] = skipped
