@@ -14,16 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.read import Journal
+from tests.support.programs import Program
 from tests.support.waiting import LIMIT_S, looks, under_load
 
 MARK = 'FREETRAIN_INTERRUPTION_TEST'
 CTRL_C_S = 10.0  # what the demonstration promises
 ORPHANED_S = 20.0  # in which everything notices that the submitting process was killed
-EPOCHS = 3
+EPOCHS = 2
 
 
 class Demo:
@@ -40,23 +42,10 @@ class Demo:
         self.begun_at = time.time()
         self.output = folder / f'output-{self.mark}'
         with self.output.open('w') as output:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    '-m',
-                    'tests.support.held',
-                    str(self._go),
-                    '--out',
-                    str(self.out),
-                    '--idle',
-                    str(holes),
-                    '--nodes',
-                    '2',
-                    '--epochs',
-                    str(EPOCHS),
-                    *more,
-                ],
-                env={**os.environ, MARK: self.mark, 'PYTHONPATH': os.getcwd()},
+            options = ['--idle', holes, '--nodes', '2', '--epochs', str(EPOCHS), *more]
+            self.process = Program(
+                [sys.executable, '-m', 'tests.support.held', self._go, '--out', self.out, *options],
+                more_env={MARK: self.mark},
                 cwd=folder,
                 process_group=0,
                 stdout=output,
@@ -111,42 +100,36 @@ class Demo:
         self.process.wait()
 
 
-def test_ctrl_c_and_a_killed_submitting_process_lose_nothing(tmp_path: Path) -> None:
-    """The same command goes on after each, and ends with the weights of an undisturbed run."""
-    demos: list[Demo] = []
-
-    def run(*options: str) -> Demo:
-        demos.append(Demo(tmp_path, *options))
-        return demos[-1]
-
+@pytest.mark.parametrize(
+    ('by', 'gone_s'),
+    [(signal.SIGKILL, ORPHANED_S), pytest.param(signal.SIGINT, CTRL_C_S, marks=pytest.mark.long)],
+)
+def test_the_same_command_goes_on_after_ctrl_c_and_a_kill_of_the_submitting_process(
+    tmp_path: Path, by: signal.Signals, gone_s: float
+) -> None:
+    """It ends with the weights of an undisturbed run."""
+    first = Demo(tmp_path)
+    demos = [first]
     try:
-        killed = run()
-        killed.wait_for_progress()
-        assert len(killed.left()) > 4
-        killed.process.send_signal(signal.SIGKILL)
+        first.wait_for_progress()
+        assert len(first.left()) > 4
         begun = time.monotonic()
-        killed.process.wait()
+        if by == signal.SIGINT:
+            os.killpg(first.process.pid, by)  # as a terminal does
+        else:
+            first.process.send_signal(by)
+        status = first.process.wait(LIMIT_S)
         for _ in looks():
-            if not (left := killed.left()):
+            if not (left := first.left()):
                 break
-            assert time.monotonic() - begun < under_load(ORPHANED_S), [p.cmdline() for p in left]
-        print(f'gone {time.monotonic() - begun:.1f} s after SIGKILL')
+            assert time.monotonic() - begun < under_load(gone_s), [p.cmdline() for p in left]
+        if by == signal.SIGINT:
+            said = first.output.read_text()
+            assert status == 130, said
+            assert 'Nothing is lost: the same command continues' in said
+            assert 'Traceback' not in said
 
-        interrupted = run('--resume', 'require')
-        interrupted.wait_for_progress()
-        begun = time.monotonic()
-        os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does
-        status = interrupted.process.wait(LIMIT_S)
-        took = time.monotonic() - begun
-        print(f'ended {took:.1f} s after Ctrl-C')
-        said = interrupted.output.read_text()
-        assert status == 130, said
-        assert took <= under_load(CTRL_C_S), said
-        assert not interrupted.left()
-        assert 'Nothing is lost: the same command continues' in said
-        assert 'Traceback' not in said
-
-        last = run('--resume', 'require')
+        demos.append(last := Demo(tmp_path, '--resume', 'require'))
         last.may_end()
         assert last.process.wait(LIMIT_S) == 0, last.output.read_text()
         assert not last.left()

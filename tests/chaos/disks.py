@@ -7,7 +7,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.programs import run_to_end
+
 DISK_MB, INODES = 48, 1000
+OPTIONS = f'size={DISK_MB}m,nr_inodes={INODES},mode=0700'
 
 
 @contextlib.contextmanager
@@ -16,19 +19,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mounted = (
         not os.geteuid()
-        and not subprocess.run(
-            [
-                'mount',
-                '-t',
-                'tmpfs',
-                '-o',
-                f'size={DISK_MB}m,nr_inodes={INODES},mode=0700',
-                'chaos',
-                str(folder),
-            ],
-            capture_output=True,
-            check=False,
-        ).returncode
+        and not run_to_end(['mount', '-t', 'tmpfs', '-o', OPTIONS, 'chaos', folder]).returncode
     )
     try:
         yield mounted

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS
 from parsl_freetrain.core.allocation.problem_document import ProblemDocument, TrainerDocument
-from tests.support.programs import run_to_end
+from tests.support.programs import FREETRAIN, Program, run_to_end
 from tests.support.waiting import LIMIT_S
 
-PROGRAM = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'allocate']
+PROGRAM = [*FREETRAIN, 'allocate']
 DOCUMENTATION = Path(__file__).resolve().parents[2] / 'docs' / 'command-line.md'
 BUFFERED = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
 RECORDED = Path(__file__).resolve().parents[2].parent / 'shared' / 'data' / 'allocation'
@@ -478,20 +477,11 @@ def test_the_documentation_names_every_field_and_objective() -> None:
 
 
 def test_another_program_can_talk_to_it() -> None:
-    with subprocess.Popen(
-        [*PROGRAM, '-'],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=BUFFERED,
-    ) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
+    with Program([*PROGRAM, '-'], stderr=subprocess.PIPE, env=BUFFERED) as running:
         for name in ('first', 'second'):
             running.stdin.write(json.dumps(problem(id=name)) + '\n')
             running.stdin.flush()
-            assert json.loads(running.stdout.readline())['id'] == name
+            assert json.loads(running.said())['id'] == name
         out, err = running.communicate('x\n', timeout=LIMIT_S)
     assert (running.returncode, out) == (2, '')
     assert err.startswith('freetrain: standard input, line 3: it is not JSON')
@@ -499,17 +489,9 @@ def test_another_program_can_talk_to_it() -> None:
 
 def test_whoever_has_read_enough_may_go() -> None:
     lines = (json.dumps(problem()) + '\n') * 2000
-    with subprocess.Popen(
-        [*PROGRAM, '-'],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=BUFFERED,
-    ) as running:
-        assert running.stdout is not None
+    with Program([*PROGRAM, '-'], stderr=subprocess.PIPE, env=BUFFERED) as running:
         running.stdout.close()
-        running.stdout = None
+        vars(running)['stdout'] = None
         _, err = running.communicate(lines, timeout=LIMIT_S)
     assert (running.returncode, err) == (0, '')
 

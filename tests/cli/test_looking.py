@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from parsl_freetrain.executor.requests import Cancel
 from parsl_freetrain.report.runs import life_of
 from parsl_freetrain.report.status import RunStatus
 from tests.support.journals import demo_journal
+from tests.support.programs import FREETRAIN, Program, run_to_end
 from tests.support.told import Told
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
@@ -98,22 +98,8 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
         assert main(['logs', 'first', *ledger, '--fragment', '7']) == 2
         assert 'no log of a fragment 7; there are logs of 1 to 1' in capsys.readouterr().err
 
-        watched = subprocess.Popen(
-            [
-                sys.executable,
-                '-m',
-                'parsl_freetrain.cli.main',
-                'watch',
-                '--json',
-                '--every',
-                '0.2',
-                *ledger,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert watched.stdout is not None
-        assert json.loads(watched.stdout.readline())['state'] == 'running'
+        watched = Program([*FREETRAIN, 'watch', '--json', '--every', '0.2', *ledger])
+        assert json.loads(watched.said())['state'] == 'running'
 
         assert main(['cancel', 'frist', *ledger]) == 2
         assert "no trainer 'frist' in this run; it has 'first', 'second'" in capsys.readouterr().err
@@ -187,14 +173,8 @@ def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / 'ledger.journal'
-    with subprocess.Popen(
-        [sys.executable, '-c', DIES, str(path)],
-        stdout=subprocess.PIPE,
-        cwd=tmp_path,
-        env={**os.environ, 'PYTHONPATH': str(Path(__file__).resolve().parents[2])},
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with Program([sys.executable, '-c', DIES, path], cwd=tmp_path) as process:
+        process.said()
         assert said(capsys, 'status', '--ledger', str(path))['state'] == 'running'
         why = said(capsys, 'why', 'cnn', '--ledger', str(path))
         assert why['waits_for'].startswith('It waits for a hole')
@@ -275,13 +255,7 @@ def test_watch_waits_for_a_run_that_has_not_begun(
 ) -> None:
     """First there is no ledger, then one without a run."""
     path = tmp_path / 'ledger.journal'
-    with subprocess.Popen(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--ledger', str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as watching:
-        assert watching.stderr is not None
+    with Program([*FREETRAIN, 'watch', '--ledger', path], stderr=subprocess.PIPE) as watching:
         assert 'Waiting for a run to begin' in watching.stderr.readline()
         Told(path).close()
         assert 'has no run yet. Waiting for a run' in watching.stderr.readline()
@@ -302,15 +276,9 @@ def test_an_empty_ledger_is_said_to_be_empty(
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     """A terminal without all characters, and a full disk."""
     demo_journal(tmp_path / 'ledger.journal', seconds=40.0)
-    command = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'status']
-    latin = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, 'PYTHONIOENCODING': 'latin-1'},
-        capture_output=True,
-        check=False,
-    )
-    assert (latin.returncode, latin.stderr) == (0, b'') and b'mlp' in latin.stdout
+    command, latin_1 = [*FREETRAIN, 'status'], {'PYTHONIOENCODING': 'latin-1'}
+    latin = run_to_end(command, cwd=tmp_path, more_env=latin_1, encoding='latin-1')
+    assert (latin.returncode, latin.stderr) == (0, '') and 'mlp' in latin.stdout
     with open('/dev/full', 'w') as full:
         done = subprocess.run(
             command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -366,14 +334,8 @@ def test_into_a_pipe_there_are_no_control_characters(
 
 def test_a_pipe_that_closes_is_no_error(tmp_path: Path) -> None:
     demo_journal(tmp_path / 'ledger.journal', seconds=40.0, ended=False)
-    with subprocess.Popen(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--json', '--every', '0.01'],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as watching:
-        assert watching.stdout is not None and watching.stderr is not None
+    command = [*FREETRAIN, 'watch', '--json', '--every', '0.01']
+    with Program(command, cwd=tmp_path, stderr=subprocess.PIPE) as watching:
         watching.stdout.readline()
         watching.stdout.close()
         assert (watching.wait(LIMIT_S), watching.stderr.read()) == (0, '')

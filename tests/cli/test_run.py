@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.cli.main import main
-from tests.support.programs import run_to_end
+from tests.support.programs import FREETRAIN, Program, run_to_end
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -145,15 +145,8 @@ def test_apps_on_an_executor_beside_find_the_modules_of_the_files_folder(folder:
 def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path, times: int) -> None:
     workflow = folder / 'mine.py'
     workflow.write_text(TRAINS.replace('EPOCHS', '1_000_000'))
-    with subprocess.Popen(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', 'mine.py', '--site', 'site.py'],
-        cwd=folder,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    ) as running:
+    command = [*FREETRAIN, 'run', 'mine.py', '--site', 'site.py']
+    with Program(command, cwd=folder, stderr=subprocess.PIPE, process_group=0) as running:
         end = time.monotonic() + LIMIT_S
         while not list((folder / 'kept').glob('train/logs/*')):
             assert running.poll() is None and time.monotonic() < end

@@ -4,11 +4,9 @@ private parts.
 
 import ast
 import inspect
-import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from parsl_freetrain.executor import FreeTrainExecutor, interchange
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
 from tests.executor.where import where
+from tests.support.programs import Program
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, under_load, wait_until
 
@@ -216,14 +215,8 @@ if __name__ == '__main__':
 def test_the_interchange_ends_with_the_submitting_process(tmp_path: Path) -> None:
     script = tmp_path / 'submit.py'
     script.write_text(ORPHAN)
-    with subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': os.getcwd()},
-    ) as submitting:
-        assert submitting.stdout is not None
-        process = psutil.Process(int(submitting.stdout.readline()))
+    with Program([sys.executable, script, tmp_path]) as submitting:
+        process = psutil.Process(int(submitting.said()))
         assert 'parsl_freetrain.executor.interchange' in ' '.join(process.cmdline())
         submitting.send_signal(signal.SIGKILL)
         submitting.wait()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from parsl_freetrain.executor import run_lock
 from parsl_freetrain.executor.run_lock import FILE, SILENT_S, RunLock
 from parsl_freetrain.training.process import block_lease
 from parsl_freetrain.training.process.block_lease import Holder, write_holder
+from tests.support.programs import Program
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -41,15 +41,8 @@ def test_a_second_live_run_is_refused_and_status_sees_the_first(
         assert main(['status', '--json', '--ledger', ledger]) == 0
         return str(json.loads(capsys.readouterr().out)['state'])
 
-    with subprocess.Popen(
-        [sys.executable, '-c', LIVES, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, 'PYTHONPATH': os.getcwd()},
-        text=True,
-    ) as first:
-        assert first.stdin is not None and first.stdout is not None
-        assert first.stdout.readline() == 'begun\n'
+    with Program([sys.executable, '-c', LIVES, tmp_path]) as first:
+        assert first.said() == 'begun'
         with (
             pytest.raises(BadInput, match=f'alive: process {first.pid} on '),
             freetrain(tmp_path, LocalSite(nodes=1)),

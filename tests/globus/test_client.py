@@ -47,7 +47,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 QUICK: dict[str, Any] = {
     'site': {'type': 'local', 'nodes': 1, 'poll_s': 0.2},
-    'look_every_s': 1.0,
+    'look_every_s': 2.0,  # each look is a process
     'max_workers_per_node': 0,
     'min_hole_s': 1.0,
     'policy': {'horizon_s': 20.0},
@@ -136,7 +136,7 @@ def test_a_run_that_is_killed_is_followed_by_another_one_with_the_same_weights(
 
 
 def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
-    connect: Connect, endpoint: Endpoint, tmp_path: Path
+    connect: Connect, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, other = connect(), connect()
     training = remote.submit(trainer(**SLOW), pause_s=0.02)
@@ -158,13 +158,15 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
         training.result(LIMIT_S)
     assert training.state == 'cancelled'
     assert list((tmp_path / 'far' / 'fit').glob('ckpt-*'))
+    _what_goes_wrong_is_a_sentence(remote, monkeypatch)
     remote.close()
     with pytest.raises(BadInput, match='this FreeTrainClient is closed'):
         remote.submit(trainer())
 
 
-def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = connect()
+def _what_goes_wrong_is_a_sentence(
+    remote: FreeTrainClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = remote.submit(trainer(), fail_at=40, trainer_name='failing')
     words = r"ValueError: no more after 40 samples.*fragment 1 of trainer 'failing'.*\.log"
     with pytest.raises(TrainerFailed, match=words):
@@ -180,7 +182,7 @@ def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.Mon
         with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
             remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
         assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']
-    assert remote.trainers().keys() == {'failing'}
+    assert remote.trainers().keys() == {'fit', 'failing'}
 
 
 def test_what_this_computer_can_tell_is_refused_at_once(

@@ -3,7 +3,6 @@
 import os
 import socket
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 from parsl_freetrain.host.clocks import Backoff
 from parsl_freetrain.host.processes import is_stopped, process_ids, start_of, status, tcp_sockets
+from tests.support.programs import Program
 
 
 def mode_of(path: Path) -> int:
@@ -74,14 +74,8 @@ def test_logs_are_appended_to(tmp_path: Path) -> None:
 def test_a_process_is_known_while_it_lives() -> None:
     # A name with a parenthesis and spaces is the hard case of /proc/PID/stat.
     code = "open('/proc/self/comm', 'w').write(') R 1 2'); print(flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, '-c', code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with Program([sys.executable, '-c', code], start_new_session=True) as process:
+        process.said()
         found = status(process.pid)
         assert found is not None
         assert found.alive

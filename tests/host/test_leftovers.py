@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.host.leftovers import PREFIX, SHARED, own_names, remove_leftovers
+from tests.support.programs import Program, run_to_end
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,16 +49,10 @@ def start(folder: Path) -> Manager:
     folder.mkdir()
     script = folder.with_suffix('.py')
     script.write_text(MANAGER)
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, 'TMPDIR': str(folder), 'PYTHONPATH': str(ROOT)},
-        start_new_session=True,
-        text=True,
+    process = Program(
+        [sys.executable, script], more_env={'TMPDIR': str(folder)}, start_new_session=True
     )
-    assert process.stdout is not None
-    return Manager(process, process.stdout.readline().strip())
+    return Manager(process, process.said())
 
 
 def test_what_a_killed_manager_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
@@ -95,14 +90,8 @@ with own_names():
 def test_a_manager_that_is_killed_before_it_locks_its_folder_leaves_it_to_the_next_one(
     tmp_path: Path,
 ) -> None:
-    environment = {**os.environ, 'TMPDIR': str(tmp_path), 'PYTHONPATH': str(ROOT)}
-    killed = subprocess.run(
-        [sys.executable, '-c', KILLED],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    own = {'TMPDIR': str(tmp_path), 'PYTHONPATH': str(ROOT)}
+    killed = run_to_end([sys.executable, '-c', KILLED], more_env=own)
     assert killed.returncode == -signal.SIGKILL
     folder = Path(killed.stdout.strip())
     assert folder.parent == SHARED and folder.name.startswith(PREFIX)

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from parsl_freetrain.integrations.csv_file import CsvLogger
 from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger
+from tests.support.programs import run_to_end
 
 NET = LoggedTraining('net-abc', 'net', {'mode': 'reproducible', 'min_nodes': 1})
 OTHER = LoggedTraining('other-abc', 'other')
@@ -111,12 +110,7 @@ def test_wandb(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
     quiet = {'HOME': str(tmp_path), 'WANDB_SILENT': 'true', 'WANDB_ERROR_REPORTING': 'false'}
-    subprocess.run(
-        [sys.executable, '-c', IN_WANDB, str(tmp_path)],
-        check=True,
-        env={**os.environ, **quiet},
-        cwd=Path(__file__).parents[2],
-    )
+    run_to_end([sys.executable, '-c', IN_WANDB, tmp_path], check=True, more_env=quiet)
     steps: dict[str, list[tuple[int, float]]] = {}
     for file in sorted(tmp_path.glob('wandb/offline-run-*/*.wandb')):
         for data in records(file.read_bytes()):

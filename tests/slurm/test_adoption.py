@@ -3,7 +3,6 @@ real SIGKILL.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 from parsl_freetrain import LocalSite, Reproducible, freetrain_app, same_weights
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
+from tests.support.programs import Program
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
@@ -30,20 +30,10 @@ EPOCHS = 60
 def submitting(folder: Path, pause_s: float) -> Iterator[subprocess.Popen[str]]:
     with (
         (folder / 'said').open('a') as said,
-        subprocess.Popen(
-            [
-                sys.executable,
-                '-m',
-                'tests.slurm.submitting',
-                str(folder),
-                str(EPOCHS),
-                str(pause_s),
-            ],
+        Program(
+            [sys.executable, '-m', 'tests.slurm.submitting', folder, str(EPOCHS), str(pause_s)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=said,
-            text=True,
-            env={**os.environ, 'PYTHONPATH': os.getcwd()},
         ) as process,
     ):
         try:

@@ -19,6 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.read import Journal
 from tests.support import template
+from tests.support.programs import Program
 from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -46,7 +47,7 @@ class Run:
     it may end.
     """
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], output: Path) -> None:
+    def __init__(self, folder: Path, process: subprocess.Popen[str], output: Path) -> None:
         self.process = process
         self._go = folder / 'go'
         self._ledger = folder / 'out' / 'holes' / 'ledger.journal'
@@ -86,23 +87,13 @@ def digits(folder: Path) -> Iterator[Run]:
     (folder / 'site.toml').write_text(SITE)
     output = folder / 'output'
     with output.open('w') as said:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                '-m',
-                'tests.support.held',
-                str(folder / 'go'),
-                '--site',
-                str(folder / 'site.toml'),
-                '--out',
-                str(folder / 'out'),
-                '--epochs',
-                str(EPOCHS),
-            ],
+        options = ['--site', folder / 'site.toml', '--out', folder / 'out', '--epochs', str(EPOCHS)]
+        process = Program(
+            [sys.executable, '-m', 'tests.support.held', folder / 'go', *options],
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **template.for_nodes(), 'PYTHONPATH': os.getcwd()},
+            more_env=template.for_nodes(),
             cwd=folder,
         )
     try:

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 from tests.support.allocation import bid
-from tests.support.programs import run_to_end
+from tests.support.programs import Program, run_to_end
 from tests.support.solvers import Wayward, children
 from tests.support.waiting import LIMIT_S
 
@@ -141,16 +140,8 @@ allocator.allocate(Problem(120.0, 8, (bid(sys.argv[2]),)))
 
 @pytest.mark.parametrize('what', ['good', 'hang'])
 def test_the_child_ends_when_its_parent_is_killed(what: str) -> None:
-    with subprocess.Popen(
-        [sys.executable, '-c', PARENT, '1.0', what],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdin is not None
-        process = psutil.Process(int(parent.stdout.readline()))
+    with Program([sys.executable, '-c', PARENT, '1.0', what], cwd=ROOT) as parent:
+        process = psutil.Process(int(parent.said()))
         if what == 'hang':
             parent.stdin.write('\n')
             parent.stdin.flush()

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.checkpoint.manifest import is_committed
 from parsl_freetrain.training.comm.device_faults import storage_trouble
 from tests.support import file_system_shim as fs
+from tests.support.programs import Program
 from tests.support.waiting import LIMIT_S, wait_until
 
 PROGRAM = """
@@ -46,12 +46,8 @@ def test_a_training_waits_for_its_file_system(
     shim = fs.Shim(tmp_path)
     store = tmp_path / 'checkpoints' / 'aa'
     with (tmp_path / 'output').open('wb') as output:
-        process = subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, str(tmp_path)],
-            env={**os.environ, **shim.environment, 'PYTHONPATH': os.getcwd()},
-            stdout=output,
-            stderr=output,
-        )
+        program, own = [sys.executable, '-c', PROGRAM, tmp_path], shim.environment
+        process = Program(program, more_env=own, stdout=output, stderr=output)
     try:
         wait_until(lambda: process.poll() or any(map(is_committed, store.glob('ckpt-*'))))
         with shim.trouble(calls, error, path):

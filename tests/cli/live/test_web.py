@@ -25,6 +25,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
 from tests.support.browser import PHONE, tab
 from tests.support.browser import browser as browser  # a fixture
+from tests.support.programs import FREETRAIN, Program, run_to_end
 from tests.support.told import Told
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -171,12 +172,7 @@ with socket.socket() as one:
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can become another user')
 def test_other_users_get_nothing_at_all(page: Page) -> None:
     said = [
-        subprocess.run(
-            [sys.executable, '-c', ASK, str(page.server_port), *user],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        run_to_end([sys.executable, '-c', ASK, str(page.server_port), *user]).stdout.strip()
         for user in ([], ['65534'])
     ]
     assert said == ['HTTP/1.0 403', '']
@@ -256,15 +252,9 @@ def test_the_verb_prints_the_address_and_ends_with_ctrl_c(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with live_run(tmp_path):
-        command = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--web']
-        with subprocess.Popen(
-            [*command, '--json', '--ledger', str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as watching:
-            assert watching.stdout is not None and watching.stderr is not None
-            address = urlsplit(json.loads(watching.stdout.readline())['address'])
+        command = [*FREETRAIN, 'watch', '--web', '--json', '--ledger', tmp_path]
+        with Program(command, stderr=subprocess.PIPE) as watching:
+            address = urlsplit(json.loads(watching.said())['address'])
             with closing(http.client.HTTPConnection(address.netloc, timeout=LIMIT_S)) as connection:
                 connection.request('GET', f'/?{address.query}')
                 assert connection.getresponse().status == 303

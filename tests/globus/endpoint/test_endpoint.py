@@ -4,9 +4,7 @@ what the errors of Globus's SDK mean to a user.
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from parsl_freetrain.remote.client import FreeTrainClient
 from parsl_freetrain.remote.orders import run_or_join
 from tests.globus.endpoint.cloud import EndpointProcess, OfflineExecutor
 from tests.globus.test_client import QUICK, end_run, trainer
+from tests.support.programs import FREETRAIN, run_to_end
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -95,14 +94,7 @@ def test_an_endpoint_needs_nothing_of_ours_to_unpack_the_function() -> None:
         'function = ComputeSerializer().deserialize(sys.stdin.read())\n'
         'print(function(b"order", "/bin/echo").decode())\n'
     )
-    done = subprocess.run(
-        [sys.executable, '-c', program],
-        input=sent,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = run_to_end([sys.executable, '-c', program], input=sent)
     assert done.stdout.strip() == '-m parsl_freetrain.remote.endpoint', done.stderr
 
 
@@ -177,15 +169,7 @@ def test_what_passes_is_sent_again(error: BaseException) -> None:
 def test_doctor_without_a_login_says_how_to_log_in(tmp_path: Path) -> None:
     """The real SDK, which asks for a login in words of its own."""
     endpoint = ('--endpoint', '11111111-1111-1111-1111-111111111111')
-    done = subprocess.run(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'doctor', *endpoint, '--json'],
-        env={**os.environ, 'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT)},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    its_own = {'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT)}
+    done = run_to_end([*FREETRAIN, 'doctor', *endpoint, '--json'], more_env=its_own, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert 'log in again by running python -c' in json.loads(done.stdout)['endpoint']['error']

@@ -2,7 +2,6 @@
 processes.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.process import block_lease as lease
 from parsl_freetrain.training.process.block_lease import read_holder, this_process, write_holder
+from tests.support.programs import Program
 from tests.support.waiting import LIMIT_S, under_load
 
 JOB = 'TEST_JOB_ID'
@@ -26,13 +26,11 @@ EVIL = '{"run": "x", "host": "h", "pid": 1, "born": "1", "commands": {"17": "ech
 def node(holder: Path, command: str, wait_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
     agent = [sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent']
     options = ['--holder', str(holder), '--job-variable', JOB, '--wait', f'{wait_s:g}']
-    with subprocess.Popen(
+    with Program(
         [*agent, *options, '/bin/sh', '-c', command],
-        env={**os.environ, JOB: '17'},
+        more_env={JOB: '17'},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     ) as process:
         try:
@@ -135,14 +133,8 @@ def test_a_holder_lives_as_long_as_its_process(tmp_path: Path) -> None:
         'write_holder(Path(sys.argv[1]), this_process("other")); '
         'print("ready", flush=True); sys.stdin.read()'
     )
-    with subprocess.Popen(
-        [sys.executable, '-c', code, str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == 'ready\n'
+    with Program([sys.executable, '-c', code, file]) as process:
+        assert process.said() == 'ready'
         other = read_holder(file)
         assert other is not None
         assert other.lives()

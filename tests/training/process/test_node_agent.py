@@ -17,6 +17,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Notice
 from tests.support import template
+from tests.support.programs import Program, run_to_end
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,15 +56,9 @@ def running(patient: bool = False) -> Iterator[tuple[subprocess.Popen[str], str,
     results to arrive.
     """
     agent = [sys.executable, '-P', '-c', PATIENT] if patient else AGENT
-    with subprocess.Popen(
-        [*agent, sys.executable, '-c', COMMAND],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with Program([*agent, sys.executable, '-c', COMMAND]) as process:
         try:
-            assert process.stdout is not None
-            name, ignores, pid = process.stdout.readline().split()
+            name, ignores, pid = process.said().split()
             assert ignores == 'True'
             yield process, name, int(pid)
         finally:
@@ -72,15 +67,11 @@ def running(patient: bool = False) -> Iterator[tuple[subprocess.Popen[str], str,
 
 def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: Path) -> None:
     command = f'import os; print(os.environ["{node_agent.TEMPLATE_VARIABLE}"], flush=True); input()'
-    with subprocess.Popen(
-        [*AGENT, '--template', str(tmp_path / 'logs'), sys.executable, '-c', command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, node_agent.TEMPLATE_VARIABLE: 'of-a-node-elsewhere'},
+    with Program(
+        [*AGENT, '--template', tmp_path / 'logs', sys.executable, '-c', command],
+        more_env={node_agent.TEMPLATE_VARIABLE: 'of-a-node-elsewhere'},
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        its_own = process.stdout.readline().strip()
+        its_own = process.said()
         log = tmp_path / 'server.log'
         server = ForkClient.start(f'node-of-{its_own}', process.pid, str(log), its_own)
         server.wait_ready(LIMIT_S)
@@ -97,14 +88,8 @@ def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: P
 def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
     shared = template.for_nodes()
     command = f'import os; print(os.environ["{node_agent.TEMPLATE_VARIABLE}"])'
-    done = subprocess.run(
-        [*AGENT, '--template', str(tmp_path / 'logs'), sys.executable, '-c', command],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **shared},
-        timeout=LIMIT_S,
-        check=True,
-    )
+    agent = [*AGENT, '--template', tmp_path / 'logs', sys.executable, '-c', command]
+    done = run_to_end(agent, more_env=shared, check=True)
     assert done.stdout.strip() == shared[node_agent.TEMPLATE_VARIABLE]
     assert not (tmp_path / 'logs').exists()
 
@@ -115,16 +100,10 @@ def test_a_node_that_is_left_leaves_nothing(
     script, temporary = tmp_path / 'manager.py', tmp_path / 'tmp'
     script.write_text(f'COMMAND = {COMMAND!r}\n{MANAGER}')
     temporary.mkdir()
-    with subprocess.Popen(
-        [*AGENT, sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, 'TMPDIR': str(temporary), 'PYTHONPATH': str(ROOT)},
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        name, _, pid = process.stdout.readline().split()
+    its_own = {'TMPDIR': str(temporary)}
+    with Program([*AGENT, sys.executable, script], more_env=its_own) as process:
+        folder = Path(process.said())
+        name, _, pid = process.said().split()
         # Nodes of other tests have theirs there, too.
         its = {path for path in SHARED.iterdir() if folder.name in path.name}
         assert len(its) > 1
