@@ -48,6 +48,8 @@ def limited(kind: str, most: int, pids: Iterable[int]) -> Iterator[None]:
         (group / limit).write_text(str(most))
         yield
     finally:
+        # What cannot leave the group, since it begins just now, must not stay limited.
+        (group / limit).write_text('-1' if limit == LIMITS['memory'][0] else 'max')
         for _ in range(100):
             with contextlib.suppress(OSError):
                 _move(map(int, (group / 'cgroup.procs').read_text().split()), mount)

@@ -118,11 +118,17 @@ class Run:
         return victims(kind, self.processes())
 
     def kill(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        if self.process is not None:
-            self.process.wait()
+        """All of it, and what is started meanwhile."""
+        for _ in looks():
+            found = self.processes()
+            if self.running() and self.process is not None:
+                self.process.kill()
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            if not found and not self.running():
+                return
+        raise Broken(f'these processes do not end: {self.processes()}')
 
     def history(self) -> History:
         """Of its journal; empty as long as that cannot be read."""
@@ -131,7 +137,8 @@ class Run:
         return History()
 
     def fragments(self) -> int:
-        return sum(fragment.started_at is not None for fragment in self.history().fragments)
+        """As their store counts them: journals that are damaged, as some faults do, forget them."""
+        return PosixCheckpointStore(self.store, NAME).last_fragment()
 
     def saved(self) -> int:
         saved = [c.samples for run in self.history().runs for c in run.checkpoints]

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos import monkey, sharded
 from tests.chaos.fault_kinds import ON_SMALL_DISK
-from tests.chaos.training import BATCH, SAMPLES
+from tests.chaos.training import BATCH, NAME, SAMPLES
 from tests.support.ranks import running_fork_server
 
 
@@ -48,6 +49,16 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         with pytest.raises(monkey.Broken, match=words):
             monkey.check(ended, good, epochs)
+
+
+def test_a_damaged_ledger_does_not_begin_the_count_of_fragments_anew(tmp_path: Path) -> None:
+    """Else a run with such faults has no end."""
+    run = monkey.Run(tmp_path, nodes=1)
+    assert run.fragments() == 0
+    PosixCheckpointStore(run.store, NAME).fence(7)
+    (tmp_path / 'checkpoints' / 'ledger.journal').write_bytes(b'x' * 5000)
+    assert run.fragments() == 7
+    run.kill()
 
 
 @pytest.mark.long
