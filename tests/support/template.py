@@ -21,7 +21,8 @@ start_by_itself = ForkClient.start_template
 # What functions of the tests and workflows import where they run, and torch where tensors have no
 # data or are compared: each rank would, in every fragment.
 OF_RANKS = (
-    'tests.support.training', 'pytest', 'matplotlib.figure', 'sympy', 'torch.distributed.tensor',
+    'tests.support.training', 'tests.support.patience', 'pytest', 'matplotlib.figure', 'sympy',
+    'torch.distributed.tensor',
 )  # fmt: skip
 
 
