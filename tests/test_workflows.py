@@ -21,8 +21,9 @@ from workflows import chimera_gpt, cosmoflow, gpt_apart, gpt_sharded, hpo, nas, 
 
 
 def test_every_architecture_is_a_network() -> None:
-    for values in itertools.product(*nas.SPACE.values()):
-        model = nas.network(dict(zip(nas.SPACE, values, strict=True)))
+    space = {**nas.SPACE, 'width': nas.SPACE['width'][:1]}
+    for values in itertools.product(*space.values()):
+        model = nas.network(dict(zip(space, values, strict=True)))
         assert model(torch.zeros(2, 64)).shape == (2, 10)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,20 +99,7 @@ def test_it_is_over_when_every_member_came_back_or_lost_its_node() -> None:
     assert fragment.over()
 
 
-def test_a_finished_rank_decides_and_gives_the_checkpoint() -> None:
-    fragment = running_fragment()
-    fragment.settled = {
-        0: [outcome(0, 'finished', path='/c/9', samples=900)],
-        1: [outcome(1, 'finished', path=None, samples=900)],
-    }
-    verdict = fragment.result()
-    assert (verdict.ending, verdict.checkpoint) == (
-        Ending.FINISHED,
-        Checkpoint('cnn', '/c/9', 900, 7),
-    )
-
-
-def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
+def test_the_end_and_the_checkpoint_are_rank_0s_whoever_came_back_first() -> None:
     fragment = running_fragment()
     # The news of the last one are still on their way.
     fragment.note(Checkpoint('cnn', '/c/3', 300, 7))
@@ -119,7 +107,9 @@ def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
         1: [outcome(1, 'finished', path=None, samples=900)],
         0: [outcome(0, 'finished', path='/c/9', samples=900)],
     }
-    assert fragment.result().checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
+    verdict = fragment.result()
+    assert verdict.ending is Ending.FINISHED
+    assert verdict.checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
 
 
 def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
@@ -517,10 +507,18 @@ class Told:
         self.messages.append((key[2], message))
 
 
-def listening() -> tuple[Told, Listener, RunningFragment]:
-    told = Told()
+Hear = Callable[[int, Any, float], None]
+
+
+def listening() -> tuple[Told, Listener, RunningFragment, Hear]:
+    told, fragment = Told(), running_fragment(3)
     listener = Listener(Members(told), Stream([]))  # type: ignore[arg-type]
-    return told, listener, running_fragment(3)
+    record: Any = SimpleNamespace(checkpoint=None)
+
+    def hear(member: int, message: Any, at: float) -> None:
+        listener.heard(FromMember('cnn', 7, member, message), fragment, record, at)
+
+    return told, listener, fragment, hear
 
 
 def looks(watchdog: Watchdog, fragment: RunningFragment, begin: float, end: float) -> list[Any]:
@@ -536,12 +534,8 @@ def looks(watchdog: Watchdog, fragment: RunningFragment, begin: float, end: floa
 def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(
     others_ended: bool,
 ) -> None:
-    told, listener, fragment = listening()
+    told, _, fragment, hear = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
-
-    def hear(member: int, message: Any, at: float) -> None:
-        listener.heard(FromMember('cnn', 7, member, message), fragment, None, at)  # type: ignore[arg-type]
-
     for member in range(3):
         hear(member, Alive(), 10.0)
     assert (watchdog.look([fragment], 10.4), watchdog.within_s([fragment])) == ([], LOOK_S)
@@ -560,14 +554,10 @@ def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(
 
 def test_nodes_whose_connections_have_all_ended_are_lost_at_once() -> None:
     """Theirs to the executor, and those of the ranks of all others to theirs."""
-    told, listener, fragment = listening()
+    told, _, fragment, hear = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
     runner = FragmentRunner(told, Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
     runner.running['cnn', 7] = fragment
-
-    def hear(member: int, message: Any, at: float) -> None:
-        listener.heard(FromMember('cnn', 7, member, message), fragment, None, at)  # type: ignore[arg-type]
-
     for member in range(3):
         hear(member, Alive(), 10.0)
     for member in (0, 1):
@@ -584,7 +574,7 @@ def test_nodes_whose_connections_have_all_ended_are_lost_at_once() -> None:
 
 def test_all_connections_may_have_ended_here() -> None:
     """Then nothing is known of any node."""
-    _, _, fragment = listening()
+    fragment = running_fragment(3)
     fragment.contact.heard = dict.fromkeys(range(3), 10.0)
     fragment.contact.disconnected = {0, 1, 2}
     assert Watchdog(Timeouts(hang_s=100.0)).look([fragment], 10.1) == []
@@ -592,7 +582,7 @@ def test_all_connections_may_have_ended_here() -> None:
 
 def test_answers_are_not_missed_while_the_executor_does_not_listen() -> None:
     """A wrong verdict would only cost the node a new greeting; but there is no need for it."""
-    _, listener, fragment = listening()
+    _, listener, fragment, _ = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
     fragment.contact.heard = {0: 10.0, 1: 10.0, 2: 10.0}
     fragment.settled = {0: [], 1: []}
@@ -639,19 +629,14 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
     saving: bool, keeps: bool
 ) -> None:
     """Ranks that keep their states have a while to leave them."""
-    told, listener, fragment = listening()
-    record: Any = SimpleNamespace(checkpoint=None)
-
-    def hear(member: int, message: Any) -> None:
-        listener.heard(FromMember('cnn', 7, member, message), fragment, record, 10.0)
-
-    hear(2, FragmentStarted(9.0, 'cnn', 7, 0, 2, keeps=keeps))
+    told, _, fragment, hear = listening()
+    hear(2, FragmentStarted(9.0, 'cnn', 7, 0, 2, keeps=keeps), 10.0)
     if saving:
-        hear(0, SavingCheckpoint())
-    hear(1, RankEnded(1, ok=False, died=True))
+        hear(0, SavingCheckpoint(), 10.0)
+    hear(1, RankEnded(1, ok=False, died=True), 10.0)
     if saving:
         assert not fragment.given_up.why
-        hear(0, CheckpointSaved(10.0, Checkpoint('cnn', '/c', 8, 7, at=10.0)))
+        hear(0, CheckpointSaved(10.0, Checkpoint('cnn', '/c', 8, 7, at=10.0)), 10.0)
     assert fragment.given_up.why == 'one of its ranks died'
     assert [message for _, message in told.messages][-1] == Abandon(
         fragment.given_up.why, spare_s=5.0 if keeps else 0.0
@@ -665,12 +650,8 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
 
 
 def test_ranks_wait_for_each_other_only_if_all_say_so() -> None:
-    _, listener, fragment = listening()
+    _, _, fragment, hear = listening()
     watchdog = Watchdog(Timeouts())
-
-    def hear(member: int, message: Any, at: float) -> None:
-        listener.heard(FromMember('cnn', 7, member, message), fragment, None, at)  # type: ignore[arg-type]
-
     hear(0, Stuck(0, 'gather'), 20.0)
     hear(1, Stuck(1, 'gather'), 20.0)
     assert watchdog.look([fragment], 20.0) == []

@@ -37,7 +37,7 @@ from tests.support.ranks import order, ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X[:, :1] * 3)
-TOTAL, CUT = 160, 24  # ten epochs; within the second
+TOTAL, CUT = 96, 24  # six epochs; within the second
 
 
 class Net(nn.Module):
@@ -835,13 +835,15 @@ BOTH = [
     set_before_the_loop,
     by_methods,
     models_that_share,
+    first_pass,
+]
+CARRIED = [  # to the next fragment, by what all modes share
     variables,
     variables_elsewhere,
     state_of_classes_and_functions,
     containers_of_all_kinds,
     between_loops,
     kept,
-    first_pass,
 ]
 
 
@@ -849,6 +851,8 @@ BOTH = [
     ('function', 'mode'),
     [
         *((function, mode) for function in BOTH for mode in ('reproducible', 'throughput')),
+        *((function, 'reproducible') for function in CARRIED),
+        *(pytest.param(one, 'throughput', marks=pytest.mark.long) for one in CARRIED),
         (optimizers_that_share, 'reproducible'),
         (handler_of_its_own, 'reproducible'),
         (with_a_closure, 'throughput'),
