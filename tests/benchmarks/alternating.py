@@ -1,5 +1,6 @@
-"""Plain DDP (or FSDP2), the same again, and a fragment in turns, in the same processes under
-torchrun, so that the machine meets all alike; rank 0 prints one line of JSON.
+"""Plain DDP (or FSDP2), the same again (with a fragment's micro-batches, if it has several), and a
+fragment in turns, in the same processes under torchrun, so that the machine meets all alike; rank 0
+prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.spec.fragment_order import RankPlace
+from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.nonfinite import Watch
 from tests.benchmarks.workload import BATCH, data, network, optimizer_of
 from tests.support.ranks import channel_pair, order
@@ -72,8 +75,8 @@ DEVICE = (
 ON_CPU = DEVICE.type == 'cpu'
 
 
-def plain(width: int, sharded: bool) -> Iterator[None]:
-    """Train on with plain DDP or FSDP2; yields after each step."""
+def plain(width: int, sharded: bool, parts: int = 1) -> Iterator[None]:
+    """Train on with plain DDP or FSDP2, in so many micro-batches; yields after each step."""
     torch.manual_seed(0)
     model = network(width)
     if sharded:
@@ -95,10 +98,16 @@ def plain(width: int, sharded: bool) -> Iterator[None]:
         sampler.set_epoch(epoch)
         epoch += 1
         for x, y in loader:
+            around = backward.around.copy()
+            backward.around.clear()  # the fragment's, whose next batch has begun
             optimizer.zero_grad()
-            out = model(x.to(DEVICE, non_blocking=True))
-            nn.functional.cross_entropy(out, y.to(DEVICE, non_blocking=True)).backward()
+            each = [one.to(DEVICE, non_blocking=True).chunk(parts) for one in (x, y)]
+            for number, (some, theirs) in enumerate(zip(*each, strict=True), 1):
+                with nullcontext() if number == parts else model.no_sync():  # type: ignore[operator]
+                    out = nn.functional.cross_entropy(model(some), theirs)
+                    (out * (len(some) / len(x)) if parts > 1 else out).backward()
             optimizer.step()
+            backward.around.update(around)
             yield
 
 
@@ -176,10 +185,11 @@ def main(
         torch.accelerator.set_device_index(DEVICE.index)
     dist.init_process_group('gloo' if ON_CPU else None)
     own_time = OwnTime()
+    parts = max(1, int(mode.partition('/')[2] or 1) // dist.get_world_size())
     with tempfile.TemporaryDirectory() as folder:
         runs = (
             plain(width, sharded),
-            plain(width, sharded),
+            plain(width, sharded, parts),
             fragment(width, mode, on_nan, f'{folder}/store', sharded),
         )
         times: tuple[list[tuple[float, float]], ...] = ([], [], [])
@@ -196,13 +206,14 @@ def main(
     cpu = torch.tensor(found[:, :, 1].sum(1))
     dist.all_reduce(cpu)  # the ranks have unequal numbers of shards
     if dist.get_rank() == 0:
-        speed, interval = _median(np.array([first / ours, second / ours]))
+        speed, interval = _median(np.array([first / ours, *[second / ours] * (parts == 1)]))
         answer = {
-            'plain_ms': 1e3 * float(np.median([first, second])),
+            'plain_ms': 1e3 * float(np.median([first, *[second] * (parts == 1)])),
             'fragment_ms': 1e3 * float(np.median(ours)),
             'speed': speed,
             'interval': interval,
-            'cpu': float((cpu[0] + cpu[1]) / 2 / cpu[2]),
+            'cpu': float((cpu[0] + cpu[int(parts == 1)]) / 2 / cpu[2]),
+            'cpu_of_parts': float(cpu[1] / cpu[2]),
             'plain_speed': _median(np.array([first / second])),
             'plain_cpu': float(cpu[0] / cpu[1]),
         }

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.comm.devices import peak_memory
+from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from tests.gpu.networks import WORKLOADS, Workload
 
@@ -168,12 +169,15 @@ def _plain(device: torch.device, of: Workload, parts: int, compiled: bool) -> It
     loader = DataLoader(SAMPLES, of.batch, shuffle=True, drop_last=True, pin_memory=pin)
     while True:
         for (numbers,) in loader:
+            around = backward.around.copy()
+            backward.around.clear()  # of ours, which has begun its next batch
             optimizer.zero_grad()
             for part in numbers.to(device, non_blocking=True).chunk(abs(parts)):
                 with _autocast(device):
                     loss = of.loss(run, part)
                 (loss * (len(part) / of.batch)).backward()
             optimizer.step()
+            backward.around.update(around)
             yield
 
 

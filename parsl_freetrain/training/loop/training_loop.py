@@ -221,7 +221,6 @@ class TrainingLoop:
                 seed_everything(micro_batch.seed(self._seed, 'model'))
                 demand_determinism(warn_only=mode.warn_only)
             state.reports.begin_micro_batch(state.reached)
-            self._guard.begin_micro_batch()
             self._body.begin(data)
             yield data
             self._body.end(data, self._steps.stepped)
@@ -230,6 +229,7 @@ class TrainingLoop:
             self._steps.end_micro_batch()
             wait_as_slow(time.monotonic() - began_at)
             began_at = time.monotonic()
+        self._guard.end_body()
 
     def _take_step(self, batch: GlobalBatch, data: BatchSource, began_at: float) -> Agreed:
         """Finish the step of a global batch; returns what all ranks do next."""

@@ -97,6 +97,7 @@ class UpdateGuard:
         self._batches += 1
         self._others = _norms(others) if others and self._thorough else None
         self._versions = list(map(_version_of, self._watched))
+        self._norms = self._norms_now() if self._thorough else None
 
     @property
     def _thorough(self) -> bool:
@@ -109,13 +110,13 @@ class UpdateGuard:
         pairs = enumerate(zip(now, self._versions[first:], strict=True), first)
         return next(i for i, (after, before) in pairs if after != before)
 
-    def begin_micro_batch(self) -> None:
-        self._norms = self._norms_now() if self._thorough else None
-
     def end_micro_batch(self) -> None:
-        """Raises BadInput if a parameter changed, or an average was asked for only sometimes."""
+        """Raises BadInput if an average was asked for only sometimes."""
         for average in self._averages:
             average.end_micro_batch()
+
+    def end_body(self) -> None:
+        """Call after the last micro-batch of a global batch; BadInput if a parameter changed."""
         if (changed := self._changed(0)) is not None:
             self._refuse(changed)
         if self._norms is not None:

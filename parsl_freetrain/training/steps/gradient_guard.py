@@ -31,7 +31,8 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__s
 """A parameter's own gradient, whatever its class says."""
 _version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
 _Seen = tuple[list[int], list[int]]  # identities of gradients, and versions of those there
-_Taken = list[tuple[Sequence[torch.nn.Parameter], list[torch.Tensor | None]]]
+_Taken = list[tuple[Sequence[torch.nn.Parameter], list[torch.Tensor | None], dict[int, int]]]
+"""Parameters, their gradients, and their places by identity, once one was looked for."""
 
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
 """What loops that clear gradients by hand call."""
@@ -46,24 +47,27 @@ class GradientGuard:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
         self._taken: _Taken = []
-        self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken)
+        self._held: list[torch.Tensor | None] = []  # those of all parameters, if none was set since
+        self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken, self._held)
         self._watched, self._hooked = dict[int, torch.nn.Parameter](), set[int]()
         self._left: _Seen | None = None
         self._done: list[torch.Tensor] = []  # sharded parameters of a backward()
         self._norms: dict[int, torch.Tensor] = {}
         self._changed: list[torch.Tensor] = []
         self._unreadable: list[list[torch.nn.Parameter]] = []
-        self._on = False
+        self._on = self._taken_last = False
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
+        whole = tuple(parameters)
+        for parameter in whole:
             hooked = id(parameter) in self._hooked or not is_divided(parameter)
             if not hooked and parameter.requires_grad:
                 self._hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._done.append)
             self._watched[id(parameter)] = parameter
-        self._parameters, self._whole = [*self._watched.values()], parameters
+        self._parameters = [*self._watched.values()]
+        self._whole = whole if len(whole) == len(self._parameters) else None
         backward.watch()
 
     def begin_micro_batch(self, of_several: bool) -> None:
@@ -72,6 +76,8 @@ class GradientGuard:
         self._done.clear()
         self._norms, self._on = {}, of_several
         self._class.of_several = of_several
+        self._class.was_set = False
+        self._held.clear()
         backward.around['gradients'] = self._around
 
     def check(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -99,15 +105,27 @@ class GradientGuard:
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
         """:meth:`check` gradients and take them, unseen by readers until the micro-batch ends."""
-        every = list(map(grad_of, self._parameters))
-        changed = self._check(parameters, every)
-        # The very same ones, but for those of several optimizers.
-        gradients = every if parameters is self._whole else list(map(grad_of, parameters))
+        with torch._C.DisableTorchFunctionSubclass():  # else each is asked for its own functions
+            every = [*self._held] or list(map(grad_of, self._parameters))
+            changed = self._check(parameters, every)
+            # The very same ones, but for those of several optimizers.
+            gradients = every if parameters is self._whole else list(map(grad_of, parameters))
+            deque(map(set_grad, parameters, repeat(None)), 0)
         if changed or not self._on:
             self._hide(parameters, gradients)
-        self._taken.append((parameters, gradients))
-        deque(map(set_grad, parameters, repeat(None)), 0)
+        self._held.clear()
+        self._taken.append((parameters, gradients, {}))
+        self._taken_last = parameters is self._whole
         return gradients
+
+    @property
+    def none_left(self) -> bool:
+        """Whether no parameter can have a gradient: all have been taken, and none was set since."""
+        return self._taken_last and self._all_hidden and not self._class.was_set
+
+    @property
+    def _all_hidden(self) -> bool:
+        return sum(map(len, self._unreadable)) == len(self._parameters)
 
     def _hide(
         self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
@@ -131,11 +149,14 @@ class GradientGuard:
             deque(map(setattr, hidden, repeat('__class__'), repeat(torch.nn.Parameter)), 0)
         self._unreadable.clear()
         self._taken.clear()
+        self._held.clear()
         backward.around.pop('gradients', None)
 
     def _around(self) -> Callable[[], None]:
         """Before a backward(); what it returns comes after it."""
         left, before = self._left, None
+        self._taken_last = False
+        self._held.clear()
         if left is not None:
             before = _seen(list(map(grad_of, self._parameters)))
 
@@ -150,6 +171,7 @@ class GradientGuard:
             if self._on:
                 self._hide(self._parameters, gradients)
                 self._note_norms()
+                self._held[:] = gradients if self._all_hidden else ()
 
         return after
 
@@ -179,10 +201,14 @@ def _norms_of(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64)
 
 
-def _unreadable(sentence: str, taken: _Taken) -> Any:
+def _unreadable(sentence: str, taken: _Taken, held: list[torch.Tensor | None]) -> Any:
     def place(parameter: torch.nn.Parameter) -> tuple[list[torch.Tensor | None], int] | None:
-        each = ((own, i) for ps, own in taken for i, p in enumerate(ps) if p is parameter)
-        return next(each, None)
+        for parameters, own, places in taken:
+            if not places:
+                places.update((id(one), i) for i, one in enumerate(parameters))
+            if (at := places.get(id(parameter))) is not None:
+                return own, at
+        return None
 
     class Unreadable(torch.Tensor):
         @classmethod
@@ -196,7 +222,7 @@ def _unreadable(sentence: str, taken: _Taken) -> Any:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     class UnreadableGrad(torch.nn.Parameter):
-        of_several = True
+        of_several, was_set = True, False
 
         @property
         def grad(self) -> torch.Tensor | None:
@@ -214,10 +240,13 @@ def _unreadable(sentence: str, taken: _Taken) -> Any:
         def grad(self, value: torch.Tensor | None) -> None:
             if at := place(self):
                 at[0][at[1]] = None
+            type(self).was_set = True
+            held.clear()
             set_grad(self, value)
 
         @grad.deleter
         def grad(self) -> None:
+            held.clear()
             set_grad(self, None)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:

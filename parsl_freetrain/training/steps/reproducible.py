@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count, pairwise, repeat
-from operator import is_not
 from typing import Any
 
 import torch
@@ -21,16 +19,15 @@ from parsl_freetrain.training.steps import deferred
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
 from parsl_freetrain.training.steps.buffers import Buffers
-from parsl_freetrain.training.steps.gradient_guard import GradientGuard, grad_of, set_grad
+from parsl_freetrain.training.steps.gradient_guard import GradientGuard, set_grad
 from parsl_freetrain.training.steps.group_settings import GroupSettings
+from parsl_freetrain.training.steps.host_limit import HostLimit
 from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 
 _Look = tuple[Callable[[], float], Sequence[torch.Tensor], tuple[int, int]]
 """At a step's gradients: whether they are not finite, nor this rank's sums; from where to where."""
-_SKIPPED, _LOOKED_AT, _LEAST_SHARE = 10, 20, 0.03
-"""For :class:`HostLimit`: steps left out, and looked at; the least share of waits."""
 
 
 class ReproducibleSteps:
@@ -73,8 +70,9 @@ class ReproducibleSteps:
         self._lay_out()
         self._micro_batch: MicroBatch | None = None
         self._own = self._layout.empty()
-        self._limit, self._ended_at = HostLimit(shards), 0.0
+        self._limit = HostLimit(shards, on=device.type == 'cuda' and hasattr(torch.cuda, '_sleep'))
         self._waiting = False  # for the first micro-batch of a global batch
+        self._none_left = False
         self._alone = shards == 1 and self.adds_buffers  # its buffers are right as they are
         self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
@@ -151,11 +149,12 @@ class ReproducibleSteps:
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Call before a micro-batch. Every shard starts from the same state."""
         self._micro_batch = micro_batch
+        self._limit.begin()
         self._guard.begin_micro_batch(self._shards > 1)
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
-        if any(map(is_not, map(grad_of, self._parameters), repeat(None))):
+        if self._waiting or not self._none_left:
             deque(map(set_grad, self._parameters, repeat(None)), 0)
         if not self._waiting:
             self._buffers.undo()
@@ -164,6 +163,7 @@ class ReproducibleSteps:
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
+        self._none_left = self._guard.none_left
         self._guard.end_micro_batch()
         micro_batch, layout = self._current_micro_batch, self._layout
         for number, stepped in enumerate(self._stepped):
@@ -182,6 +182,7 @@ class ReproducibleSteps:
             self._put_buffers(self._own, self._sum.weight(micro_batch.part))
         self._sum.add(self._node_of(micro_batch), self._own)
         self._micro_batch = None
+        self._limit.end(len(self._sum.mine) // self._width, max(self._sum.sizes))
 
     @torch.no_grad()
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
@@ -271,15 +272,13 @@ class ReproducibleSteps:
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
         spoilt = to_host(self._sum.spoilt)[1]
-        asked, now = (spoilt, self._sum.bad, self._span), time.perf_counter()
+        asked = spoilt, self._sum.bad, self._span
         if self._late:
             self.settle()
             self._asked, found = asked, None
         else:
             found = self._found(asked)
-        if self._device.type != 'cpu':
-            self._note_wait(now, time.perf_counter())
-        elif found is not None and all_finite(total.gradients):
+        if self._device.type == 'cpu' and found is not None and all_finite(total.gradients):
             return None
         return found
 
@@ -292,13 +291,6 @@ class ReproducibleSteps:
         own = any(map(float, bad))
         said = gather_bytes(self._all, bytes([own]), 1)
         return [rank for rank, bad in enumerate(said) if bad[0]]
-
-    def _note_wait(self, began: float, ended: float) -> None:
-        passes = sum(map(self._sum.has_samples, self._nodes()))
-        if self._ended_at and passes:
-            largest = max(self._sum.sizes)
-            self._limit.step_took(ended - self._ended_at, ended - began, passes, largest)
-        self._ended_at = ended
 
     def _take_buffers(self, total: Contribution, notes: Sequence[told.Notes]) -> None:
         """Set buffers to what the sums say, integer ones to the first shard's that is not empty."""
@@ -357,29 +349,3 @@ class ReproducibleSteps:
 
 def _named(ranks: Sequence[int] | None) -> str:
     return f', on rank {", ".join(map(str, ranks))}' if ranks else ''
-
-
-class HostLimit:
-    """Tells from Python's waits in a step whether the device was fast enough."""
-
-    def __init__(self, shards: int, say: Callable[[str], None] = print) -> None:
-        self._shards, self._say = shards, say
-        self._steps, self._step_s, self._waited_s = -_SKIPPED, 0.0, 0.0
-
-    def step_took(self, seconds: float, waited_s: float, passes: int, samples: int) -> None:
-        """Record a step, in which Python waited so long, of so many passes and samples in each."""
-        self._steps += 1
-        if not 0 < self._steps <= _LOOKED_AT:
-            return
-        self._step_s += seconds
-        self._waited_s += waited_s
-        if self._steps < _LOOKED_AT or self._waited_s > _LEAST_SHARE * self._step_s:
-            return
-        fewer = max(1, self._shards // 2)
-        larger = f'mode=Reproducible(shards={fewer}) makes larger passes, ' if passes > 1 else ''
-        self._say(
-            f'The device waits for Python, which launches its operations: a step of '
-            f'{1e3 * self._step_s / _LOOKED_AT:.0f} ms has {passes} forward and backward passes of '
-            f'{samples} samples, and whenever one was over the device had nothing left to do: '
-            f'{larger}torch.compile(model) makes fewer operations.'
-        )

@@ -17,11 +17,12 @@ from parsl_freetrain.training.steps.buffers import Buffers, copy_all
 from parsl_freetrain.training.steps.gradient_guard import set_grad
 
 _TENSOR: Any = torch.Tensor
-_stride_of: Callable[[torch.Tensor], tuple[int, ...]] = _TENSOR.stride
-_LOOKS: tuple[Callable[[torch.Tensor], object], ...] = (
-    _TENSOR.dtype.__get__,
-    _TENSOR.layout.__get__,
+_STRIDED = torch.strided
+_SPARSE = (
+    'Reproducible mode cannot add up sparse gradients: make the embedding with sparse=False, or '
+    'use throughput mode.'
 )
+_stride_of: Callable[[torch.Tensor], tuple[int, ...]] = _TENSOR.stride
 
 
 @dataclass
@@ -75,9 +76,8 @@ class ShardSums:
         self._rows: list[torch.Tensor] = []
         self._nothing = self._fresh(0)
         self._factors: dict[float, torch.Tensor] = {}
-        kinds = {(type(p), part.dtype) for p, part in zip(parameters, self._parts, strict=True)}
-        complex_ = any(map(torch.is_complex, parameters))
-        self._plain = kinds <= {(torch.nn.Parameter, self._dtype)} and not complex_
+        kinds = {(type(p), p.dtype, getattr(p, 'grad_dtype', p.dtype)) for p in parameters}
+        self._plain = kinds <= {(torch.nn.Parameter, self._dtype, self._dtype)}
 
     def empty(self) -> Contribution:
         """A contribution without gradients; :meth:`put` and :meth:`put_buffers` fill it."""
@@ -87,19 +87,16 @@ class ShardSums:
         self,
         into: Contribution,
         indices: range,
-        gradients: Iterable[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
         weight: float,
     ) -> None:
         """Enter the gradients of some parameters, which are its own from now on, times a weight."""
-        given = list(gradients)
-        taken = [gradient for gradient in given if gradient is not None]
-        looks = [set(map(look, taken)) for look in _LOOKS]
-        if self._divided or looks != [{self._dtype}, {torch.strided}]:
+        given = gradients
+        if not self._plain and self._divided | (self._kinds(given) != {(self._dtype, _STRIDED)}):
             given = self._made_plain(into, indices, given)
-            taken = [gradient for gradient in given if gradient is not None]
         into.gradients[indices.start : indices.stop] = given
         if weight != 1:
-            self.scale(taken, weight)
+            self.scale([gradient for gradient in given if gradient is not None], weight)
 
     def _made_plain(
         self, into: Contribution, indices: range, gradients: Sequence[torch.Tensor | None]
@@ -109,11 +106,8 @@ class ShardSums:
         for place, (i, gradient) in enumerate(zip(indices, gradients, strict=True)):
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided:
-                raise BadInput(
-                    'Reproducible mode cannot add up sparse gradients: make the embedding '
-                    'with sparse=False, or use throughput mode.'
-                )
+            if gradient.layout is not _STRIDED:
+                raise BadInput(_SPARSE)
             own = plain[place] = real(local(gradient).detach())
             if own.dtype is not self._dtype:
                 into.flat = into.flat or self.memory()
@@ -121,6 +115,10 @@ class ShardSums:
                 others.append((into.flat.pieces[i], own))
         copy_all(*zip(*others, strict=True)) if others else None
         return plain
+
+    @staticmethod
+    def _kinds(gradients: Iterable[torch.Tensor | None]) -> set[tuple[torch.dtype, torch.layout]]:
+        return {(one.dtype, one.layout) for one in gradients if one is not None}
 
     def put_buffers(self, into: Contribution, weight: float) -> None:
         if not self.buffers.row_size:
@@ -184,11 +182,14 @@ class ShardSums:
 
     def scale(self, gradients: list[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
         """Multiply gradients by a factor; a number that is 0 if all are finite. In other types than
-        single precision, it may be another one where they are large. Nothing is read.
+        single precision, it may be another one where they are large. Nothing is read. Raises
+        BadInput if one is sparse.
         """
         bad = torch.zeros((), device=self._device)
         if not gradients:
             return bad
+        if {layout for _, layout in self._kinds(gradients)} != {_STRIDED}:
+            raise BadInput(_SPARSE)
         if self._dtype is torch.float32 and self._device.type in ('cpu', 'cuda'):
             # What gradient scalers do, in one operation.
             if factor not in self._factors:

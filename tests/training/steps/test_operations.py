@@ -12,7 +12,7 @@ from torch import nn
 from parsl_freetrain import Shape
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.steps.reproducible import HostLimit
+from parsl_freetrain.training.steps.host_limit import HostLimit
 from tests.support.ranks import order, ranks
 
 FROM, TO, BATCH = 18, 26, 16  # between the 16th and the 32nd step, in which data are compared
@@ -140,16 +140,58 @@ def test_what_a_step_adds_does_not_grow_with_the_network(
     assert large['reads'] <= (mode == 'reproducible')
 
 
+class Device:
+    """Takes ``work_s`` for each micro-batch, and begins it when all before is done."""
+
+    def __init__(self, work_s: float) -> None:
+        self.work_s, self.now, self.done, self.slept = work_s, 0.0, 0.0, 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = max(device.now, device.done)
+
+            def query(self) -> bool:
+                return device.now >= self.at
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1e3 * float(other.at - self.at)
+
+        self.Event = Event
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept += 1
+        self.done = max(self.now, self.done) + cycles / 2e9
+
+    def clock(self) -> float:
+        return self.now
+
+    def micro_batch(self, python_s: float) -> None:
+        """Python launches ten operations."""
+        for _ in range(10):
+            self.now += python_s / 10
+            self.done = max(self.now, self.done) + self.work_s / 10
+
+
 def test_a_device_that_waits_for_python_is_told_once() -> None:
-    for shards, passes, waited_s, words in (
-        (4, 4, 0.001, ['4 forward and backward passes of 8 samples', 'shards=2)', 'torch.compile']),
+    for shards, passes, work_s, words in (
+        (4, 4, 0.015, ['pass of 8 samples', '35 ms and the device 15 ms', 'shards=2)', 'compile']),
+        (4, 4, 0.003, ['35 ms and the device 3 ms', 'shards=1) makes']),
+        (8, 2, 0.003, ['of which this rank has 2', 'shards=4)']),  # each rank has one then
+        (1, 1, 0.015, ['of which this rank has 1', 'torch.compile']),
+        (4, 4, 0.025, []),  # not much less than Python
         (4, 4, 0.1, []),  # Python waits for the device, as it should
-        (1, 1, 0.001, ['1 forward and backward passes', 'torch.compile']),
     ):
         said: list[str] = []
-        limit = HostLimit(shards, said.append)
-        for _ in range(100):
-            limit.step_took(0.2, waited_s, passes, 8)
-        assert len(said) == bool(words)
+        device = Device(work_s)
+        limit = HostLimit(shards, on=True, say=said.append, device=device, clock=device.clock)
+        for _ in range(200):
+            limit.begin()
+            device.micro_batch(max(0.035, work_s))
+            limit.end(passes, 8)
+        assert (len(said), device.slept) == (bool(words), 1), (work_s, said)
         assert all(word in said[0] for word in words)
-        assert 'shards=1)' not in ''.join(said)
+        assert passes > 1 or 'shards=' not in ''.join(said)
