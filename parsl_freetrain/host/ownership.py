@@ -44,12 +44,10 @@ def is_ours(owner: int, folder: Path) -> bool:
 
 
 def refuse_replaceable(folder: Path, what: str, *, group_may: bool = False) -> None:
-    """Raise BadInput for a path, called ``what``, of which another user could replace a part: a
-    folder above it that others may write to or own, or a link that another user has made. It need
-    not exist.
-
-    ``group_may``: members of a group and owners of folders above it may, as in a project's folder;
-    only where the folder's own owner is looked at whenever something in it is trusted.
+    """Raise BadInput for a path, called ``what``, of which another user could replace a part (a
+    folder above it, or a link). It need not exist. ``group_may``: members of a group and owners of
+    folders above may, where the folder's own owner is looked at whenever something in it is
+    trusted.
     """
     for entry in _looked_up(folder):
         above = entry.parent

@@ -40,16 +40,12 @@ class _Record:
 def read_pbs(
     paths: str | Path | Sequence[str | Path], machine_nodes: int | None = None
 ) -> JobTable:
-    """Read the jobs of PBS accounting logs, plain or gzipped; several files (PBS writes one a day)
-    are one log.
-
-    A job is read from its ``E`` record, or from its ``R`` record if it was requeued. A job with
-    only an ``S`` record runs to the end. A job waits from ``etime``, when it became eligible, or
-    else from ``qtime``. Its nodes are those of ``exec_host``, or else of ``exec_vnode``, or else
-    the number in ``Resource_List.nodect``. Its time limit is ``Resource_List.walltime``. Other
-    records are ignored. ``paths``: in order of their dates; ``machine_nodes``: of the machine,
-    None: those that jobs ran on. Raises BadInput, with file and line, for a line that is not a
-    record, or a record without a needed field.
+    """Read the jobs of PBS accounting logs, plain or gzipped; several files are one log, in order
+    of their dates. A job is read from its ``E`` record (``R`` if it was requeued; with ``S`` alone
+    it runs to the end), waits from ``etime`` or else ``qtime``, and has the nodes of ``exec_host``,
+    ``exec_vnode``, or ``Resource_List.nodect``, and the limit ``Resource_List.walltime``.
+    ``machine_nodes``: of the machine; None: those that jobs ran on. Raises BadInput, with file and
+    line.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     going_on: dict[str, _Record] = {}

@@ -24,14 +24,11 @@ _NO_NODES = ('', 'none assigned', 'none', 'unknown', 'n/a', '(null)')
 
 def read_sacct(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     """Read the jobs that ``sacct --parsable2`` prints, plain or gzipped, with its header line.
-
     Columns are found by name: ``Submit, Start, End``, ``NNodes`` or ``AllocNodes``, ``Timelimit``
-    or ``TimelimitRaw``, ``JobIDRaw`` or ``JobID``, and where given ``NodeList`` and ``Eligible``
-    (when a job starts to wait for nodes). Times are in ISO 8601, or seconds since the epoch
-    (``SLURM_TIME_FORMAT=%s``); times without a zone are read without summer time. Steps are left
-    out. Jobs that are still running or waiting do so to the end. ``machine_nodes``: number of nodes
-    of the machine; None: those in the node lists. Raises BadInput, with file and line, for a
-    missing column or an invalid line.
+    or ``TimelimitRaw``, ``JobIDRaw`` or ``JobID``, and where given ``NodeList`` and ``Eligible``.
+    Times are in ISO 8601 (without a zone: no summer time) or seconds since the epoch. Steps are
+    left out. ``machine_nodes``: of the machine; None: those in the node lists. Raises BadInput,
+    with file and line.
     """
     lines = read_lines(path, WHAT)
     rows = [(number, line.split('|')) for number, line in enumerate(lines, 1) if line.strip()]

@@ -23,19 +23,14 @@ _END, _SUBMIT, _START = range(3)
 
 
 def holes(jobs: JobTable, patience_s: float = PATIENCE_S) -> Trace:
-    """The idle intervals of a machine from its jobs, with the promises of EASY backfill.
-
-    A node is idle while no job runs on it. If the log names no nodes, a job takes first the nodes
-    without a promise, then those whose promise ends first, and among equals those with the lowest
-    numbers. So a reserved job does not take nodes that its reservation left alone.
-
-    The head of the queue is the waiting job that was submitted first. A job that would fit the idle
-    nodes but is not started for ``patience_s`` seconds is held back by something that the log does
-    not show, and is passed over. A promise holds from the moment when it is made. When it runs out
-    and the node is still idle, a new one is made as soon as possible.
-
-    Raises BadInput if more than 1 % of the used node-seconds are on nodes that the machine does not
-    have. (Below this, jobs share nodes.)
+    """The idle intervals of a machine from its jobs, with the promises of EASY backfill. If the log
+    names no nodes, a job takes first those without a promise, then those whose promise ends first,
+    so that a reserved job does not take nodes that its reservation left alone. The head of the
+    queue is the waiting job that was submitted first; one that would fit the idle nodes but is not
+    started for ``patience_s`` seconds is passed over: something else holds it back. A promise holds
+    from when it is made; after it a new one is made as soon as possible. Raises BadInput if more
+    than 1 % of the used node-seconds are on nodes that the machine does not have (below this, jobs
+    share nodes).
     """
     sweep = _Sweep(jobs, patience_s)
     for at, events in _instants(jobs, sweep.wake_ups):

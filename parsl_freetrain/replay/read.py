@@ -32,13 +32,11 @@ def read_trace(
     machine_nodes: int | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Trace:
-    """The idle intervals in a file of any kind, plain or gzipped: idle intervals as CSV, a job log
-    in Standard Workload Format, the output of ``sacct --parsable2``, or an accounting log of PBS.
-
-    ``nodes, since, until``: the part to read, see :meth:`Trace.window`. The clock of a job log
-    begins with its first submission; its window goes from the first start to the last one. For job
-    logs: ``machine_nodes``, the machine's, if the log does not give it or is wrong; ``patience_s``
-    as for :func:`~.job_table_holes.holes`. Raises BadInput, with file and line, for invalid files.
+    """The idle intervals in a file of any kind, plain or gzipped: CSV, a job log in Standard
+    Workload Format, of ``sacct --parsable2``, or of PBS. ``nodes, since, until``: see
+    :meth:`Trace.window`; the clock of a job log begins with its first submission, its window with
+    the first start. ``machine_nodes``: where a job log lacks it; ``patience_s``: see
+    :func:`~.job_table_holes.holes`. Raises BadInput, with file and line.
     """
     if (kind := kind_of(path)) != 'idle':
         whole = holes(_READERS[kind](path, machine_nodes), patience_s)

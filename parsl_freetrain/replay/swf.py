@@ -44,21 +44,14 @@ _HEADER = re.compile(r';\s*(\w+)\s*:\s*(.*?)\s*$')
 
 
 def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
-    """Read a job log in Standard Workload Format, plain or gzipped.
-
-    Header comments give the machine's size: ``MaxNodes``, and ``MaxProcs`` if jobs are counted in
-    processors. Each node then has ``MaxProcs / MaxNodes`` processors; jobs get whole nodes. Jobs
-    without a known wait or run time are left out. Jobs that were cancelled before they ran wait in
-    the queue until then.
-
-    Public logs are not tidy, so these are accepted, with one warning that has their counts: jobs
-    that are not in order of submission, lines that end after the first five columns (the others are
-    then unknown), jobs that ran on no known number of processors (left out, as are lines about
-    parts of a job), and jobs of up to twice as many nodes as ``MaxNodes`` (the machine then has as
-    many as the largest job). ``machine_nodes``: nodes of the machine, in place of ``MaxNodes``.
-
-    Raises BadInput, with file and line, for fewer than five columns, columns in another order, or
-    impossible numbers.
+    """Read a job log in Standard Workload Format, plain or gzipped. Header comments give the
+    machine's size: ``MaxNodes``, and ``MaxProcs`` if jobs are counted in processors (jobs get whole
+    nodes). Jobs without a known wait or run time are left out; those cancelled before they ran wait
+    until then. Public logs are not tidy: accepted, with one warning, are jobs out of order, lines
+    that end after the first five columns, jobs on no known number of processors and lines about
+    parts of a job (left out), and jobs of up to twice ``MaxNodes`` (the machine then has as many
+    nodes). ``machine_nodes``: in place of ``MaxNodes``. Raises BadInput, with file and line, for
+    fewer columns, another order, or impossible numbers.
     """
     lines = read_lines(path, 'a job log in Standard Workload Format')
     header = {m[1]: m[2] for line in lines if line.startswith(';') and (m := _HEADER.match(line))}

@@ -117,12 +117,9 @@ class Trace:
         )
 
     def intervals(self, known_ends: bool = False) -> tuple[Floats, Floats, Ints, Floats]:
-        """Starts, ends, nodes and known ends of the intervals, by start, then node; times in
-        seconds.
-
-        ``known_ends`` False: every idle interval as observed, with an unknown (infinite) end; those
-        divided only because a promise ran out are joined. True: a node is available as long as it
-        was promised, no longer than it was idle, and not at all if it was promised for no time.
+        """Starts, ends, nodes and known ends of the intervals, by start, then node; in seconds.
+        ``known_ends`` False: every idle interval as observed, with an infinite end. True: a node is
+        available as long as it was promised, no longer than it was idle.
         """
         if known_ends:
             there = self.known_until > self.starts

@@ -55,14 +55,12 @@ class _Row(Settings, frozen=True, kw_only=True):
 
 
 def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
-    """Read trainers from a JSON list of objects, in the order of the file.
-
-    Each has ``name``, ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and, for each of
-    these, ``samples_per_s``, or where nodes are unequal ``class_samples_per_s`` by node class; it
-    may have ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``, ``rescale_down_s`` (0),
-    ``objective`` (as samples_per_s) and ``function`` (what it trains: learned curves are shared).
-    Speeds are interpolated linearly; 0 nodes train nothing. Raises BadInput, with file and trainer,
-    for an unreadable file or an invalid trainer.
+    """Read trainers from a JSON list of objects, in the order of the file. Each has ``name``,
+    ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and for each of these
+    ``samples_per_s``, or ``class_samples_per_s`` by node class; it may have ``submit_s`` (0),
+    ``min_nodes`` (1), ``rescale_up_s``, ``rescale_down_s`` (0), ``objective`` (as samples_per_s)
+    and ``function`` (what it trains: learned curves are shared). Raises BadInput, with file and
+    trainer.
     """
     data = read_bytes(path, 'a JSON list of trainers')
     try:

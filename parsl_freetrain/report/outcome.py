@@ -1,15 +1,9 @@
-"""Compares the samples that decisions were expected to train with those that were trained.
-Expectations use the scaling curves known at the time.
-
-A decision about a trainer is valid until the next one that changes its node count, or that gives it
-nodes again after a loss, or until the trainer or its run ends. For this time
-
-* it was expected to train ``curve(nodes) x seconds - rescale_s x curve(nodes held)`` samples: what
-  the allocation maximises, over the time that really followed in place of the horizon, with the
-  rescale cost that was assumed then;
-* changing nothing would have been expected to train ``curve(nodes before) x seconds``;
-* it trained what its fragments reported, as far as it was kept: what a preemption or a failure took
-  is not counted.
+"""Compares the samples that decisions were expected to train with those that were trained, by the
+scaling curves known at the time. A decision about a trainer is valid until the next one that
+changes its node count, or gives it nodes again after a loss, or until its end. It was expected to
+train ``curve(nodes) x seconds - rescale_s x curve(nodes held)`` samples, what the allocation
+maximises over the time that followed; without a change ``curve(nodes before) x seconds``. It
+trained what its fragments reported, as far as it was kept.
 """
 
 from __future__ import annotations

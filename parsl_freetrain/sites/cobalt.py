@@ -1,8 +1,5 @@
-"""Cobalt, the scheduler of Theta: holes from the scheduler's own backfill windows, and blocks that
-fit them. All of it is here: settings, commands and their answers, batch scripts.
-
-Formats are as in Cobalt's source (``qstat``, ``showres``) and the user guide of Theta
-(``nodelist``).
+"""Cobalt, the scheduler of Theta, all of it: settings, commands and answers (formats as in Cobalt's
+``qstat`` and ``showres``, and Theta's ``nodelist``), batch scripts.
 """
 
 from __future__ import annotations

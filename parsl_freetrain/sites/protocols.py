@@ -42,12 +42,10 @@ class Site(HoleSource, Protocol):
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
     ) -> str:
-        """Submit one block for the request; returns the id of its job. Raises BadInput if the
-        request can never be met; HoleGone if it cannot be met any more; FreeTrainError if the
-        scheduler refused the job, or did not answer. ``command``: what each node runs, as a shell
-        command; ``name``: a name for the job, unlike that of every other block of the run;
-        ``worker_init``: shell lines that run once per block, before the command starts on its
-        nodes.
+        """Submit one block; returns the id of its job. Raises BadInput if the request can never be
+        met; HoleGone if it cannot be met any more; FreeTrainError if the scheduler refused the job,
+        or did not answer. ``command``: of each node, for the shell; ``name``: unlike every other
+        block's; ``worker_init``: shell lines that run once before.
         """
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:

@@ -1,7 +1,5 @@
-"""Limits on what trainers hold together: caps, minimum shares and budgets of users and groups.
-
-Users state such a limit by whom it holds for: ``{'user anna': 8, 'group physics': 64}``. A key is
-the kind of owner, a space, and the owner's name.
+"""Limits on what trainers hold together: caps, minimum shares and budgets of users and groups,
+stated by a kind of owner and a name: ``{'user anna': 8, 'group physics': 64}``.
 """
 
 from __future__ import annotations

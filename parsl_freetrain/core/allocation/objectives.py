@@ -1,7 +1,5 @@
-"""Objectives: what each node count is worth to a trainer per second.
-
-The allocator maximises the sum over all trainers of this worth times the horizon, less the cost of
-rescaling. Having no nodes is worth 0 under every objective.
+"""Objectives: what each node count is worth to a trainer per second; no nodes are worth 0. The
+allocator maximises its sum over all trainers times the horizon, less the cost of rescaling.
 """
 
 from __future__ import annotations
@@ -37,13 +35,10 @@ class Running:
         return nodes == self.nodes and node_class in ('', self.node_class)
 
     def after_restart(self, left_s: float | None) -> float:
-        """The share of its speed that a restart leaves; ``left_s``: seconds that the rest of the
-        training takes after it, None: unknown.
-
-        (life - lost) / (life + restart) is charged to trainers that restart often, where life is
-        the age and what is left; left / (left + restart) to those that are nearly done. Sia and
-        Pollux take the age for the life: a restart of 250 s in the first hour of ten would count as
-        a loss of a third.
+        """The share of its speed that a restart leaves; ``left_s``: seconds of the rest (None:
+        unknown). (life - lost) / (life + restart) for those that restart often, where life is the
+        age and what is left (Sia and Pollux take the age alone); left / (left + restart) for those
+        nearly done.
         """
         share, life_s = 1.0, self.age_s + (left_s or 0.0)
         if self.age_s > self.restart_s:
@@ -123,13 +118,10 @@ def priority(candidate: Candidate) -> ScalingCurve:
 
 
 def deadline(candidate: Candidate) -> ScalingCurve:
-    """Finish by: priority x (done + 0.01 x rate(n) / best rate).
-
-    ``done`` is the share of the remaining samples that is trained by the deadline at this rate,
-    min(1, rate(n) x deadline_s / remaining_samples): it rises until the rate suffices to finish in
-    time, and no further. It is 0 where there is no deadline and where it has passed. The best rate
-    is that of the fastest count the trainer may have. Raises BadInput if there is a deadline and
-    the remaining samples are not known.
+    """Finish by: priority x (done + 0.01 x rate(n) / best rate). ``done`` is the share of the
+    remaining samples that is trained by the deadline at this rate, min(1, rate(n) x deadline_s /
+    remaining_samples), 0 without a deadline or behind it. Raises BadInput if there is one and the
+    remaining samples are not known.
     """
     left_s = max(candidate.deadline_s or 0.0, 0.0)
     if candidate.deadline_s is not None and not candidate.remaining_samples:

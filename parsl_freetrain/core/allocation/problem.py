@@ -102,10 +102,7 @@ class Bid:
 
     def value(self, nodes: int, horizon_s: float) -> float:
         """Worth of ``nodes`` that all stay for the horizon: horizon x rate(nodes) - rescale cost x
-        rate(current).
-
-        The cost is charged at the current rate, as published (BFTrainer, arXiv 2106.12091); a
-        current count below ``min_nodes`` has rate 0.
+        rate(current), as published (BFTrainer, arXiv 2106.12091); rate 0 below ``min_nodes``.
         """
         cost_s = 0.0
         if nodes > self.current_nodes:
@@ -202,13 +199,10 @@ class Problem:
 
     def value(self, bid: Bid, nodes: Sequence[int]) -> float:
         """Worth of ``nodes`` (a count for each of :attr:`places`) to a bid over the horizon, in the
-        curve's unit x seconds.
-
-        The horizon falls into intervals between the ends of blocks. In each the trainer runs on
-        whatever of its nodes is still there, as far as it can use them (:meth:`Bid.usable`). An end
-        that takes some of its nodes costs ``rescale_down_s`` seconds of its rate until then; the
-        change from what it holds now costs as in :meth:`Bid.value`, and as a change to more nodes
-        where it gets as many but others, or nodes of another class. Nodes of several classes at
+        curve's unit x seconds. Between the ends of blocks the trainer runs on whatever is still
+        there, as far as it can use it (:meth:`Bid.usable`). An end that takes some costs
+        ``rescale_down_s`` seconds of its rate until then; the change from what it holds now costs
+        as in :meth:`Bid.value`, and as growing where it gets as many but others. Several classes at
         once are worth minus infinity, unless it divides batches among them.
         """
         total = sum(nodes)

@@ -1,8 +1,5 @@
-"""The controller: events in, actions out.
-
-It has no thread, file or clock, so a live run and the replay of a recorded one use the same object.
-A trainer is rescaled between two fragments: its fragment is asked to stop, and the next one starts
-on the new nodes.
+"""The controller: events in, actions out, without thread, file or clock, live and in a replay. A
+trainer is rescaled between two fragments: one is asked to stop, the next starts on the new nodes.
 """
 
 from __future__ import annotations
@@ -55,14 +52,10 @@ class Controller:
         self._planner = Planner(allocator, self.settings, metric)
 
     def handle(self, event: ev.Event) -> cs.Reply:
-        """Process one event; return the actions to take now, in order.
-
-        Events that come late or twice, or concern something unknown, change nothing. An
-        ``OpenBlock`` counts from its ``BlockOpened`` on, which must be handled before the next
-        ``HolesSeen``.
-
-        Raises ValueError if a trainer is submitted while another one of its name has not ended, and
-        TypeError for an event of no known class.
+        """Process one event; return the actions to take now, in order. Events that come late or
+        twice, or concern something unknown, change nothing; an ``OpenBlock`` counts from its
+        ``BlockOpened`` on. Raises ValueError for a trainer whose name another open one has,
+        TypeError for an unknown event.
         """
         return self.handle_all((event,))
 

@@ -1,12 +1,8 @@
-"""Which nodes are given back because jobs of others wait that would start on them.
-
-The nodes are the fewest that serve all of these jobs. Among such choices, those are preferred that
-fewer other jobs could use, then those that the scheduler would give first, so that it leaves the
-same nodes to later jobs; among these, the fragments that have to stop are the cheapest to stop. A
-node that cannot be given back alone goes with its whole block.
-
-The fragments there are stopped first. Then all nodes of one decision are released together, so that
-a job that needs several gets all of them before the scheduler can fill the first ones with another.
+"""Which nodes are given back because jobs of others wait that would start on them: the fewest that
+serve all of these jobs, then those that fewer other jobs could use, those that the scheduler would
+give first, and those with fragments that are cheapest to stop. A node that cannot be given back
+alone goes with its whole block. The fragments there are stopped first, then all nodes of a decision
+are released together, so that a job that needs several gets all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Formulas that users state as objectives; they are parsed, and never executed as Python.
-
-Allowed are numbers, fields, ``+ - * / **``, comparisons (1 if true, else 0), ``a if condition else
-b``, and ``min``, ``max``, ``sqrt`` and ``log``. All arithmetic is in floats, so numbers stay of
-bounded size.
+"""Formulas that users state as objectives: parsed, never executed as Python. Allowed are numbers
+(all floats), fields, ``+ - * / **``, comparisons (1 if true, else 0), ``a if condition else b``,
+and ``min``, ``max``, ``sqrt`` and ``log``.
 """
 
 from __future__ import annotations

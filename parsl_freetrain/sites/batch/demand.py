@@ -1,15 +1,10 @@
-"""Which waiting jobs of others would start now on nodes of our blocks: pure.
-
-The scheduler's queue is played through as its backfill would: in order of priority, each job gets
-the first time at which enough nodes are free for as long as it asks. Before that Slurm starts jobs
-strictly in order, up to the first one that lacks nodes; those that only reservations keep out it
-passes over, and plans them afterwards. Nodes of blocks, also of other runs and users, count as
-free. A job that starts now in this game, and needs nodes of ours for it, is a reason to give them
-back. A job that lacks more than that is none.
-
-Which of several runs gives what is decided by the queue alone, so that each finds the same: a job
-gets idle nodes first, then those of as few blocks as possible. What another run does not give for
-``UNWILLING_S`` counts as taken, since a name proves nothing.
+"""Which waiting jobs of others would start now on nodes of our blocks: pure. The scheduler's queue
+is played through as its backfill would: in order of priority, each job gets the first time at which
+enough nodes are free for as long as it asks; Slurm first starts jobs strictly in order, up to the
+first one that lacks nodes, and plans those that only reservations keep out afterwards. Nodes of
+blocks, also of other runs, count as free. A job that starts now and needs nodes of ours for it is a
+reason to give them back. All runs find the same: a job gets idle nodes first, then those of as few
+blocks as possible. What another run does not give for ``UNWILLING_S`` counts as taken.
 """
 
 from __future__ import annotations

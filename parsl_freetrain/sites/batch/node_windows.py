@@ -1,8 +1,5 @@
-"""Which nodes can be had until when: pure arithmetic on what the scheduler has said.
-
-A node that is idle, or planned for a job that waits, can be had until the first of: the start that
-the scheduler plans for a waiting job on it, and the start of a reservation of it. Nodes that can be
-had equally long, and are of one class, make one hole.
+"""Which nodes can be had until when, by what the scheduler has said: an idle node until the start
+of a waiting job planned on it, or of a reservation. Nodes alike and equally long make one hole.
 """
 
 from __future__ import annotations

@@ -15,11 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class JobState(StrEnum):
-    """Where a job stands; each scheduler's adapter translates its own words into these. PENDING
-    waits for nodes; HELD waits for something else; STARTING has nodes that are being made ready;
-    ENDING still holds its nodes. DEADLINE was dropped because it could not end in time. TERMINATED
-    ended because of a SIGTERM, and FAILED by another error. UNKNOWN is a word that nobody has
-    documented; it never means that a job is over.
+    """Where a job stands. PENDING waits for nodes, HELD for something else; STARTING has nodes that
+    are made ready; ENDING still holds them. DEADLINE was dropped because it could not end in time.
+    TERMINATED ended by SIGTERM, FAILED by another error. UNKNOWN never means that a job is over.
     """
 
     PENDING = 'PENDING'

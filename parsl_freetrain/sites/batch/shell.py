@@ -12,11 +12,9 @@ from parsl_freetrain.sites.batch.options import BatchOptions
 def batch_script(
     directives: Iterable[str], options: BatchOptions, worker_init: str, lifetime: str, run: str
 ) -> str:
-    """The batch script of one block: the ``directives`` (complete lines for the scheduler, such as
-    ``#SBATCH --nodes=2``), the options' shell lines and those of ``worker_init``; ``lifetime``,
-    lines that set ``left``, the seconds until the scheduler ends the job (``SECONDS`` counts from
-    its beginning); and ``run``, lines that run the block for ``left`` seconds, by ``timeout``, and
-    set ``status``.
+    """The batch script of one block: the ``directives``, the options' shell lines and those of
+    ``worker_init``; ``lifetime``, lines that set ``left``, the seconds until the scheduler ends the
+    job; and ``run``, lines that run the block for ``left`` seconds and set ``status``.
     """
     head = '\n'.join(directives)
     inits = (options.worker_init.strip(), worker_init.strip())
@@ -57,16 +55,12 @@ wait "$running"; status=$?
 
 
 def on_each_node(name: str, forwards: bool = False) -> str:
-    """What runs on each node of a block, with the command of the node as its first argument.
-    ``name``: a shell word that is the node's name there. ``forwards``: the scheduler's signals
-    reach only the first process of a node, which then passes them on.
-
-    The command stays in the process group in which the scheduler started this shell, since some
-    schedulers stop, continue and kill only that. The node agent ends with this shell and ends what
-    it has started; where it was killed, this shell kills the group, itself included. At a
-    preemption the command gets SIGTERM and knows what to do; this shell waits for it. A signal
-    interrupts a ``wait``, and the command may be over before the first one, so its status is asked
-    for once it is gone.
+    """What runs on each node of a block, with the node's command as its first argument; ``name``: a
+    shell word, the node's name. ``forwards``: the scheduler's signals reach only the first process
+    of a node, which passes them on. The command stays in this shell's process group, as some
+    schedulers stop and kill only that; the node agent ends with this shell. At a preemption the
+    command gets SIGTERM, and this shell waits for it: a signal interrupts a ``wait``, so its status
+    is asked for at the end.
     """
     passed_on = (
         f'trap \'[ -z "$command" ] || kill -{signal} "$command" 2>/dev/null\' {signal}'

@@ -1,9 +1,6 @@
-"""One block of the local site: runs a command once per slot, and ends it as a scheduler would.
-
-:class:`~parsl_freetrain.sites.local.jobs.SlotJobs` starts this file as a program of its own, by its
-path. It imports little, so that it starts fast. It kills its nodes by SIGKILL, without warning: at
-the time given, on SIGTERM, or when its owner has died. It ends itself when the command has ended on
-every node.
+"""One block of the local site: runs a command once per slot, and ends it as a scheduler would. It
+is a program of its own, which imports little. It kills its nodes by SIGKILL, without warning: at
+the time given, on SIGTERM, or when its owner has died.
 """
 
 from __future__ import annotations

@@ -11,11 +11,7 @@ __all__ = ['PALS', 'SITE_TYPE', 'PbsOptions', 'PbsSite']
 
 
 class PbsSite(BatchSite):
-    """One queue of a machine with PBS Pro or OpenPBS.
-
-    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
-    those of :class:`~parsl_freetrain.sites.pbspro.options.PbsOptions`.
-    """
+    """One queue of a machine with PBS Pro or OpenPBS; see :class:`.options.PbsOptions`."""
 
     name, job_variable = 'pbspro', 'PBS_JOBID'
     options_type, scheduler_type = PbsOptions, Pbs

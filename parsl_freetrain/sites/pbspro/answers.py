@@ -64,13 +64,10 @@ def parse_jobs(
     apart: Collection[str] = (),
     ranks: Mapping[str, int] = {},
 ) -> tuple[rc.BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS` or :func:`history_of`; of one that is there twice nothing
-    is known. Raises NotUnderstood if it is not such a document.
-
-    ``pool``: what is called the partition of jobs. Queues share the nodes, so a planned job without
-    planned nodes may get any; jobs that can get none of the pool's nodes have no partition.
-    ``features``: all of the pool's nodes; see :func:`parse_nodes`. ``apart``: queues whose jobs get
-    none of the pool's nodes, since theirs belong to other queues. ``ranks``: priorities of queues.
+    """Jobs in the answer to :data:`JOBS` or :func:`history_of`, or NotUnderstood; nothing is known
+    of one that is there twice. ``pool``: what is called the partition, as queues share the nodes;
+    jobs that can get none have no partition. ``features``: all of the pool's; ``apart``: queues
+    with other nodes; ``ranks``: priorities of queues.
     """
     said = document(answer, 'qstat')
     with rc.as_documented('qstat'):

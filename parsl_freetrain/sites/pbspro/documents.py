@@ -1,8 +1,6 @@
-"""JSON as PBS writes it, which is not always JSON.
-
-qstat copies environment variables, comments and arguments into its documents with little care: line
-ends and tabs, quotes, lone backslashes, and values that look like numbers but are none, such as
-007. All else keeps to one ``"name":value`` on each line.
+"""JSON as PBS writes it, which is not always JSON: qstat copies environment variables, comments and
+arguments with little care for line ends, quotes, backslashes and numbers such as 007. All else
+keeps to one ``"name":value`` on each line.
 """
 
 from __future__ import annotations

@@ -11,11 +11,7 @@ __all__ = ['SITE_TYPE', 'SlurmOptions', 'SlurmSite']
 
 
 class SlurmSite(BatchSite):
-    """One partition of a machine with Slurm.
-
-    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
-    those of :class:`~parsl_freetrain.sites.slurm.options.SlurmOptions`.
-    """
+    """One partition of a machine with Slurm; see :class:`.options.SlurmOptions`."""
 
     name, job_variable = 'slurm', 'SLURM_JOB_ID'
     options_type, scheduler_type = SlurmOptions, Slurm

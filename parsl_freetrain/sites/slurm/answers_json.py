@@ -1,11 +1,6 @@
-"""The queue of Slurm as a JSON document, and what it says; for Slurm 23.02 and later.
-
-Nodes are asked for as text: ``sinfo --json`` puts nodes together that differ, and tells the
-features and GPUs of the first one.
-
-22.05 gives plain numbers, and a state is one word. 23.02 and later wrap numbers in
-``{"set", "infinite", "number"}``. Since 23.11 a state is a list of words. The shape of a document
-shows which it is.
+"""The queue of Slurm as a JSON document, for 23.02 and later. Nodes are asked for as text: ``sinfo
+--json`` puts nodes together that differ. 22.05 gives plain numbers and states of one word; 23.02
+wraps numbers in ``{"set", "infinite", "number"}``; since 23.11 a state is a list.
 """
 
 from __future__ import annotations

@@ -16,14 +16,11 @@ from parsl_freetrain.training.spec.retention import Resume
 def claim(
     folder: Path, trainer: str, identity: Mapping[str, ids.JSON], resume: Resume
 ) -> Checkpoint | None:
-    """Check, before anything is submitted, that a trainer may use its own folder, which is made
-    (0700), with its parents, if it does not exist. Returns the checkpoint to continue from.
-    ``identity``: what must be the same for the old state to be usable, for instance seed and batch
-    size. ``resume``: 'auto': continue from the newest good checkpoint, if any; 'require': there
-    must be one; 'never': move what is there to ``old-<n>`` and start anew. Fragment numbers
-    continue in any case, so that no late process of the earlier run can commit. Raises BadInput if
-    the folder belongs to another trainer or user, is not writable, is neither empty nor a
-    trainer's, or lacks a required checkpoint.
+    """Check, before anything is submitted, that a trainer may use its own folder, made (0700) if
+    need be. Returns the checkpoint to continue from. ``identity``: what must be the same;
+    ``resume``: 'auto' (continue if there is one), 'require' or 'never' (what is there moves to
+    ``old-<n>``). Fragment numbers continue in any case, so that no late process can commit. Raises
+    BadInput if the folder is another's, not writable, no trainer's, or lacks a required checkpoint.
     """
     if resume == 'require' and not folder.is_dir():
         raise BadInput(

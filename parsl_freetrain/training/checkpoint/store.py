@@ -38,16 +38,13 @@ class SetAside:
 
 
 class PosixCheckpointStore:
-    """Checkpoints of a trainer in its own ``folder`` (0700; the first write makes it) of a file
-    system that all its nodes see. ``hook``, for tests of faults: called with 'begin', 'written',
-    'manifest', 'before-commit' and 'committed' after each of these steps of a save. ``set_aside``:
-    the damaged checkpoints that this object has found, in order; ``folder/bad`` has all.
-
-    A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``, in this order. The file system
-    must make directories and create files exclusively as atomic operations, make data durable by
-    fsync, and show them to whoever opens them afterwards (close-to-open): NFS from version 3,
-    Lustre, GPFS. A fence is a file; a late process of an earlier fragment that commits just before
-    one is made does no harm: its checkpoint is a true state of the trainer, in its own directory.
+    """Checkpoints of a trainer in its own ``folder`` (0700) of a file system that all its nodes
+    see: each a new directory ``ckpt-<samples>-f<fragment>``. ``hook``, for tests: called with
+    'begin', 'written', 'manifest', 'before-commit' and 'committed'. ``set_aside``: damaged ones
+    that were found; ``folder/bad`` has all. The file system must make directories and exclusive
+    files atomically, make data durable by fsync, and show them to whoever opens them afterwards
+    (NFS from version 3, Lustre, GPFS). A fence is a file; a late process that commits just before
+    one is made does no harm.
     """
 
     def __init__(
@@ -90,11 +87,9 @@ class PosixCheckpointStore:
         metrics: Mapping[str, float],
     ) -> Checkpoint:
         """Commit what ``write`` writes into the empty directory that it is given: plain files,
-        closed when it returns. It may return the digests of the blocks of files that are private
-        and durable already, which are not read again. ``samples``: that the state has seen;
-        ``fragment``: the one that saves; ``metrics``: numbers to keep with it.
-        Raises Fenced if a later fragment has begun (nothing is committed), BadInput if ``write``
-        left other than plain files, or used a reserved name.
+        closed when it returns, perhaps with the digests of the blocks of those that are private and
+        durable already. Raises Fenced if a later fragment has begun (nothing is committed),
+        BadInput for other than plain files, or a reserved name.
         """
         self.check_fence(fragment)
         make_dir(self.folder)

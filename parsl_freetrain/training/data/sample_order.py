@@ -1,8 +1,5 @@
-"""The order of the data: it depends on the seed and the samples seen so far, never on the nodes.
-
-A fragment asks for the global batches that follow its checkpoint. Each batch is then divided among
-the ranks: into *virtual shards*, whose number does not depend on the ranks (reproducible mode), or
-into one part per rank (throughput mode).
+"""The order of the data, by the seed and the samples seen so far, never by the nodes. Each global
+batch is divided into *virtual shards* (reproducible mode) or one part per rank (throughput mode).
 """
 
 from __future__ import annotations

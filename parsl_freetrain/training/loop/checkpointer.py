@@ -151,13 +151,11 @@ class Checkpointer:
     def save_and_stop(
         self, collect: Collect, samples: int, metrics: Mapping[str, float], *, wanted: bool = False
     ) -> None:
-        """Leave the state in memory, and begin to commit it as the fragment's last checkpoint;
-        :meth:`stopped` waits for that. Otherwise as :meth:`save_now`.
-
-        All ranks call it together. Deleting old checkpoints takes time, so it is left to the next
-        fragment. If that is ready, committing a large state is left to it too: a kill before that
-        falls back to the previous checkpoint. Not if the user wants this checkpoint (``wanted``, or
-        that of every nth fragment), and not if what this fragment began with is not committed.
+        """Leave the state in memory, and begin to commit it as the fragment's last checkpoint
+        (:meth:`stopped` waits); otherwise as :meth:`save_now`. All ranks call it together. If the
+        next fragment is ready, committing a large state is left to it, as deleting is: a kill
+        before that falls back to the previous checkpoint. Not if the user wants this one
+        (``wanted``), or what this fragment began with is not committed.
         """
         began, sender, numbers = time.monotonic(), self._sender, dict(metrics)
         if sender is not None:

@@ -1,8 +1,5 @@
-"""Leaving a state in the memory of nodes for the next fragment.
-
-It is only a shortcut: the same state has been committed as a checkpoint, or an older checkpoint
-would do. A state that is not committed is used only if it has the digest in the next fragment's
-order, which came over the executor's own channel.
+"""Leaving a state in the memory of nodes for the next fragment: only a shortcut. One that is not
+committed is used only with the digest in the next order, from the executor's own channel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The variables of the user's function, and what in them holds state that the context does not
-know: it would be lost at the end of a fragment without a word.
-
-This is the only place that reads a caller's frame. Such state shows in nothing that torch lets us
-ask: no registry has all modules, and a search of the garbage collector's objects takes as long as
-several steps and finds those of other libraries.
+know. Only here a caller's frame is read: torch has no registry of modules, and a search of the
+garbage collector's objects takes as long as several steps.
 """
 
 from __future__ import annotations

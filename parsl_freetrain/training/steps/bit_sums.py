@@ -15,11 +15,8 @@ MODULO = (1 << 32) - 1  # a mask: sums of sums need it, too
 
 @torch.no_grad()
 def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """By tensor, the sum of the bits of its elements as integers, modulo 2^32; of None it is 0.
-
-    Integers have the same sum in any order, so it does not depend on strides or on how a tensor is
-    divided. -0.0 counts as 0.0. Small tensors take a few operations together, others a few each;
-    nothing is read.
+    """By tensor, the sum of the bits of its elements as integers, modulo 2^32 (None: 0; -0.0 as
+    0.0): the same in any order and however it is divided. Few operations together; nothing is read.
     """
     found: list[torch.Tensor] = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
     small: dict[tuple[torch.dtype, torch.device], list[int]] = {}

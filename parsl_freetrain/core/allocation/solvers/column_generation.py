@@ -1,15 +1,10 @@
-"""Column generation and branch and price: the exact allocation of blocks with several ends or
-node classes.
-
-A trainer can hold nodes of the blocks in too many ways to list them all (see
-:mod:`parsl_freetrain.core.allocation.solvers.column_pricing`), so they are generated as needed. A
-linear programme over the ways known so far puts prices on the nodes; each trainer then proposes its
-best way at these prices, until none proposes a new one. The prices bound the optimum from above.
-
-The linear programme divides a few trainers, mostly between sets of places, since an end that takes
-some nodes costs a restart, or between keeping what they hold and changing it. The search branches
-on these: to keep or to change, then the places, then the number of nodes, then the nodes of one
-place. It ends when the bound of every open branch is reached by the best known allocation.
+"""Column generation and branch and price: the exact allocation of blocks with several ends or node
+classes. There are too many ways to hold nodes to list them all, so they are generated
+(:mod:`.column_pricing`): a linear programme over the known ways puts prices on nodes, each trainer
+proposes its best way at these prices, until none is new; the prices bound the optimum. The
+programme divides a few trainers between sets of places, or between keeping and changing. The search
+branches on these: to keep or to change, then the places, the number of nodes, those of one place.
+It ends when the best known allocation reaches the bound of every open branch.
 """
 
 from __future__ import annotations

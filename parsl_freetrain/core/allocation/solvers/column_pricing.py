@@ -1,11 +1,8 @@
 """The pricing problem of column generation: every trainer's best way to hold nodes at given prices.
-
-A trainer that holds nodes of several blocks loses them as the blocks end. Its value is a sum over
-the intervals between ends. Each term depends on the nodes left and on whether some of them go at
-the end, but not on how many go. So the best number of nodes that go is the argument of a maximum
-over a window of counts, and one pass over the blocks prices all trainers at once, in time
-proportional to blocks x counts. Each node class has a pass of its own, since a trainer uses one
-class at a time.
+Its value is a sum over the intervals between ends; each term depends on the nodes left and on
+whether some go at the end, not on how many. So the best number that goes is the argument of a
+maximum over a window of counts, and one pass over the blocks (of each node class) prices all
+trainers at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""A multiple-choice knapsack: one count per trainer, with the largest sum of values that fits.
-
-The weights are small integers. A price per node (the Lagrange multiplier of the pool) bounds the
-optimum from above; a count that falls short of the bound by more than the best known choice cannot
-be part of a better one. A dynamic programme searches the few remaining counts exactly, one trainer
-after the other, those with the cheapest alternative first (an expanding core, as Pisinger's for
-this problem, European Journal of Operational Research 83 (1995) 394-410).
+"""A multiple-choice knapsack: one count per trainer, with the largest sum of values that fits. A
+price per node (a Lagrange multiplier) bounds the optimum; a count further from the bound than the
+best known choice cannot be part of a better one. A dynamic programme searches the few others
+exactly, those with the cheapest alternative first (an expanding core: Pisinger, European Journal of
+Operational Research 83 (1995) 394-410).
 """
 
 from __future__ import annotations

@@ -87,15 +87,11 @@ def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
 
 
 def chimera(stages: int, micro_batches: int) -> PipelineSchedule:
-    """Two pipelines in opposite directions. Worker w has stage w of one and stage D - 1 - w of the
-    other.
-
-    D micro-batches are a unit, half of them in each direction. Within a unit, micro-batch i of a
-    direction is in stage s forward in slot s + 2i and backward in slot 2D - 1 - s + 2i. The slots
-    of the other direction at the same worker have the other parity, or are earlier or later. Units
-    follow each other after 2D slots (the paper's direct concatenation). N micro-batches take 2N + D
-    - 2 slots if N is a multiple of D. Otherwise the last unit lacks some micro-batches, and as many
-    slots are added. Raises BadInput if the number of stages or of micro-batches is odd.
+    """Two pipelines in opposite directions: worker w has stage w of one and D - 1 - w of the other.
+    D micro-batches are a unit, half in each direction: i is in stage s forward in slot s + 2i,
+    backward in 2D - 1 - s + 2i; the other direction's slots differ in parity, or are earlier or
+    later. Units follow each other after 2D slots. N micro-batches take 2N + D - 2 slots, or as many
+    more as the last unit lacks. Raises BadInput if the number of stages or micro-batches is odd.
     """
     _at_least_one(stages, micro_batches)
     if stages % 2:
