@@ -83,7 +83,7 @@ def explanation(
         'short_of_memory_on': sorted(
             {len(f.nodes) for f in training.fragments if f.ended and f.ended.out_of_memory}
         ),
-        'since_s': now - (training.state_at if running is None else running.decided_at),
+        'since_s': now - (training.state_at if running is None else running.launched.at),
         'waits_for': waits_for(one, training, now) if going else None,
         'speed': _speed(one, training, running),
         'pauses': {

@@ -44,7 +44,7 @@ def began_in(history: History, trainer: str, run: int) -> int:
         training = one.trainers.get(trainer)
         if training is not None and one.id <= run:
             began = one.id
-            if training.first_samples == 0:
+            if training.submitted.samples == 0:
                 break
     return began
 
@@ -74,7 +74,7 @@ class KeptMetrics:
         for report in self._reports(fragments):
             self._take(report, own)
         if self._last is not None and fragments[-1] is not self._last.fragment:
-            self._go_back(fragments[-1].from_samples)  # it has not reported yet
+            self._go_back(fragments[-1].launched.samples)  # it has not reported yet
         self._settle(max((saved.samples for saved in own), default=0), points)
         return points
 
@@ -96,7 +96,7 @@ class KeptMetrics:
     def _take(self, report: _Report, own: Sequence[Checkpoint]) -> None:
         last, self._last = self._last, report
         if last is None or last.fragment is not report.fragment:
-            before_it = report.fragment.from_samples
+            before_it = report.fragment.launched.samples
             self._go_back(before_it)
         else:
             before_it = last.samples

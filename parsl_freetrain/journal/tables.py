@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 def _runs(run: RunState) -> Iterator[Row]:
     yield {
-        'run': run.id, 'name': run.name, 'begun_at': run.begun_at, 'ended_at': run.ended_at,
+        'run': run.id, 'name': run.name, 'begun_at': run.began.at, 'ended_at': run.ended_at,
         'how': run.how, 'last_at': run.last_at, 'command': run.began.command,
     }  # fmt: skip
 
@@ -31,10 +31,10 @@ def _runs(run: RunState) -> Iterator[Row]:
 def _trainers(run: RunState) -> Iterator[Row]:
     for one in run.trainers.values():
         yield {
-            'run': run.id, 'name': one.name, 'submitted_at': one.submitted_at,
+            'run': run.id, 'name': one.name, 'submitted_at': one.submitted.at,
             'min_nodes': one.trainer.counts()[0], 'max_nodes': one.trainer.counts()[-1],
             'mode': one.submitted.mode, 'total_samples': one.trainer.total_samples,
-            'first_samples': one.first_samples, 'samples': one.samples, 'state': one.state,
+            'first_samples': one.submitted.samples, 'samples': one.samples, 'state': one.state,
             'state_at': one.state_at, 'why': one.why,
         }  # fmt: skip
 
@@ -44,7 +44,7 @@ def _blocks(run: RunState) -> Iterator[Row]:
         request = one.opened.request
         yield {
             'run': run.id, 'block': one.name, 'job_id': one.opened.job_id,
-            'opened_at': one.opened_at, 'nodes': request.nodes, 'walltime_s': request.walltime_s,
+            'opened_at': one.opened.at, 'nodes': request.nodes, 'walltime_s': request.walltime_s,
             'queue': request.queue, 'node_class': request.node_class, 'begun_at': one.begun,
             'until': one.until, 'closed_at': one.closed_at, 'how': one.how,
         }  # fmt: skip
@@ -58,9 +58,9 @@ def _fragments(run: RunState) -> Iterator[Row]:
     for one in run.fragments.values():
         yield {
             'run': run.id, 'trainer': one.trainer, 'fragment': one.number,
-            'decided_at': one.decided_at, 'task_id': one.launched.task,
+            'decided_at': one.launched.at, 'task_id': one.launched.task,
             'nodes': json.dumps(one.nodes), 'deadline': one.launched.deadline_s,
-            'from_samples': one.from_samples, 'shape': one.shape, 'started_at': one.started_at,
+            'from_samples': one.launched.samples, 'shape': one.shape, 'started_at': one.started_at,
             'started_samples': one.started_samples, 'ended_at': one.ended_at,
             'ending': one.ending, 'samples': one.samples, 'reached': one.reached,
             'error': one.ended and one.ended.error,

@@ -29,7 +29,7 @@ def used_until(history: History, last: RunState, now: float | None) -> dict[str,
         until = now if now is not None and run.id == last.id else run.last_at
         for fragment in run.fragments.values():
             end = until if fragment.ended_at is None else fragment.ended_at
-            node_s = len(fragment.nodes) * max(end - fragment.decided_at, 0.0)
+            node_s = len(fragment.nodes) * max(end - fragment.launched.at, 0.0)
             for key in owners.get(fragment.trainer, ()):
                 used[key] = used.get(key, 0.0) + node_s
     return used

@@ -123,7 +123,7 @@ def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> R
         gain = (was.objective - was.staying) / own.controller.horizon_s
         new = _decided(asked.answers[-1][1], settings) if again and asked.answers else None
         old = Choice(was.allocation, _finite(gain))
-        differences.append(Difference(batch.seq, batch.at - run.begun_at, was.trigger, old, new))
+        differences.append(Difference(batch.seq, batch.at - run.began.at, was.trigger, old, new))
     if not batches:
         raise BadInput(
             f'The ledger has no events of run {run.name!r} to replay; its runs of '

@@ -41,7 +41,7 @@ def nodes_over_time(found: Figures) -> Markup:
         end = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
         name = fragment.trainer if of.get(fragment.trainer, 'others') != 'others' else ''
         count = len(fragment.nodes)
-        begun = clock.of(fragment.run, fragment.decided_at)
+        begun = clock.of(fragment.run, fragment.launched.at)
         steps[name] += [(begun, count), (clock.of(fragment.run, end), -count)]
     moments = {x for changes in (room, *steps.values()) for x, _ in changes}
     grid = sorted({0.0, clock.length} | moments)

@@ -85,7 +85,7 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
 
 
 def as_document(found: Figures) -> dict[str, Any]:
-    begun = {r.id: r.begun_at for r in found.history.runs}
+    begun = {r.id: r.began.at for r in found.history.runs}
     names = {r.id: r.name for r in found.history.runs}
     return {
         'runs': list(names.values()),

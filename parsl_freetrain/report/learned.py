@@ -170,11 +170,11 @@ def _changes(training: Training) -> list[tuple[str, float]]:
     reported = {event.fragment: event.seconds for event in training.rescaled}
     fragments, found = training.fragments, []
     if fragments and fragments[0].started_at is not None:
-        found.append(('start', fragments[0].started_at - fragments[0].decided_at))
+        found.append(('start', fragments[0].started_at - fragments[0].launched.at))
     for before, after in pairwise(fragments):
         if after.started_at is None:
             continue
-        seconds = after.started_at - after.decided_at
+        seconds = after.started_at - after.launched.at
         if before.ending != 'stopped':
             found.append(('start', seconds))  # nodes were lost, so there was no handover
         elif len(after.nodes) != len(before.nodes):

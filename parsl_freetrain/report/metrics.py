@@ -54,7 +54,9 @@ def losses(history: History, clock: Clock) -> dict[str, Losses]:
             ended = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
             reached = fragment.reached
             if reached is None:
-                reached = fragment.from_samples if fragment.seen is None else fragment.seen.samples
+                reached = (
+                    fragment.launched.samples if fragment.seen is None else fragment.seen.samples
+                )
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
     return {name: Losses(names[name], _thinned(lines[name]), tuple(struck[name])) for name in lines}
 

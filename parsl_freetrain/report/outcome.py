@@ -97,7 +97,7 @@ class _KnownThen:
         self._trainer, self._measured = training.trainer, Measured()
         places = {fragment.number: place_of(run, fragment) for fragment in training.fragments}
         self._classes = [places[fragment.number][1] for fragment in training.fragments]
-        self._launched = [fragment.decided_at for fragment in training.fragments]
+        self._launched = [fragment.launched.at for fragment in training.fragments]
         ended = [f.ended for f in training.fragments if f.ended is not None]
         reports = [(places[f.number], r) for f in training.fragments for r in f.progress]
         facts: list[tuple[Place, ev.FragmentProgressed | ev.Rescaled | ev.FragmentEnded]] = [
@@ -154,7 +154,9 @@ def _before(name: str, decided: Sequence[ev.Decided], fragments: Sequence[Fragme
 
 def _kept(fragment: Fragment, until: float) -> Points:
     """Samples over time, as far as they are or may still be in a checkpoint."""
-    points: Points = [(fragment.started_at or fragment.decided_at, float(fragment.from_samples))]
+    points: Points = [
+        (fragment.started_at or fragment.launched.at, float(fragment.launched.samples))
+    ]
     points += [(r.at, float(r.samples)) for r in fragment.progress]
     if fragment.ended_at is not None and fragment.reached is not None:
         points.append((fragment.ended_at, float(fragment.reached)))

@@ -153,7 +153,7 @@ def waits_for(run: RunState, training: Training, now: float) -> str | None:
     if all(node.left_at is not None for node in run.nodes.values()):
         return _for_nodes(run, now) + _given_back(run, now)
     last = run.decisions[-1] if run.decisions else None
-    if last is None or last.at < training.submitted_at:
+    if last is None or last.at < training.submitted.at:
         return 'It waits for the next decision.'
     if training.name not in last.allocation:
         turn = ', '.join(last.allocation) or 'none'

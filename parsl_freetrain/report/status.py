@@ -120,7 +120,7 @@ def snapshot(
         run=run.name,
         command=run.began.command,
         life=life,
-        elapsed_s=until - run.begun_at,
+        elapsed_s=until - run.began.at,
         silent_s=max(0.0, now - run.last_at) if going else 0.0,
         ended=None if run.ended is None else run.how or 'ended',
         trainers=tuple(
@@ -165,7 +165,7 @@ def _trainer(
     gain: float | None,
 ) -> TrainerNow:
     training, each = replicas[0], [of[one.name] for one in replicas]
-    fragments = sorted((f for mine in each for f in mine), key=lambda f: (f.run, f.decided_at))
+    fragments = sorted((f for mine in each for f in mine), key=lambda f: (f.run, f.launched.at))
     open_ones = [f for one in replicas for f in one.fragments if f.ended is None]
     running = open_ones if going else []
     seen = [f.seen for f in running if f.seen is not None]
@@ -205,10 +205,10 @@ def _rounds(replicas: list[Training], run: RunState) -> tuple[int, int, int]:
 
 
 def _finish_s(training: Training, samples: int, now: float) -> float | None:
-    trained, total = samples - training.first_samples, training.trainer.total_samples
-    if total is None or trained <= 0 or now <= training.submitted_at:
+    trained, total = samples - training.submitted.samples, training.trainer.total_samples
+    if total is None or trained <= 0 or now <= training.submitted.at:
         return None
-    return max(0, total - samples) * (now - training.submitted_at) / trained
+    return max(0, total - samples) * (now - training.submitted.at) / trained
 
 
 def _blocks(run: RunState, now: float) -> tuple[BlockNow, ...]:

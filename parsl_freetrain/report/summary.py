@@ -31,7 +31,7 @@ def summary(history: History, now: float | None = None) -> dict[str, Any]:
         'blocks': sum(len(run.blocks) for run in history.runs),
         'blocks_killed': sum(map(len, killed)),
         'node_s': tl.node_seconds_of(history, now),
-        'wall_s': sum(history.until(r, now) - r.begun_at for r in history.runs),
+        'wall_s': sum(history.until(r, now) - r.began.at for r in history.runs),
     }
 
 
@@ -76,7 +76,7 @@ def _repeated(fragments: list[Fragment], living: set[int]) -> int:
     for fragment in fragments:
         kept = fragment.samples
         if kept is None:
-            kept = max((c.samples for c in fragment.checkpoints), default=fragment.from_samples)
+            kept = max((c.samples for c in fragment.checkpoints), default=fragment.launched.samples)
         reached = kept
         if fragment.reached is not None:
             reached = fragment.reached
@@ -84,7 +84,7 @@ def _repeated(fragments: list[Fragment], living: set[int]) -> int:
             reached = fragment.seen.samples
         repeated += max(0, reached - kept)
         # A checkpoint that could not be used, or was not asked for, sets a trainer back further.
-        began = fragment.from_samples
+        began = fragment.launched.samples
         if fragment.started_samples is not None:
             began = fragment.started_samples
         repeated += max(0, (began if before is None else before) - began)
@@ -154,9 +154,9 @@ def _add_efficiency(
     above: dict[str, float],
     below: dict[str, float],
 ) -> None:
-    if until <= run.begun_at:
+    if until <= run.began.at:
         return
-    nodes = sum(map(tl.length, tl.offered(run, until).values())) / (until - run.begun_at)
+    nodes = sum(map(tl.length, tl.offered(run, until).values())) / (until - run.began.at)
     fewer, more = math.floor(nodes), math.ceil(nodes)
     pools = {fewer: 1.0} if fewer == more else {fewer: more - nodes, more: nodes - fewer}
     trainers = list(run.trainers.values())
@@ -167,7 +167,7 @@ def _add_efficiency(
             rate = curves[fragment.trainer].rate_at(len(fragment.nodes))
             above[fragment.trainer] += rate * tl.length(parts_of[fragment.key]['trained'])
     spans = {
-        t.name: (t.submitted_at, min(until, t.state_at) if t.state in FINAL_STATES else until)
+        t.name: (t.submitted.at, min(until, t.state_at) if t.state in FINAL_STATES else until)
         for t in trainers
     }
     moments = sorted({moment for span in spans.values() for moment in span})

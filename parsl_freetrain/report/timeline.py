@@ -76,12 +76,12 @@ class Clock:
 
     def __init__(self, history: History, now: float | None) -> None:
         self.until = {r.id: history.until(r, now) for r in history.runs}
-        self._begun = {r.id: r.begun_at for r in history.runs}
+        self._begun = {r.id: r.began.at for r in history.runs}
         self._offset: dict[int, float] = {}
         self.length = 0.0
         for run in history.runs:
             self._offset[run.id] = self.length
-            self.length += self.until[run.id] - run.begun_at
+            self.length += self.until[run.id] - run.began.at
         self.joints = [self._offset[r.id] for r in history.runs[1:]]
 
     def of(self, run: int, at: float) -> float:
@@ -112,7 +112,7 @@ def phases_of(history: History, run: RunState, until: float) -> dict[tuple[int, 
 
 
 def _phases(fragment: Fragment, kept: float, until: float, alive: bool) -> Phases:
-    begin = fragment.decided_at
+    begin = fragment.launched.at
     end = max(begin, until if fragment.ended_at is None else fragment.ended_at)
     started = end if fragment.started_at is None else min(max(begin, fragment.started_at), end)
     kept_until = end
@@ -152,7 +152,7 @@ def offered(run: RunState, until: float) -> dict[str, list[Interval]]:
     spells: dict[str, list[Interval]] = defaultdict(list)
     for offer in run.offers.values():
         spells[offer.node].append((offer.start, offer.end))
-    return {name: clip(times, run.begun_at, until) for name, times in spells.items()}
+    return {name: clip(times, run.began.at, until) for name, times in spells.items()}
 
 
 def left_at(run: RunState, node: Node, until: float) -> float:
@@ -169,11 +169,11 @@ def busy(history: History, run: RunState, until: float) -> dict[str, Phases]:
     for node in run.nodes.values():
         arrived[node.block].add(node.name)
         if (block := run.blocks.get(node.block)) is not None:
-            found[node.name]['starting'].append((block.opened_at, node.joined_at))
+            found[node.name]['starting'].append((block.opened.at, node.joined_at))
     for block in run.blocks.values():
         closed = until if block.closed_at is None else block.closed_at
         for name in set(block.opened.request.names) - arrived[block.name]:
-            found[name]['starting'].append((block.opened_at, closed))
+            found[name]['starting'].append((block.opened.at, closed))
     parts_of = phases_of(history, run, until)
     for fragment in run.fragments.values():
         for one in fragment.nodes:

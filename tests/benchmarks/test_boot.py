@@ -52,11 +52,11 @@ def boot(folder: Path) -> list[float]:
     node, fragment = history.nodes[0], history.fragments[0]
     block = next(block for block in history.blocks if block.name == node.block)
     times = (
-        block.opened_at,
+        block.opened.at,
         float(begun.read_text()),
         min(float(log.read_text().split()[0]) for log in folder.rglob('manager.log')),
         node.joined_at,
-        fragment.decided_at,
+        fragment.launched.at,
         fragment.started_at or math.nan,
     )
     return [later - earlier for earlier, later in pairwise(times)]

@@ -36,7 +36,7 @@ def fragment_starts(ledger: Path) -> list[float]:
     """Seconds from the decision to the first step, of every fragment."""
     with Journal(ledger) as reader:
         return [
-            f.started_at - f.decided_at
+            f.started_at - f.launched.at
             for f in reader.history().fragments
             if f.started_at is not None
         ]

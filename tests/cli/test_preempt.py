@@ -58,7 +58,7 @@ def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
     assert first.samples
     assert second.ending == 'preempted'
     assert second.error == 'a rehearsed preemption'
-    assert third.from_samples == first.samples
+    assert third.launched.samples == first.samples
 
 
 def test_bad_input_is_a_sentence(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(
         assert first.ended_at - first.started_at < HANG_S + under_load(
             1.0
         )  # it had to come to the fault first
-        assert second.decided_at - first.ended_at < under_load(1.0)
+        assert second.launched.at - first.ended_at < under_load(1.0)
         assert set(second.nodes) == set(first.nodes)
         if words.endswith(r'rank-1\.log'):
             # What is done of a step is repeated, and no step that was done.
@@ -215,7 +215,7 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
         # The manager may have been stopped before it had the task.
         assert ended.ended_at - stopped_at < HANG_S + under_load(4.0)
         assert len(after.nodes) == 1
-        assert after.decided_at - ended.ended_at < under_load(1.0)
+        assert after.launched.at - ended.ended_at < under_load(1.0)
         why = (
             r'1 of its 2 nodes were lost: \w+ \((no sign of life|its ranks ended, and its '
             r'Parsl manager|its manager)'
@@ -275,8 +275,8 @@ def test_a_signal_ends_a_fragment_at_a_boundary_and_costs_no_work(
     found = fragments(executor)
     for first, second in itertools.pairwise(found[: len(signals) + 1]):
         assert first.ending == 'stopped', first.error
-        assert first.samples == first.reached > first.from_samples + 96
-        assert second.from_samples == first.samples
+        assert first.samples == first.reached > first.launched.samples + 96
+        assert second.launched.samples == first.samples
     for first, second in ((found[0], found[1]), (found[1], found[2])):
         assert set(second.nodes).isdisjoint(first.nodes)  # managers of another block
     assert future.progress().preempted == 0

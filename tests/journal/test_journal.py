@@ -109,7 +109,7 @@ def test_a_resume_appends(tmp_path: Path) -> None:
         begun(path, 'r1')
 
     assert [f.key for f in Journal(path).history().fragments] == [(1, 'a', 1), (2, 'a', 1)]
-    assert [f.decided_at for f in Journal(path).history('r0').fragments] == [1001]
+    assert [f.launched.at for f in Journal(path).history('r0').fragments] == [1001]
     with pytest.raises(BadInput, match="no run 'r7'; its last runs are: r0, r1"):
         Journal(path).history('r7')
 

@@ -78,7 +78,7 @@ def counted(history: History, now: float | None) -> dict[str, int]:
             until = run.ended_at
         offers = run.offers.values()
         for name in {o.node for o in offers}:
-            for t in range(int(run.begun_at), int(until)):
+            for t in range(int(run.began.at), int(until)):
                 if any(o.node == name and o.start <= t < o.end for o in offers):
                     totals['offered'] += 1
                     kinds = _kinds(run, alive, until, name, t)
@@ -90,14 +90,14 @@ def counted(history: History, now: float | None) -> dict[str, int]:
 def _kinds(run: RunState, alive: bool, until: float, name: str, t: int) -> set[str]:
     kinds: set[str] = set()
     for node in run.nodes.values():
-        if node.name == name and run.blocks[node.block].opened_at <= t < node.joined_at:
+        if node.name == name and run.blocks[node.block].opened.at <= t < node.joined_at:
             kinds.add('starting')
     for block in run.blocks.values():
         never = name in block.opened.request.names and not any(
             n.block == block.name and n.name == name for n in run.nodes.values()
         )
         end = until if block.closed_at is None else block.closed_at
-        if never and block.opened_at <= t < end:
+        if never and block.opened.at <= t < end:
             kinds.add('starting')
     for f in run.fragments.values():
         for one in f.nodes:
@@ -109,14 +109,14 @@ def _kinds(run: RunState, alive: bool, until: float, name: str, t: int) -> set[s
                 gone = min([until] + [x for x in (place.left_at, closed) if x is not None])
                 if not place.joined_at <= t < gone:
                     continue
-            ended = max(f.decided_at, until if f.ended_at is None else f.ended_at)
-            if f.decided_at <= t < ended:
+            ended = max(f.launched.at, until if f.ended_at is None else f.ended_at)
+            if f.launched.at <= t < ended:
                 kinds.add(_kind(f, alive, ended, t))
     return kinds
 
 
 def _kind(f: Fragment, alive: bool, ended: float, t: int) -> str:
-    started = ended if f.started_at is None else min(max(f.decided_at, f.started_at), ended)
+    started = ended if f.started_at is None else min(max(f.launched.at, f.started_at), ended)
     if t < started:
         return 'starting'
     ending = f.ending if f.ended_at is not None else None if alive else 'preempted'

@@ -29,10 +29,6 @@ class Block:
     def name(self) -> str:
         return self.opened.block
 
-    @property
-    def opened_at(self) -> float:
-        return self.opened.at
-
 
 @dataclass(slots=True)
 class Node:
@@ -78,14 +74,6 @@ class Fragment:
         return self.launched.nodes
 
     @property
-    def decided_at(self) -> float:
-        return self.launched.at
-
-    @property
-    def from_samples(self) -> int:
-        return self.launched.samples
-
-    @property
     def ended_at(self) -> float | None:
         return None if self.ended is None else self.ended.at
 
@@ -128,14 +116,6 @@ class Training:
     @property
     def name(self) -> str:
         return self.trainer.name
-
-    @property
-    def submitted_at(self) -> float:
-        return self.submitted.at
-
-    @property
-    def first_samples(self) -> int:
-        return self.submitted.samples
 
     @property
     def over(self) -> bool:
@@ -195,10 +175,6 @@ class RunState:
         return self.began.name
 
     @property
-    def begun_at(self) -> float:
-        return self.began.at
-
-    @property
     def ended_at(self) -> float | None:
         return None if self.ended is None else self.ended.at
 
@@ -251,5 +227,5 @@ class History:
     def until(self, run: RunState, now: float | None = None) -> float:
         """When the run's account ends: at its end, ``now`` if it is alive, or its last entry."""
         if run.ended is not None:
-            return max(run.begun_at, run.ended.at)
+            return max(run.began.at, run.ended.at)
         return max(run.last_at, now) if now is not None and self.alive(run) else run.last_at
