@@ -257,27 +257,22 @@ def test_settings_of_the_executor(settings: dict[str, Any], said: tuple[str, ...
         )
 
 
-@pytest.mark.parametrize(
-    ('settings', 'rates'),
-    [
+def test_stated_rates_count_for_no_more_than_the_shards_allow() -> None:
+    for settings, rates in (
         ({}, (1.0, 1.9, 2.0, 3.4)),  # as many shards as nodes
         ({'mode': Reproducible(shards=12)}, (1.0, 1.9, 2.7, 3.4)),
         ({'mode': Reproducible(shards=8)}, (1.0, 1.9, 8 / 3, 3.4)),
         ({'mode': Reproducible(shards=12), 'ranks': Ranks(per_node=2)}, (1.0, 1.9, 2.7, 3.0)),
         ({'mode': Throughput()}, (1.0, 1.9, 2.7, 3.4)),
-    ],
-)
-def test_stated_rates_count_for_no_more_than_the_shards_allow(
-    settings: dict[str, Any], rates: tuple[float, ...]
-) -> None:
-    stated = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}
-    trainer = app(max_nodes=4, scaling=Scaling(rate=stated), **settings).spec.trainer('fit')
-    assert trainer.curve is not None
-    assert tuple(map(trainer.curve.rate_at, range(1, 5))) == pytest.approx(rates)
-    by_class = Scaling(class_rates={'a100': {1: 2.0, 4: 7.0}})
-    trainer = app(max_nodes=4, scaling=by_class, **settings).spec.trainer('fit')
-    ((name, curve),) = trainer.class_curves
-    assert (name, curve.rate_at(4)) == ('a100', 7.0 if rates[3] == 3.4 else 6.0)
+    ):
+        stated = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}
+        trainer = app(max_nodes=4, scaling=Scaling(rate=stated), **settings).spec.trainer('fit')
+        assert trainer.curve is not None
+        assert tuple(map(trainer.curve.rate_at, range(1, 5))) == pytest.approx(rates)
+        by_class = Scaling(class_rates={'a100': {1: 2.0, 4: 7.0}})
+        trainer = app(max_nodes=4, scaling=by_class, **settings).spec.trainer('fit')
+        ((name, curve),) = trainer.class_curves
+        assert (name, curve.rate_at(4)) == ('a100', 7.0 if rates[3] == 3.4 else 6.0)
 
 
 def test_a_trainer_that_the_metric_cannot_judge_is_refused() -> None:

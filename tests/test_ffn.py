@@ -44,9 +44,8 @@ def bars() -> tuple[Tensor, Tensor]:
     return (labels > 0).float(), labels
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
+def test_a_view_that_cannot_be() -> None:
+    for settings, sentence in (
         ({'extent': 16}, r'16 voxels wide; .* an odd width such as 15 or 17\.$'),
         ({'extent': 1}, 'an odd width such as 3 or 5'),
         (
@@ -56,11 +55,9 @@ def bars() -> tuple[Tensor, Tensor]:
         ),
         ({'delta': 0}, 'A move of 0 voxels'),
         ({'moves': 27}, '27 moves per example; there are 26 directions'),
-    ],
-)
-def test_a_view_that_cannot_be(settings: dict[str, int], sentence: str) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        View(**settings)
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            View(**settings)
 
 
 def test_a_volume_that_is_too_small() -> None:

@@ -217,9 +217,8 @@ def test_a_python_without_the_package_is_told(connect: Connect) -> None:
             connect(python=python).compare_versions()
 
 
-@pytest.mark.parametrize(
-    ('wrong', 'words'),
-    [
+def test_settings_that_cannot_be_used_are_refused() -> None:
+    for wrong, words in (
         ({'site': {'type': 'polaris'}}, "no site 'polaris'; .* a type of site: local, slurm"),
         ({'site': 'nowhere'}, "There is no site 'nowhere'"),
         ({'site': {'type': 'local', 'nodes': 2, 'nods': 3}}, 'The site type local gives no .*nods'),
@@ -227,11 +226,9 @@ def test_a_python_without_the_package_is_told(connect: Connect) -> None:
         ({'policy': {'horizon_s': 0.0}}, 'horizon_s is 0.0'),
         ({'horizon': 3}, "no argument 'horizon'"),
         ({'max_blocks': 0}, 'max_blocks is 0'),
-    ],
-)
-def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        executor_of({'site': 'local', **wrong}, '/checkpoints')
+    ):
+        with pytest.raises(BadInput, match=words):
+            executor_of({'site': 'local', **wrong}, '/checkpoints')
 
 
 def test_a_run_that_cannot_start_fails_its_trainers(connect: Connect) -> None:

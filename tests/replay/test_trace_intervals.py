@@ -162,21 +162,18 @@ def test_bad_intervals_and_empty_windows_get_a_sentence(
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    'row',
-    [
+def test_a_trace_made_in_code_is_checked_too() -> None:
+    for row in (
         (5, 5, 0, math.inf),
         (-1, 5, 0, math.inf),
         (0, 101, 0, math.inf),
         (0, 5, 4, math.inf),
         (0, 5, 0, math.nan),
-    ],
-)
-def test_a_trace_made_in_code_is_checked_too(row: Row) -> None:
-    with pytest.raises(BadInput):
-        trace([row])
-    with pytest.raises(BadInput, match='Node b is idle'):
-        trace([(0, 9, 1, math.inf), (8, 20, 1, math.inf)])
+    ):
+        with pytest.raises(BadInput):
+            trace([row])
+        with pytest.raises(BadInput, match='Node b is idle'):
+            trace([(0, 9, 1, math.inf), (8, 20, 1, math.inf)])
 
 
 @pytest.mark.skipif(not SUMMIT.exists(), reason='the public Summit trace is not here')

@@ -52,9 +52,8 @@ def decided(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ('blocks', 'refused', 'says'),
-    [
+def test_which_nodes_it_waits_for() -> None:
+    for blocks, refused, says in (
         (0, None, 'It waits for a hole: the site offers no nodes now'),
         (
             0,
@@ -64,18 +63,15 @@ def decided(
         (0, BlockRefused(-900.0, 1, 60.0, ''), 'It waits for a hole'),
         (1, None, 'a block with 4 nodes is asked for and not ready yet'),
         (2, None, '2 blocks with 8 nodes are asked for'),
-    ],
-)
-def test_which_nodes_it_waits_for(blocks: int, refused: BlockRefused | None, says: str) -> None:
-    run = told(blocks)
-    if refused is not None:
-        run.take(refused)
-    assert says in (waits(run) or '')
+    ):
+        run = told(blocks)
+        if refused is not None:
+            run.take(refused)
+        assert says in (waits(run) or '')
 
 
-@pytest.mark.parametrize(
-    ('decision', 'says'),
-    [
+def test_what_it_waits_for() -> None:
+    for decision, says in (
         (None, 'the next decision'),
         (decided(at=9.0, me=0), 'the next decision'),
         (decided(you=4), 'waits for its turn: .* Now: you'),
@@ -92,13 +88,11 @@ def test_which_nodes_it_waits_for(blocks: int, refused: BlockRefused | None, say
         (limited(Limit(most=2, why='max_nodes')), 'the executor uses no more than 2 nodes'),
         (limited(Limit(most=2, why=KEPT_FREE)), "2 nodes of the pool's 4"),
         (limited(Limit(most=3, why=KEPT_FREE), others=3), 'others do more'),
-    ],
-)
-def test_what_it_waits_for(decision: Decided | None, says: str) -> None:
-    run = told(node=True)
-    if decision is not None:
-        run.take(decision)
-    assert re.search(says, waits(run) or '')
+    ):
+        run = told(node=True)
+        if decision is not None:
+            run.take(decision)
+        assert re.search(says, waits(run) or '')
 
 
 def test_a_trainer_without_nodes_hears_which_jobs_they_were_given_back_for() -> None:

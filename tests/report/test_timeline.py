@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.state import Fragment, History, RunState
@@ -157,34 +156,29 @@ def test_interval_sets_behave_as_sets_of_seconds(
         assert all(a < b for a, b in found) and all(a[1] <= b[0] for a, b in pairwise(found))
 
 
-@pytest.mark.parametrize(
-    ('kept', 'next_began', 'lost'),
-    [
+def test_what_survivors_keep_in_memory_is_not_lost() -> None:
+    for kept, next_began, lost in (
         (500, 500, 40.0),  # the checkpoint's
         (600, 600, 30.0),  # a survivor's state, on the way to the last report
         (750, 750, 15.0),  # at the speed of that report; the end was noted later
         (750, 500, 40.0),  # the survivor was lost, too
         (750, None, 40.0),  # the run was over
-    ],
-)
-def test_what_survivors_keep_in_memory_is_not_lost(
-    kept: int, next_began: int | None, lost: float
-) -> None:
-    told = Told()
-    told.begin_run('r', at=0.0)
-    told.submitted('a', at=0.0)
-    told.offered([('x', 0.0, 120.0)])
-    told.fragment_decided('a', 1, at=0.0, nodes=['x'])
-    told.fragment_started('a', 1, at=10.0, samples=0)
-    told.checkpoint('a', 1, at=60.0, samples=500)
-    told.fragment_progress('a', 1, at=80.0, samples=700, rate=10.0)
-    told.fragment_ended('a', 1, at=100.0, ending='preempted', samples=kept, reached=750)
-    told.fragment_decided('a', 2, at=101.0, nodes=[])
-    if next_began is not None:
-        told.fragment_started('a', 2, at=101.0, samples=next_began)
-    told.end_run(at=120.0, how='done')
-    found = node_seconds_of(told.history)
-    assert (found['lost'], found['trained']) == (lost, 90.0 - lost)
+    ):
+        told = Told()
+        told.begin_run('r', at=0.0)
+        told.submitted('a', at=0.0)
+        told.offered([('x', 0.0, 120.0)])
+        told.fragment_decided('a', 1, at=0.0, nodes=['x'])
+        told.fragment_started('a', 1, at=10.0, samples=0)
+        told.checkpoint('a', 1, at=60.0, samples=500)
+        told.fragment_progress('a', 1, at=80.0, samples=700, rate=10.0)
+        told.fragment_ended('a', 1, at=100.0, ending='preempted', samples=kept, reached=750)
+        told.fragment_decided('a', 2, at=101.0, nodes=[])
+        if next_began is not None:
+            told.fragment_started('a', 2, at=101.0, samples=next_began)
+        told.end_run(at=120.0, how='done')
+        found = node_seconds_of(told.history)
+        assert (found['lost'], found['trained']) == (lost, 90.0 - lost)
 
 
 def killed(

@@ -74,9 +74,8 @@ def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:
     assert need(cluster(), *jobs) == Needs()
 
 
-@pytest.mark.parametrize(
-    'job',
-    [
+def test_jobs_that_our_nodes_would_not_serve() -> None:
+    for job in (
         waiting('7', 1, blocked=True),
         BatchJob('7', JobState.HELD, 'batch', 1),
         BatchJob('7', JobState.PENDING, 'debug', 1),
@@ -87,10 +86,8 @@ def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:
         waiting('7', 1, excluded=('a', 'b')),
         waiting('7', 1, features=(frozenset({'big'}),)),
         waiting('7', 1, gpus=1),
-    ],
-)
-def test_jobs_that_our_nodes_would_not_serve(job: BatchJob) -> None:
-    assert need(cluster(), running('mine', 'a', 'b'), running('5', 'c', 'd'), job).demands == ()
+    ):
+        assert need(cluster(), running('mine', 'a', 'b'), running('5', 'c', 'd'), job).demands == ()
 
 
 def block(job: str, *names: str) -> BatchJob:
@@ -135,9 +132,8 @@ def test_a_run_that_gives_nothing_counts_as_a_job() -> None:
     assert [d.job for d in found.demands] == ['8'], 'and the other job is served at least'
 
 
-@pytest.mark.parametrize(
-    ('job', 'could'),
-    [
+def test_the_scheduler_is_asked_often_only_while_a_job_may_get_our_nodes() -> None:
+    for job, could in (
         (waiting('7', 9, 1e6), True),
         (waiting('7', 1, partition='long,batch'), True),
         (waiting('7', 2, only=('d',)), True),
@@ -148,13 +144,9 @@ def test_a_run_that_gives_nothing_counts_as_a_job() -> None:
         (waiting('7', 1, features=(frozenset({'big'}),)), False),
         (waiting('7', 1, blocked=True), False),
         (block('7'), False),
-    ],
-)
-def test_the_scheduler_is_asked_often_only_while_a_job_may_get_our_nodes(
-    job: BatchJob, could: bool
-) -> None:
-    for had in (('a', 'b'), ()):
-        assert could_use(cluster(), [running('mine', *had), job], OURS) == (could and bool(had))
+    ):
+        for had in (('a', 'b'), ()):
+            assert could_use(cluster(), [running('mine', *had), job], OURS) == (could and bool(had))
 
 
 def shared(*free: int, memory: float = 4000.0, gpus: int = 0) -> tuple[list[Nodes], list[BatchJob]]:
@@ -172,9 +164,8 @@ def shared(*free: int, memory: float = 4000.0, gpus: int = 0) -> tuple[list[Node
     return nodes, [block('mine', 'a', 'b'), *jobs]
 
 
-@pytest.mark.parametrize(
-    ('job', 'lacks'),
-    [
+def test_partly_used_nodes_serve_a_job_as_far_as_they_go() -> None:
+    for job, lacks in (
         (waiting('7', 3, cpus=9), 2),  # --ntasks=9
         (waiting('7', 3, cpus=11), 2),
         (waiting('7', 3, cpus=12), None),
@@ -190,13 +181,11 @@ def shared(*free: int, memory: float = 4000.0, gpus: int = 0) -> tuple[list[Node
         (waiting('7', 1, cpus=1, tasks=11), 2),
         (waiting('7', 1, cpus=1, tasks=7), 1),
         (waiting('7', 2, cpus=2, least_nodes=1, step=1), 0),
-    ],
-)
-def test_partly_used_nodes_serve_a_job_as_far_as_they_go(job: BatchJob, lacks: int | None) -> None:
-    nodes, jobs = shared(1, 1, 1)
-    found = needs(nodes, [*jobs, job], (), frozenset({'mine'}), NOW)
-    assert found.served == (frozenset() if lacks is None else {'7'})
-    assert sum(d.nodes for d in found.demands) == (lacks or 0)
+    ):
+        nodes, jobs = shared(1, 1, 1)
+        found = needs(nodes, [*jobs, job], (), frozenset({'mine'}), NOW)
+        assert found.served == (frozenset() if lacks is None else {'7'})
+        assert sum(d.nodes for d in found.demands) == (lacks or 0)
 
 
 def test_partly_used_nodes_serve_until_a_planned_job_takes_them() -> None:

@@ -105,21 +105,18 @@ def test_perlmutter_needs_a_partition() -> None:
         site_on('perlmutter', account='p', partition=None)
 
 
-@pytest.mark.parametrize(
-    ('machine', 'queue', 'hours', 'cost'),
-    [
+def test_what_a_block_costs() -> None:
+    for machine, queue, hours, cost in (
         ('polaris', 'preemptable', 3.0, 3.0),
         ('delta', 'gpuA100x4-preempt', 3.0, 6.0),
         ('delta', 'gpuA40x4-preempt', 3.0, 3.0),
         ('perlmutter', 'preempt', 0.0, 2.0),  # the first two hours are charged in full
         ('perlmutter', 'preempt', 2.0, 2.0),
         ('perlmutter', 'preempt', 6.0, 3.0),
-    ],
-)
-def test_what_a_block_costs(machine: str, queue: str, hours: float, cost: float) -> None:
-    options = site_on(machine, account='p', queue=queue).options
-    assert options.charge.cost(1, 3600 * hours) == pytest.approx(cost)
-    assert options.charge.cost(5, 3600 * hours) == pytest.approx(5 * cost)
+    ):
+        options = site_on(machine, account='p', queue=queue).options
+        assert options.charge.cost(1, 3600 * hours) == pytest.approx(cost)
+        assert options.charge.cost(5, 3600 * hours) == pytest.approx(5 * cost)
 
 
 def test_walltimes_on_frontier_depend_on_the_number_of_nodes() -> None:

@@ -13,7 +13,6 @@ import venv
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -200,19 +199,16 @@ def test_an_environment_that_does_not_work_on_the_node_is_not_used(
     assert not list((tmp_path / 'local').iterdir())
 
 
-@pytest.mark.parametrize(
-    ('settings', 'says'),
-    [
+def test_what_cannot_be_meant_is_refused() -> None:
+    for settings, says in (
         ({'archive': 'a', 'prefix': 'b'}, 'an archive and a prefix; give'),
         ({'archive': '/nowhere.tar'}, "'/nowhere.tar' cannot be read; name a file"),
         ({'prefix': '/'}, '/ is no virtual environment and no conda environment'),
         ({'local': 'scratch'}, "local is 'scratch'; give the absolute path"),
         ({'locl': '/tmp'}, "no argument 'locl'; say local"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        PackedEnvironment(**settings)
+    ):
+        with pytest.raises(BadInput, match=says):
+            PackedEnvironment(**settings)
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ TOGETHER = replace(SIMPLE, limits=(Limit(('a', 'b'), most=4),))
 ENDING = replace(SIMPLE, blocks=(Capacity('x', 5, 60.0), Capacity('y', 3)))
 
 
-@pytest.mark.parametrize(
-    ('name', 'problem', 'solver'),
-    [
+def test_who_answers() -> None:
+    for name, problem, solver in (
         ('auto', SIMPLE, 'dp'),
         ('auto', TOGETHER, 'milp'),
         ('auto', ENDING, 'columns'),
@@ -27,12 +26,10 @@ ENDING = replace(SIMPLE, blocks=(Capacity('x', 5, 60.0), Capacity('y', 3)))
         ('milp', ENDING, 'milp'),
         ('equal-share', SIMPLE, 'equal-share'),
         ('equal-share', ENDING, 'equal-share'),
-    ],
-)
-def test_who_answers(name: str, problem: Problem, solver: str) -> None:
-    allocator = allocator_named(name, isolated=False)
-    assert allocator.allocate(problem).solver == solver
-    close_allocator(allocator)
+    ):
+        allocator = allocator_named(name, isolated=False)
+        assert allocator.allocate(problem).solver == solver
+        close_allocator(allocator)
 
 
 def test_auto_starts_a_process_only_when_it_needs_the_milp() -> None:

@@ -180,19 +180,16 @@ def test_bad_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('facts', 'state', 'says'),
-    [
+def test_when_to_pack_the_environment() -> None:
+    for facts, state, says in (
         ({'shared_s': 30.0}, 'note', 'BackfillProvider(environment=PackedEnvironment()) pays'),
         ({'shared_s': 9.0}, 'ok', 'imports of many nodes at once take more than 9.5 s'),
         ({'error': 'no venv'}, 'note', 'could not be compared: no venv'),
-    ],
-)
-def test_when_to_pack_the_environment(facts: dict[str, Any], state: str, says: str) -> None:
-    measured = {'prefix': '/p', 'local': '/l', 'bytes': 2**30, 'unpack_s': 5.0, 'local_s': 4.5}
-    [found] = findings({'imports': {**measured, **facts}})
-    assert found.state == state
-    assert says in found.says
+    ):
+        measured = {'prefix': '/p', 'local': '/l', 'bytes': 2**30, 'unpack_s': 5.0, 'local_s': 4.5}
+        [found] = findings({'imports': {**measured, **facts}})
+        assert found.state == state
+        assert says in found.says
 
 
 def test_imports_are_measured_in_both_places(tmp_path: Path) -> None:

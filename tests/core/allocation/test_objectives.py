@@ -116,9 +116,8 @@ def test_a_young_trainer_with_hours_to_go_grows_to_a_count_that_is_a_third_faste
     assert unknown.rate_at(16) < unknown.rate_at(8)
 
 
-@pytest.mark.parametrize(
-    ('text', 'expected'),
-    [
+def test_expressions() -> None:
+    for text, expected in (
         ('rate', [0, 10, 19, 27.5, 36]),
         ('  rate / rate1 * priority ', [0, 2, 3.8, 5.5, 7.2]),
         ('min(rate, 20) + max(nodes, 2) / 1e3', [0, 10.002, 19.002, 20.003, 20.004]),
@@ -129,15 +128,12 @@ def test_a_young_trainer_with_hours_to_go_grows_to_a_count_that_is_a_third_faste
         ('rate if deadline_s > 1e300 else 0', [0, 10, 19, 27.5, 36]),
         ('efficiency + waited_s * 0 + min_nodes', [0, 2, 2, 2, 2]),
         ('-nodes ** 2 + 20', [0, 19, 16, 11, 4]),
-    ],
-)
-def test_expressions(text: str, expected: list[float]) -> None:
-    assert worths(text, candidate(high=4, priority=2.0)) == pytest.approx(expected)
+    ):
+        assert worths(text, candidate(high=4, priority=2.0)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ('text', 'says'),
-    [
+def test_whatever_is_not_arithmetic_over_the_fields_is_refused() -> None:
+    for text, says in (
         ('rate * qos', "column 8: there is no field 'qos'"),
         ('rate.real', 'column 1: rate.real is not allowed'),
         ('rate + __import__("os").system("true")', 'is not allowed'),
@@ -162,21 +158,18 @@ def test_expressions(text: str, expected: list[float]) -> None:
         ('rate' + ' + rate' * 100, 'nested too deeply'),
         ('rate' + ' ' * 1000, '1004 characters'),
         ("rate + 'é' + x", "column 8: 'é' is not a number"),
-    ],
-)
-def test_whatever_is_not_arithmetic_over_the_fields_is_refused(text: str, says: str) -> None:
-    with pytest.raises(BadInput) as caught, warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        objective_named(text)
-    sentence = str(caught.value)
-    assert says in sentence
-    assert '\n' not in sentence
-    assert 'characters' in sentence or all(field in sentence for field in FIELDS)
+    ):
+        with pytest.raises(BadInput) as caught, warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            objective_named(text)
+        sentence = str(caught.value)
+        assert says in sentence
+        assert '\n' not in sentence
+        assert 'characters' in sentence or all(field in sentence for field in FIELDS)
 
 
-@pytest.mark.parametrize(
-    ('text', 'says'),
-    [
+def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count() -> None:
+    for text, says in (
         ('9**9**9', "'a': the objective '9**9**9' has no value at 1 node (math range error)"),
         ('rate / (nodes - 2)', 'the objective is -10 at 1 node'),
         ('(0 - 8) ** 0.5', 'has no value at 1 node'),
@@ -186,30 +179,23 @@ def test_whatever_is_not_arithmetic_over_the_fields_is_refused(text: str, says: 
         ('deadline_s - deadline_s', 'the objective is nan at 1 node'),
         ('1e19', 'from 0 to 1e+18'),
         ('rate / remaining_samples', "'a' has no remaining_samples"),
-    ],
-)
-def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count(
-    text: str, says: str
-) -> None:
-    with pytest.raises(BadInput) as caught:
-        worths(text, candidate())
-    assert says in str(caught.value)
-    assert "'a'" in str(caught.value)
+    ):
+        with pytest.raises(BadInput) as caught:
+            worths(text, candidate())
+        assert says in str(caught.value)
+        assert "'a'" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ('text', 'follows'),
-    [
+def test_what_changes_as_time_passes_is_known() -> None:
+    for text, follows in (
         ('throughput', False),
         ('goodput', False),
         ('deadline', True),
         ('rate * priority', False),
         ('rate * (1 + waited_s)', True),
         ('rate / remaining_samples', True),
-    ],
-)
-def test_what_changes_as_time_passes_is_known(text: str, follows: bool) -> None:
-    assert follows_time(text) is follows
+    ):
+        assert follows_time(text) is follows
 
 
 @holds_for(

@@ -23,19 +23,16 @@ def controller(*trainers: Trainer, **settings: float) -> Controller:
     return made
 
 
-@pytest.mark.parametrize(
-    ('charge', 'lasts_s', 'cost'),
-    [
+def test_what_a_node_costs() -> None:
+    for charge, lasts_s, cost in (
         (QUARTER, 60.0, 2.0),  # the least is paid in any case
         (QUARTER, 4 * 3600.0, 2.5),
         (Charge(2.0), 1800.0, 1.0),
         (Charge(), math.inf, 0.0),
         (Charge(1.0), math.inf, math.inf),
-    ],
-)
-def test_what_a_node_costs(charge: Charge, lasts_s: float, cost: float) -> None:
-    assert charge.cost(1, lasts_s) == pytest.approx(cost)
-    assert charge.cost(3, lasts_s) == pytest.approx(3 * cost)
+    ):
+        assert charge.cost(1, lasts_s) == pytest.approx(cost)
+        assert charge.cost(3, lasts_s) == pytest.approx(3 * cost)
 
 
 def test_cheaper_nodes_are_taken_first_and_dear_ones_not_at_all() -> None:

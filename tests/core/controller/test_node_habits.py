@@ -37,14 +37,12 @@ def test_the_hazard_and_the_order_of_a_record_are_learned() -> None:
         learn(np.zeros(2), np.array([9.0, 9.0]), np.arange(2), 0.0, 9.0)
 
 
-@pytest.mark.parametrize(
-    ('hazard', 'position'), [((1.0,), 0.5), (FLAT, 2.0), ((-1.0, *FLAT[1:]), 0)]
-)
-def test_habits_that_cannot_be_are_refused(hazard: tuple[float, ...], position: float) -> None:
-    with pytest.raises(BadInput, match='NodeHabits'):
-        NodeHabits(hazard=hazard, position=float(position))
-    with pytest.raises(BadInput, match='together is 0.5'):
-        NodeHabits(hazard=FLAT, together=0.5)
+def test_habits_that_cannot_be_are_refused() -> None:
+    for hazard, position in (((1.0,), 0.5), (FLAT, 2.0), ((-1.0, *FLAT[1:]), 0)):
+        with pytest.raises(BadInput, match='NodeHabits'):
+            NodeHabits(hazard=hazard, position=float(position))
+        with pytest.raises(BadInput, match='together is 0.5'):
+            NodeHabits(hazard=FLAT, together=0.5)
 
 
 def test_a_fragment_is_told_how_often_to_expect_an_interruption() -> None:

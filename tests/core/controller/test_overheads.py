@@ -1,7 +1,6 @@
 """What is measured of fragments: what it changes in bids, and how short a hole may be."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 
@@ -20,29 +19,24 @@ def costs(asked: Remembering) -> tuple[float, float]:
     return bid.rescale_up_s, bid.rescale_down_s
 
 
-@pytest.mark.parametrize(
-    ('stated', 'expected'),
-    [
+def test_measured_costs_take_the_place_of_assumed_ones_but_not_of_stated_ones() -> None:
+    for stated, expected in (
         ((), [(2.0, 2.0), (0.5, 2.0), (0.5, 1.0), (0.75, 1.0)]),
         (('up',), [(2.0, 2.0), (2.0, 2.0), (2.0, 1.0), (2.0, 1.0)]),
         (('up', 'down'), [(2.0, 2.0)] * 4),
-    ],
-)
-def test_measured_costs_take_the_place_of_assumed_ones_but_not_of_stated_ones(
-    stated: tuple[str, ...], expected: Sequence[tuple[float, float]]
-) -> None:
-    asked = Remembering()
-    controller = Controller(asked, ControllerSettings())
-    controller.handle(ev.NodesJoined(0.0, 'b', ('n1',)))
-    trainer = Trainer('net', 1, 2, curve=CURVE, stated_costs=stated)
-    controller.handle(ev.TrainerSubmitted(0.0, trainer))
-    seen = [costs(asked)]
-    for at, (before, after, seconds) in enumerate([(1, 2, 0.5), (2, 1, 1.0), (1, 2, 1.0)], 1):
-        controller.handle(ev.Rescaled(at, 'net', 1, before, after, seconds))
-        # The question is another one in any case.
-        controller.handle(ev.NodesJoined(at, f'b{at}', (f'm{at}',)))
-        seen.append(costs(asked))
-    assert seen == [pytest.approx(each) for each in expected]
+    ):
+        asked = Remembering()
+        controller = Controller(asked, ControllerSettings())
+        controller.handle(ev.NodesJoined(0.0, 'b', ('n1',)))
+        trainer = Trainer('net', 1, 2, curve=CURVE, stated_costs=stated)
+        controller.handle(ev.TrainerSubmitted(0.0, trainer))
+        seen = [costs(asked)]
+        for at, (before, after, seconds) in enumerate([(1, 2, 0.5), (2, 1, 1.0), (1, 2, 1.0)], 1):
+            controller.handle(ev.Rescaled(at, 'net', 1, before, after, seconds))
+            # The question is another one in any case.
+            controller.handle(ev.NodesJoined(at, f'b{at}', (f'm{at}',)))
+            seen.append(costs(asked))
+        assert seen == [pytest.approx(each) for each in expected]
 
 
 @pytest.mark.parametrize('seconds', [-1.0, math.nan, math.inf])

@@ -1,7 +1,5 @@
 """Several shapes for one node count, and counts whose memory does not suffice."""
 
-import pytest
-
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.throughput_profile import REPORTS, ShapeChoice
@@ -40,9 +38,8 @@ def test_a_shape_that_does_not_fit_is_left_out() -> None:
     assert not choice.exclude(1, 0)
 
 
-@pytest.mark.parametrize(
-    ('sizes', 'nodes', 'trained', 'left'),
-    [
+def test_what_is_left_without_a_count() -> None:
+    for sizes, nodes, trained, left in (
         ((), 1, False, [2, 3, 4]),
         ((), 3, False, [4]),
         ((), 4, False, None),
@@ -50,15 +47,11 @@ def test_a_shape_that_does_not_fit_is_left_out() -> None:
         ((), 4, True, [1, 2, 3]),
         ((1, 2, 4), 2, False, [4]),
         ((1, 2, 4), 4, True, [1, 2]),
-    ],
-)
-def test_what_is_left_without_a_count(
-    sizes: tuple[int, ...], nodes: int, trained: bool, left: list[int] | None
-) -> None:
-    found = without(Trainer('t', 1, 4, 100, sizes=sizes), nodes, trained)
-    assert (None if found is None else list(found.counts())) == left
-    stated = Trainer('t', 1, 2, 100, ScalingCurve((1, 2), (5.0, 0.0)))
-    assert without(stated, 1, trained=False) is None  # nothing is trained on two
+    ):
+        found = without(Trainer('t', 1, 4, 100, sizes=sizes), nodes, trained)
+        assert (None if found is None else list(found.counts())) == left
+        stated = Trainer('t', 1, 2, 100, ScalingCurve((1, 2), (5.0, 0.0)))
+        assert without(stated, 1, trained=False) is None  # nothing is trained on two
 
 
 class Run:

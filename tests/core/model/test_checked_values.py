@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import pytest
 from msgspec import Meta
@@ -22,9 +22,8 @@ class Colour(StrEnum):
     BLUE = 'blue'
 
 
-@pytest.mark.parametrize(
-    ('value', 'hint', 'said'),
-    [
+def test_what_cannot_be_used_is_said_with_its_place() -> None:
+    for value, hint, said in (
         (0, checked.AtLeast1, 'x is 0; it must be at least 1.'),
         (-1, Annotated[int, Meta(ge=0, le=9)], 'x is -1; it must be from 0 to 9.'),
         ('1', checked.AtLeast1, "x is '1'; it must be a whole number, at least 1."),
@@ -46,12 +45,10 @@ class Colour(StrEnum):
         ([1], tuple[int, ...], 'x is [1]; it must be a list (each a whole number).'),
         ('green', Colour, "x is 'green'; it must be 'red' or 'blue'."),
         (3, Speaks, 'x is 3; it must be a Speaks.'),
-    ],
-)
-def test_what_cannot_be_used_is_said_with_its_place(value: object, hint: Any, said: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        checked.check_value('x', value, hint)
-    assert str(caught.value).startswith(said)
+    ):
+        with pytest.raises(BadInput) as caught:
+            checked.check_value('x', value, hint)
+        assert str(caught.value).startswith(said)
 
 
 def test_what_is_read_may_be_a_list_for_a_tuple_and_a_text_for_an_enum() -> None:

@@ -34,19 +34,15 @@ class Told:
         pass
 
 
-@pytest.mark.parametrize(
-    ('life', 'how'), [(BlockLife.OUT_OF_MEMORY, ev.OUT_OF_MEMORY), (BlockLife.PREEMPTED, 'taken')]
-)
-def test_the_nodes_of_a_job_that_ran_out_of_memory_are_gone_for_that_reason(
-    life: BlockLife, how: str
-) -> None:
-    told, nobody = Told(), cast(Any, None)
-    provider = BackfillProvider(LocalSite(nodes=1))
-    blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl())
-    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
-    blocks.blocks['b1'].nodes['n1'] = 'node01'
-    blocks.poll({'b1': status_of('7', life)}, 1.0)
-    assert [event.how for event in told.events if isinstance(event, ev.NodesLeft)] == [how]
+def test_the_nodes_of_a_job_that_ran_out_of_memory_are_gone_for_that_reason() -> None:
+    for life, how in ((BlockLife.OUT_OF_MEMORY, ev.OUT_OF_MEMORY), (BlockLife.PREEMPTED, 'taken')):
+        told, nobody = Told(), cast(Any, None)
+        provider = BackfillProvider(LocalSite(nodes=1))
+        blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl())
+        blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
+        blocks.blocks['b1'].nodes['n1'] = 'node01'
+        blocks.poll({'b1': status_of('7', life)}, 1.0)
+        assert [event.how for event in told.events if isinstance(event, ev.NodesLeft)] == [how]
 
 
 class Shared(LocalSite):

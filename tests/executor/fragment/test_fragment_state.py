@@ -314,16 +314,14 @@ def test_a_rank_that_does_not_end_after_sigkill_loses_its_node() -> None:
     assert (found[0].node, 'SIGKILL' in found[0].why) == ('n1', True)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(('saving', 'given_up'), [(False, 106), (True, 113)])
-def test_a_survivor_gets_time_to_finish_the_checkpoint_that_it_writes(
-    saving: bool, given_up: int
-) -> None:
-    fragment, watchdog = running_fragment(2), Watchdog(Timeouts(hang_s=12.0, peer_s=5.0))
-    fragment.trouble_at, fragment.saving = 100.0, saving
-    found = {}
-    for at in range(100, given_up + 1):
-        found[at] = watchdog.look([fragment], float(at))
-    assert [at for at, what in found.items() if what] == [given_up]
+def test_a_survivor_gets_time_to_finish_the_checkpoint_that_it_writes() -> None:
+    for saving, given_up in ((False, 106), (True, 113)):
+        fragment, watchdog = running_fragment(2), Watchdog(Timeouts(hang_s=12.0, peer_s=5.0))
+        fragment.trouble_at, fragment.saving = 100.0, saving
+        found = {}
+        for at in range(100, given_up + 1):
+            found[at] = watchdog.look([fragment], float(at))
+        assert [at for at, what in found.items() if what] == [given_up]
 
 
 def faulty(rank: int, node: str) -> RankResult:

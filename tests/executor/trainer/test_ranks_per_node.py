@@ -34,9 +34,8 @@ def spec(**settings: Any) -> TrainingSpec:
     return freetrain_app(total_epochs=1, **settings)(fit).spec
 
 
-@pytest.mark.parametrize(
-    ('settings', 'accelerators', 'per_node'),
-    [
+def test_ranks_per_node() -> None:
+    for settings, accelerators, per_node in (
         ({}, (), 1),
         ({}, (0, 0), 1),
         ({}, (4, 4), 4),
@@ -46,14 +45,10 @@ def spec(**settings: Any) -> TrainingSpec:
         ({'mode': Reproducible(shards=4)}, (4, 4), 2),  # 2 nodes share 4 shards
         ({'mode': Throughput()}, (8,), 8),
         ({'sizes': {2: Shape(data=4)}, 'max_nodes': None}, (8, 8), 2),
-    ],
-)
-def test_ranks_per_node(
-    settings: dict[str, object], accelerators: tuple[int, ...], per_node: int
-) -> None:
-    found = spec(**{'max_nodes': 2, **settings})
-    assert found.ranks_on(accelerators) == per_node
-    assert found.with_ranks(per_node).ranks.per_node == per_node
+    ):
+        found = spec(**{'max_nodes': 2, **settings})
+        assert found.ranks_on(accelerators) == per_node
+        assert found.with_ranks(per_node).ranks.per_node == per_node
 
 
 @pytest.fixture

@@ -127,9 +127,8 @@ class Failing(OfflineExecutor):
 WHERE: dict[str, Any] = {'checkpoint_dir': '/far', 'site': 'local', 'look_every_s': 0.05}
 
 
-@pytest.mark.parametrize(
-    ('error', 'words'),
-    [
+def test_what_will_not_pass_is_a_sentence() -> None:
+    for error, words in (
         (http(401), 'The login to Globus has expired.*log in again by running'),
         (http(403), 'The login to Globus has expired, or does not allow'),
         (ExpiredTokenError(1), 'The login to Globus has expired'),
@@ -142,14 +141,12 @@ WHERE: dict[str, Any] = {'checkpoint_dir': '/far', 'site': 'local', 'look_every_
             TaskExecutionFailed('Traceback\nNo module named parsl_freetrain'),
             r'cannot be run at the endpoint \(No module named parsl_freetrain\)',
         ),
-    ],
-)
-def test_what_will_not_pass_is_a_sentence(error: BaseException, words: str) -> None:
-    with FreeTrainClient(executor=Failing(error, 99), **WHERE) as remote:
-        with pytest.raises(BadInput, match=words):
-            remote.submit(freetrain_app(total_epochs=1)(fit)).result(LIMIT_S)
-        with pytest.raises(BadInput, match=words):
-            remote.trainers()
+    ):
+        with FreeTrainClient(executor=Failing(error, 99), **WHERE) as remote:
+            with pytest.raises(BadInput, match=words):
+                remote.submit(freetrain_app(total_epochs=1)(fit)).result(LIMIT_S)
+            with pytest.raises(BadInput, match=words):
+                remote.trainers()
 
 
 @pytest.mark.parametrize(

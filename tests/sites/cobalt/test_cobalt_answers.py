@@ -129,9 +129,8 @@ def test_queues() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ('log', 'state'),
-    [
+def test_a_jobs_own_log() -> None:
+    for log, state in (
         ('submitted with cwd set to: /x', None),
         (
             'task completed normally with an exit code of 0; initiating job cleanup and removal',
@@ -151,10 +150,8 @@ def test_queues() -> None:
             'user delete requested by eve\ntask completed normally with an exit code of 143',
             'CANCELLED',
         ),
-    ],
-)
-def test_a_jobs_own_log(log: str, state: str | None) -> None:
-    assert answers.ended(log) == state
+    ):
+        assert answers.ended(log) == state
 
 
 PLACE = Output('freetrain.r1.block-0', '/lus/me/block-0.out', '/lus/me/block-0.err')

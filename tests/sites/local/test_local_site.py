@@ -221,9 +221,8 @@ def test_nothing_is_offered_before_the_start_and_no_hole_after_the_end() -> None
     assert local.holes() == ()
 
 
-@pytest.mark.parametrize(
-    ('bad', 'says'),
-    [
+def test_a_site_that_cannot_work_says_so_at_once() -> None:
+    for bad, says in (
         ({'nodes': 0}, 'at least 1'),
         ({'nodes': []}, 'at least 1'),
         ({'nodes': 'slot00'}, 'list of their names'),
@@ -237,10 +236,8 @@ def test_nothing_is_offered_before_the_start_and_no_hole_after_the_end() -> None
         ({'poll_s': 0}, 'poll_s is 0'),
         ({'devices': 'all'}, "must be one of 'share', 'own', 'none'"),
         ({'class_speeds': {'slow': 0.5}}, "for the class 'slow'; it must have numbers"),
-    ],
-)
-def test_a_site_that_cannot_work_says_so_at_once(bad: dict[str, Any], says: str) -> None:
-    good: dict[str, Any] = {'nodes': 3, 'schedule': SCHEDULE}
-    with pytest.raises(BadInput) as raised:
-        LocalSite(**(good | bad))
-    assert says in str(raised.value)
+    ):
+        good: dict[str, Any] = {'nodes': 3, 'schedule': SCHEDULE}
+        with pytest.raises(BadInput) as raised:
+            LocalSite(**(good | bad))
+        assert says in str(raised.value)

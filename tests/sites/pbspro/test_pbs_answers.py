@@ -88,9 +88,8 @@ def test_a_job_that_shares_nodes_says_what_it_takes() -> None:
         assert (job.memory, job.gpus) == (1024.0, 1 if cpus else 0)
 
 
-@pytest.mark.parametrize(
-    ('said', 'expected'),
-    [
+def test_what_chunks_want() -> None:
+    for said, expected in (
         ({'select': '1:ncpus=4+2:ncpus=8', 'ncpus': 20, 'nodect': 3}, {'cpus': 0}),
         ({'select': 'ncpus=4+2:ncpus=4', 'ncpus': 12, 'nodect': 3}, {'cpus': 12, 'step': 4}),
         ({'select': '1:host=x3+1:vnode=x4[0]', 'nodect': 2}, {'only': ('x3', 'x4')}),
@@ -98,11 +97,9 @@ def test_a_job_that_shares_nodes_says_what_it_takes() -> None:
         ({'select': '1:model=new:bigmem=true+1:model=old'}, {'features': (NEW, OLD)}),
         ({'select': '1:model=new+1:ncpus=4'}, {'features': ()}),
         ({'select': '1:model=unknown'}, {'partition': ''}),
-    ],
-)
-def test_what_chunks_want(said: dict[str, object], expected: dict[str, object]) -> None:
-    [job] = jobs(job_state='Q', Resource_List=said, known=[*NEW, *OLD, 'bigmem=false'])
-    assert {name: getattr(job, name) for name in expected} == expected
+    ):
+        [job] = jobs(job_state='Q', Resource_List=said, known=[*NEW, *OLD, 'bigmem=false'])
+        assert {name: getattr(job, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(('running', 'tasks', 'state'), [(1, 2, 'PENDING'), (3, 1, 'HELD')])
@@ -170,9 +167,8 @@ def _planned(said: dict[str, Any]) -> list[BatchJob]:
     return [job for job in found if 'estimated' in said['Jobs'][job.job_id]]
 
 
-@pytest.mark.parametrize(
-    ('job', 'state'),
-    [
+def test_states() -> None:
+    for job, state in (
         ({'job_state': 'F', 'substate': 92, 'Exit_status': 0}, 'COMPLETED'),
         ({'job_state': 'F', 'substate': 93, 'Exit_status': 3}, 'FAILED'),
         ({'job_state': 'F', 'substate': 93, 'Exit_status': -29}, 'TIMED_OUT'),
@@ -194,10 +190,8 @@ def _planned(said: dict[str, Any]) -> list[BatchJob]:
         ({'job_state': 'S'}, 'SUSPENDED'),
         ({'job_state': 'T'}, 'HELD'),
         ({'job_state': 'M'}, 'UNKNOWN'),
-    ],
-)
-def test_states(job: dict[str, Any], state: str) -> None:
-    assert [found.state for found in jobs(**job)] == [state]
+    ):
+        assert [found.state for found in jobs(**job)] == [state]
 
 
 VNODE = {
@@ -230,20 +224,17 @@ def test_states_of_nodes() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ('limit', 'state'),
-    [
+def test_a_free_vnode_may_take_no_job() -> None:
+    for limit, state in (
         ({'max_running': 0}, 'offline'),
         ({'max_user_run': '0'}, 'offline'),
         ({'max_group_run': 0}, 'offline'),
         ({'no_multinode_jobs': 'True'}, 'single'),
         ({'max_running': 1, 'no_multinode_jobs': 'False'}, 'idle'),
-    ],
-)
-def test_a_free_vnode_may_take_no_job(limit: dict[str, object], state: str) -> None:
-    node = {'state': 'free', 'resources_available': {'ncpus': 4}, **limit}
-    [found] = answers.parse_nodes(json.dumps({'nodes': {'n1': node}}), 'batch', {})
-    assert (found.state.split('+')[0], found.usable) == (state, state == 'idle')
+    ):
+        node = {'state': 'free', 'resources_available': {'ncpus': 4}, **limit}
+        [found] = answers.parse_nodes(json.dumps({'nodes': {'n1': node}}), 'batch', {})
+        assert (found.state.split('+')[0], found.usable) == (state, state == 'idle')
 
 
 def test_a_divided_host_is_idle_if_all_of_it_is() -> None:
@@ -373,9 +364,9 @@ def test_all_occurrences_of_a_reservation() -> None:
     assert {r.end_s - r.start_s for r in found if r.nodes == ('node03',)} == {1200.0}
 
 
-@pytest.mark.parametrize(
-    ('rule', 'few'),
-    [
+def test_no_occurrence_of_a_rule_is_missed() -> None:
+    """``few``: and no other time is taken for one. Wall clocks change on 29 March in Berlin."""
+    for rule, few in (
         ('FREQ=WEEKLY;INTERVAL=2;BYDAY=MO,WE;COUNT=7', True),
         ('FREQ=WEEKLY;UNTIL=20260408T100000Z', True),
         ('FREQ=DAILY;BYHOUR=9,17;COUNT=4', True),
@@ -383,16 +374,13 @@ def test_all_occurrences_of_a_reservation() -> None:
         ('FREQ=YEARLY;BYDAY=WE;COUNT=5', True),
         ('FREQ=YEARLY;BYMONTH=1,7;COUNT=3', False),
         ('FREQ=MONTHLY;BYMONTHDAY=11,-1;COUNT=5', False),
-    ],
-)
-def test_no_occurrence_of_a_rule_is_missed(rule: str, few: bool) -> None:
-    """``few``: and no other time is taken for one. Wall clocks change on 29 March in Berlin."""
-    begin = datetime(2026, 3, 11, 9, tzinfo=ZoneInfo('Europe/Berlin'))
-    real = [at.timestamp() for at in islice(rrulestr(rule, dtstart=begin), 1, 8)]
-    count = {'reserve_count': str(1 + len(real))} if 'COUNT' in rule else {}
-    told = {'reserve_rrule': rule, 'Variable_List': 'A=b,PBS_TZID=Europe/Berlin', **count}
-    found = later_starts(told, begin.timestamp())
-    assert found == tuple(real) if few else {*found} >= {at for at in real if at <= found[-1]}
+    ):
+        begin = datetime(2026, 3, 11, 9, tzinfo=ZoneInfo('Europe/Berlin'))
+        real = [at.timestamp() for at in islice(rrulestr(rule, dtstart=begin), 1, 8)]
+        count = {'reserve_count': str(1 + len(real))} if 'COUNT' in rule else {}
+        told = {'reserve_rrule': rule, 'Variable_List': 'A=b,PBS_TZID=Europe/Berlin', **count}
+        found = later_starts(told, begin.timestamp())
+        assert found == tuple(real) if few else {*found} >= {at for at in real if at <= found[-1]}
 
 
 @given(
@@ -424,9 +412,8 @@ def test_whatever_users_have_in_their_environment_the_jobs_are_read(values: list
     assert (job.state, job.restarts) == ('RUNNING', 1)
 
 
-@pytest.mark.parametrize(
-    'value',
-    [
+def test_values_that_are_no_json_become_texts() -> None:
+    for value in (
         '"a "quoted" word"',
         '"back\\slash \\[ \\033"',
         '"two\nlines"',
@@ -435,17 +422,15 @@ def test_whatever_users_have_in_their_environment_the_jobs_are_read(values: list
         '1e',
         '"',
         '0x1F',
-    ],
-)
-def test_values_that_are_no_json_become_texts(value: str) -> None:
-    text = (
-        '{\n    "Jobs":{\n        "7.s":{\n            "comment":'
-        + value
-        + ',\n            "run_count":1\n        }\n    }\n}'
-    )
-    found = document(text, 'qstat')['Jobs']['7.s']
-    assert found['run_count'] == 1
-    assert isinstance(found['comment'], str)
+    ):
+        text = (
+            '{\n    "Jobs":{\n        "7.s":{\n            "comment":'
+            + value
+            + ',\n            "run_count":1\n        }\n    }\n}'
+        )
+        found = document(text, 'qstat')['Jobs']['7.s']
+        assert found['run_count'] == 1
+        assert isinstance(found['comment'], str)
 
 
 @pytest.mark.parametrize('answer', ['', 'qstat: cannot connect', '[]', '{"Jobs":{'])
@@ -539,9 +524,8 @@ def test_a_list_of_jobs_that_is_there_twice_is_no_answer() -> None:
     assert document(early, 'qstat')['timestamp'] == 5, 'what users write comes later'
 
 
-@pytest.mark.parametrize(
-    ('comment', 'blocked'),
-    [
+def test_which_comments_say_that_nodes_would_not_help() -> None:
+    for comment, blocked in (
         # As a real server answered (OpenPBS 23.06).
         ('Not Running: Not enough free nodes available', False),
         ('Not Running: User has reached queue lim running job limit.', True),
@@ -569,11 +553,9 @@ def test_a_list_of_jobs_that_is_there_twice_is_no_answer() -> None:
         ('Not Running: Job would cross dedicated time boundary', True),
         ('Not Running: Job is under job_sort_formula threshold value', True),
         ('Not Running: PBS Error: the hook says no', True),
-    ],
-)
-def test_which_comments_say_that_nodes_would_not_help(comment: str, blocked: bool) -> None:
-    [job] = jobs(job_state='Q', comment=comment)
-    assert (job.blocked, job.reason) == (blocked, comment)
+    ):
+        [job] = jobs(job_state='Q', comment=comment)
+        assert (job.blocked, job.reason) == (blocked, comment)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,11 @@ def test_walltimes_are_in_seconds_and_fit_the_hole() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ('settings', 'line'), [({}, 'n'), ({'requeue': True}, 'y'), ({'mode': 'preemptible'}, 'y')]
-)
-def test_blocks_that_may_be_preempted_may_be_requeued(
-    settings: dict[str, object], line: str
-) -> None:
+def test_blocks_that_may_be_preempted_may_be_requeued() -> None:
     """Otherwise a scheduler that preempts by requeueing waits for their end."""
-    script = render(options(**settings), BlockShape(1, 60, 60), PLACE, 'true')
-    assert f'#PBS -r {line}\n' in script
+    for settings, line in (({}, 'n'), ({'requeue': True}, 'y'), ({'mode': 'preemptible'}, 'y')):
+        script = render(options(**settings), BlockShape(1, 60, 60), PLACE, 'true')
+        assert f'#PBS -r {line}\n' in script
 
 
 def test_blocks_are_asked_for_at_the_lowest_priority() -> None:
@@ -138,15 +134,12 @@ def test_one_task_is_spawned_for_each_node_and_none_to_end_the_block(tmp_path: P
     assert not list(tmp_path.glob('block*'))
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
+def test_options_that_pbs_does_not_have() -> None:
+    for settings, sentence in (
         ({'pin_nodes': True}, 'number of nodes'),
         ({'priority': 5000}, 'priority'),
         ({'filesystems': ('a:b',)}, 'filesystems'),
         ({'pbs_options': ('l x=y',)}, 'must be an option'),
-    ],
-)
-def test_options_that_pbs_does_not_have(settings: dict[str, object], sentence: str) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        options(**settings)
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            options(**settings)

@@ -9,9 +9,8 @@ from parsl_freetrain.training.comm.device_faults import device_fault, out_of_mem
 ECC = 'CUDA error: uncorrectable ECC error encountered'
 
 
-@pytest.mark.parametrize(
-    ('error', 'fault'),
-    [
+def test_the_runtimes_own_words_tell() -> None:
+    for error, fault in (
         (torch.AcceleratorError(f'{ECC}\nSearch for `cudaErrorECCUncorrectable`'), ECC),
         (RuntimeError(ECC), ECC),  # torch before 2.8
         (RuntimeError('HIP error: unspecified launch failure'), 'HIP error: unspecified launch f'),
@@ -23,20 +22,17 @@ ECC = 'CUDA error: uncorrectable ECC error encountered'
         (torch.OutOfMemoryError('CUDA out of memory.'), ''),
         (ValueError(ECC), ''),
         (RuntimeError('unknown error'), ''),
-    ],
-)
-def test_the_runtimes_own_words_tell(error: Exception, fault: str) -> None:
-    assert device_fault(error).startswith(fault)
-    assert bool(device_fault(error)) is bool(fault)
-    assert not is_peer_loss(error)
-    later = KeyError('raised while it was handled')
-    later.__context__ = error
-    assert device_fault(later).startswith(fault)
+    ):
+        assert device_fault(error).startswith(fault)
+        assert bool(device_fault(error)) is bool(fault)
+        assert not is_peer_loss(error)
+        later = KeyError('raised while it was handled')
+        later.__context__ = error
+        assert device_fault(later).startswith(fault)
 
 
-@pytest.mark.parametrize(
-    ('error', 'short'),
-    [
+def test_what_says_that_memory_is_short() -> None:
+    for error, short in (
         (torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB'), True),
         (torch.AcceleratorError('CUDA error: out of memory'), True),
         (MemoryError(), True),
@@ -44,10 +40,8 @@ def test_the_runtimes_own_words_tell(error: Exception, fault: str) -> None:
         (RuntimeError('UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY'), True),
         (RuntimeError(ECC), False),
         (ValueError('the memory is short'), False),
-    ],
-)
-def test_what_says_that_memory_is_short(error: Exception, short: bool) -> None:
-    assert out_of_memory(type(error).__name__, str(error)) is short
+    ):
+        assert out_of_memory(type(error).__name__, str(error)) is short
 
 
 def test_the_cpu_allocators_words_are_known() -> None:

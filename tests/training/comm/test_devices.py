@@ -43,23 +43,18 @@ def test_two_variables_that_hide_devices_from_each_other_are_refused(
     assert ROCM.variable == 'HIP_VISIBLE_DEVICES'
 
 
-@pytest.mark.parametrize(
-    ('names', 'ranks_per_node', 'shares'),
-    [
+def test_the_ranks_of_a_node_share_its_devices() -> None:
+    for names, ranks_per_node, shares in (
         ('', 2, ['', '']),
         ('0', 1, ['0']),
         ('0123', 1, ['0123']),
         ('0123', 4, ['0', '1', '2', '3']),
         ('5713', 2, ['57', '13']),
         ('01234', 2, ['01', '23']),
-    ],
-)
-def test_the_ranks_of_a_node_share_its_devices(
-    names: str, ranks_per_node: int, shares: list[str]
-) -> None:
-    assert [
-        ''.join(devices.share_of(names, rank, ranks_per_node)) for rank in range(ranks_per_node)
-    ] == shares
+    ):
+        assert [
+            ''.join(devices.share_of(names, rank, ranks_per_node)) for rank in range(ranks_per_node)
+        ] == shares
 
 
 @given(st.integers(0, 20), st.integers(1, 20))

@@ -35,20 +35,17 @@ def test_a_data_loader_gives_its_own_settings() -> None:
     assert of_loop(samples, 4).dataset is samples
 
 
-@pytest.mark.parametrize(
-    ('data', 'batch_size', 'sentence'),
-    [
+def test_what_would_be_unclear_is_refused() -> None:
+    for data, batch_size, sentence in (
         (DATA, None, 'without a batch size'),
         (DataLoader(Stream(), batch_size=None), None, 'without a batch size'),
         (DataLoader(DATA, batch_size=4), 4, 'has settings of its own'),
         (DataLoader(Stream(), batch_size=4, num_workers=1), None, 'batch_size=None, num_workers'),
         (DataLoader(DATA, batch_sampler=[[1, 2]]), None, 'with a batch sampler'),
-    ],
-)
-def test_what_would_be_unclear_is_refused(data: Any, batch_size: Any, sentence: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        of_loop(data, batch_size)
-    assert sentence in str(refused.value)
+    ):
+        with pytest.raises(BadInput) as refused:
+            of_loop(data, batch_size)
+        assert sentence in str(refused.value)
 
 
 class OwnWay(DataLoader[Any]):

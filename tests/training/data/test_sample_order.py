@@ -163,18 +163,15 @@ def test_a_position_where_no_batch_ends_is_refused_at_once(samples_done: int) ->
         GlobalOrder(10, 4, 0, total_samples=23).batches(samples_done)
 
 
-@pytest.mark.parametrize(
-    ('size', 'batch', 'total', 'sentence'),
-    [
+def test_empty_orders_are_refused() -> None:
+    for size, batch, total, sentence in (
         (0, 4, 5, 'The number of samples of the dataset is 0; it must be at least 1.'),
         (5, 0, 5, 'The global batch size is 0; it must be at least 1 sample.'),
         (5, 4, 0, 'The total to train, in samples, is 0; it must be at least 1.'),
-    ],
-)
-def test_empty_orders_are_refused(size: int, batch: int, total: int, sentence: str) -> None:
-    with pytest.raises(BadInput) as raised:
-        GlobalOrder(size, batch, 0, total_samples=total)
-    assert str(raised.value) == sentence
+    ):
+        with pytest.raises(BadInput) as raised:
+            GlobalOrder(size, batch, 0, total_samples=total)
+        assert str(raised.value) == sentence
 
 
 def test_ranks_and_shards_that_do_not_exist_are_refused() -> None:

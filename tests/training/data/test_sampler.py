@@ -164,9 +164,8 @@ class Drifting:
         yield from self.drawn.permutation(SIZE)
 
 
-@pytest.mark.parametrize(
-    ('sampler', 'sentence'),
-    [
+def test_what_has_no_fixed_order_is_refused() -> None:
+    for sampler, sentence in (
         (DistributedSampler(list(DATA), 2, 0), 'divides the samples among ranks'),  # type: ignore[arg-type]
         (BatchSampler(SequentialSampler(DATA), 4, False), 'something else than indices of single'),
         ([0.5], 'something else than indices'),
@@ -174,11 +173,9 @@ class Drifting:
         ([-1, 0], 'gives the index -1'),
         ([], 'gives no indices'),
         (Drifting(), 'Drifting, gives other indices when it is asked again'),
-    ],
-)
-def test_what_has_no_fixed_order_is_refused(sampler: Any, sentence: str) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        sampled_order(sampler, SIZE, 1, Peers())
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            sampled_order(sampler, SIZE, 1, Peers())
 
 
 def test_epochs_of_unequal_lengths_are_refused() -> None:
@@ -187,20 +184,17 @@ def test_epochs_of_unequal_lengths_are_refused() -> None:
         growing(2)
 
 
-@pytest.mark.parametrize(
-    ('size', 'batch', 'total', 'aligned', 'sentence'),
-    [
+def test_short_batches_that_cannot_be_left_out() -> None:
+    for size, batch, total, aligned, sentence in (
         (5, 8, 8, True, 'an epoch of 5 samples has no full batch of 8'),
         (10, 4, 10, True, 'say 8 samples'),
         (10, 4, 8, False, 'in scaled mode'),
-    ],
-)
-def test_short_batches_that_cannot_be_left_out(
-    size: int, batch: int, total: int, aligned: bool, sentence: str
-) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        order = GlobalOrder(size, batch, 0, total_samples=total, aligned=aligned, drop_last=True)
-        order.batches(0)
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            order = GlobalOrder(
+                size, batch, 0, total_samples=total, aligned=aligned, drop_last=True
+            )
+            order.batches(0)
 
 
 class Seen(Dataset[Any]):

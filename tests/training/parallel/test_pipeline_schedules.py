@@ -96,22 +96,17 @@ def test_unequal_passes_are_timed_in_the_schedules_order() -> None:
     assert makespan(chimera(4, 4), 1, 2) == 16 < makespan(one_f_one_b(4, 4), 1, 2) == 21
 
 
-@pytest.mark.parametrize(
-    ('method', 'stages', 'micro_batches', 'words'),
-    [
+def test_what_cannot_be_is_refused() -> None:
+    for method, stages, micro_batches, words in (
         ('chimera', 3, 4, 'even number of stages.*3 are asked for: use 2 or 4'),
         ('chimera', 1, 4, 'use 2, or 1F1B'),
         ('chimera', 4, 5, 'each direction, and 5 are odd: use 6; a multiple of the 4 stages'),
         ('chimera', 4, 0, '0 micro-batches'),
         ('gpipe', 0, 4, '0 stages'),
         ('dualpipe', 4, 4, "no pipeline method 'dualpipe'; choose one of gpipe, 1f1b, chimera"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    method: str, stages: int, micro_batches: int, words: str
-) -> None:
-    with pytest.raises(BadInput, match=words):
-        make_schedule(method, stages, micro_batches)
+    ):
+        with pytest.raises(BadInput, match=words):
+            make_schedule(method, stages, micro_batches)
 
 
 def test_layers_are_cut_evenly() -> None:

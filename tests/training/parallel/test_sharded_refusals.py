@@ -30,20 +30,17 @@ CPU = torch.device('cpu')
 ONE: Any = SimpleNamespace(shape=Shape(), parts=1)
 
 
-@pytest.mark.parametrize(
-    ('shape', 'mode', 'words'),
-    [
+def test_a_shape_that_the_mode_does_not_support() -> None:
+    for shape, mode, words in (
         (Shape(shard=2, pipeline=2), Throughput(), 'and also space or stages; say either'),
         (Shape(shard=2), Scaled(combine='adasum'), "say combine='mean'"),
         (Shape(shard=3), Reproducible(shards=6), 'shard must be a power of two'),
         (Shape(data=3, shard=2), Reproducible(shards=4), 'must divide the 4 virtual shards'),
-    ],
-)
-def test_a_shape_that_the_mode_does_not_support(shape: Shape, mode: Any, words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        check_shape(shape, mode, 'here')
-    check_shape(Shape(data=3, shard=2), Reproducible(shards=12), 'here')
-    check_shape(Shape(shard=3, tensor=2), Throughput(), 'here')
+    ):
+        with pytest.raises(BadInput, match=words):
+            check_shape(shape, mode, 'here')
+        check_shape(Shape(data=3, shard=2), Reproducible(shards=12), 'here')
+        check_shape(Shape(shard=3, tensor=2), Throughput(), 'here')
 
 
 class Unset(nn.Module):
@@ -73,9 +70,8 @@ def half_on_meta() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device='meta'))
 
 
-@pytest.mark.parametrize(
-    ('model', 'options', 'words'),
-    [
+def test_a_model_that_cannot_be_divided() -> None:
+    for model, options, words in (
         (nn.Linear(2, 2), {'blocks': nn.Linear}, r'as blocks=\(Block,\)'),
         (nn.Linear(2, 2), {'blocks': (nn.Conv1d,)}, 'blocks=Conv1d, and the model has no module'),
         (nn.Sequential(nn.Linear(2, 2)), {'plan': {'*.up': None}}, 'no module of the model has th'),
@@ -102,14 +98,10 @@ def half_on_meta() -> nn.Module:
             "'0.weight' and '1.0.weight' are one tensor, and blocks or plan would make it two",
         ),
         (half_on_meta(), {}, "'1.weight' is on the meta device and '0.weight' is not"),
-    ],
-)
-def test_a_model_that_cannot_be_divided(
-    model: nn.Module, options: dict[str, Any], words: str
-) -> None:
-    mesh: Any = None
-    with pytest.raises(BadInput, match=words):
-        shard_model(model, mesh, CPU, 0, **options)
+    ):
+        mesh: Any = None
+        with pytest.raises(BadInput, match=words):
+            shard_model(model, mesh, CPU, 0, **options)
 
 
 def test_a_module_without_first_values() -> None:

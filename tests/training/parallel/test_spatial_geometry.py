@@ -94,9 +94,8 @@ def test_an_aligned_window_moves_nothing() -> None:
             assert move.receive == (0, 0) and move.pad == (0, 0) and move.keep == (0, 4)
 
 
-@pytest.mark.parametrize(
-    ('reach', 'bounds', 'words'),
-    [
+def test_what_cannot_be_divided_is_one_sentence() -> None:
+    for reach, bounds, words in (
         (
             Window(7, 1, 3),
             (0, 2, 4, 6, 8),
@@ -110,12 +109,10 @@ def test_an_aligned_window_moves_nothing() -> None:
             r'.*into 1 or 2 or 3',
         ),
         (Window(9), (0, 2, 4), 'makes 0 positions.*too small, undivided as well'),
-    ],
-)
-def test_what_cannot_be_divided_is_one_sentence(reach: Reach, bounds: Bounds, words: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        moves(reach, bounds, placed(reach, bounds, 'depth'), 'depth')
-    assert re.search(words, str(caught.value)), caught.value
+    ):
+        with pytest.raises(BadInput) as caught:
+            moves(reach, bounds, placed(reach, bounds, 'depth'), 'depth')
+        assert re.search(words, str(caught.value)), caught.value
 
 
 class _Deep(nn.Module):

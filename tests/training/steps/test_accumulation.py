@@ -173,9 +173,8 @@ def body(
         does(ctx, optimizer, model, turn)
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'words'),
-    [
+def test_a_loop_that_micro_batches_would_change_is_refused() -> None:
+    for arguments, words in (
         ((clips,), 'With micro_batch it is the gradient of a micro-batch there'),
         ((steps_now_and_then,), 'call optimizer.step.. once in each'),
         ((steps_twice,), 'called twice in one iteration'),
@@ -186,13 +185,9 @@ def body(
         ),
         ((just_steps, torch.optim.SGD, 3, True), 'cannot add up sparse gradients'),
         ((just_steps, torch.optim.SGD, 3, False, True), 'a gradient scaler may change its scale'),
-    ],
-)
-def test_a_loop_that_micro_batches_would_change_is_refused(
-    arguments: tuple[Any, ...], words: str
-) -> None:
-    with pytest.raises(BadInput, match=words):
-        here(body, None, *arguments)
+    ):
+        with pytest.raises(BadInput, match=words):
+            here(body, None, *arguments)
 
 
 def test_reproducible_mode_has_virtual_shards_for_that() -> None:

@@ -55,19 +55,16 @@ def test_adasum_leaves_the_learning_rate_alone() -> None:
     assert Scaled(reference_ranks=1, combine='adasum').lr_factor(64, 0) == 1.0
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
+def test_what_cannot_be_meant() -> None:
+    for settings, sentence in (
         ({'reference_ranks': 0}, 'reference_ranks is 0'),
         ({'warmup_samples': -1}, 'warmup_samples is -1'),
         ({'combine': 'median'}, "combine is 'median'"),
         ({'lr': 'cubic'}, "lr is 'cubic'"),
         ({'lr': 'linear', 'combine': 'adasum'}, 'leave lr out'),
-    ],
-)
-def test_what_cannot_be_meant(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        Scaled(**settings)
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            Scaled(**settings)
 
 
 def test_the_batch_grows_with_the_ranks() -> None:
