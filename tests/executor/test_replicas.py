@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.status import snapshot
 from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.testing import Fault, with_faults
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -52,9 +58,9 @@ def data() -> Any:
     return torch.utils.data.TensorDataset(x)
 
 
-def app(**changes: Any) -> Any:
+def app(function: Any = train, **changes: Any) -> Any:
     given = {'total_samples': 32, 'mode': MODE, 'checkpoints': ft.Checkpoints(every_s=0.5)}
-    return ft.freetrain_app(**{**given, **changes})(train)
+    return ft.freetrain_app(**{**given, **changes})(function)
 
 
 def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
@@ -72,6 +78,23 @@ def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
     assert (row['samples'], row['samples_expected'], row['fragments']) == (32, 32, 5)
     assert '<html' in report_page(figures(history, time.time(), DpAllocator()))
     assert app().debug().metrics['loss'] > 0  # without rounds
+
+
+def submit(folder: str) -> None:
+    """Train until a rank kills this process, in an outer step."""
+    strike = partial(os.kill, os.getpid(), signal.SIGKILL)
+    fault = Fault(None, None, strike, stage='outer-before-commit', checkpoint=0)
+    with freetrain(Path(folder), ft.LocalSite(nodes=2, poll_s=0.2)):
+        app(function=with_faults(train, fault))().result(LIMIT_S)
+
+
+def test_a_submitter_killed_in_an_outer_step_changes_no_bit(tmp_path: Path) -> None:
+    code = f'from tests.executor.test_replicas import submit; submit({str(tmp_path)!r})'
+    ended = subprocess.run([sys.executable, '-c', code], timeout=LIMIT_S)
+    assert ended.returncode == -signal.SIGKILL
+    with freetrain(tmp_path, ft.LocalSite(nodes=2, poll_s=0.2)):
+        both = app()(), app()(trainer_name='calm')  # at once
+        assert ft.same_weights(*(future.result(LIMIT_S) for future in both))
 
 
 @pytest.mark.long
