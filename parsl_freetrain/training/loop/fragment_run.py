@@ -298,7 +298,6 @@ class FragmentRun:
             self.model.carried.look((*self._handed, *data), self.model.prepared, functions)
 
     def begin_epochs(self) -> EpochLoop:
-        rounds.refuse(self.order, 'ctx.epochs', 'say ctx.loop once, and ctx.each_epoch(fn)')
         if self.model is None or self.loop is not None or self._epochs is not None:
             raise BadInput(
                 'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '
@@ -350,6 +349,8 @@ class FragmentRun:
         if self.state.phase is loop_state.Phase.FINISHED:
             return
         if self._epochs is not None:
+            if self.loop is not None and self.state.samples != self.state.total_samples:
+                rounds.refuse(self.order, 'Leaving ctx.epochs()', 'replicas end with the total')
             self._epochs.left()
         if self.loop is None:
             raise BadInput(

@@ -86,7 +86,7 @@ class TrainingLoop:
             self._saver.save(self._checkpointer.save_now)
         began_with = state.samples
         self._saver.save_wanted()  # since the end of the loop before
-        if state.epoch_due:
+        if due := state.epoch_due:
             state.reports.share(self._peers)
             state.epoch = data.epochs_before(state.samples) - 1
             self._at_end = state.samples == data.end
@@ -96,6 +96,9 @@ class TrainingLoop:
         if state.round_begins and state.samples < data.end:
             self._saver.make_room()
             self._saver.save(self._checkpointer.save_beside)
+        if due and self._hooks.by_epochs and not self._at_end:
+            self._last.end_batch()
+            yield NEXT_EPOCH
         while not state.loop_over:
             yield from self._until_end(data)
             ended = state.phase is Phase.ENDED_EARLY or state.samples == data.end

@@ -46,28 +46,43 @@ class Tied(nn.Module):
         return self.outside(nn.functional.dropout(self.norm(self.inside(x)), 0.2, self.training))
 
 
-def train(ctx: FragmentContext, drop_last: bool = True) -> float:
+def train(ctx: FragmentContext, by_epochs: bool = False, leaves: bool = False) -> float:
     model = Tied()
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = ctx.prepare(model, torch.optim.AdamW(trained, lr=0.05))
     average: Any = ctx.ema(model, 0.5)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
+    data = TensorDataset(x, x**2)
     seen = []
 
     def end_epoch() -> None:
         ctx.state.setdefault('sums', []).append(float(average.inside.weight.double().sum()))
         ctx.checkpoint(best=ctx.state['sums'][-1])
 
-    ctx.each_epoch(end_epoch)
-    for features, target in ctx.loop(TensorDataset(x, x**2), BATCH, drop_last=drop_last):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(features), target)
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss.item())
-        seen.append(loss.item())
+    def loop() -> None:
+        for features, target in ctx.loop(data, BATCH, drop_last=True):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(features), target)
+            loss.backward()
+            optimizer.step()
+            ctx.report(loss=loss.item())
+            seen.append(loss.item())
+
+    if by_epochs:
+        for _ in ctx.epochs():
+            loop()
+            end_epoch()
+            if leaves:
+                break
+    else:
+        ctx.each_epoch(end_epoch)
+        loop()
     assert seen
     return float(model.inside.weight.detach().double().sum() + sum(ctx.state['sums']))
+
+
+def train_by_epochs(ctx: FragmentContext) -> float:
+    return train(ctx, by_epochs=True)
 
 
 def piece(folder: Path, replica: int, fragment: int, **changes: Any) -> FragmentOrder:
@@ -97,14 +112,19 @@ def final(folder: Path) -> Any:
     return saved
 
 
-def killed(stage: str) -> Any:
+def killed(stage: str, function: Any = train) -> Any:
     strike = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     begun = 0 if stage.startswith('outer') else 1
-    return with_faults(train, Fault(None, None, strike, stage=stage, checkpoint=begun))
+    return with_faults(function, Fault(None, None, strike, stage=stage, checkpoint=begun))
 
 
 def finish(
-    server: ForkClient, folder: Path, size: int = 1, faults: Random | None = None, **changes: Any
+    server: ForkClient,
+    folder: Path,
+    size: int = 1,
+    faults: Random | None = None,
+    trained: Any = train,
+    **changes: Any,
 ) -> tuple[Any, int]:
     """Train all pieces in an order that the controller allows; the last outcome, and the number of
     those killed.
@@ -115,13 +135,13 @@ def finish(
         ahead = [one // length - min(samples) // length for one in samples]
         may = [k for k in (0, 1) if ahead[k] <= overlap * (samples[k] < TOTAL)]
         replica = 0 if samples == [TOTAL, TOTAL] else (faults.choice(may) if faults else may[-1])
-        function = train
+        function = trained
         if faults is not None:
             size = faults.randint(1, 2)
             at = samples[replica] // BATCH + faults.randint(0, 1)
             where = kill_at(faults.randrange(size), at, fragment=None)
-            strikes = [with_faults(train, where), *map(killed, faults.sample(STAGES, 3))]
-            function = faults.choice([train, *strikes])
+            strikes = [killed(stage, trained) for stage in faults.sample(STAGES, 3)]
+            function = faults.choice([trained, with_faults(trained, where), *strikes])
         fragments[replica] += 1
         ordered = piece(folder, replica, fragments[replica], **changes)
         outcome = run(server, ordered, size, function)
@@ -134,7 +154,7 @@ def finish(
 
 
 def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path) -> None:
-    expected, _ = finish(fork_server, tmp_path / 'calm')
+    expected, _ = finish(fork_server, tmp_path / 'calm', trained=train_by_epochs)
     folder = tmp_path / 'holes'
     fences = folder / 'store' / 'fences'
     overtake = partial(write_new, fences / '000006', b'')
@@ -173,7 +193,7 @@ def test_many_faults_change_no_bit(fork_server: ForkClient, tmp_path: Path, over
     random, kills = Random(overlap), 0
     while kills < 25:
         folder = tmp_path / str(kills)
-        outcome, more = finish(fork_server, folder, faults=random, **how)
+        outcome, more = finish(fork_server, folder, 1, random, train_by_epochs, **how)
         kills += more
         assert outcome.result == calm.result
         for name, tensor in final(tmp_path / 'calm').models[0].items():
@@ -231,12 +251,17 @@ def test_damaged_weights_are_made_anew(fork_server: ForkClient, tmp_path: Path) 
 
 
 def test_what_replicas_cannot_do_is_said(fork_server: ForkClient, tmp_path: Path) -> None:
+    leave = lambda ctx: train(ctx, by_epochs=True, leaves=True)  # noqa: E731
     cannot: list[tuple[dict[str, Any], Any, str]] = [
         ({'total_samples': 80}, train, 'no whole number of rounds of 2 steps with 16 samples'),
         ({'diloco': structs.replace(DILOCO, replicas=3)}, train, '3 replicas cannot share evenly'),
         ({'per_node': 9, 'shards': 9}, train, 'trains 8 samples of each'),
         ({}, lambda ctx: ctx.finish_early('enough'), 'ctx.finish_early is not possible'),
-        ({}, lambda ctx: [*ctx.epochs()], 'ctx.epochs is not possible'),
+        (
+            {'diloco': structs.replace(DILOCO, steps=3)},
+            leave,
+            'Leaving ctx.epochs() is not possible',
+        ),
     ]
     for number, (changes, function, sentence) in enumerate(cannot):
         ordered = piece(tmp_path / str(number), 0, 1, **changes)
