@@ -1,7 +1,7 @@
-"""Parsl's interchange with tasks pinned to managers. It relies on Parsl's private API, as
-``block/executor.py`` and ``block/manager.py`` do, and no other module. A task whose resource
-specification has ``freetrain_manager`` is sent to that manager or fails with ``ManagerLost``. Every
-manager keeps one worker free for such tasks. One put on hold is shut down: its block is over.
+"""Parsl's interchange with tasks pinned to managers, by Parsl's private API, as only
+``block/executor.py`` and ``block/manager.py`` besides. A task with ``freetrain_manager`` is sent to
+that manager or fails with ``ManagerLost``; each keeps one worker free. One put on hold is shut
+down.
 """
 
 from __future__ import annotations

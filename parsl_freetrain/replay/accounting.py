@@ -1,7 +1,6 @@
-"""The accounts of a replay: samples by trainer, node-seconds by use, and the charts' series. The
-rules are the published replayer's, for comparison: progress is rate x time; a change of nodes costs
-the samples of ``rescale_up_s`` or ``rescale_down_s`` seconds at the rate before it; the loss of
-nodes costs ``rescale_down_s`` seconds so, at most once for each trainer and instant.
+"""The accounts of a replay, by the published replayer's rules: progress is rate x time; a change of
+nodes costs the samples of ``rescale_up_s`` or ``rescale_down_s`` seconds at the rate before it; a
+loss costs ``rescale_down_s`` seconds so, at most once for each trainer and instant.
 """
 
 from __future__ import annotations

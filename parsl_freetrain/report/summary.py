@@ -20,10 +20,9 @@ EVENNESS = 1e-3  # how far an even division of the constant pool may be off the 
 
 
 def summary(history: History, now: float | None = None) -> dict[str, Any]:
-    """The closing summary of some runs. ``now``: as in :func:`~.timeline.causes`.
-    ``trainers``: by name their counts, with ``samples`` (the last checkpoint's),
-    ``samples_expected`` (None if unknown), ``samples_repeated`` (trained and not kept);
-    ``blocks_killed``: taken while a fragment was training on them; ``wall_s``: summed over runs.
+    """The closing summary of some runs. ``now``: as in :func:`~.timeline.causes`. ``trainers``: by
+    name their counts, with ``samples`` (the last checkpoint's), ``samples_expected`` (or None),
+    ``samples_repeated`` (trained, not kept); ``blocks_killed``: taken while training.
     """
     killed = [{node.block for node in tl.struck_nodes(run)} for run in history.runs]
     return {

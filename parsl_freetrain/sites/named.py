@@ -81,10 +81,9 @@ def chosen_provider(
 
 
 def site_described(described: str | Mapping[str, Any]) -> Site:
-    """The site that plain data describe. Raises BadInput if there is no such name or type, or it
-    does not take these settings. ``described``: ``{'name': 'polaris', ...}``: a file of
-    ``site_configs/`` whose function ``site()`` takes the other items; the name alone; or ``{'type':
-    'slurm', ...}``: a type of site, and its settings.
+    """The site that plain data describe: a name, or ``{'name': 'polaris', ...}`` (a file of
+    ``site_configs/`` whose function ``site()`` takes the other items), or ``{'type': 'slurm',
+    ...}`` and its settings. Raises BadInput for another name, type or settings.
     """
     settings = {'name': described} if isinstance(described, str) else dict(described)
     types, files = site_types(), site_files()

@@ -1,18 +1,11 @@
-"""Synthetic schedules of idle nodes, fitted to the published statistics of OLCF Summit's holes.
-
-The figures are those of the idle-node events of 10 to 24 February 2021 that were published with
-BFTrainer (arXiv 2106.12091): 423,502 idle intervals of 4,734 nodes in 358.2 hours. A schedule
-reproduces
-
-- the length of idle intervals (median 475 s, a tenth above 3,269 s; nodes that have been idle for
-  long stay idle for long),
-- the number of nodes that become idle at once (median 4, a hundredth above 512), and the time
-  between such moments,
-- that two nodes that become idle together become busy together with probability about 0.75,
-- the mean share of idle nodes (8.27 %), unless another one is asked for.
-
-A smaller machine looks like a random sample of Summit's nodes. Neither the time of day nor the
-placement of nodes in the machine is reproduced.
+"""Synthetic schedules of idle nodes, fitted to the published statistics of OLCF Summit's holes: the
+idle-node events of 10 to 24 February 2021 published with BFTrainer (arXiv 2106.12091), 423,502 idle
+intervals of 4,734 nodes in 358.2 hours. A schedule reproduces the length of idle intervals (median
+475 s, a tenth above 3,269 s; nodes that have been idle for long stay so), the number of nodes that
+become idle at once (median 4, a hundredth above 512) and the time between such moments, that two
+nodes that become idle together become busy together with probability about 0.75, and the mean share
+of idle nodes (8.27 %). A smaller machine looks like a random sample of Summit's nodes; neither the
+time of day nor the placement of nodes is reproduced.
 """
 
 from __future__ import annotations

@@ -171,10 +171,9 @@ def parse_nodes(
     owners: Collection[tuple[str, str]] = (('', ''),),
     classes: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[rc.Nodes, ...]:
-    """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
-    its vnodes are. The features of a node are the values of those of its resources that are words:
-    ``system=polaris``. Raises NotUnderstood if it is not such a document. ``owners``: see
-    :func:`node_owners`. ``classes``: the resources of each node class.
+    """Hosts in the answer to :data:`NODES` that have these resources, or NotUnderstood; one is idle
+    if all of its vnodes are. Features: values that are words, ``system=polaris``. ``owners``: see
+    :func:`node_owners`; ``classes``: the resources of each node class.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)

@@ -58,20 +58,18 @@ def parse_exits(answer: str) -> dict[str, int]:
 
 
 def job_format(mark: str) -> str:
-    """What :data:`JOBS` is to tell of each job, for the environment variable SQUEUE_FORMAT. A name
-    may hold anything, line ends too. So that no user can write what looks like the record of
-    another job, each record and field begins with ``mark``: 16 random hexadecimal digits, which no
-    other user can know. All users can read command lines, hence the variable.
+    """What :data:`JOBS` is to tell of each job, for the environment variable SQUEUE_FORMAT (command
+    lines can be read by all). Each record and field begins with ``mark``, 16 random digits, so that
+    no user can write, in a name, what looks like another job's record.
     """
     bar = f'|{mark}'
     return f'{bar}<' + bar.join(f'%{letter}' for letter in _JOB_FIELDS) + f'{bar}>'
 
 
 def parse_jobs(answer: str) -> tuple[rc.BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS`; its first word is the mark of :func:`job_format`. A job
-    that cannot be read is left out, since other users write parts of these. Of one that is told
-    twice, nothing is known. Raises NotUnderstood if it is not such an answer, or it was cut off, or
-    no job can be read.
+    """Jobs in the answer to :data:`JOBS`, which begins with the mark of :func:`job_format`. One
+    that cannot be read is left out, one that is told twice is unknown. Raises NotUnderstood if it
+    was cut off, or no job can be read.
     """
     if not answer.strip():
         return ()

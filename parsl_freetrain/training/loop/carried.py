@@ -29,10 +29,8 @@ _JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
 
 class Carried:
     """The variables of the functions around a loop, in one fragment; ``saved``: what the checkpoint
-    holds of them; None: training begins.
-
-    A fragment repeats what is before ``ctx.epochs()`` and before ``ctx.loop``, and what is between
-    the two, so there are two moments: at the beginning of the epoch, and in the loop.
+    holds (None: training begins). A fragment repeats what is before ``ctx.epochs()`` and
+    ``ctx.loop``, so there are two moments: at the beginning of the epoch, and in the loop.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None, device: torch.device) -> None:

@@ -75,14 +75,11 @@ class _End:
 
 class LastStep:
     """Knows whether the models still are what they were at the end of a global batch, and puts back
-    what surrounds them.
-
-    The user's function changes models only when optimizers step and in functions that are called
-    after the step. A rank that loses another one in between has no state to go on from. PyTorch
-    counts the changes of tensors, so that others are noticed, except those of ``parameter.data``.
-    ``possible``: a rank can tell, and others hold what is lost: a failed exchange raises an error
-    before its result is used, which is not known of other backends than gloo. ``needs``: samples of
-    the last checkpoint that the user has asked for; 0: there is none.
+    what surrounds them. The function changes models only when optimizers step and in functions
+    after the step; a rank that loses another one in between has no state to go on from. PyTorch
+    counts changes of tensors, except those of ``parameter.data``. ``possible``: a rank can tell,
+    and others hold what is lost (a failed exchange raises before its result is used: gloo).
+    ``needs``: samples of the last checkpoint that the user has asked for; 0: none.
     """
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:

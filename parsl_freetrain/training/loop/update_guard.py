@@ -30,17 +30,13 @@ _version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
 
 
 class UpdateGuard:
-    """Compares parameters before and after the body of the user's loop.
-
-    In reproducible mode the body runs once per virtual shard and before the optimizer's step, so
-    any change of a parameter there makes the result depend on the nodes. In every mode, a module
-    that changes but was not prepared would be lost at the end of the fragment: its parameters and
-    buffers are also compared between global batches, where functions change them.
-
-    Every in-place operation is noticed, except those on ``parameter.data``, of which PyTorch keeps
-    no count. Norms show these in the first, second, fourth, eighth, ... global batch
-    of a fragment. ``others`` are modules around the loop that may not have been prepared, by name;
-    ``averages`` are asked at the end of a micro-batch, too.
+    """Compares parameters before and after the body of the user's loop. In reproducible mode it
+    runs once per virtual shard and before the step, so a change there makes the result depend on
+    the nodes; in every mode, a module that changes but was not prepared would be lost: its
+    parameters and buffers are compared between global batches, too. In-place operations are
+    noticed, except those on ``parameter.data``, which norms show in the first, second, fourth,
+    eighth ... global batch. ``others``: modules around the loop, by name; ``averages``: asked at
+    the end of a micro-batch.
     """
 
     def __init__(

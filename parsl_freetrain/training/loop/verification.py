@@ -1,10 +1,8 @@
 """Verified resumes: a fragment proves by its first step that it continues the training that it was
-given. State that the context does not know, and a cut therefore loses, shows there.
-
-For each checkpoint the digest of the following step is kept (:class:`NextStep`): of the summed
-gradients and of what the step makes of parameters and buffers. The first step of a fragment that
-goes on from it must have the same, on any nodes. That is promised in reproducible mode; in the
-others, the state before the step and the samples must be the same.
+given; state that the context does not know, and a cut loses, shows there. For each checkpoint the
+digest of the following step is kept (:class:`NextStep`): of the summed gradients and of what the
+step makes of parameters and buffers; it must be the same on any nodes in reproducible mode. In the
+others, the state before the step and the samples must be.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
 """The first process of a node: it runs Parsl's command, and turns signals into notices. ``python3
 -P -m parsl_freetrain.training.process.node_agent COMMAND ...`` takes before the command ``--holder
-FILE --job-variable NAME --wait SECONDS`` and ``--template FOLDER``.
-
-A scheduler that takes nodes away sends SIGTERM to all of their processes. Parsl's manager would end
-on it, and the ranks with it, with seconds left to save. So all processes started here ignore
-SIGTERM and SIGUSR1 (a warning only), and this one notifies the members at work. After SIGTERM it
-ends the node once no member is at work and the results have had time to arrive; by :func:`leave`,
-which says that they have, also before.
-
-A node ends with its job. A scheduler may stop or kill nothing but the shell that its launcher has
-started (:mod:`parsl_freetrain.sites.batch.shell`), so this process ends with that shell, and
-whatever was started here ends with this process.
-
-With ``--template`` a template of fork servers imports torch while Parsl's manager starts, and logs
-to that folder. The manager ends when it has lost its interchange: with ``--holder`` the node then
-stays for some time, so that a later run can adopt it (:mod:`~.process.block_lease`).
+FILE --job-variable NAME --wait SECONDS`` and ``--template FOLDER``. A scheduler that takes nodes
+away sends SIGTERM to all of their processes, on which Parsl's manager and the ranks would end, with
+seconds left to save. So all processes started here ignore SIGTERM and SIGUSR1 (a warning only), and
+this one notifies the members at work; it ends the node once none is, by SIGTERM or :func:`leave`. A
+scheduler may stop or kill nothing but the shell that its launcher has started
+(:mod:`parsl_freetrain.sites.batch.shell`): this process ends with it, and what was started here
+with this process. With ``--template`` a template of fork servers imports torch meanwhile, and logs
+to that folder. With ``--holder`` the node stays for some time without an interchange, so that a
+later run can adopt it (:mod:`~.process.block_lease`).
 """
 
 from __future__ import annotations

@@ -25,10 +25,8 @@ OF_A_MICRO_BATCH = 'With micro_batch it is the gradient of a micro-batch there'
 
 class Accumulation:
     """Adds up the gradients of micro-batches, and steps optimizers and schedulers in the last one.
-    Each optimizer's ``step()`` takes its gradients away, so ``zero_grad`` and passes of other
-    losses have no effect on the sum. ``combine`` adds up all ranks' sums for one optimizer in
-    place. Raises BadInput if one computes the loss several times in a step, or a gradient scaler is
-    enabled.
+    Each ``step()`` takes its gradients away, so ``zero_grad`` has no effect on the sum. ``combine``
+    adds up all ranks' sums in place. BadInput: optimizers of several losses, gradient scalers.
     """
 
     def __init__(

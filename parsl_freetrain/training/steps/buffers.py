@@ -16,12 +16,11 @@ _SMALL_BYTES = 4096
 
 
 class Buffers:
-    """Remembers the buffers of models, and undoes what was done to them. A forward pass may also
-    put other tensors in their places (``self.mean = ...``).
-    Floating-point ones (complex ones as pairs) can be added up, in rows of ``row_size``: all
-    values, then 1 for each that has changed, 0 for the others. ``integers``: those of other types,
-    the largest elements first; ``changed_firsts``: numbers of those that may have changed in the
-    first shard. Nothing here reads a number, or launches an operation for each buffer.
+    """Remembers the buffers of models, and undoes what was done to them, also by other tensors in
+    their places. Floating-point ones can be added up, in rows of ``row_size``: all values, then 1
+    for each that has changed, else 0. ``integers``: other types, the largest first;
+    ``changed_firsts``: of those, in the first shard. Nothing here reads a number, or launches an
+    operation for each buffer.
     """
 
     def __init__(

@@ -30,9 +30,8 @@ from parsl_freetrain.training.steps.replica import MeanAtSteps, Replica, with_sh
 
 class ThroughputSteps:
     """One micro-batch per global batch, this rank's part of it, or several if the user asks for
-    them. Gradients are averaged over the ranks that hold the same parameters and train different
-    samples, or combined by ``adasum``; in a pipeline when the optimizer steps, since a schedule has
-    many backward passes. Raises BadInput if a gradient scaler is asked for in a pipeline.
+    them. Gradients are averaged over the ranks that hold the same parameters, or combined by
+    ``adasum``; in a pipeline when the optimizer steps. BadInput for a gradient scaler there.
     """
 
     def __init__(

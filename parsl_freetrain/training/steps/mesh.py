@@ -38,12 +38,10 @@ if TYPE_CHECKING:
 
 
 class Division:
-    """One rank's position in the shape of its fragment; this kind: every rank holds the whole model
-    (``whole``). :func:`division_of` makes the kind that the shape needs.
-    ``shape``: in the order; without one (not ``stated``, so that there is no going on in another),
-    every rank trains its own samples. ``parts``, ``data_rank``: number of parts of a global batch,
-    and this rank's, from 0. ``pipelined``: some ranks hold parameters that others do not. Raises
-    BadInput if the shape does not fit the number of ranks or the mode.
+    """One rank's position in the shape of its fragment; this kind: every rank holds the whole
+    model. ``shape``: in the order; without one (not ``stated``) every rank trains its own samples.
+    ``parts``, ``data_rank``: of a global batch, from 0. ``pipelined``: some ranks hold parameters
+    that others do not. Raises BadInput if the shape does not fit the number of ranks or the mode.
     """
 
     whole = True

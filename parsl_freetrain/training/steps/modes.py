@@ -20,10 +20,9 @@ from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 class Steps(Protocol):
     """One mode. ``delay``: maximum number of batches from a wish to the decision. ``kept_back``:
-    whether the last step was skipped because its gradient was not finite. ``before_step``:
-    functions to call once per global batch, when its gradient is known. ``stepped``: whether an
-    optimizer has been stepped at all. ``changed``: whether the last batch has begun to change what
-    checkpoints hold, apart from buffers.
+    the last step was skipped because of its gradient. ``before_step``: functions to call when the
+    gradient is known. ``stepped``: an optimizer has been stepped. ``changed``: the last batch has
+    begun to change what checkpoints hold, apart from buffers.
     """
 
     @property

@@ -48,9 +48,9 @@ class Watch:
         return not all_finite(self._tensors)
 
     def look(self, samples: int) -> tuple[int, bool] | None:
-        """Look without waiting for a device: ask at most every :data:`LOOK_EVERY_S` seconds, and
-        answer in a later call. The answer is the ``samples`` of the call that asked, and whether a
-        number was no longer finite then.
+        """Look without waiting for a device: ask at most every :data:`LOOK_EVERY_S` seconds, answer
+        in a later call: the ``samples`` of the call that asked, and whether a number was not
+        finite.
         """
         if self._answer is None:
             if self._clock() - self._looked_at < LOOK_EVERY_S:

@@ -1,6 +1,5 @@
-"""Sums over virtual shards, in an order that does not depend on the number of ranks: a fixed binary
-tree over the shards' numbers. A rank with several neighbouring shards adds up whole subtrees by
-itself and sends only their sums, little more than one contribution.
+"""Sums over virtual shards along a fixed binary tree over their numbers, whatever the number of
+ranks. A rank adds up whole subtrees by itself and sends only their sums.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ class ShardTree:
 
 
 class SumOverShards:
-    """The sum of the contributions of all shards, wherever they are. ``mine``: the shards of this
-    rank; ``most``: the largest number of a rank. ``sizes``: of the current global batch's shards;
-    sums are of shares of the largest. ``spoilt``: a number, 0 if the last sum was finite; ``bad``:
-    of this rank's sums, before the sum over several ranks, which hides what is not finite.
+    """The sum of the contributions of all shards. ``mine``: of this rank; ``most``: the largest
+    number of a rank. ``sizes``: of the global batch's shards; sums are of shares of the largest.
+    ``spoilt``: 0 if the last sum was finite; ``bad``: of this rank's sums, before that over
+    several.
     """
 
     def __init__(

@@ -18,11 +18,10 @@ from parsl_freetrain.training.steps.buffers import Buffers
 
 
 class Replica:
-    """A model whose passes go through DistributedDataParallel. ``trained``: the parameters whose
-    gradients it averages, all of which must take part in each pass. Where they may not (some were
-    frozen), gradients are averaged when optimizers step, from then on: ``at_steps``.
-    The model stays what it is, with a class of its own as FSDP does it, so that a script is the
-    same for any number of ranks, whatever it sets, and wherever it holds the model.
+    """A model whose passes go through DistributedDataParallel, with a class of its own, as FSDP
+    does it, so that a script is the same for any number of ranks. ``trained``: the parameters that
+    it averages; where they may not all take part, gradients are averaged when optimizers step:
+    ``at_steps``.
     """
 
     at_steps = in_pass = False
@@ -108,12 +107,10 @@ _Rest = tuple[list[torch.nn.Parameter], set[Replica]]
 
 class MeanAtSteps:
     """Averages gradients when optimizers step, where no :class:`Replica` does it in the backward
-    pass: of parameters of no model, of those that were unfrozen or added later or belong to several
-    models, and of models that are used otherwise. In optimizers that compute the loss several times
-    in a step, the loss is averaged too, since they decide by it. ``combine`` adds up all ranks'
-    weighted gradients in place. ``weights``: of this rank's gradients, of its loss, and of
-    gradients that are weighted as DistributedDataParallel needs them; None: nothing is averaged
-    now.
+    pass: of parameters of no model, unfrozen or added later, or of several models, and of models
+    used otherwise; and the loss, where optimizers compute it several times. ``combine`` adds up all
+    ranks' weighted gradients. ``weights``: of gradients, of the loss, and as
+    DistributedDataParallel needs them; None: nothing is averaged now.
     """
 
     def __init__(

@@ -32,9 +32,8 @@ _Look = tuple[Callable[[], float], Sequence[torch.Tensor], tuple[int, int]]
 
 class ReproducibleSteps:
     """Cuts each global batch into virtual shards, one micro-batch each, and adds up their
-    contributions in the order of the shards. What depends on how a batch is cut (sums, batch
-    statistics, dropout) depends on the number of virtual shards, never on that of ranks. The ranks'
-    wishes (to stop, to save) are exchanged together with the contributions.
+    contributions in the order of the shards, whose number and never that of ranks decides what
+    depends on a cut. The ranks' wishes are exchanged with the contributions.
     """
 
     delay = 0  # the ranks decide at the end of the same global batch

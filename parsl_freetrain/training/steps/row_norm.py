@@ -1,6 +1,5 @@
-"""The norm of a gradient whose parts are on several ranks, with the same bits however many hold it.
-Squares are added up within each row along a fixed tree of elementwise additions, then the rows'
-sums at fixed places of one vector. Parts of a row (tensor parallelism) have places of their own.
+"""The norm of a gradient whose parts are on several ranks, with the same bits however many: squares
+are added up within each row along a fixed tree, then the rows' sums at fixed places of one vector.
 """
 
 from __future__ import annotations

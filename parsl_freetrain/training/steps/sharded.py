@@ -100,9 +100,8 @@ def _check_reproducible(prepared: Prepared) -> None:
 
 
 class MeanOfParts(DefaultReduceScatter):
-    """Throughput mode: the mean over the samples of a global batch. Copies of the model are added
-    up after FSDP's reduce-scatter. ``weight``: this rank's share of the samples; ``alike``: all
-    have the same, so that sums are weighted, which are smaller than gradients.
+    """Throughput mode: the mean over the samples of a global batch; copies of the model are added
+    up after FSDP's reduce-scatter. ``weight``: this rank's share; ``alike``: all have the same.
     """
 
     def __init__(
@@ -155,9 +154,8 @@ class MeanOfParts(DefaultReduceScatter):
 
 
 class SumOfShards(ReduceScatter):
-    """Reproducible mode: the sum over a block of virtual shards, one on each rank that FSDP divides
-    parameters among, along the same tree as on one rank. ``weights``: of the shards in the block,
-    relative to the largest shard; 0: it is empty.
+    """Reproducible mode: the sum over a block of virtual shards, one on each rank of FSDP, along
+    the same tree as on one rank. ``weights``: of its shards, relative to the largest; 0: empty.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], parts: int) -> None:

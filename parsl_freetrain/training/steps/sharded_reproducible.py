@@ -21,10 +21,9 @@ from parsl_freetrain.training.steps.sharded import SumOfShards
 
 
 class ShardedReproducibleSteps(ReproducibleSteps):
-    """As :class:`~parsl_freetrain.training.steps.reproducible.ReproducibleSteps`; the ranks of
-    'shard' take neighbouring virtual shards in each micro-batch, which FSDP adds up along the tree.
-    In any shape these are the same: the micro-batches, the tree, the order in which squares are
-    added up for a norm, and the optimizer, which treats each element by itself.
+    """As :class:`~.reproducible.ReproducibleSteps`; the ranks of 'shard' take neighbouring virtual
+    shards, which FSDP adds up along the tree. Micro-batches, tree, order of squares and the
+    optimizer are the same in any shape.
     """
 
     adds_buffers = False  # they are refused

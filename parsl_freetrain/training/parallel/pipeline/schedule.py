@@ -1,16 +1,9 @@
-"""Schedules of pipelines (GPipe, 1F1B and Chimera): tables of which worker computes what in which
-slot.
-
-A model is cut into stages, and a batch into micro-batches, each of which goes forward through all
-stages and backward again. In each slot a worker computes one pass of one micro-batch through one of
-its stages. Here forward and backward passes take one slot each; for other lengths see
-``makespan`` in ``workflows/pipeline_facts.py``.
-
-- GPipe: Huang et al., NeurIPS 2019. All forward passes, then all backward passes.
-- 1F1B: Narayanan et al., SOSP 2019, with a flush after each batch as in PipeDream-Flush. Backward
-  passes as early as possible.
-- Chimera: Li and Hoefler, SC 2021 (arXiv 2107.06925). Two pipelines in opposite directions, merged
-  so that each fills bubbles of the other.
+"""Schedules of pipelines: tables of which worker computes what in which slot: one pass of one
+micro-batch through one of its stages (for slots of other lengths see ``makespan`` in
+``workflows/pipeline_facts.py``). GPipe (Huang et al., NeurIPS 2019): all forward passes, then all
+backward ones. 1F1B (Narayanan et al., SOSP 2019, with a flush after each batch as in
+PipeDream-Flush): backward passes as early as possible. Chimera (Li and Hoefler, SC 2021, arXiv
+2107.06925): two pipelines in opposite directions, merged so that each fills bubbles of the other.
 """
 
 from __future__ import annotations

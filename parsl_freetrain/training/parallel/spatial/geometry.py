@@ -1,8 +1,7 @@
 """Where the parts of a divided axis begin and end, and what a layer needs of the neighbouring
-parts. All numbers are integers. An axis of ``n`` positions in ``p`` parts has ``p + 1`` bounds,
-from 0 to ``n``. Each layer determines those of its output: an output position belongs to the part
-with the input position in the middle of its window. So parts need not be equal or divisible by the
-stride, and the halo is as narrow as possible.
+parts. An axis of ``n`` positions in ``p`` parts has ``p + 1`` bounds, from 0 to ``n``; an output
+position belongs to the part with the input position in the middle of its window, so parts need not
+be equal or divisible by the stride, and the halo is as narrow as possible.
 """
 
 from __future__ import annotations

@@ -56,9 +56,8 @@ class BatchNorm3d(nn.BatchNorm3d):
 
 
 def statistics(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
-    """Number of values of a channel on all ranks of ``axes``, their mean and (biased) variance, in
-    double precision. Parts are combined as by Chan, Golub and LeVeque (Stanford STAN-CS-79-773,
-    1979), accurate even if the mean is large compared with the deviation.
+    """Number of a channel's values on all ranks of ``axes``, mean and (biased) variance, in double
+    precision, combined as by Chan, Golub and LeVeque (Stanford STAN-CS-79-773, 1979).
     """
     variance, mean = (value.double() for value in torch.var_mean(x, _OVER, correction=0))
     count = mean.new_tensor([x.numel() / x.shape[1]])
