@@ -53,6 +53,3 @@ def close_allocator(allocator: Allocator) -> None:
     close = getattr(allocator, 'close', None)
     if close is not None:
         close()
-
-
-__all__ = ['allocator_named', 'close_allocator']
