@@ -20,7 +20,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOWEST := .venv-lowest
 PACKAGES := .venv-packages
 
-.PHONY: help venv system-packages demo test test-long test-lowest test-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest test-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 5 minutes, more on busy cores)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make test-packages  trainings with the packages of scientists, in an environment of their own (options: TEST_ARGS)'
+	@echo 'make test-few-packages  some of them, as in continuous integration'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make docs    build the documentation into docs/_build/html'
 	@echo 'make bench   measure (options: BENCH_ARGS)'
@@ -83,6 +84,15 @@ test-packages:
 	$(PYTHON) -m venv $(PACKAGES)
 	$(PACKAGES)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt -e '.[test]' $$(grep -v '^#' .ci/constraints-packages.txt)
 	PATH=$(CURDIR)/$(PACKAGES)/bin:$$PATH $(PACKAGES)/bin/python -m pytest $(or $(strip $(TEST_ARGS)),tests/packages)
+
+# Some of them in continuous integration, where .venv has most of what they need.
+FEW := -k 'peft_lora or trl_sft_command or nequip_train or neuraloperator'
+test-few-packages: $(INSTALLED)
+	$(PYTHON) -m venv $(PACKAGES)-few
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > $$(echo $(PACKAGES)-few/lib/python*/site-packages)/base.pth
+	$(PACKAGES)-few/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt $$(grep -E '^(nequip|neuraloperator|peft|trl)=' .ci/constraints-packages.txt)
+	PATH=$(CURDIR)/$(PACKAGES)-few/bin:$$PATH $(PACKAGES)-few/bin/python -m pytest tests/packages $(or $(strip $(TEST_ARGS)),$(FEW))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

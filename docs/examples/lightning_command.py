@@ -2,8 +2,6 @@
 
 import math
 import os
-import runpy
-import sys
 from contextlib import suppress
 from importlib import import_module
 from inspect import signature
@@ -15,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from parsl_freetrain import BadInput
 from parsl_freetrain.integrations.lightning import Trainer
+from parsl_freetrain.integrations.scripts import run_file
 
 SAVES = {
     'save_top_k': 1, '_every_n_train_steps': 0, '_every_n_epochs': 1, '_train_time_interval': None
@@ -25,31 +24,17 @@ def run_script(ctx, script, *arguments, **options):
     """Run a file, or a command that a package has put beside Python ('nequip-train'): whoever makes
     a Trainer in it gets that of fragments. ``options`` take the place of the script's.
     """
-    path = Path(script) if Path(script).is_file() else Path(sys.executable).parent / script
-    if not path.is_file():
-        raise BadInput(f'run_script was given {script!r}, which is neither a file nor a command.')
 
     def make(kind, **given):
-        if kind not in theirs:
+        if kind not in made:
             raise BadInput(f'{kind.__name__} is a subclass of Trainer: let the script use Trainer.')
         return ScriptTrainer(ctx, **{**given, **options})
 
-    theirs = []
+    made = {}
     for package in ('lightning.pytorch', 'pytorch_lightning'):
         with suppress(ImportError):
-            theirs.append(import_module(package).Trainer)
-            theirs[-1].__new__ = make
-    os.environ.setdefault('HYDRA_FULL_ERROR', '1')  # else it hides what ends a fragment
-    before, sys.argv = sys.argv, [str(path), *arguments]
-    try:
-        runpy.run_path(str(path), run_name='__main__')
-    except SystemExit as ended:
-        if ended.code:
-            raise BadInput(f'{script} has ended with {ended.code}; see the log above.') from ended
-    finally:
-        sys.argv = before
-        for kind in theirs:
-            kind.__new__ = lambda cls, *_, **__: object.__new__(cls)
+            made[import_module(package).Trainer] = make
+    run_file(script, arguments, made)
 
 
 class ScriptTrainer(Trainer):
@@ -75,6 +60,11 @@ class ScriptTrainer(Trainer):
         # What a LearningRateMonitor does is done.
         others = [c for c in every if not is_a('ModelCheckpoint', c)]
         others = [c for c in others if not is_a('LearningRateMonitor', c)]
+        for callback in [c for c in others if type(c).__name__ == 'SaveConfigCallback']:
+            others.remove(callback)
+            path = Path(self.log_dir, callback.config_filename)
+            if ctx.is_main and not path.exists():  # of LightningCLI
+                callback.parser.save(callback.config, path, skip_none=False)
         super().__init__(ctx, callbacks=[*others, *files, Logged()], **given)
 
     logger = property(lambda self: next(iter(self.loggers), None))
@@ -118,10 +108,15 @@ class BestWeights(lightning.pytorch.Callback):
                 )
         theirs.dirpath = theirs.dirpath or os.path.realpath(Path(root, 'checkpoints'))
         self.theirs, self.best_model_path, self.best_model_score = theirs, '', None
-        self.written = []
+        self.written, self.validates = [], False
 
     def on_validation_end(self, trainer, module):
         if trainer.validating and trainer.training:
+            self.validates = True
+            self.take(trainer, module)
+
+    def on_train_epoch_end(self, trainer, module):
+        if not self.validates:
             self.take(trainer, module)
 
     def take(self, trainer, module):

@@ -9,12 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.data.sample_order import samples_in
+from parsl_freetrain.training.loop.changes import SCALARS
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.spec.training import TrainingSpec
+
+_ARRAYS = {torch.Tensor, np.ndarray}
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,10 @@ class StepCount:
 
 
 class Memory:
-    """The plain attributes (numbers, texts, and lists and dicts of them) of callbacks, kept in
-    ``ctx.state[key]`` for the next fragment, whose callbacks are the same, in the same order.
-    Raises BadInput if one has another model than the trained one, which would be lost.
+    """The attributes of callbacks for the next fragment, whose callbacks are the same, in the same
+    order: plain ones (numbers, texts, and lists and dicts of them) in ``ctx.state[key]``, and
+    tensors, arrays and containers of them as by ``ctx.keep``. Raises BadInput if one has another
+    model than the trained one, which would be lost.
     """
 
     def __init__(
@@ -68,6 +74,23 @@ class Memory:
                         'average use ctx.ema.'
                     )
 
+    def begin(self) -> None:
+        """Call once after callbacks have begun."""
+        self._ctx.keep(self, self._key)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            f'{key}.{name}': value
+            for key, one in self._callbacks.items()
+            for name, value in vars(one).items()
+            if _has_tensors(value)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for path, value in state.items():
+            key, _, name = path.partition('.')
+            setattr(self._callbacks[key], name, value)
+
     def restore(self) -> dict[str, Any]:
         """Returns what else was kept."""
         kept = copy.deepcopy(self._ctx.state.get(self._key, {}))
@@ -83,6 +106,11 @@ class Memory:
         """The attributes as they are now, and more plain values."""
         callbacks = {name: _plain(vars(one)) for name, one in self._callbacks.items()}
         self._ctx.state[self._key] = {'callbacks': callbacks, 'more': _plain(more)}
+
+
+def _has_tensors(value: Any) -> bool:
+    leaves = {*map(type, tree_leaves(value))}
+    return bool(leaves & _ARRAYS) and leaves <= _ARRAYS | {*SCALARS}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

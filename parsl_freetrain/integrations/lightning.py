@@ -171,6 +171,7 @@ class Trainer:
         )
         self._event('on_fit_start')
         self._event('on_train_start')
+        memory.begin()
         memory.restore()
         memory.keep({})
 
@@ -180,17 +181,20 @@ class Trainer:
             memory.keep({})
 
         ctx.before_step(lambda: self._event('on_before_optimizer_step', configured))
-        ctx.each_epoch(end_of_epoch)
+        self._at_end = end_of_epoch
+        means = arguments.wants_means(model, LightningModule)
+        ctx.each_epoch(self._end_with_means if means else end_of_epoch)
         model.train()
         self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
         for batch in data.in_loop(ctx, accumulate=self._accumulate):
             step = self.global_step
             number = step % self.num_training_batches
             optimizer.zero_grad()
-            with self._autocast(), self._log.training():
+            self._metrics.begin()
+            with self._autocast(), self._log.training(means):
                 loss = _run(model, prepared, batch, number)
             loss.backward()
-            self._metrics.reset()
+            self._metrics.end_of_step()
             if own_step:
                 closure = partial(torch.Tensor.detach, loss)
                 model.optimizer_step(self.current_epoch, number, optimizer, closure)
@@ -205,13 +209,19 @@ class Trainer:
         self._event('on_fit_end')
         self._event('teardown', stage='fit')
 
+    def _end_with_means(self) -> None:
+        self._log.means = self.ctx.epoch_means  # to be named only where they are wanted
+        self._at_end()
+
     def _end_epoch(self, held_out: LoaderData | None, configs: Sequence[Any]) -> None:
         epoch = self.ctx.epoch + 1
         # First, since it may be stopped, and is then repeated by the next fragment.
         if held_out is not None and epoch % self.check_val_every_n_epoch == 0:
             self._evaluate('validation', held_out)
         self._log.take(self.ctx.metrics)
-        self._event('on_train_epoch_end')
+        self._log.take_means()
+        with self._metrics.unknown():
+            self._event('on_train_epoch_end')
         for one in configs:
             if one.interval == 'epoch' and epoch % one.frequency == 0:
                 monitored = one.reduce_on_plateau
@@ -265,6 +275,7 @@ class Trainer:
             raise BadInput(f'Nothing to evaluate: the {stage} needs a data loader.')
         module, division, done = self._module, self.ctx._run.division, 0
         metrics, self._log.objects = self._metrics, {}
+        metrics.begin()
         batches = math.ceil(len(data.dataset) / data.batch_size)
 
         def measure(_: torch.nn.Module, batch: Any) -> dict[str, Any]:

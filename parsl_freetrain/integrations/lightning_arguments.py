@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from types import FunctionType
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput, needs
@@ -72,6 +73,15 @@ def is_own(name: str, thing: Any, kind: type[Any]) -> bool:
     return getattr(type(thing), name, None) is not getattr(base, name, None)
 
 
+def wants_means(module: Any, kind: type[Any]) -> bool:
+    """Whether a method of its own logs something with ``on_epoch``."""
+    own = type(module).__mro__[: type(module).__mro__.index(base_of(module, kind))]
+    functions = (one for each in own for one in vars(each).values())
+    codes = [one.__code__ for one in functions if isinstance(one, FunctionType)]
+    constants = (one for code in codes for one in code.co_consts if isinstance(one, tuple))
+    return any('on_epoch' in one for one in constants)
+
+
 def check_options(kind: str, ctx: Any, precision: Any, options: dict[str, Any]) -> None:
     """Of ``Trainer`` or ``Fabric``. Raises BadInput if one is not supported."""
     if not isinstance(ctx, FragmentContext):
@@ -103,7 +113,9 @@ def check_module(module: Any, datamodule: Any) -> None:
         hooks = {name for base in (CheckpointHooks, DataHooks, ModelHooks) for name in vars(base)}
         for name in sorted((hooks | _NOT_CALLED) - _CALLED):
             called = name.startswith('_') or 'predict' in name or not hasattr(kind, name)
-            if not called and is_own(name, thing, kind):
+            if called or not is_own(name, thing, kind):
+                continue
+            if not getattr(thing, name).__module__.startswith('pytorch_forecasting.'):  # harmless
                 raise unsupported(f'{type(thing).__name__}.{name}')
     if not module.automatic_optimization:
         raise unsupported(

@@ -28,6 +28,8 @@ class Log:
         self._batch: Any = None
         self._sums: dict[str, tuple[float, float]] = {}
         self.objects: dict[str, Any] = {}  # of torchmetrics, in the last evaluation
+        self.means: dict[str, float] = {}  # over the last epoch
+        self._with_means = False
 
     def __call__(
         self,
@@ -43,10 +45,16 @@ class Log:
     ) -> None:
         if reduce_fx not in ('mean', torch.mean):
             raise unsupported(f'self.log({name!r}, reduce_fx={reduce_fx!r})', 'log the mean')
+        of_epoch = self._where == 'training' and on_epoch
         if is_metric(value):
             if self._where == 'evaluation':
                 self.objects[name] = value
                 return
+            if of_epoch:
+                raise unsupported(
+                    f'self.log({name!r}, an object of torchmetrics, on_epoch=True) in training',
+                    'it has the values of one batch: log numbers, or the object in an evaluation',
+                )
             value = value.compute()  # of this batch only
         one = isinstance(value, torch.Tensor) and value.numel() == 1
         if not one and not isinstance(value, numbers.Number):
@@ -55,11 +63,10 @@ class Log:
                 'log a number, or an object of torchmetrics that has one',
             )
         number = float(value.detach() if one else value)
-        if self._where == 'training' and on_epoch:
+        if of_epoch and not self._with_means:
             raise unsupported(
-                f'self.log({name!r}, on_epoch=True) in training_step',
-                'what is logged there is the mean over the last global batch; log the mean over '
-                'an epoch in an evaluation',
+                f'self.log({name!r}, on_epoch=True), called by no method of the module itself,',
+                'call self.log with on_epoch=True in a method of the class of the module',
             )
         if self._where == 'evaluation':
             if on_step:
@@ -67,16 +74,23 @@ class Log:
             size = extract_batch_size(self._batch) if batch_size is None else batch_size
             self._sums[name] = number * size, float(size)
             return
-        self._ctx.report(**{name: number})
+        self._ctx.report(**{name: number}, **({f'{name}_epoch': number} if of_epoch else {}))
         if not self._where:
             self.take({name: number})
 
     def take(self, found: Mapping[str, float]) -> None:
         self._metrics.update({name: torch.tensor(value) for name, value in found.items()})
 
+    def take_means(self) -> None:
+        """Make known what was logged with ``on_epoch=True``, at the end of an epoch."""
+        found = {k: v for k, v in self.means.items() if k.removesuffix('_epoch') in self.means}
+        found = {k: v for k, v in found.items() if k.endswith('_epoch')}
+        self.take({**found, **{k.removesuffix('_epoch'): v for k, v in found.items()}})
+        self._ctx.report(**found)
+
     @contextmanager
-    def training(self) -> Iterator[None]:
-        self._where = 'training'
+    def training(self, with_means: bool) -> Iterator[None]:
+        self._where, self._with_means = 'training', with_means
         try:
             yield
         finally:

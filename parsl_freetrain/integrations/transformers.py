@@ -13,12 +13,14 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput, needs
 from parsl_freetrain.integrations import transformers_arguments as arguments
 from parsl_freetrain.integrations.extra import Memory, StepCount
+from parsl_freetrain.integrations.scripts import run_file, take_launches
 from parsl_freetrain.integrations.transformers_arguments import unsupported
 from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('parsl_freetrain.integrations.transformers'):
     import transformers
+    from accelerate.commands import launch
     from torch.optim.lr_scheduler import ReduceLROnPlateau
     from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput
@@ -77,7 +79,9 @@ class InFragments(_Any):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any
     ) -> TrainOutput:
-        """Train from the last checkpoint to the total. BadInput for what does not fit the app."""
+        """Train from the last checkpoint to the total. Raises BadInput if the arguments or the
+        dataset do not fit the app.
+        """
         given = {**kwargs, 'resume_from_checkpoint': resume_from_checkpoint, 'trial': trial}
         for name in (name for name, value in given.items() if value):
             raise unsupported(f'train({name}=...)', name)
@@ -107,6 +111,7 @@ class InFragments(_Any):
         self.is_in_train = True
         self._count()
         self._event('on_train_begin')
+        memory.begin()
         self._recall(memory)
         self._remember(memory)
         ctx.before_step(lambda: self._before_step(memory))
@@ -181,6 +186,9 @@ class InFragments(_Any):
         found = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
         self.ctx.report(**{k: v for k, v in found.items() if not k.endswith(others)})
         super().log(logs, start_time)
+
+    def end(self) -> None:
+        """Nothing: the fragment ends its process group itself."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As of ``transformers.Trainer``, on rank 0."""
@@ -280,6 +288,39 @@ class InFragments(_Any):
 
 class Trainer(InFragments, transformers.Trainer):
     """``transformers.Trainer`` in fragments; see :class:`InFragments`."""
+
+
+def run_script(ctx: FragmentContext, script: str, *arguments: str) -> None:
+    """Run a script or command that trains with ``transformers.Trainer`` or a subclass, unchanged:
+    each that is made in it trains in fragments, as by :class:`InFragments`.
+
+    Parameters
+    ----------
+    ctx
+        The fragment context.
+    script
+        The path of a file, or a command that an installed package has put beside Python ('trl').
+        What it gives to ``accelerate launch`` runs in this process.
+    *arguments
+        Its arguments, as on the command line.
+
+    Raises
+    ------
+    BadInput
+        If there is no such file or command, or it asks for what is not supported in fragments.
+    """
+
+    def make(kind: Any, *_: Any, **__: Any) -> Any:
+        if issubclass(kind, InFragments):
+            return object.__new__(kind)
+
+        def begin(self: Any, *args: Any, **given: Any) -> None:
+            InFragments.__init__(self, ctx, *args, **given)
+
+        return object.__new__(type(kind.__name__, (InFragments, kind), {'__init__': begin}))
+
+    take_launches(launch)
+    run_file(script, arguments, {transformers.Trainer: make})
 
 
 def _on_cpu(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,9 +72,25 @@ class Sums(Line):
         self.log('n', 1.0, reduce_fx='sum')
 
 
-class OverEpochs(Line):
+class OfMetrics(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log('a', 1.0, on_epoch=True)
+        from torchmetrics import MeanMetric
+
+        self.log('a', MeanMetric(), on_epoch=True)
+
+
+class Appends(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch[0]).mean()
+        self.losses.append({'loss': loss.detach()})
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        assert [one['loss'] for one in self.losses]
 
 
 class NoLoss(Line):
@@ -105,7 +122,7 @@ class WithMetrics(Line):
 
         super().__init__()
         self.error, self.ranks = MeanSquaredError(squared=False), SpearmanCorrCoef()
-        self.of_training = MeanSquaredError()
+        self.of_training, self.collected = MeanSquaredError(), list[Any]()
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
         super().log(f'own_{name}', *args, **kwargs)
@@ -113,6 +130,7 @@ class WithMetrics(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.of_training(self.layer(batch[0]), batch[1])
         self.log('train_error', self.of_training)
+        self.log('level', batch[1].mean(), on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any) -> None:
@@ -120,8 +138,12 @@ class WithMetrics(Line):
         self.error(x, y)
         self.ranks.update(x, y)
         self.log('error', self.error)
+        self.collected.append({'x': x, 'more': [y.numpy()]})
 
     def on_validation_epoch_end(self) -> None:
+        worst = [one['x'].numpy() - one['more'][0] for one in self.collected]
+        self.log('collected', np.concatenate(worst)[::3].max())
+        self.collected.clear()
         self.log('ranks', self.ranks.compute())
         self.ranks.reset()
 

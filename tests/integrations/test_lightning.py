@@ -89,7 +89,7 @@ def test_objects_of_torchmetrics_and_a_step_and_a_log_of_ones_own(run_dir: Path)
     for name, its in plain.state_dict().items():
         torch.testing.assert_close(weights[name], its)
     (found,) = checkpoint.result['found']
-    for name in ('own_error', 'own_ranks'):
+    for name in ('own_error', 'own_ranks', 'own_level_epoch', 'own_collected'):
         assert checkpoint.metrics[name] == pytest.approx(trainer.callback_metrics[name].item())
     assert found['own_error'] == checkpoint.metrics['own_error']
     assert 'own_train_error' in checkpoint.metrics
@@ -122,7 +122,8 @@ def test_throughput_mode_and_bfloat16() -> None:
         ({'callbacks': 'StochasticWeightAveraging', 'swa_lrs': 0.1}, 'StochasticWeightAveraging'),
         ({'best': 'accuracy'}, "No metric 'accuracy' was logged; these were: 'learning_rate'"),
         ({'module': 'Sums'}, "reduce_fx='sum') is not supported"),
-        ({'module': 'OverEpochs'}, 'the mean over the last global batch'),
+        ({'module': 'OfMetrics'}, 'log numbers, or the object in an evaluation'),
+        ({'module': 'Appends'}, 'reads self.losses, to which training steps append'),
         ({'module': 'NoLoss'}, 'returned a NoneType without a loss'),
         ({'module': 'OwnStep'}, 'ended with gradients that were not used'),
         ({'module': 'ByHand'}, 'manual optimization in ByHand'),

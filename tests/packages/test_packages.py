@@ -273,12 +273,24 @@ def _module(package: Any) -> Any:
     class Module(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = small()
+            self.net, self.losses = small(), list[torch.Tensor]()
 
         def training_step(self, batch: Any) -> torch.Tensor:
             loss = squared(self.net, batch)
-            self.log('train_loss', loss)
+            self.log('train_loss', loss, on_epoch=True)
             return loss
+
+        def validation_step(self, batch: Any) -> None:
+            self.losses.append(squared(self.net, batch))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log('val_loss', torch.stack(self.losses).mean())
+            self.losses.clear()
+
+        def on_train_epoch_end(self) -> None:
+            found = self.trainer.callback_metrics
+            with torch.no_grad():
+                self.net[0].bias += found['val_loss'] + found['train_loss']
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), 1e-2)
@@ -289,8 +301,19 @@ def _module(package: Any) -> Any:
 def _fit(ctx: FragmentContext, package: Any) -> None:
     from parsl_freetrain.integrations.lightning import Trainer
 
-    loader = torch.utils.data.DataLoader(numbers(), batch_size=8, shuffle=True)
-    Trainer(ctx, max_epochs=2).fit(_module(package), loader)
+    class Average(package.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.kept = {k: v.clone() for k, v in module.state_dict().items()}
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            for name, value in module.state_dict().items():
+                self.kept[name].lerp_(value, 0.1)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            module.load_state_dict(self.kept)
+
+    loaders = (torch.utils.data.DataLoader(numbers(n), 8, shuffle=n > 20) for n in (48, 20))
+    Trainer(ctx, max_epochs=2, callbacks=[Average()]).fit(_module(package), *loaders)
 
 
 @row('lightning')
@@ -305,6 +328,23 @@ def pytorch_lightning_module(ctx: FragmentContext) -> None:
     import pytorch_lightning
 
     _fit(ctx, pytorch_lightning)
+
+
+@row('lightning')
+def lightning_fabric(ctx: FragmentContext) -> None:
+    from parsl_freetrain.integrations.lightning_fabric import Fabric
+
+    fabric = Fabric(ctx, accelerator='auto')
+    fabric.launch()
+    fabric.seed_everything(1)
+    model, optimizer = fabric.setup(*_with_adam(small()))
+    for batch in fabric.loop(torch.utils.data.DataLoader(numbers(), 8, shuffle=True)):
+        optimizer.zero_grad()
+        with fabric.autocast():
+            loss = squared(model, batch)
+        fabric.backward(loss)
+        optimizer.step()
+        fabric.log('loss', loss)
 
 
 def run(ctx: FragmentContext, train: Any, where: str, stop_at: int | None = None) -> None:

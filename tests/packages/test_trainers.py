@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import typing
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.packages.test_packages import Rows, gpt, numbers, row, same_bits, sma
 from tests.support.examples import example
 
 ROWS: Rows = {}
+FILES = {one.name: one.read_text() for one in Path(__file__).parent.glob('*.[ty][xa]*')}
 
 
 def words() -> Any:
@@ -114,6 +116,28 @@ def trl_sft(ctx: FragmentContext) -> None:
 
 
 @row('trl', ROWS)
+def trl_sft_command(ctx: FragmentContext) -> None:
+    """``trl sft`` as it is."""
+    os.environ['HF_HOME'] = os.path.abspath('cache')
+    from parsl_freetrain.integrations.transformers import run_script
+
+    if ctx.is_main:
+        gpt().save_pretrained('base')
+        words().save_pretrained('base')
+        lines = [{'text': ' '.join(f'w{i}' for i in one)} for one in tokens()]
+        Path('texts').mkdir(exist_ok=True)
+        Path('texts/train.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    ctx._run.peers.all_reduce_max((0,))()
+    how = {
+        'model_name_or_path': 'base', 'dataset_name': 'texts', 'output_dir': 'o', 'bf16': 'False',
+        'gradient_checkpointing': 'False', 'dtype': 'float32', **HOW,
+    }  # fmt: skip
+    said = [part for name, value in how.items() for part in (f'--{name}', str(value))]
+    run_script(ctx, 'trl', 'sft', *said)
+    assert Path('o/model.safetensors').exists()
+
+
+@row('trl', ROWS)
 def trl_dpo(ctx: FragmentContext) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -132,45 +156,6 @@ def trl_dpo(ctx: FragmentContext) -> None:
         train_dataset=Dataset.from_list(pairs),
         processing_class=words(),
     ).train()
-
-
-SPK = """
-# @package _global_
-defaults:
-  - override /model: nnp
-  - override /model/representation: schnet
-  - override /data: custom
-  - override /callbacks: [checkpoint, earlystopping, lrmonitor]
-  - override /logger: csv
-print_config: false
-run: {id: null}
-seed: 1
-globals: {cutoff: 3.0, lr: 0.001}
-trainer: {max_epochs: 2, devices: auto}
-data:
-  datapath: ${run.work_dir}/atoms.db
-  batch_size: 8
-  num_train: 48
-  num_val: 6
-  num_test: 6
-  num_workers: 0
-  transforms:
-    - {_target_: schnetpack.transform.ASENeighborList, cutoff: 3.0}
-    - {_target_: schnetpack.transform.CastTo32}
-model:
-  representation: {n_atom_basis: 8, n_interactions: 1, radial_basis: {n_rbf: 6}}
-  output_modules:
-    - {_target_: schnetpack.atomistic.Atomwise, output_key: energy, n_in: 8}
-task:
-  warmup_steps: 5
-  scheduler_cls: torch.optim.lr_scheduler.ReduceLROnPlateau
-  scheduler_args: {patience: 0}
-  outputs:
-    - _target_: schnetpack.task.ModelOutput
-      name: energy
-      loss_fn: {_target_: torch.nn.MSELoss}
-      metrics: {mae: {_target_: torchmetrics.MeanAbsoluteError}}
-"""
 
 
 @row('schnetpack', ROWS)
@@ -194,7 +179,7 @@ def spktrain(ctx: FragmentContext) -> None:
             atoms = ase.Atoms('H' * n, made.normal(size=(n, 3)) * 2)
             new.add_system(atoms, energy=np.array([atoms.positions.std()]))
         Path('experiment').mkdir()
-        Path('experiment/tiny.yaml').write_text(SPK)
+        Path('experiment/tiny.yaml').write_text(FILES['spktrain.yaml'])
     ctx._run.peers.all_reduce_max((0,))()
     runs = Path(ctx._run.order.store).parent.name
     how = 'experiment=tiny', f'run.id={runs}', '~task.scheduler_args.smoothing_factor'
@@ -202,42 +187,6 @@ def spktrain(ctx: FragmentContext) -> None:
     if ctx.is_main:
         assert Path('runs', runs, 'best_model').exists()
         assert [*Path('runs', runs, 'csv').glob('*/metrics.csv')]
-
-
-NEQUIP = """
-run: [train, val]
-data:
-  _target_: nequip.data.datamodule.ASEDataModule
-  seed: 1
-  train_file_path: frames.xyz
-  val_file_path: frames.xyz
-  transforms:
-    - _target_: nequip.data.transforms.ChemicalSpeciesToAtomTypeMapper
-      model_type_names: [H]
-    - _target_: nequip.data.transforms.NeighborListTransform
-      r_max: 3.0
-  train_dataloader: {_target_: torch.utils.data.DataLoader, batch_size: 8, shuffle: true}
-  val_dataloader: {_target_: torch.utils.data.DataLoader, batch_size: 8}
-trainer:
-  _target_: lightning.Trainer
-  max_epochs: 2
-  accelerator: auto
-  callbacks:
-    - {_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val0_epoch/weighted_sum,
-       dirpath: out, filename: best}
-training_module:
-  _target_: nequip.train.NequIPLightningModule
-  loss: &loss
-    _target_: nequip.train.MetricsManager
-    metrics:
-      - {name: energy, field: total_energy, coeff: 1.0,
-          metric: {_target_: nequip.train.MeanSquaredError}}
-  val_metrics: *loss
-  optimizer: {_target_: torch.optim.Adam, lr: 0.01}
-  model: {_target_: nequip.model.NequIPGNNModel, seed: 1, model_dtype: float32, type_names: [H],
-    r_max: 3.0, num_layers: 1, l_max: 1, num_features: 4, radial_mlp_depth: 1, radial_mlp_width: 4,
-    avg_num_neighbors: 2.0}
-"""
 
 
 @row('nequip', ROWS)
@@ -256,11 +205,43 @@ def nequip_train(ctx: FragmentContext) -> None:
         frames.append(atoms)
     if ctx.is_main:
         ase.io.write('frames.xyz', frames)
-        Path('config.yaml').write_text(NEQUIP)
+        Path('config.yaml').write_text(FILES['nequip_train.yaml'])
     ctx._run.peers.all_reduce_max((0,))()
     where = '-cd', os.getcwd(), '-cn', 'config', 'hydra.run.dir=out'
     example('lightning_command').run_script(ctx, 'nequip-train', *where)
     assert Path('out/best.ckpt').exists()
+
+
+@row('jsonargparse', ROWS)
+def lightning_cli(ctx: FragmentContext) -> None:
+    """A script with LightningCLI as it is: ``python cli.py fit``."""
+    if ctx.is_main:
+        Path('cli.py').write_text(FILES['lightning_cli.txt'])
+        Path('config.yaml').write_text(FILES['lightning_cli.yaml'])
+    ctx._run.peers.all_reduce_max((0,))()
+    example('lightning_command').run_script(ctx, 'cli.py', 'fit', '--config', 'config.yaml')
+    assert Path('out/best.ckpt').exists()
+
+
+@row('pytorch_forecasting', ROWS)
+def pytorch_forecasting_mlp(ctx: FragmentContext) -> None:
+    import pandas
+    from pytorch_forecasting import DecoderMLP, TimeSeriesDataSet
+
+    from parsl_freetrain.integrations.lightning import Trainer
+
+    x, _ = numbers().tensors
+    table = pandas.DataFrame({
+        'time': [*range(12)] * 32, 'series': [str(i // 12) for i in range(384)],
+        'value': x.flatten().numpy(),
+    })  # fmt: skip
+    series = TimeSeriesDataSet(
+        table, 'time', 'value', ['series'], max_encoder_length=6, max_prediction_length=2,
+        time_varying_unknown_reals=['value'], time_varying_known_reals=['time'],
+    )  # fmt: skip
+    loaders = [series.to_dataloader(train=t, batch_size=16, drop_last=False) for t in (True, False)]
+    model = DecoderMLP.from_dataset(series, hidden_size=8, n_hidden_layers=1, log_interval=-1)
+    Trainer(ctx, max_epochs=2).fit(model, *loaders)
 
 
 @row('zuko', ROWS)
