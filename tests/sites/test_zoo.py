@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.sites.batch.demand import Needs, needs
@@ -25,6 +24,7 @@ from parsl_freetrain.sites.batch.records import (
 from parsl_freetrain.sites.pbspro import answers as pbs
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from tests.support import slurm_scene
+from tests.support.properties import holds_for
 from tests.support.slurm import slurm_24_11
 
 ZOO = Path(__file__).with_name('zoo')
@@ -279,8 +279,7 @@ FORMS: dict[str, Callable[[tuple[BatchJob, ...]], tuple[BatchJob, ...]]] = {
 }
 
 
-@pytest.mark.properties
-@given(clusters())
+@holds_for(clusters(), tries=400)
 def test_every_form_of_slurms_gives_the_holes_and_demands_of_the_cluster(
     drawn: tuple[Said, str],
 ) -> None:
@@ -294,8 +293,7 @@ def test_every_form_of_slurms_gives_the_holes_and_demands_of_the_cluster(
             ), form
 
 
-@pytest.mark.properties
-@given(clusters())
+@holds_for(clusters(), tries=400)
 def test_pbs_gives_the_holes_and_demands_of_the_cluster(drawn: tuple[Said, str]) -> None:
     """Its jobs ask for no features here, and an estimate that has gone by says nothing."""
     (nodes, jobs, _), odd = drawn
@@ -382,18 +380,14 @@ def damaged(draw: st.DrawFn) -> tuple[str, str]:
     return reader, said
 
 
-@pytest.mark.properties
-@settings(deadline=None)
-@given(damaged())
+@holds_for(damaged(), tries=800)
 def test_a_damaged_answer_is_read_or_not_understood(drawn: tuple[str, str]) -> None:
     reader, said = drawn
     with suppress(NotUnderstood):
         READERS[reader](said)
 
 
-@pytest.mark.properties
-@settings(deadline=None)
-@given(clusters(), st.data())
+@holds_for(clusters(), st.data(), tries=800)
 def test_a_damaged_answer_makes_no_holes(drawn: tuple[Said, str], data: st.DataObject) -> None:
     """Cut off within a line, or with a state, a time or a list of nodes that nobody can read."""
     (nodes, jobs, reservations), _ = drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -21,6 +22,8 @@ from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
 from parsl_freetrain.sites.slurm.words import end_of
+
+logger = logging.getLogger(__name__)
 
 # The site config replaces these variables. An account is kept, since users set it for all jobs.
 _MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
@@ -79,7 +82,10 @@ class Slurm:
         """Each waiting job with the GPUs that its text does not tell, which is asked about once."""
         unsaid = {answers_text.queued_as(job.job_id) for job in jobs if self._gpus_matter(job)}
         if not self._gpus.keys() >= unsaid:
-            self._gpus = answers_text.parse_gpus(self.client.ask(answers_text.GPUS))
+            try:
+                self._gpus = answers_text.parse_gpus(self.client.ask(answers_text.GPUS))
+            except commands.SchedulerSilent as error:  # no reason to know nothing of jobs
+                logger.info('Slurm does not tell GPUs of whole jobs: %s', error)
         return answers_text.with_gpus(jobs, self._gpus)
 
     def _gpus_matter(self, job: records.BatchJob) -> bool:

@@ -135,6 +135,7 @@ def test_a_job_that_cannot_be_read_hides_no_other() -> None:
 
 
 SQUEUE = """#!/bin/sh
+case "$*" in *--Format*) echo no such field >&2; exit 1;; esac
 printf '%s %s\\n' "$*" "$SQUEUE_FORMAT" >>"$0.asked"
 printf '%s\\n' "$SQUEUE_FORMAT" | sed 's/%i/7/; s/%T/RUNNING/; s/%D/1/; s/%Q/3/; s|%.|N/A|g'
 """
@@ -180,6 +181,23 @@ def test_which_reasons_are_for_nodes() -> None:
 )  # fmt: skip
 def test_tasks_of_an_array_that_wait(tasks: str, count: int) -> None:
     assert answers_text.tasks_of(tasks) == count
+
+
+def test_a_slurm_that_tells_no_gpus_of_whole_jobs_tells_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said in {
+        'squeue': SQUEUE.replace('RUNNING', 'PENDING').replace(
+            's/%D', 's/%P/batch/; s/%r/None/; s/%D'
+        ),
+        'sinfo': '#!/bin/sh\nprintf "batch|idle|%s|(null)|4|9|n1\\n" gpu:2 "(null)"\n',
+    }.items():
+        (tmp_path / name).write_text(said)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    slurm = Slurm(SlurmOptions(partition='batch'))
+    assert [nodes.gpus for nodes in slurm.nodes()] == [2, 0]
+    assert [job.job_id for job in slurm.jobs()] == ['7'] and slurm.client.commands['squeue'] == 2
 
 
 def test_jobs_as_a_document_of_22_05_lack_planned_nodes() -> None:
