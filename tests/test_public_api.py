@@ -122,7 +122,7 @@ def test_modules_keep_the_names_by_which_scripts_outside_import_from_them() -> N
         'replay.read:read_trace',
         'sites.batch.demand:needs',
         'sites.idle_schedule:Schedule',
-        'sites.slurm:SlurmSite',
+        'sites.slurm.site:SlurmSite',
         'testing:with_faults',
         'training.checkpoint.block_digests:digest',
         'training.checkpoint.folder_claim:claim',

@@ -4,6 +4,7 @@ and the text of pbs_rstat.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -14,6 +15,8 @@ from typing import Any
 from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.pbspro.documents import document
 from parsl_freetrain.sites.pbspro.recurring import later_starts
+
+logger = logging.getLogger(__name__)
 
 JOBS = ('qstat', '-f', '-F', 'json')
 NODES = ('pbsnodes', '-a', '-F', 'json')
@@ -65,20 +68,31 @@ def parse_jobs(
     ranks: Mapping[str, int] = {},
 ) -> tuple[rc.BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS` or :func:`history_of`, or NotUnderstood; nothing is known
-    of one that is there twice. ``pool``: what is called the partition, as queues share the nodes;
-    jobs that can get none have no partition. ``features``: all of the pool's; ``apart``: queues
-    with other nodes; ``ranks``: priorities of queues.
+    of one that is there twice or cannot be read. ``pool``: what is called the partition, as queues
+    share the nodes; jobs that can get none have no partition. ``features``: all of the pool's;
+    ``apart``: queues with other nodes; ``ranks``: priorities of queues.
     """
     said = document(answer, 'qstat')
     with rc.as_documented('qstat'):
-        now = float(said.get('timestamp', time.time()))
-        return tuple(
-            rc.BatchJob(job_id, rc.JobState.UNKNOWN, pool, 1)
-            if job is None
-            else _job(job_id, job, '' if job.get('queue') in apart else pool, now, ranks, features)
-            for job_id, job in said.get('Jobs', {}).items()
+        now, jobs = float(said.get('timestamp', time.time())), said.get('Jobs', {})
+        found = {
+            job_id: rc.BatchJob(job_id, rc.JobState.UNKNOWN, pool, 1)
+            for job_id, job in jobs.items()
             if job is None or 'job_state' in job
-        )
+        }
+    odd: list[rc.NotUnderstood] = []
+    for job_id, job in jobs.items():
+        if job_id in found and job is not None:
+            try:
+                with rc.as_documented('qstat', job):
+                    of = '' if job.get('queue') in apart else pool
+                    found[job_id] = _job(job_id, job, of, now, ranks, features)
+            except rc.NotUnderstood as error:
+                logger.info('Nothing is known of job %s: %s', job_id, error)
+                odd.append(error)
+    if odd and len(odd) == len(found):
+        raise odd[0]
+    return tuple(found.values())
 
 
 def _job(

@@ -508,6 +508,24 @@ def test_of_a_job_that_is_there_twice_nothing_is_known(comes_first: bool) -> Non
     }
 
 
+def test_a_job_that_cannot_be_read_hides_no_other() -> None:
+    """An estimate that a hook has written, and numbers that are none."""
+    sound = {'job_state': 'Q', 'Resource_List': {'nodect': 2}}
+    for odd in (
+        {'estimated': {'start_time': 'UNKNOWN'}},
+        {'Resource_List': {'walltime': 'INFINITE'}},
+        {'Resource_List': {'nodect': 0, 'ncpus': 1}},
+    ):
+        queue = {'7': {**sound, **odd}, '8': sound}
+        found = answers.parse_jobs(json.dumps({'Jobs': queue}), 'pool')
+        assert [(job.job_id, job.state.value) for job in found] == [
+            ('7', 'UNKNOWN'),
+            ('8', 'PENDING'),
+        ]
+        with pytest.raises(NotUnderstood):
+            answers.parse_jobs(json.dumps({'Jobs': {'7': queue['7']}}), 'pool')
+
+
 @pytest.mark.parametrize('value', ['"x"', '1', 'null'])
 def test_what_is_no_job_does_not_stand_for_one(value: str) -> None:
     text = json.dumps({'Jobs': {'7': {'job_state': 'R'}, '8': {'job_state': 'Q', 'comment': 'X'}}})
