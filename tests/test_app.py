@@ -81,9 +81,8 @@ def named(name: str) -> FreeTrainApp:
 MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
 
 
-@pytest.mark.parametrize(
-    ('settings', 'said'),
-    [
+def test_settings_that_can_never_work() -> None:
+    for settings, said in (
         ({'min_nodes': 3, 'max_nodes': 2}, 'min_nodes is 3 and max_nodes 2'),
         ({'min_nodes': 0}, 'min_nodes is 0; it must be at least 1'),
         ({'total_epochs': 0}, 'total_epochs is 0; it must be a number above 0'),
@@ -163,11 +162,9 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
             {'sizes': {2: Shape(pipeline=2)}, 'mode': Throughput(on_nan='rollback')},
             "on_nan is 'rollback', but a single stage",
         ),
-    ],
-)
-def test_settings_that_can_never_work(settings: dict[str, Any], said: str) -> None:
-    with refused(said):
-        app(**{k: value() if callable(value) else value for k, value in settings.items()})
+    ):
+        with refused(said):
+            app(**{k: value() if callable(value) else value for k, value in settings.items()})
 
 
 def test_another_division_of_layers_does_not_go_on_with_the_bits_of_a_checkpoint(
@@ -228,9 +225,8 @@ def test_functions_that_cannot_be_trainers() -> None:
 policy: Any = Policy  # to give it what type checkers refuse
 
 
-@pytest.mark.parametrize(
-    ('settings', 'said'),
-    [
+def test_settings_of_the_executor() -> None:
+    for settings, said in (
         ({'policy': lambda: Policy(metric='fame')}, ("'fame'", 'throughput', 'speedup')),
         ({'max_workers_per_node': -1}, ('max_workers_per_node is -1',)),
         ({'policy': lambda: Policy(horizon_s=0.0)}, ('horizon_s is 0.0',)),
@@ -246,15 +242,12 @@ policy: Any = Policy  # to give it what type checkers refuse
         ({'policy': lambda: policy(objective='x')}, ("no argument 'objective'; it has metric",)),
         ({'horizon_s': 20}, ("no argument 'horizon_s'; say policy=Policy(horizon_s=...)",)),
         ({'polcy': Policy()}, ("FreeTrainExecutor has no argument 'polcy'; say policy",)),
-    ],
-)
-def test_settings_of_the_executor(settings: dict[str, Any], said: tuple[str, ...]) -> None:
-    with refused(*said):
-        provider = BackfillProvider(site=LocalSite(nodes=1))
-        FreeTrainExecutor(
-            provider=provider,
-            **{name: value() if callable(value) else value for name, value in settings.items()},
-        )
+    ):
+        with refused(*said):
+            given: dict[str, Any] = {
+                name: value() if callable(value) else value for name, value in settings.items()
+            }
+            FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **given)
 
 
 def test_stated_rates_count_for_no_more_than_the_shards_allow() -> None:

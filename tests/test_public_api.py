@@ -84,9 +84,8 @@ def untyped(group: Any) -> Any:
     return group
 
 
-@pytest.mark.parametrize(
-    ('make', 'said'),
-    [
+def test_what_cannot_be_used_is_a_sentence() -> None:
+    for make, said in (
         (lambda: untyped(Timeouts)(hang='1'), "Timeouts has no argument 'hang'; say hang_s."),
         (lambda: untyped(Timeouts)(hang_s='1'), "Timeouts: hang_s is '1'; it must be a number."),
         (
@@ -104,13 +103,11 @@ def untyped(group: Any) -> Any:
         (lambda: executor(retries=1), r"no argument 'retries'; say policy=Policy\(retries=...\)."),
         (lambda: executor(time_outs=Timeouts()), "no argument 'time_outs'; say timeouts."),
         (lambda: executor(policy={'retries': 1}), r'policy is .*; it must be a Policy'),
-    ],
-)
-def test_what_cannot_be_used_is_a_sentence(make: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=said) as caught:
-        make()
-    assert str(caught.value).count('\n') == 0
-    assert str(caught.value).endswith('.')
+    ):
+        with pytest.raises(BadInput, match=said) as caught:
+            make()
+        assert str(caught.value).count('\n') == 0
+        assert str(caught.value).endswith('.')
 
 
 def test_modules_keep_the_names_by_which_scripts_outside_import_from_them() -> None:

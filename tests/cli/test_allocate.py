@@ -167,9 +167,8 @@ LINEAR |= {'rescale_up_s': 0, 'rescale_down_s': 0}
 RESTING, FOUR = {'min_rescale_interval_s': 60}, {'max_nodes': 4}
 
 
-@pytest.mark.parametrize(
-    ('changes', 'of_a', 'of_b', 'expected'),
-    [
+def test_constraints(ask: Ask) -> None:
+    for changes, of_a, of_b, expected in (
         ({'max_nodes': 6}, {'max_nodes': 4}, {}, (4, 2)),
         ({'keep_free': 7}, {'max_nodes': 2}, {'max_nodes': 2}, (2, 1)),
         ({'keep_free': 99}, {}, {}, (0, 0)),
@@ -188,19 +187,11 @@ RESTING, FOUR = {'min_rescale_interval_s': 60}, {'max_nodes': 4}
         (RESTING, {'since_rescale_s': 59, 'current_nodes': 2}, {'max_nodes': 4}, (2, 4)),
         (RESTING, {'since_rescale_s': 60, 'current_nodes': 2, 'max_nodes': 6}, FOUR, (6, 4)),
         (RESTING, {'since_rescale_s': 5, 'max_nodes': 6}, {'max_nodes': 4}, (6, 4)),
-    ],
-)
-def test_constraints(
-    ask: Ask,
-    changes: dict[str, Any],
-    of_a: dict[str, Any],
-    of_b: dict[str, Any],
-    expected: tuple[int, int],
-) -> None:
-    both = trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b)
-    said = ask(problem(*both, nodes=10, **changes))
-    assert said.allocation == dict(zip('ab', expected, strict=True))
-    assert said.answers[0]['status'] == 'optimal'
+    ):
+        both = trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b)
+        said = ask(problem(*both, nodes=10, **changes))
+        assert said.allocation == dict(zip('ab', expected, strict=True))
+        assert said.answers[0]['status'] == 'optimal'
 
 
 def test_shares_that_cannot_all_be_kept_are_infeasible(ask: Ask) -> None:

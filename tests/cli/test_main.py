@@ -65,23 +65,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f'freetrain {__version__}\n'
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'says'),
-    [
+def test_wrong_usage_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
         (['alocate', 'x'], "Did you mean 'allocate'"),
         (['allocate'], 'FILE'),
         (['allocate', 'a', 'b'], 'b'),
         (['--versio'], '--versio'),
-    ],
-)
-def test_wrong_usage_gets_a_sentence(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert (said.out, len(said.err.splitlines())) == ('', 1)
-    assert says in said.err
-    assert said.err.endswith(' --help.\n')
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert (said.out, len(said.err.splitlines())) == ('', 1)
+        assert says in said.err
+        assert said.err.endswith(' --help.\n')
 
 
 def test_a_defect_of_ours_is_one_line_and_a_traceback_only_on_demand(

@@ -185,7 +185,10 @@ class Ranks:
                 other.process.send(message)
 
 
-def channel_pair() -> tuple[Channel[ToRank], Channel[FromRank]]:
+Channels = tuple[Channel[ToRank], Channel[FromRank]]
+
+
+def channel_pair() -> Channels:
     """The rank's end and the node agent's end of a channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return (

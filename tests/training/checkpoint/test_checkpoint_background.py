@@ -37,7 +37,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import FromRank, SavingCheckpoint, ToRank
 from parsl_freetrain.training.spec.retention import Retention
-from tests.support.ranks import all_finish, channel_pair, order, ranks
+from tests.support.ranks import Channels, all_finish, channel_pair, order, ranks
 from tests.support.waiting import LIMIT_S
 
 
@@ -55,7 +55,7 @@ class Gate:
 
 
 @pytest.fixture
-def channels() -> Iterator[tuple[Channel[ToRank], Channel[FromRank]]]:
+def channels() -> Iterator[Channels]:
     """Both ends of a rank's channel."""
     ours, theirs = channel_pair()
     yield ours, theirs
@@ -105,7 +105,7 @@ def files(path: str) -> dict[str, str]:
 
 
 def test_a_device_copies_while_python_goes_on_and_before_what_follows(
-    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]], monkeypatch: Any
+    tmp_path: Path, channels: Channels, monkeypatch: Any
 ) -> None:
     """Without a device: a stream on which copies take long."""
     order_of_events, copied = [], threading.Event()
@@ -130,7 +130,7 @@ def test_a_device_copies_while_python_goes_on_and_before_what_follows(
 
 
 def test_training_goes_on_and_the_checkpoint_holds_what_was(
-    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+    tmp_path: Path, channels: Channels
 ) -> None:
     gate, prepared = Gate('begin'), things()
     at_once = keeper(tmp_path / 'at once', channels[0])
@@ -162,7 +162,7 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(
 )
 def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
     tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    channels: Channels,
     monkeypatch: pytest.MonkeyPatch,
     ends_in_s: float | None,
     saves: bool,
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
 )
 def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
     tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    channels: Channels,
     monkeypatch: pytest.MonkeyPatch,
     per_s: float | None,
     checkpoint_s: float,
@@ -197,9 +197,7 @@ def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
 
 
 def test_what_counts_is_how_long_checkpoints_hold_training_up(
-    tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
 
@@ -219,9 +217,7 @@ def test_what_counts_is_how_long_checkpoints_hold_training_up(
     assert kept.wants_to_save()
 
 
-def test_the_next_one_waits_for_the_one_before(
-    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
-) -> None:
+def test_the_next_one_waits_for_the_one_before(tmp_path: Path, channels: Channels) -> None:
     gate, prepared = Gate('written'), things()
     kept = keeper(tmp_path, channels[0], gate, keep=Retention(2))
     kept.save_beside(state_of(prepared), 10, {})
@@ -234,7 +230,7 @@ def test_the_next_one_waits_for_the_one_before(
 
 
 def test_a_stop_allows_for_the_one_that_is_being_written(
-    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+    tmp_path: Path, channels: Channels
 ) -> None:
     gate, prepared = Gate('begin'), things()
     kept = keeper(tmp_path, channels[0], gate, deadline=time.monotonic() + 250.0)
@@ -248,9 +244,7 @@ def test_a_stop_allows_for_the_one_that_is_being_written(
     assert not kept.must_stop(1)
 
 
-def test_what_goes_wrong_is_raised_at_the_next_step(
-    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
-) -> None:
+def test_what_goes_wrong_is_raised_at_the_next_step(tmp_path: Path, channels: Channels) -> None:
     prepared = things()
     kept = keeper(tmp_path, channels[0], fragment=2)
     PosixCheckpointStore(tmp_path / 'store', 'digits').fence(3)
@@ -313,9 +307,7 @@ def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(tmp_path: Pa
 
 
 def test_at_a_stop_a_state_is_copied_once(
-    tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is written, and it is left."""
     copies: list[State] = []
@@ -341,9 +333,7 @@ def test_at_a_stop_a_state_is_copied_once(
     assert all(torch.equal(read[name], own[name]) for name in own)
 
 
-def test_the_first_step_is_no_measure_of_the_others(
-    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
-) -> None:
+def test_the_first_step_is_no_measure_of_the_others(tmp_path: Path, channels: Channels) -> None:
     """It includes compilation, and the connections of the ranks."""
     kept = keeper(tmp_path, channels[0], deadline=time.monotonic() + 3000.0)
     kept.timing.step_took(10_000.0)
@@ -367,9 +357,7 @@ class Clock:
 
 
 def test_the_deadline_margin_uses_the_slowest_rank(
-    tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other rank needs 100 seconds for its part, rank 0 none for its own."""
     clock, shared = Clock(), HashStore()
@@ -481,9 +469,7 @@ def test_a_full_disk_ends_the_fragment_with_a_sentence_and_loses_nothing(
 
 
 def test_memory_for_a_large_state_is_made_beside_the_first_steps(
-    tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
     memory = Snapshots._memory
@@ -510,7 +496,7 @@ def test_memory_for_a_large_state_is_made_beside_the_first_steps(
 @pytest.mark.parametrize('writing_s', [0.1, 5.0])
 def test_near_the_end_a_checkpoint_is_written_if_a_kill_would_cost_more(
     tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    channels: Channels,
     monkeypatch: pytest.MonkeyPatch,
     age_s: float,
     writing_s: float,
@@ -531,7 +517,7 @@ def test_near_the_end_a_checkpoint_is_written_if_a_kill_would_cost_more(
 )
 def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
     tmp_path: Path,
-    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    channels: Channels,
     monkeypatch: pytest.MonkeyPatch,
     steps_left: int,
     age_s: float,

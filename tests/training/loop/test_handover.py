@@ -53,6 +53,7 @@ from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_shapes import BATCH, LAYERS, Net, Points
 
 TOTAL = 400
+Weights = dict[str, torch.Tensor]
 
 
 def train(
@@ -83,14 +84,14 @@ def train(
             time.sleep(0.1)
 
 
-def final(folder: Path) -> dict[str, torch.Tensor]:
+def final(folder: Path) -> Weights:
     latest = PosixCheckpointStore(folder / 'store', 'digits').latest()
     assert latest is not None
     assert latest.samples == TOTAL
     return load_weights(latest)
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def equal(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -170,9 +171,7 @@ def read_nothing(gang: Ranks) -> bool:
 
 
 @pytest.fixture(scope='module')
-def undisturbed(
-    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, torch.Tensor]:
+def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     folder = tmp_path_factory.mktemp('undisturbed')
     all_finish(fork_server, order(folder, total_samples=TOTAL), 1, folder, train)
     return final(folder)
@@ -180,11 +179,7 @@ def undisturbed(
 
 @pytest.mark.parametrize(('before', 'after'), [(1, 3), (3, 1)])
 def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
-    fork_server: ForkClient,
-    tmp_path: Path,
-    undisturbed: dict[str, torch.Tensor],
-    before: int,
-    after: int,
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Weights, before: int, after: int
 ) -> None:
     mark = str(tmp_path / 'prepared')
     ordered = order(tmp_path, total_samples=TOTAL)
@@ -216,7 +211,7 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     victim: str,
-    undisturbed: dict[str, torch.Tensor],
+    undisturbed: Weights,
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
@@ -242,7 +237,7 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
 
 
 def test_a_kill_while_the_state_is_handed_over_loses_nothing(
-    fork_server: ForkClient, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Weights
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
@@ -269,7 +264,7 @@ def test_the_state_comes_from_a_node_that_stays_where_that_of_rank_0_goes(
     fork_server: ForkClient,
     neighbour: ForkClient,
     tmp_path: Path,
-    undisturbed: dict[str, torch.Tensor],
+    undisturbed: Weights,
     goes: int | None,
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
@@ -316,7 +311,7 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
     fork_server: ForkClient,
     neighbour: ForkClient,
     tmp_path: Path,
-    undisturbed: dict[str, torch.Tensor],
+    undisturbed: Weights,
     fault: str,
     ends: set[str | None],
 ) -> None:
@@ -665,7 +660,7 @@ def locks(ctx: FragmentContext, where: str, **options: Any) -> None:
 
 
 def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
-    fork_server: ForkClient, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Weights
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     given: dict[str, Any] = {'where': str(tmp_path), 'endless': 1}
