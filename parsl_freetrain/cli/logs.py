@@ -174,8 +174,6 @@ def lines_of(path: Path, last: int | None = None) -> list[str]:
 
 
 class Tail:
-    """Reads new complete lines of a growing log."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0

@@ -152,7 +152,6 @@ class EventLoop:
                 self._quiet.set()
 
     def _guarded(self, step: Callable[..., None], *args: object) -> None:
-        """Run a step. An error is logged, and other trainers are not affected."""
         try:
             step(*args)
         except BaseException:  # members' results may raise anything

@@ -78,7 +78,6 @@ class Fabric:
         return data.in_loop(self.ctx)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass."""
         loss.backward()
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -94,10 +93,8 @@ class Fabric:
         self.ctx.report(**{name: torch.as_tensor(value).item() for name, value in metrics.items()})
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0."""
         if self.is_global_zero:
             print(*args, **kwargs)
 
     def to_device(self, thing: Any) -> Any:
-        """A model or tensor on the device."""
         return thing.to(self.ctx.device)

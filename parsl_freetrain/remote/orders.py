@@ -49,8 +49,6 @@ class TrainerStatus(msgspec.Struct, frozen=True):
 
 
 class OrderAnswer(msgspec.Struct, frozen=True):
-    """The trainers by name; or why not."""
-
     refusal: str = ''
     versions: Mapping[str, str] = field(default_factory=dict)
     trainers: Mapping[str, TrainerStatus] = field(default_factory=dict)

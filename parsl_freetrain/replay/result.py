@@ -99,8 +99,6 @@ class Oracle:
 
 @dataclass(frozen=True, eq=False)
 class ReplayResult:
-    """A replay, and the same trainers on a constant pool."""
-
     trace: PoolResult  #: with ``constant``: PoolResult on the trace, and on the constant pool
     constant: PoolResult
     #: Mean number of idle nodes; the constant pool has the nearest whole number of nodes.

@@ -34,8 +34,6 @@ def read_bytes(path: str | Path, what: str, most: int = -1) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class PoolChange:
-    """Nodes that join and leave the idle pool in one instant."""
-
     at: float  #: when, in seconds of the trace's clock
     joined: Ints  #: indices of the nodes that become idle, increasing
     #: Indices of nodes that become busy, increasing, before others join: one in both stays.

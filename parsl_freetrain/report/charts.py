@@ -64,7 +64,6 @@ def nodes_over_time(found: Figures) -> Markup:
 
 
 def nodes_one_by_one(found: Figures) -> Markup | None:
-    """The use of each node; None if there are too many nodes, or none."""
     history, clock, of = found.history, found.clock, kinds(found)
     seen = {o.node for run in history.runs for o in run.offers.values()}
     names = sorted(seen | {node.name for node in history.nodes}, key=tl.natural_order)
@@ -173,7 +172,6 @@ def metric(
 
 
 def scaling(learned: MeasuredScaling, kind: str) -> Markup | None:
-    """None if a trainer's speed is not known."""
     points = [*learned.curve, *((n, rate) for n, rate, _ in learned.measured)]
     if not points:
         return None

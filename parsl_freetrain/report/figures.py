@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass
+from statistics import median_high
 from typing import Any
 
 from parsl_freetrain.core.allocation.problem import Allocator
-from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report import learned
 from parsl_freetrain.report.metrics import Curves, Losses, losses, metric_curves
@@ -55,6 +55,8 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
     clock = Clock(history, now)
     name = history.runs[-1].name
     trainers = list(dict.fromkeys(name for run in history.runs for name in run.trainers))
+    decided = [one for run in history.runs for one in run.decisions]
+    took = [one.seconds for one in decided]
     failed = [f.ended for f in history.fragments if f.ended and f.ended.ending == 'failed']
     return Figures(
         title=f'run {name}'
@@ -67,7 +69,12 @@ def figures(history: History, now: float, allocator: Allocator | None) -> Figure
         summary=summary(history, now),
         efficiency=efficiency(history, now, allocator) if allocator else RunEfficiency({}, None),
         causes=causes(history, now),
-        decisions=_decisions([d for run in history.runs for d in run.decisions]),
+        decisions=Decisions(
+            len(decided),
+            dict(Counter(one.status for one in decided)),
+            median_high(took) if took else 0.0,
+            max(took, default=0.0),
+        ),
         losses=losses(history, clock),
         metrics=metric_curves(history, clock),
         scalings=learned.scalings(history),
@@ -111,10 +118,3 @@ def as_document(found: Figures) -> dict[str, Any]:
             for o in found.outcomes
         ],
     }
-
-
-def _decisions(decided: list[Decided]) -> Decisions:
-    took = sorted(one.seconds for one in decided)
-    by_status = dict(Counter(one.status for one in decided))
-    median_s = took[len(took) // 2] if took else 0.0
-    return Decisions(len(took), by_status, median_s, took[-1] if took else 0.0)

@@ -93,8 +93,6 @@ class MeasuredScaling:
 
 @dataclass(frozen=True)
 class RescaleCost:
-    """Costs of changes of a trainer's node count, in seconds."""
-
     trainer: str
     change: str  #: 'up', 'down', or 'start': from no nodes at all
     #: The cost that decisions assume before the first measurement, or always if the user stated it.

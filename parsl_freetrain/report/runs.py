@@ -137,7 +137,6 @@ def trainer_named(names: Iterable[str], given: str) -> str:
 
 
 def nearest(given: str, names: Iterable[str]) -> list[str]:
-    """The names, the most similar to ``given`` first, then the others in their order."""
     return sorted(
         names,
         key=lambda name: (

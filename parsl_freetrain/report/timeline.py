@@ -148,7 +148,6 @@ def _kept_until(fragment: Fragment, kept: float, started: float, end: float) -> 
 
 
 def offered(run: RunState, until: float) -> dict[str, list[Interval]]:
-    """By node name: when the node was offered, within the run's own time."""
     spells: dict[str, list[Interval]] = defaultdict(list)
     for offer in run.offers.values():
         spells[offer.node].append((offer.start, offer.end))
@@ -215,7 +214,6 @@ def _struck(fragment: Fragment, gone: Sequence[tuple[float, Node]]) -> list[Node
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sorts names by the numbers in them: node9 before node10."""
     return [(int(part), '') if part.isdigit() else (-1, part) for part in re.split(r'(\d+)', name)]
 
 

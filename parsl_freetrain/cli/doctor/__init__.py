@@ -85,22 +85,18 @@ def doctor(
         more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
     found += findings(more)
     document = {**facts, **more, 'findings': [vars(finding) for finding in found]}
-    _write(out, document)
-    if as_json:
-        print(json.dumps(document))
-    else:
-        _show(found)
-        print(f'All of it is in {out}.')
-    return int(any(finding.state == 'bad' for finding in found))
-
-
-def _write(out: Path, document: dict[str, Any]) -> None:
     try:
         files.replace(out, json.dumps(document, indent=1).encode())
     except OSError as error:
         raise BadInput(
             f'The file {out} cannot be written ({error.strerror}); name another one with --out.'
         ) from error
+    if as_json:
+        print(json.dumps(document))
+    else:
+        _show(found)
+        print(f'All of it is in {out}.')
+    return int(any(finding.state == 'bad' for finding in found))
 
 
 def _facts(folder: Path, through: str) -> dict[str, Any]:

@@ -118,8 +118,6 @@ def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
 
 
 class ClosingTable:
-    """That of a summary, with the accuracies that workflows add."""
-
     def __init__(self, summary: Mapping[str, Any]) -> None:
         self._summary = summary
 

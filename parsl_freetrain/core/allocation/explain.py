@@ -48,8 +48,6 @@ class LimitUse:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Reasons in the order of the problem's bids, and the use of its limits."""
-
     reasons: tuple[Reason, ...]
     limits: tuple[LimitUse, ...]
 

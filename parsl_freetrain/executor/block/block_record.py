@@ -26,8 +26,6 @@ from parsl_freetrain.sites.provider import BackfillProvider
 
 @dataclass
 class BlockRecord:
-    """A block that has not ended."""
-
     job_id: str
     request: BlockRequest
     until_s: float | None = None  #: its end in seconds since the epoch; None if unknown

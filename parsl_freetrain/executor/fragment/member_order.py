@@ -103,8 +103,6 @@ class MemberOrder:
 
 @dataclass(frozen=True)
 class ControlEndpoint:
-    """The control channel as seen from nodes, folder of logs, and the template server."""
-
     addresses: list[str]
     port: int
     cert_dir: str | None

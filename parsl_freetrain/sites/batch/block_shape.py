@@ -30,8 +30,6 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class Output:
-    """Where a block's output goes, and its name."""
-
     name: str
     stdout: str
     stderr: str

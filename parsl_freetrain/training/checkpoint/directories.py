@@ -20,7 +20,6 @@ _NAME = re.compile(r'ckpt-(\d{12,})-f(\d{6,})(?:-(\d+))?')
 
 
 def fresh(folder: Path, samples: int, fragment: int) -> Path:
-    """Make a new directory (0700) for a checkpoint."""
     name = name_of(samples, fragment)
     for n in count():
         path = folder / (f'{name}-{n}' if n else name)
@@ -54,7 +53,6 @@ def fragments_in(folder: Path) -> list[int]:
 
 
 def names(folder: Path) -> list[str]:
-    """The names in ``folder``; none if it does not exist. Raises BadInput if it is no folder."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -57,8 +57,6 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of ``manifest.json``."""
-
     trainer: str
     samples: int
     fragment: int

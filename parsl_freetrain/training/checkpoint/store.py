@@ -31,8 +31,6 @@ class Fenced(FreeTrainError):
 
 @dataclass(frozen=True)
 class SetAside:
-    """A damaged checkpoint: where it is now, and what is wrong with it."""
-
     path: str
     reason: str
 

@@ -117,7 +117,6 @@ class Peers:
         return lambda: tuple(numbers)
 
     def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
-        """Exchange flat rows of equal length and type with a rank that calls this too."""
         raise ValueError('There is no other rank.')
 
     def send(self, tensor: torch.Tensor, to: int) -> None:

@@ -18,8 +18,6 @@ KNOWN = {RandomSampler.__name__, SequentialSampler.__name__}
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Those of a DataLoader that ``ctx.loop`` has too."""
-
     shuffle: bool = True
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0

@@ -251,7 +251,6 @@ class BatchSource:
     def batches(
         self, samples: int, *, of_epoch: bool = False
     ) -> Iterator[sample_order.GlobalBatch]:
-        """The global batches from a number of samples on; or only those of its epoch."""
         done = samples - self.base
         size = self.order.epoch_size
         left = min(size - done % size, self.order.total_samples - done)

@@ -50,7 +50,6 @@ class SaveTiming:
 
     @property
     def step_s(self) -> float:
-        """The longest of the last steps, in seconds; 0: unknown."""
         return max(self._steps_s, default=0.0)
 
     def begin(self) -> None:

@@ -69,7 +69,6 @@ def of_torch() -> dict[str, Any]:
 
 
 def of_gpus() -> list[str]:
-    """As nvidia-smi or a similar program lists them."""
     for command in (['nvidia-smi', '-L'], ['rocm-smi', '--showproductname']):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

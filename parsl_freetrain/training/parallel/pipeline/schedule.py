@@ -31,8 +31,6 @@ class Task:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The table of slots for a batch."""
-
     name: str
     stages: int  # number of stages, and of workers
     micro_batches: int
