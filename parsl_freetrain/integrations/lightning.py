@@ -28,7 +28,7 @@ with needs('parsl_freetrain.integrations.lightning'):
     from lightning.pytorch.core.optimizer import (
         _configure_schedulers_automatic_opt as schedulers_in,
     )
-    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 
 class _AsOne:
@@ -39,7 +39,7 @@ class _AsOne:
 
 
 class _State:
-    fn = TrainerFn.FITTING
+    fn, stage = TrainerFn.FITTING, RunningStage.TRAINING
 
 
 class Trainer:
@@ -79,10 +79,10 @@ class Trainer:
         Set it to end the training early.
     """
 
-    fast_dev_run = sanity_checking = False
+    fast_dev_run = sanity_checking = predicting = False
     val_check_interval = 1.0
     logger = progress_bar_callback = None
-    strategy, state = _AsOne(), _State()
+    strategy = _AsOne()
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class Trainer:
         self._accumulate = accumulate_grad_batches
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.datamodule: Any = None
+        self.state = _State()
         self.training = self.validating = False
         self.num_training_batches = self.estimated_stepping_batches = 0
         self._clip, self._bf16 = gradient_clip_val, precision == 'bf16-mixed'
@@ -289,7 +290,8 @@ class Trainer:
             metrics.take(number)
             return sums
 
-        self.validating = stage == 'validation'
+        self.validating, before = stage == 'validation', self.state.stage
+        self.state.stage = (RunningStage.TESTING, RunningStage.VALIDATING)[self.validating]
         self._event(f'on_{stage}_start')
         self._event(f'on_{stage}_epoch_start')
         how = {name: getattr(data, name) for name in ('batch_size', 'collate_fn', 'num_workers')}
@@ -301,7 +303,7 @@ class Trainer:
         self._event(f'on_{stage}_epoch_end')
         self._event(f'on_{stage}_end')
         metrics.reset()
-        self.validating = False
+        self.validating, self.state.stage = False, before
         return found
 
     def _event(self, name: str, *args: Any, **kwargs: Any) -> None:
