@@ -211,8 +211,10 @@ class FreeTrainApp:
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for a trainer to continue from a checkpoint."""
         mode, shapes = self.spec.mode, self.spec.shapes
-        diloco = self.spec.diloco
-        rounds = {} if diloco is None else {'diloco': diloco.identity()}
+        diloco, rounds = self.spec.diloco, {}
+        if diloco is not None:  # replicas that have ended do not go on
+            total = self.spec.total_samples or self.spec.total_epochs
+            rounds = {'diloco': diloco.identity(), 'total': total}
         same = {**mode.identity(), **identity_of(shapes, mode), **rounds}
         return {'function': name_of(self.function), **same}
 

@@ -109,6 +109,8 @@ def test_its_failure_and_continuation_are_those_of_one_trainer(tmp_path: Path) -
         for changes in ({'replicas': 4}, {'steps': 1}, {'outer': None}):
             with pytest.raises(ft.BadInput, match="had diloco .*'?replicas"):
                 app(mode=structs.replace(MODE, **changes))(trainer_name='fails')
+        with pytest.raises(ft.BadInput, match='which had total 32 .here 64.: put that back'):
+            app(total_samples=64)(trainer_name='fails')
     with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), resume='never'):
         mean = app(mode=structs.replace(MODE, outer=None))().result(LIMIT_S)
     assert mean.samples == 32 and mean.result != found.result
