@@ -214,7 +214,7 @@ class FreeTrainApp:
         diloco, rounds = self.spec.diloco, {}
         if diloco is not None:  # replicas that have ended do not go on
             total = self.spec.total_samples or self.spec.total_epochs
-            rounds = {'diloco': diloco.identity(), 'total': total}
+            rounds = {**diloco.identity(), 'total': total}
         same = {**mode.identity(), **identity_of(shapes, mode), **rounds}
         return {'function': name_of(self.function), **same}
 
