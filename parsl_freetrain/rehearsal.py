@@ -248,7 +248,6 @@ class _Forms:
         return Row(form)
 
     def _fragment(self, order: FragmentOrder, part: _Part, folder: Path) -> str:
-        """Run a fragment; returns what went wrong."""
         logs = [folder / f'f{order.fragment}-r{rank}.log' for rank in range(part.ranks)]
         ranks = [
             self.server.launch(order, RankPlace(i, part.ranks, i, 1, str(log)), self.payload, {})

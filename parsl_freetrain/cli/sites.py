@@ -78,7 +78,6 @@ def file_of(given: str) -> Path | None:
 
 
 def holes_of(site: Site) -> list[dict[str, Any]]:
-    """The present holes, in the documented JSON format."""
     if isinstance(site, BatchSite):
         found = site.holes_now()
     else:

@@ -79,7 +79,6 @@ def watch(
 
 
 def _awaited(given: Path | None, keep_progress: bool) -> Journal:
-    """The ledger, as soon as a run has begun to write it."""
     from parsl_freetrain.journal.read import Journal
 
     said = ''

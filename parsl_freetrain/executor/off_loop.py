@@ -47,7 +47,6 @@ class FileThread:
         self._thread: threading.Thread | None = None
 
     def over(self, wait_s: float = 0.0) -> bool:
-        """Whether all that it was given is done."""
         return self._over.wait(wait_s)
 
     def do(self, work: Callable[[], object], wait_s: float) -> bool:

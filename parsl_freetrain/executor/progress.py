@@ -142,7 +142,6 @@ class ProgressLine:
         self._shown_at = -EVERY_S
 
     def take(self, event: ev.Event) -> None:
-        """Note a trainer; end the line with the run."""
         match event:
             case ev.TrainerSubmitted(trainer=trainer) if record := self._records.get(trainer.name):
                 if trainer.training not in ('', trainer.name):

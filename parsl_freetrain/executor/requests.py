@@ -51,7 +51,6 @@ class RequestAnswer(msgspec.Struct, frozen=True):
 
 
 def requests_folder(ledger: Path) -> Path:
-    """Where requests to the run that keeps this ledger go."""
     return ledger.parent / 'requests'
 
 

@@ -63,7 +63,6 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
         return self.solver if isinstance(self.solver, str) else None
 
     def decisions(self) -> dict[str, Any]:
-        """The fields that a controller needs."""
         return {name: getattr(self, name) for name in DecisionPolicy.__struct_fields__}
 
 

@@ -38,7 +38,6 @@ class StepCount:
         return epochs * self.in_epoch + math.ceil(rest / self.batch)
 
     def total_of(self, spec: TrainingSpec) -> int:
-        """Samples that the app trains."""
         if spec.total_samples is not None:
             return spec.total_samples
         assert spec.total_epochs is not None

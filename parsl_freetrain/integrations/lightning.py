@@ -247,7 +247,6 @@ class Trainer:
         return [self._evaluate('test', data)]
 
     def _begin(self, model: Any, datamodule: Any, given: Any, stage: str) -> Any:
-        """Returns where the data loaders come from."""
         if hasattr(given, 'train_dataloader'):
             datamodule, given = given, None
         arguments.check_module(model, datamodule)

@@ -268,7 +268,6 @@ class InFragments(_Any):
         memory.keep({name: getattr(self.state, name) for name in _REMEMBERED})
 
     def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
-        """Predictions and labels of all batches, in order."""
         division, packed = self.ctx._run.division, io.BytesIO()
         mine = [(division.data_rank + i * division.parts, *one) for i, one in enumerate(found)]
         torch.save([one for one in mine if one[0] < batches], packed)

@@ -114,7 +114,6 @@ class KeptMetrics:
             self._pending.pop()
 
     def _settle(self, samples: int, points: list[MetricPoint]) -> None:
-        """What came up to here is kept."""
         while self._pending and self._pending[0].samples <= samples:
             point = _point(self._pending.popleft(), self._values)
             if point.metrics and point.mark > self._mark:

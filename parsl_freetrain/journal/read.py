@@ -100,7 +100,6 @@ class Journal:
                         yield number, event
 
     def batches(self, run: RunState) -> Iterator[EventBatch]:
-        """What the controller of a run was given, in order."""
         seq, events = 0, list[ev.Event]()
         for _, event in self.events(run=run):
             if isinstance(event, ev.Decided):

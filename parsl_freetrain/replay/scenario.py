@@ -105,7 +105,6 @@ def replay(scenario: Scenario) -> ReplayResult:
 
 
 def compare(outcome: PoolResult, constant: PoolResult) -> tuple[float | None, str]:
-    """U, and what it compares; see :func:`replay`."""
     if outcome.finished_s is None and constant.finished_s is None:
         return (outcome.samples / constant.samples if constant.samples > 0 else None), 'samples'
     samples = min(outcome.samples, constant.samples)

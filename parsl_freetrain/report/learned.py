@@ -34,7 +34,6 @@ class Speed:
 
     @property
     def measured(self) -> dict[str, dict[int, float]]:
-        """By node class, the typical rate by measured count."""
         return {name: profile.measured for name, profile in sorted(self._profiles.items())}
 
     def observe(self, place: Place, rate: float | None) -> None:

@@ -267,7 +267,6 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
 
 
 def _what_became(name: str, about: DecisionAbout) -> str:
-    """The actual gain compared with the expected one."""
     trained = f'{name!r} trained {_count(about.trained or 0)} that it kept'
     held_s = f'{about.stood_s:.0f}' if (about.stood_s or 0.0) >= 0.5 else 'less than 1'
     stood = f'It was in force for {held_s} s'

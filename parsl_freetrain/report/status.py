@@ -136,7 +136,6 @@ def snapshot(
 
 
 def as_document(seen: RunStatus) -> dict[str, Any]:
-    """The document of ``freetrain status --json``."""
     document = asdict(seen)
     for shown, trainer in zip(document['trainers'], seen.trainers, strict=True):
         shown['loss'] = trainer.loss

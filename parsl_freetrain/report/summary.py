@@ -106,8 +106,6 @@ class CachedAllocator:
 
 @dataclass(frozen=True)
 class RunEfficiency:
-    """U by trainer and of the whole run; None: not known."""
-
     by_trainer: dict[str, float | None]
     of_run: float | None
 

@@ -218,7 +218,6 @@ def logarithmic(low: float, high: float) -> Scale:
 
 
 def number(value: float) -> str:
-    """A short number: 1200000 as 1.2M."""
     for size, unit in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
         if abs(value) >= size:
             return f'{value / size:.3g}{unit}'

@@ -46,7 +46,6 @@ def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """The merged part between ``start`` and ``end``."""
     return merge((max(a, start), min(b, end)) for a, b in intervals)
 
 

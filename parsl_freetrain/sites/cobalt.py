@@ -212,7 +212,6 @@ def parse_nodes(answer: str, queue: str, now: float) -> tuple[rc.Nodes, ...]:
 
 
 def parse_queues(answer: str) -> dict[str, rc.Partition]:
-    """Queues in the answer to :data:`QUEUES`, by name."""
     found = {}
     for queue in _vertical(answer, 'Name'):
         limit = {name: value for name, value in queue.items() if value not in ('None', '-', '')}

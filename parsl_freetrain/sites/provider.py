@@ -167,7 +167,6 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             return [self._jobs.get(job_id) is not None for job_id in wanted]
 
     def release(self, job_id: str, nodes: Sequence[str]) -> None:
-        """As :meth:`.protocols.Yielding.release`."""
         assert isinstance(self.site, Yielding)
         self.site.release(job_id, nodes)
 

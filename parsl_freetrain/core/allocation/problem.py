@@ -164,7 +164,6 @@ class Problem:
         return all(total <= block.nodes for total, block in used)
 
     def held(self, bid: Bid) -> tuple[int, ...]:
-        """What a bid holds now in each of :attr:`places`."""
         return bid.held or (bid.current_nodes, *(0 for _ in self.places[1:]))
 
     def barred(self, bid: Bid) -> tuple[int, ...]:

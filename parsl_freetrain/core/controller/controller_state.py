@@ -123,7 +123,6 @@ class Rounds:
             del self._samples[training]
 
     def waits(self, trainer: Trainer, samples: int) -> bool:
-        """Whether it is too far ahead of others."""
         if not trainer.training or not trainer.round_samples:
             return False
         known = self._samples[trainer.training].values()

@@ -58,7 +58,6 @@ def check_value(what: str, value: object, hint: Any, *, read: bool = False) -> N
 
 
 def wrong_with(value: object, hint: Any, read: bool = False) -> Wrong | None:
-    """What is wrong with a value; see :func:`check_value`."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         wrong = wrong_with(value, of[0], read)

@@ -371,7 +371,6 @@ class Decided(Event, frozen=True):
 
 
 def packed(document: Mapping[str, Any] | None) -> bytes:
-    """A document as :class:`Decided` keeps it."""
     return b'' if document is None else zlib.compress(msgpack.encode(document))
 
 

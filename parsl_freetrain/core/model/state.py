@@ -98,8 +98,6 @@ class Fragment:
 
 @dataclass(slots=True)
 class Training:
-    """A trainer within one run."""
-
     run: int
     trainer: Trainer  # with its total when that is known
     submitted: ev.TrainerSubmitted  # or resumed

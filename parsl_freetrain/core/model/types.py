@@ -257,7 +257,6 @@ class Trainer:
         return not self.class_curves or node_class in dict(self.class_curves)
 
     def counts(self) -> Sequence[int]:
-        """The node counts that it may have, increasing."""
         if not self.sizes:
             return range(self.min_nodes, self.max_nodes + 1)
         return [n for n in sorted(set(self.sizes)) if self.min_nodes <= n <= self.max_nodes]

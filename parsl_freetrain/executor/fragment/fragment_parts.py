@@ -19,8 +19,6 @@ class Stopping:
 
 @dataclass
 class GivenUp:
-    """That a fragment is to end at once."""
-
     why: str = ''  #: empty: it goes on
     seen_at: float | None = None  #: when the watchdog first saw that
     ended_before: frozenset[int] = frozenset()  #: ranks that had ended by then

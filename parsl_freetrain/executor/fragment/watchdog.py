@@ -38,7 +38,6 @@ class Watchdog:
         self._again_s = LOOK_S
 
     def within_s(self, fragments: Iterable[RunningFragment]) -> float:
-        """Maximum seconds until the next check."""
         fragments = list(fragments)
         if any(fragment.cut_off() for fragment in fragments):
             return 0.0

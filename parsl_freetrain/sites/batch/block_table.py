@@ -104,7 +104,6 @@ class BlockTable:
         ]
 
     def missing(self) -> list[str]:
-        """Those that the scheduler's last answer did not know."""
         blocks = self._blocks.values()
         return [b.job_id for b in blocks if b.seen.missing and not life.is_over(b.life)]
 
@@ -196,7 +195,6 @@ def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
 
 
 def found_from(job: BatchJob, options: BatchOptions) -> FoundBlock:
-    """The same job as a :class:`FoundBlock`."""
     end_s = job.end_s if job.state is JobState.RUNNING else None
     node_class = class_in(job.name, options.classes)
     return FoundBlock(job.job_id, job.nodes, job.partition, end_s, node_class)

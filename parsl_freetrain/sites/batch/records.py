@@ -137,7 +137,6 @@ class Nodes:
 
     @property
     def drained(self) -> bool:
-        """Whether an administrator wants them empty."""
         return 'drain' in self.state or 'offline' in self.state
 
     @property

@@ -66,7 +66,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Which part of a tensor :func:`local` is."""
     if not is_divided(tensor):
         return Box.whole(tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -46,7 +46,6 @@ def write(
 
 
 def read(store: Path, samples: int, fragment: int) -> NextStep | None:
-    """What :func:`write` wrote; None: there is none."""
     try:
         content = (store / FOLDER / _name(samples, fragment)).read_bytes()
         return msgspec.msgpack.decode(content, type=NextStep)

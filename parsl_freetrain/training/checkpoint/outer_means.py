@@ -150,7 +150,6 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def once(names: Iterable[str], weights: Weights) -> list[str]:
-    """The names of different tensors."""
     return [name for name in names if weights.get(name, name) == name]
 
 

@@ -40,7 +40,6 @@ own_generators = OwnGenerators()
 
 
 def seed_of(text: str) -> int:
-    """63 bits that depend on a text only."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -129,7 +129,6 @@ class Carried:
         return None
 
     def keep(self, thing: Any, name: str | None) -> None:
-        """As ``ctx.keep``."""
         kind = type(thing).__name__
         if not changes.has_state(thing):
             raise BadInput(
@@ -166,7 +165,6 @@ class Carried:
         return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """As ``ctx.once``."""
         then = self._saved.get('once', [])[len(self._once) : len(self._once) + 1]
         if then and not _is_state(then[0]):
             self._once.append(then[0])

@@ -42,8 +42,6 @@ been trained, and when its end is done.
 
 
 class TrainingLoop:
-    """Trains one loop, and keeps ``state`` up to date."""
-
     def __init__(
         self,
         parts: RankParts,

@@ -88,7 +88,6 @@ class Channel(Generic[T]):
         os.close(fd)
 
     def receiving(self, decoder: Decoder[U]) -> Channel[U]:
-        """The same socket, expecting other messages."""
         return Channel(self._socket, decoder)
 
     def hung_up(self) -> bool:

@@ -118,7 +118,6 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
 
 
 def near(number: int, unit: int) -> str:
-    """The multiples of a unit that are next to a number."""
     below = number // unit * unit
     return f'{below} or {below + unit}' if below else str(unit)
 
@@ -133,5 +132,4 @@ def replica_folder(root: Path, replica: int) -> Path:
 
 
 def root_of(folder: Path, replica: int) -> Path:
-    """The folder of the training, from that of a replica."""
     return folder.parent.parent if replica else folder

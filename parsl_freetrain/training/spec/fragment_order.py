@@ -21,8 +21,6 @@ class Handover:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal wants of a fragment."""
-
     epoch_steps: int  #: global batches of an epoch, where a dataset has more
     steps: int  #: global batches after which it stops; with ``until``, that counts:
     until: int | None  #: number of samples with which its last step begins

@@ -77,7 +77,6 @@ class DeferredScheduler:
 
 
 def several_times(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer is refused."""
     return (
         f'ctx.prepare was given {type(optimizer).__name__}, which computes the loss '
         'several times in a step, and reproducible mode has one gradient for it: use '

@@ -37,7 +37,6 @@ class HostLimit:
         self._events: list[Any] = []
 
     def begin(self) -> None:
-        """Call before a micro-batch."""
         if not self._on:
             return
         self._number += 1

@@ -63,7 +63,6 @@ class Division:
 
     @property
     def grouped(self) -> bool:
-        """Whether several ranks train the same samples."""
         return self.shape.ranks > self.parts
 
     @property
@@ -120,7 +119,6 @@ class Division:
         return content_of(prepared, named=self.stated)
 
     def part_of(self, state: State) -> State:
-        """The part of a collected state that this rank writes."""
         return state
 
     def held(self, state: State, *, knows_all: bool) -> State:

@@ -25,8 +25,6 @@ _ALL = slice(None)  # unlike an array of all indices, it makes no copies
 
 @dataclass(frozen=True)
 class Region:
-    """The ways that are considered."""
-
     keep: Flags  # (bids,): whether a bid may keep exactly what it holds
     low: Integers  # (bids,): least number of nodes of a bid that changes
     high: Integers  # and the greatest

@@ -184,7 +184,6 @@ class Step:
 
 
 def programs_of(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
-    """By worker: its steps, in order of slots."""
     ends = {
         (task.direction, task.stage): (worker, slot)
         for worker, row in enumerate(schedule.rows)

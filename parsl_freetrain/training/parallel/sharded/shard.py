@@ -128,7 +128,6 @@ def _named_by(key: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _check_style(style: Any, planned: Iterable[tuple[str, nn.Module]], parts: int) -> None:
-    """Refuse layers that torch's own styles cannot divide."""
     for name, module in planned:
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
             continue
