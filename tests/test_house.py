@@ -42,7 +42,7 @@ DISTRIBUTIONS = {
     'mlflow': 'mlflow-skinny',
     'globus_compute_sdk': 'globus-compute-sdk',
 }
-CALLED_BY_OTHERS = {'accelerate', 'tensorboard'}
+CALLED_BY_OTHERS = {'tensorboard'}
 # Extras that a module needs.
 OF_MODULES = (
     'globus',
@@ -105,7 +105,7 @@ def test_the_house_stays_small() -> None:
     package, tests = modules('parsl_freetrain'), modules('tests')
     assert sum(map(lines, package)) <= 58_000
     assert sum(map(lines, tests)) <= 60_100
-    assert len(package) <= 380
+    assert len(package) <= 382
     large = [str(path.relative_to(ROOT)) for path in package if lines(path) > 400]
     assert not large
     long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
@@ -230,13 +230,14 @@ def test_make_commands_in_the_texts_exist() -> None:
 @pytest.mark.parametrize(
     ('statuses', 'status'),
     [
-        ([0, 0, 0, 0], 0),
-        ([0, 0, 2, 0, 0], 0),
-        ([0, 0, 0, 2, 7], 7),
-        ([0, 3, 0, 0], 3),
-        ([4, 0, 0, 0], 4),
-        ([0, 3, 2, 2, 0], 3),
-        ([0, 3, 2, 0, 7], 7),
+        ([0, 0, 0, 0, 0], 0),
+        ([0, 0, 2, 0, 0, 0], 0),
+        ([0, 0, 0, 0, 2, 7], 7),
+        ([0, 3, 0, 0, 0], 3),
+        ([4, 0, 0, 0, 0], 4),
+        ([0, 0, 0, 5, 0], 5),
+        ([0, 3, 2, 0, 2, 0], 3),
+        ([0, 3, 2, 0, 0, 7], 7),
     ],
 )
 def test_ci_checks_all_and_runs_what_failed_once_more(
@@ -259,10 +260,11 @@ def test_ci_checks_all_and_runs_what_failed_once_more(
         check=False,
     )
     assert done.returncode == status
-    packages, checks, tests, long, *again = calls.read_text().splitlines()
+    packages, checks, tests, few, long, *again = calls.read_text().splitlines()
     assert (packages, tests, long) == ('system-packages', 'test', 'test-long')
+    assert few == 'test-few-packages'
     assert checks.endswith(' lint docs')
-    assert len(again) == len(statuses) - 4
+    assert len(again) == len(statuses) - 5
     assert all('TEST_ARGS=--last-failed --last-failed-no-failures none' in it for it in again)
 
 
