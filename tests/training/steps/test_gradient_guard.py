@@ -1,0 +1,74 @@
+"""What a guard knows of gradients without looking at each again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.steps.gradient_guard import GradientGuard
+
+
+@contextmanager
+def guarded(model: nn.Module, of_several: bool = True) -> Iterator[GradientGuard]:
+    guard = GradientGuard(parameters := tuple(model.parameters()))
+    guard.begin_micro_batch(of_several)
+    try:
+        yield guard
+    finally:
+        guard.end_micro_batch()
+    assert {type(parameter) for parameter in parameters} == {nn.Parameter}
+
+
+def pass_through(model: nn.Module) -> None:
+    model(torch.ones(3, 2)).sum().backward()
+
+
+def set_one(model: nn.Linear) -> None:
+    model.weight.grad = torch.ones_like(model.weight)
+
+
+@pytest.mark.parametrize('of_several', [True, False])
+@pytest.mark.parametrize('then', [pass_through, set_one])
+def test_what_is_left_behind_a_step_is_cleared(
+    of_several: bool, then: Callable[[nn.Linear], None]
+) -> None:
+    model = nn.Linear(2, 1)
+    with guarded(model, of_several) as guard:
+        assert not guard.none_left
+        pass_through(model)
+        assert not guard.none_left
+        guard.take(guard._whole or ())
+        assert guard.none_left
+        model.zero_grad()
+        then(model)
+        assert not guard.none_left
+
+
+def test_a_parameter_without_a_gradient_may_get_one() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    with guarded(model) as guard:
+        pass_through(model)
+        assert guard.take(guard._whole or ())[1] is None
+        assert not guard.none_left
+
+
+def test_gradients_that_were_cleared_or_put_in_place_are_not_those_before() -> None:
+    model = nn.Linear(2, 1)
+    for clear in (model.zero_grad, partial(delattr, model.weight, 'grad')):
+        with guarded(model) as guard:
+            pass_through(model)
+            clear()
+            assert guard.take(guard._whole or ())[0] is None
+        model.zero_grad()
+    with guarded(model) as guard:
+        pass_through(model)
+        set_one(model)
+        with pytest.raises(BadInput, match='A gradient was changed'):
+            guard.take(guard._whole or ())
