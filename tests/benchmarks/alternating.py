@@ -135,6 +135,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
     keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
     parts = RankParts(ordered, place, _peers(), channel, Inbox(channel), keeper, DEVICE, None)
     ctx = FragmentContext(FragmentRun(parts))
+    ctx.torch_distributed()  # the others need the group, too
     torch.manual_seed(0)
     model = network(width)
     if sharded:
@@ -160,7 +161,7 @@ def _peers() -> Peers:
         dist.get_world_size(),
         ON_CPU,
     )
-    gang._open = []
+    gang._group, gang._open = dist.group.WORLD, []
     gang._texts = SealedStore(dist.distributed_c10d._get_default_store(), 'a benchmark')
     return gang
 
