@@ -159,9 +159,7 @@ class Trainer:
             raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')
         source = self._begin(model, datamodule, train_dataloaders, 'fit')
         ctx, validates = self.ctx, arguments.is_own('validation_step', model, LightningModule)
-        data = LoaderData.of(source.train_dataloader, 'the training')
-        if data is None:
-            raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
+        data = _training_data(source)
         held_out = _validation_data(val_dataloaders, source)
         self._steps = StepCount(len(data.dataset), data.batch_size * self._accumulate)
         self._count_steps()
@@ -188,8 +186,7 @@ class Trainer:
         model.train()
         self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
         for batch in data.in_loop(ctx, accumulate=self._accumulate):
-            step = self.global_step
-            number = step % self.num_training_batches
+            step, number = self.global_step, self.global_step % self.num_training_batches
             optimizer.zero_grad()
             self._metrics.begin()
             with self._autocast(), self._log.training(means):
@@ -331,6 +328,13 @@ class Trainer:
         if self.max_steps >= 0 or self.max_epochs is not None:
             told = f'max_epochs={self.max_epochs}, max_steps={self.max_steps}'
             self._steps.check(total, said, f'the Trainer was told {said} ({told})')
+
+
+def _training_data(source: Any) -> LoaderData:
+    data = LoaderData.of(source.train_dataloader, 'the training')
+    if data is None:
+        raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
+    return data
 
 
 def _validation_data(given: Any, source: Any) -> LoaderData | None:
