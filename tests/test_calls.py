@@ -35,8 +35,8 @@ from parsl_freetrain import (
     freetrain_app,
     load_weights,
 )
-from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.executor.trainer.arguments import compare
+from parsl_freetrain.host.processes import StopSignals
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.training import freetrain

@@ -45,11 +45,10 @@ from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.progress import FutureUpdater, ProgressLine, ReplicasElsewhere
 from parsl_freetrain.executor.requests import RequestHandler, Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock, keep_others_out, refuse_unquotable
-from parsl_freetrain.executor.stop_signals import StopSignals
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainerNames, TrainingFuture
 from parsl_freetrain.host.clocks import RunClock
-from parsl_freetrain.host.processes import allow_open_files
+from parsl_freetrain.host.processes import StopSignals, allow_open_files
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared

@@ -161,8 +161,7 @@ class Trainer:
         ctx, validates = self.ctx, arguments.is_own('validation_step', model, LightningModule)
         data = _training_data(source)
         held_out = _validation_data(val_dataloaders, source)
-        self._steps = StepCount(len(data.dataset), data.batch_size * self._accumulate)
-        self._count_steps()
+        self._count_steps(StepCount(len(data.dataset), data.batch_size * self._accumulate))
         configured, configs = _optimizer_of(model)
         memory = Memory(ctx, 'lightning', self.callbacks, model)
         prepared, optimizer, *stepped = ctx.prepare(
@@ -198,9 +197,7 @@ class Trainer:
                 model.optimizer_step(self.current_epoch, number, optimizer, closure)
             else:
                 optimizer.step()
-            for one, scheduler in zip(configs, stepped, strict=True):
-                if one.interval == 'step' and (step + 1) % one.frequency == 0:
-                    scheduler.step()
+            _step_schedulers(configs, stepped, step + 1)
             ctx.report(loss=loss.item(), learning_rate=optimizer.param_groups[0]['lr'])
         self.training = False
         self._event('on_train_end')
@@ -318,8 +315,8 @@ class Trainer:
     def _autocast(self) -> Any:
         return torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self._bf16)
 
-    def _count_steps(self) -> None:
-        self.num_training_batches = self._steps.in_epoch
+    def _count_steps(self, steps: StepCount) -> None:
+        self._steps, self.num_training_batches = steps, steps.in_epoch
         total = self._steps.total_of(self.ctx.spec)
         self.estimated_stepping_batches = self._steps.at(total)
         said = self.max_steps
@@ -355,6 +352,12 @@ def _optimizer_of(model: Any) -> tuple[Any, Sequence[Any]]:
     if any(one.reduce_on_plateau and one.interval == 'step' for one in configs):
         raise unsupported('ReduceLROnPlateau with interval="step"', 'say interval="epoch"')
     return optimizers[0], configs
+
+
+def _step_schedulers(configs: Sequence[Any], stepped: Sequence[Any], steps: int) -> None:
+    for one, scheduler in zip(configs, stepped, strict=True):
+        if one.interval == 'step' and steps % one.frequency == 0:
+            scheduler.step()
 
 
 def _run(module: Any, prepared: Any, batch: Any, number: int) -> torch.Tensor:

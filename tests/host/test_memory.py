@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.host.memory import OomWatch, oom_kills
+from parsl_freetrain.host.processes import OomWatch, oom_kills
 
 V1 = '9:name=systemd:/x\n4:hugetlb,memory:/slurm/job_7\n0::/other\n'
 V2 = '0::/system.slice/job_7/step_0\n'

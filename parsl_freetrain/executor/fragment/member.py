@@ -16,7 +16,7 @@ import zmq
 from parsl_freetrain.executor.fragment import node_fork_server
 from parsl_freetrain.executor.fragment.control_channel import ControlClient
 from parsl_freetrain.executor.fragment.member_order import MemberOrder, RankResult
-from parsl_freetrain.host.memory import OomWatch
+from parsl_freetrain.host.processes import OomWatch
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import RankProcess
 from parsl_freetrain.training.process.linux import StopWatch

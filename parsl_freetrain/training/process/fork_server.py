@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from parsl_freetrain.host.files import open_log
-from parsl_freetrain.host.memory import SECOND, end_me_first
+from parsl_freetrain.host.processes import SECOND, end_me_first
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process import standby_slots as standby
