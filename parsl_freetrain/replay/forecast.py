@@ -20,7 +20,7 @@ from parsl_freetrain.journal.records import HEAD
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of, read_trainers
-from parsl_freetrain.replay.virtual_clock import run
+from parsl_freetrain.replay.world import run
 from parsl_freetrain.report.learned import speeds
 from parsl_freetrain.solver import allocator_named
 

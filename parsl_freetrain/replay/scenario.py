@@ -20,8 +20,7 @@ from parsl_freetrain.replay.bound import most_samples
 from parsl_freetrain.replay.result import Oracle, PoolResult, ReplayResult
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of
-from parsl_freetrain.replay.virtual_clock import run
-from parsl_freetrain.replay.world import CurveLearning
+from parsl_freetrain.replay.world import CurveLearning, run
 from parsl_freetrain.solver import allocator_named
 
 
