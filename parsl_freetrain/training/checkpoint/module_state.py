@@ -35,15 +35,18 @@ class ModuleState:
                     device = next(iter(module.parameters()), then).device
                     module._buffers[key] = then.to(device if now is None else now.device)
 
-    def begin(self) -> None:
-        """Call when training begins or goes on, once the function has made all its settings."""
+    def begin(self, *, put_back: bool) -> None:
+        """Call when training begins or goes on, once the function has made all its settings, which
+        count where an epoch begins; else ``put_back``.
+        """
         if self._settings is not None:
             return  # at a later loop the function's own settings between the loops count
         self._settings = _values(self._models)
         for path, module, key in _not_persistent(self._models):
             if (buffer := module._buffers[key]) is not None:
                 self._buffers[path] = buffer, _version(buffer), buffer.detach().clone()
-        self.put_back()
+        if put_back:
+            self.put_back()
 
     def changed(self) -> dict[str, Any]:
         buffers = {

@@ -78,7 +78,7 @@ def make_loader(
     """
     own_generators.find({'dataset': dataset, 'collate_fn': read.collate_fn})
     options: dict[str, Any] = {
-        'collate_fn': read.collate_fn,
+        'collate_fn': read.collate_fn and _Collate(read.collate_fn),
         'num_workers': read.num_workers,
         'worker_init_fn': partial(_begin_worker, read.worker_init_fn),
         'pin_memory': device.type != 'cpu',
@@ -156,6 +156,22 @@ class _Indices:
 
     def __iter__(self) -> Iterator[list[int]]:
         return (list(micro_batch.indices) for micro_batch in self.micro_batches)
+
+
+class _Collate:
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, items: list[Any]) -> Any:
+        try:
+            return self._function(items)
+        except Exception as error:
+            raise BadInput(
+                f'collate_fn raised {type(error).__name__} ({error}) for {len(items)} samples. '
+                'Each part of a global batch (a virtual shard, a rank, a micro-batch) is collated '
+                'by itself, so it must take few samples: if it leaves some out, leave them out by '
+                'a sampler or in the dataset.'
+            ) from error
 
 
 class _SeededDataset(Dataset[Any]):

@@ -79,6 +79,7 @@ class Body:
         parts = spec.shards if reproducible else spec.max_nodes * (spec.ranks.per_node or 1)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
+        self._own_samples = parts > 1 and not reproducible
         self._anew, self._around = anew, frame_around()
         self._asked: tuple[FrameType | None, int] | None = None
         self._iterations = self._before = 0
@@ -122,7 +123,8 @@ class Body:
         if self._around is not None and self._iterations == 2:
             frame, self._around = self._around, None
             _refuse_loaders(frame.f_locals, self._read)
-            self._refuse_memories(frame, frame.f_locals)
+            if self._own_samples:
+                self._refuse_memories(frame, frame.f_locals)
 
     def _look_at_what_goes_on(self, frame: FrameType) -> None:
         """Raises BadInput if tensors go from an iteration to the next."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -20,11 +17,8 @@ from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.numbers import Numbers, counts, number_of, set_number
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
-from parsl_freetrain.training.loop.places import GLOBAL, Places
+from parsl_freetrain.training.loop.places import GLOBAL, Places, live_names
 from parsl_freetrain.training.loop.unknown_state import frames, set_variables
-
-_ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
-_JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
 
 
 class Carried:
@@ -45,6 +39,7 @@ class Carried:
         self._numbers: Numbers | None = None
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
+        self._ends: list[Any] = []  # by loop, the variables at its end
 
     def look(self, known: Iterable[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
         """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already;
@@ -76,20 +71,35 @@ class Carried:
         """Call where a loop asks for its first batch; ``goes_on``: others were trained before, so
         that what enumerates them goes on, too. Returns the numbers that the body may change.
         """
+        if goes_on and 'counts' in self._saved:  # some may have been set since ctx.loop was called
+            self.put_back('loop')
         self._counts = counts()
         then = self._saved.pop('counts', ())
         for one, number in zip(self._counts, then if goes_on else (), strict=False):
             set_number(one, number)
         if not self._frames:
             return None
-        numbers = Numbers(self._frames, self._places, self._how.known, self._counts, state)
+        numbers = Numbers(self._frames, self._places, self._how, self._counts, state)
         numbers.here = self._numbers.here if self._numbers else self._saved.pop('here', -1)
         self._numbers = numbers
         return numbers
 
+    def end_loop(self) -> None:
+        self._ends.append(self._changed())
+
+    def pass_over(self) -> None:
+        """Call in place of a loop that an earlier fragment has trained: what is behind it goes on
+        from the variables at its end.
+        """
+        self._ends += self._saved.get('ends', [])[len(self._ends) : len(self._ends) + 1]
+        if self._ends:
+            self._put_back(self._ends[-1])
+
     def put_back(self, moment: str) -> None:
         """Set variables to what the checkpoint holds: 'epoch' or 'loop'."""
-        saved = self._saved.get(moment, {})
+        self._put_back(self._saved.get(moment, {}))
+
+    def _put_back(self, saved: Mapping[str, Any]) -> None:
         for place, now in self._places:
             if place.path in saved:
                 place.put(self._value(saved[place.path], now))
@@ -116,6 +126,7 @@ class Carried:
                 for name, one in self._kept.items()
             },
             'once': [*self._once],
+            'ends': [*self._ends],
             'counts': [] if finished else [*map(number_of, self._counts)],
             'here': self._numbers.here if self._numbers else -1,
         }
@@ -276,39 +287,6 @@ def _refused(path: str, why: str) -> BadInput:
         f'it {why}: keep numbers, texts, tensors and containers of them, fewer of them if there '
         'are very many, or let it depend on ctx.samples.'
     )
-
-
-@lru_cache(maxsize=256)
-def live_names(code: CodeType, at: int) -> frozenset[str]:
-    """Variables that may be read from an instruction on; shared ones always count."""
-    steps = list(dis.get_instructions(code))
-    place = {step.offset: i for i, step in enumerate(steps)}
-    after: list[list[int]] = []
-    for i, step in enumerate(steps):
-        jumps = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
-        then = [place[step.argval]] if jumps else []
-        if step.opname not in (*_ENDS, *_JUMPS) and i + 1 < len(steps):
-            then.append(i + 1)
-        after.append(then)
-    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
-        for offset in range(entry.start, entry.end, 2):
-            if offset in place:
-                after[place[offset]].append(place[entry.target])
-    found: list[set[str]] = [set() for _ in steps]
-    again = True
-    while again:
-        again = False
-        for i in reversed(range(len(steps))):
-            now = set().union(*(found[j] for j in after[i]))
-            kinds = re.findall(r'(LOAD|STORE|DELETE)_FAST', steps[i].opname)
-            names = steps[i].argval if isinstance(steps[i].argval, tuple) else (steps[i].argval,)
-            for kind, name in reversed([*zip(kinds, names, strict=False)]):
-                now = now | {name} if kind == 'LOAD' else now - {name}
-            if now != found[i]:
-                found[i], again = now, True
-    # In a call, a frame is at the memory of the instruction, which is behind it.
-    here = max((offset for offset in place if offset <= at), default=0)
-    return frozenset(found[place[here]] | {*code.co_cellvars, *code.co_freevars})
 
 
 def _is_state(packed: Any) -> bool:

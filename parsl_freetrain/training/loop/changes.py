@@ -66,7 +66,7 @@ def is_users_class(module: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _slots(kind: Any) -> tuple[str, ...] | None:
+def slots(kind: Any) -> tuple[str, ...] | None:
     """The slots of a user's own class; None: it is another one."""
     users = is_users_class(kind.__module__) or issubclass(kind, (SimpleNamespace, Namespace))
     if not users or issubclass(kind, (type, Enum)):
@@ -80,10 +80,10 @@ def _slots(kind: Any) -> tuple[str, ...] | None:
 def attributes(one: Any) -> dict[str, Any] | None:
     """The attributes of an object of a user's own class; None: it is another one."""
     kind: Any = type(one)
-    slots = _slots(kind)
-    if not slots:
-        return None if slots is None else vars(one)
-    own = {name: getattr(one, name) for name in slots if hasattr(one, name)}
+    named = slots(kind)
+    if not named:
+        return None if named is None else vars(one)
+    own = {name: getattr(one, name) for name in named if hasattr(one, name)}
     return {**own, **getattr(one, '__dict__', {})}
 
 

@@ -48,6 +48,7 @@ class EpochLoop:
         self._before: Any = None
 
     def __iter__(self) -> Iterator[int]:
+        self._model.modules.put_back()
         self._model.carried.put_back('epoch')
         self._model.carried.begin_epoch()
         while not self._state.loop_over:

@@ -222,6 +222,7 @@ class FragmentRun:
         if self.state.phase is loop_state.Phase.ENDED_EARLY or (
             there and span.number != there.loop
         ):
+            model.carried.pass_over()
             if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
                 seed_alike(span.base + span.length, spec.mode.seed, 'after a loop')
             return None
@@ -236,9 +237,12 @@ class FragmentRun:
         if self.state.phase is loop_state.Phase.LOOP_ENDED:
             self.state.phase = loop_state.Phase.TRAINING
         model.structure.check()
+        # What the function does at the beginning of an epoch counts; else it is repeated.
+        of_epoch = (self.state.samples - span.base) % source.in_epoch == 0
+        begins = self._epochs is not None and of_epoch and not (there and there.epoch_due)
         if saved is not None:
-            self._go_on(model, saved, position)
-        model.modules.begin()
+            self._go_on(model, saved, position, put_back=not begins)
+        model.modules.begin(put_back=not begins)
         batches = source.batches(self.state.samples, span, spec)
         if self._epochs is not None:
             self._look = batches.look
@@ -271,7 +275,12 @@ class FragmentRun:
         )
 
     def _go_on(
-        self, model: Model, saved: saved_state.Source, position: saved_state.Position
+        self,
+        model: Model,
+        saved: saved_state.Source,
+        position: saved_state.Position,
+        *,
+        put_back: bool,
     ) -> None:
         """Raises BadInput if something has changed since, FragmentEnd if it is the last one."""
         there = saved.position
@@ -279,7 +288,8 @@ class FragmentRun:
             saved_state.check_averages(saved, model.prepared.averages)
         saved_state.check_position(position, saved)
         put_back_changes(self._at_prepare, self.state, model, saved, self.peers)
-        model.carried.put_back('loop')
+        if put_back:
+            model.carried.put_back('loop')
         self.state.epoch_due = there.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)

@@ -1,51 +1,91 @@
-"""Numbers that the body of a loop changes, and what counts its iterations from outside.
+"""What the body of a loop changes beside models, and what counts its iterations from outside.
 
 In reproducible mode the body runs once for each virtual shard. As with integer buffers, every shard
-begins with the numbers of the step's beginning, and the step ends with those behind its first
-shard, on all ranks: ``step += 1`` counts steps, wherever the shards are trained.
+begins with what there was at the step's beginning, and the step ends with what there is behind its
+first shard, on all ranks: ``step += 1`` and ``losses.append(...)`` count steps, wherever the shards
+are trained.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
+from io import BytesIO
+from itertools import chain, count, islice
 from types import FrameType, GeneratorType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
-from parsl_freetrain.training.loop.changes import CONTAINERS, attributes, has_state, is_ours
+from parsl_freetrain.training.loop.changes import (
+    CONTAINERS,
+    SCALARS,
+    VALUES,
+    attributes,
+    has_state,
+    is_ours,
+    slots,
+)
+from parsl_freetrain.training.loop.held import HELD, ITEMS, Held, held_in, memory
 from parsl_freetrain.training.loop.loop_state import LoopState
-from parsl_freetrain.training.loop.places import Places
-from parsl_freetrain.training.loop.unknown_state import set_variables
+from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
+from parsl_freetrain.training.loop.places import Places, live_names, names_in_loop
+from parsl_freetrain.training.loop.unknown_state import among, set_variables
 
-_NUMBERS = {bool, int, float, type(None)}
-_OTHER, _NONE = object(), object()  # what is no number; what is not there
-_STATE, _ONES, _MOST, _ITEMS, _SHOWN = 'ctx.state', '', 500, 64, 6
-Values = Mapping[str, Any]
+_OTHER, _NONE = object(), object()  # what does not follow; what is not there
+_STATE, _ONES, _MOST, _SHOWN = 'ctx.state', '', 500, 6
+_SENT = 10**5, 2**24  # elements and bytes at most
+_FOLLOWED = *HELD, *SCALARS, *VALUES, np.generic
+Values = Mapping[Any, Any]
 _Space = tuple[Callable[[], Values], Callable[[Values], object]]
-"""Where there are numbers: what gives them by name, and what sets some."""
+"""Where there are values: what gives them by name, and what sets some."""
 
 
 def counts() -> list[Any]:
-    """What enumerates the iterations of the loop that asks for its next batch now."""
-    found = [(one, one.__reduce__()[1][0]) for one in gc.get_objects() if type(one) is enumerate]
-    return [one for one, its in found if isinstance(its, GeneratorType) and its.gi_running]
+    """What enumerates the iterations of the loop that asks for its next batch now: ``enumerate``,
+    and ``count`` in ``zip``. Raises BadInput if ``zip`` asks anything else with it.
+    """
+    found: list[Any] = []
+    for one in gc.get_objects():
+        if type(one) is enumerate and _runs(one.__reduce__()[1][0]):
+            found.append(one)
+        elif type(one) is zip and any(map(_runs, its := one.__reduce__()[1])):
+            others = [each for each in its if not _runs(each)]
+            counting = all(type(each) is count and _at(each) is not None for each in others)
+            if not (counting and _runs(its[0])):
+                raise BadInput(
+                    'zip asks something beside ctx.loop for each of its passes, which begins anew '
+                    'in each fragment: use enumerate(ctx.loop(...)), or choose by ctx.samples.'
+                )
+            found.extend(others)
+    return found
+
+
+def _runs(one: Any) -> bool:
+    return isinstance(one, GeneratorType) and one.gi_running
 
 
 def number_of(one: Any) -> int:
-    return int(one.__reduce__()[1][1])
+    return int(one.__reduce__()[1][type(one) is enumerate])
+
+
+def _at(one: Any) -> Any:
+    """Where its number is: behind what all objects begin with; None: elsewhere."""
+    there = ctypes.c_ssize_t.from_address(id(one) + object.__basicsize__)
+    return there if there.value == number_of(one) else None
 
 
 def set_number(one: Any, number: int) -> None:
-    """Nothing else can set it. It is behind what all objects begin with; else nothing is set."""
-    there = ctypes.c_ssize_t.from_address(id(one) + object.__basicsize__)
-    if there.value == number_of(one):
+    """Nothing else can set it."""
+    if (there := _at(one)) is not None:
         there.value = number
 
 
@@ -67,13 +107,13 @@ def _ones(ones: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]) -
 
 
 class Numbers:
-    """Those of the functions around a loop, of what they use, and of the objects there."""
+    """The values of the functions around a loop, of what they use, and of the objects there."""
 
     def __init__(
         self,
         frames: Sequence[FrameType],
         places: Places,
-        known: set[int],
+        how: How,
         counts: Sequence[Any],
         state: LoopState,
     ) -> None:
@@ -81,102 +121,193 @@ class Numbers:
         values.update((place.path, value) for place, value in places)
         self._spaces: dict[str, _Space] = {}
         self._fixed = {_ONES, *(frame.f_code.co_qualname for frame in frames)}
+        self._data = dict[str, frozenset[str]]()  # variables that may hold data from step to step
         for f in frames:
-            own: _Space = partial(getattr, f, 'f_locals'), partial(set_variables, f)
+            names = live_names(f.f_code, f.f_lasti)
+            self._data[f.f_code.co_qualname] = names_in_loop(f.f_code, f.f_lasti)
+            own: _Space = partial(_variables, f, names), partial(set_variables, f)
             self._spaces[f.f_code.co_qualname] = own
         ones = {
             place.path: (place.value, place.put)
             for place, value in places
-            if type(value) in _NUMBERS and not isinstance(place.holder, Dataset)
+            if _is_followed(value)
+            and (
+                isinstance(value, HELD[:-1])
+                or not isinstance(place.holder, torch.nn.Module)
+                or place.name in places.stored
+            )
         }
         for i, one in enumerate(counts):
             ones[f'enumerate {i + 1}'] = partial(number_of, one), partial(set_number, one)
         self._spaces[_ONES] = _ones(ones)
-        self._spaces.update(_objects(values, known))
+        self._spaces.update(_objects(values, how.known))
         self._spaces[_STATE] = lambda: state.user.values, lambda v: _put(state.user.values, v)
         self._marks: dict[str, tuple[Any, ...]] = {}
-        self._before: dict[str, dict[str, Any]] = {}
-        self._first: dict[str, Any] | None = None
-        self._state, self._last, self.here, self.changed = state, -1, -1, False
-        self._said = False
+        modules = [*among(values, torch.nn.Module).values()]
+        self._names = {name for one in modules for name, _ in one.named_parameters()}
+        tensors = [t for one in modules for t in (*one.parameters(), *one.buffers())]
+        self._models = {*map(memory, (*how.live, *tensors))}
+        self._before: dict[str, dict[Any, Any]] = {}
+        self._held: dict[str, Held] = {}
+        self._moving = set[str]()  # what is held and has changed once
+        self._first: dict[str, tuple[list[Any], Any]] | None = None
+        self._how, self._state, self._steps = how, state, 0
+        self._last, self.here, self.changed, self._said = -1, -1, False, False
 
     def remember(self) -> None:
         """Call before the first shard that this rank trains."""
+        self._steps += 1
         for path, now, mark in self._differing():
             self._before[path], self._marks[path] = now, mark
         self._first, self.changed = None, False
+        thorough = self._steps & (self._steps - 1) == 0
+        found = held_in(self._before, self._models, thorough, self._moving)
+        self._held = {one.path: one for one in found}
         self._last, self.here = self.here, self._state.samples
 
     def undo(self) -> None:
-        """Call before each other one: it begins alike, but for ``position = ctx.samples``."""
-        places = (self._last, self.here), (None, self.here)
+        """Call after each shard: all begin alike, but for ``position = ctx.samples``."""
+        for held in self._held.values():
+            if held.changed():
+                self._moving.add(held.path)
+                held.put_back(self._is_place)
         for path, now, _ in self._differing():
-            before = self._before[path]
-            then = {n: (before.get(n, _NONE), v) for n, v in now.items() if v is not _OTHER}
-            others = {n: b for n, (b, v) in then.items() if b is not v and (b, v) not in places}
-            kept = (_OTHER, _NONE) if path in self._fixed else (_OTHER,)
-            if found := {n: b for n, b in others.items() if b not in kept}:
-                self._spaces[path][1](found)
+            before, back = self._before[path], dict[Any, Any]()
+            for name, then in before.items():
+                if name not in now and path not in self._fixed:
+                    back[name] = then
+            for name, value in now.items():
+                then = before.get(name, _NONE)
+                left = then is _OTHER or (then is _NONE and path in self._fixed)
+                if left or then is value or not self._follows(path, name, value):
+                    continue
+                if not self._is_place(then, value):
+                    back[name] = then
+            if back:
+                self._spaces[path][1](back)
+
+    def _is_place(self, then: Any, now: Any) -> bool:
+        numbers = type(now) is int and isinstance(then, (int, type(None)))
+        return numbers and now == self.here and then in (self._last, None)
 
     def note_first(self) -> None:
-        first: dict[str, Any] = {}
+        first: dict[str, tuple[list[Any], Any]] = {}
         for path, now, _ in self._differing():
             then = self._before[path]
-            new = {n: v for n, v in now.items() if v is not then.get(n, _NONE) and v is not _OTHER}
-            first |= {path: new} if new else {}
+            new = {n: v for n, v in now.items() if v is not then.get(n, _NONE)}
+            new = {n: v for n, v in new.items() if self._follows(path, n, v)}
+            gone = [] if path in self._fixed else [n for n in then if n not in now]
+            if new or gone:
+                first[path] = gone, new
+        for path, held in self._held.items():
+            if held.changed():
+                first[path] = held.difference(held.now())
+                held.refuse_weights(first[path][1], self._names)
         self._first, self.changed = first, bool(first)
 
     def take_firsts(self, peers: Peers, first: int, *, changed: bool) -> None:
         """Set all to what they are behind the first shard, which rank ``first`` has trained."""
-        self.undo()
-        said: dict[str, Values] = {}
-        if changed:
-            own = json.dumps(self._first or {}).encode()
-            said = json.loads(gather_bytes(peers, own)[first])
+        own = self._first or {}
+        said = own if changed else {}
+        if changed and peers.world_size > 1:
+            sent = gather_bytes(peers, self._packed() if peers.rank == first else b'')[first]
+            said = own if peers.rank == first else {**own, **self._unpacked(sent)}
         if self._first is not None:  # each rank's own, which are compared
-            said[_STATE] = self._first.get(_STATE, {})
-        for path, values in said.items():
-            if path in self._spaces:
-                self._spaces[path][1](values)
-        names = [name for each in said.values() for name in each]
-        if names and not self._said:
+            said = {p: one for p, one in said.items() if not p.startswith(_STATE)}
+            said |= {p: one for p, one in own.items() if p.startswith(_STATE)}
+        for path, (gone, come) in said.items():
+            if path in self._held:
+                self._held[path].take(gone, come)
+            elif path in self._spaces:
+                self._spaces[path][1]({**come, **dict.fromkeys(gone, _NONE)})
+        if said and not self._said:
             self._said = True
+            names = [[p] if p in self._held else [*said[p][1]] for p in said]
+            shown = [*chain(*names)][:_SHOWN]
             print(
-                f'What the body of ctx.loop changes ({", ".join(names[:_SHOWN])}) is that of the '
-                'first virtual shard of each global batch: it counts steps. ctx.report takes means.'
+                f'What the body of ctx.loop changes ({", ".join(shown)}) is that of the first '
+                'virtual shard of each global batch: it counts steps. ctx.report takes means.'
             )
 
-    def _differing(self) -> Iterator[tuple[str, dict[str, Any], tuple[Any, ...]]]:
+    def _differing(self) -> Iterator[tuple[str, dict[Any, Any], tuple[Any, ...]]]:
         """Where something is not as it was at the beginning of the step, and what is there now."""
         for path, (get, _) in self._spaces.items():
             values = get()
-            # Identities count: numbers are kept in ``_before``, and others are none of our business
-            # as long as they have the same types.
+            # Identities count: what follows is kept in ``_before``, and the rest is none of our
+            # business as long as it has the same types.
             there = values.values()
             mark = (*values, *map(type, there), *map(id, there))
             if mark != self._marks.get(path):
-                numbers = {n: v if type(v) in _NUMBERS else _OTHER for n, v in values.items()}
-                yield path, numbers, mark
+                found = {n: v if _is_followed(v) else _OTHER for n, v in values.items()}
+                yield path, found, mark
+
+    def _follows(self, path: str, name: str, value: Any) -> bool:
+        return _follows(value, name in self._data.get(path, (name,)))
+
+    def _packed(self) -> bytes:
+        """What has changed behind the first shard, as far as it can be sent."""
+        first, sent, file = self._first or {}, dict[str, Any](), BytesIO()
+        for path, (gone, come) in first.items():
+            each = come if isinstance(come, dict) else {'': come}
+            found = {}
+            for name, one in each.items():
+                with suppress(NotPlain):
+                    found[name] = packed(one, self._how, room=[*_SENT])
+            sent[path] = gone, found, each is come
+        torch.save(sent, file)
+        return file.getvalue()
+
+    def _unpacked(self, sent: bytes) -> dict[str, Any]:
+        said = {}
+        read = torch.load(BytesIO(sent), map_location='cpu', weights_only=True)
+        for path, (gone, found, named) in read.items():
+            values = {name: unpacked(one, None, self._how) for name, one in found.items()}
+            if named or values:
+                said[path] = gone, values if named else values['']
+        return said
+
+
+def _follows(one: Any, data: bool = True) -> bool:
+    """Whether what is set to it follows: not what has a graph, nor a variable with ``data``."""
+    if isinstance(one, torch.Tensor):
+        return (data or one.numel() == 1) and not one.requires_grad
+    if isinstance(one, (list, tuple, deque, dict)):
+        inner = islice(one.values() if isinstance(one, dict) else one, ITEMS)
+        return all(_follows(each, data) for each in inner)
+    return _is_followed(one)
+
+
+def _is_followed(one: Any) -> bool:
+    return isinstance(one, _FOLLOWED) or _is_users(type(one))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _is_users(kind: type) -> bool:
+    """Whether it is a class of the user's whose objects checkpoints hold as they are."""
+    others = Dataset, DataLoader, torch.nn.Module, torch.optim.Optimizer, type
+    known = issubclass(kind, others) or hasattr(kind, 'state_dict')
+    return not known and slots(kind) is not None
 
 
 def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
+    """The user's own objects among values, and in them."""
     waiting, seen = [*values.items()], set(known)
     for path, one in waiting:
-        if isinstance(one, torch.nn.Module) and attributes(one):  # also a prepared one's
-            yield path, (_attributes_of(one), partial(_set_all, one))
         if id(one) in seen or is_ours(one) or has_state(one):
             continue
         seen.add(id(one))
         inner: Any = {}
-        if isinstance(one, CONTAINERS):
-            small = len(one) <= _ITEMS
-            inner = one if isinstance(one, dict) else dict(enumerate(one)) if small else {}
-            if type(one) is dict and small and all(type(key) is str for key in one):
-                yield path, (one.copy, partial(_put, one))
-        elif not isinstance(one, (Dataset, DataLoader, type)) and (inner := attributes(one) or {}):
-            yield path, (_attributes_of(one), partial(_set_all, one))
-        if len(inner) <= _ITEMS and len(waiting) < _MOST:
+        if isinstance(one, CONTAINERS) and len(one) <= ITEMS:
+            inner = one if isinstance(one, dict) else dict(enumerate(one))
+        if not isinstance(one, (Dataset, DataLoader, type)) and (own := attributes(one)):
+            yield f'{path}:', (_attributes_of(one), partial(_set_all, one))
+            inner = {**inner, **own}
+        if len(inner) <= ITEMS and len(waiting) < _MOST:
             waiting += ((f'{path}.{name}', value) for name, value in inner.items())
+
+
+def _variables(frame: FrameType, names: frozenset[str]) -> Values:
+    return {name: value for name, value in frame.f_locals.items() if name in names}
 
 
 def _put(own: dict[str, Any], values: Values) -> None:

@@ -5,6 +5,8 @@ objects that only a bound method or a default argument holds.
 
 from __future__ import annotations
 
+import dis
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,6 +24,9 @@ from parsl_freetrain.training.loop.unknown_state import frames, is_users
 
 GLOBAL = 'global:'
 _MOST, _ITEMS = 20_000, 64
+OF_TORCH = {*vars(torch.nn.Module())}
+_ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
+_JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Places:
 
     def __init__(self, frames: Iterable[FrameType], others: Iterable[Any]) -> None:
         self.classes: dict[str, type] = {}
+        self.stored = set[str]()  # names of attributes that functions set
         self._found: dict[str, Place] = {}
         self._called, self._seen = Counter[str](), set[int]()
         self._waiting: deque[Any] = deque()
@@ -79,6 +85,7 @@ class Places:
 
     def _globals(self, code: CodeType, its: dict[str, Any]) -> None:
         module = its.get('__name__', '')
+        self.stored |= frozenset() if code.co_name == '__init__' else _stored(code)
         for name in sorted(_names(code) & its.keys()):
             self._add(f'{GLOBAL}{module}:{name}', its, name)
             other = its[name]
@@ -103,8 +110,11 @@ class Places:
         elif isinstance(one, (property, staticmethod, classmethod)):
             self._waiting += (getattr(one, 'fget', None), getattr(one, '__func__', None))
         elif isinstance(one, torch.nn.Module):
-            for module in one.modules():
-                self._waiting += (type(module), *module._forward_hooks.values())
+            top = self._numbered(type(one).__qualname__)
+            for name, module in one.named_modules():
+                if module is one or id(module) not in self._seen:
+                    self._seen.add(id(module))
+                    self._module(f'{top}.{name}', module)
         elif isinstance(one, changes.CONTAINERS):
             if len(one) <= _ITEMS:
                 self._waiting.extend(one.values() if isinstance(one, dict) else one)
@@ -133,6 +143,14 @@ class Places:
                 self._add(f'{name}:default {i + 1}', {'': value}, '')
         self._globals(one.__code__, one.__globals__)
 
+    def _module(self, path: str, one: torch.nn.Module) -> None:
+        self._waiting += (type(one), *one._forward_hooks.values())
+        if changes.is_users_class(type(one).__module__):
+            for key, value in [*vars(one).items()]:
+                trained = isinstance(value, torch.Tensor) and value.requires_grad
+                if changes.may_be_saved(value) and not (key in OF_TORCH or trained):
+                    self._add(f'{path}.{key}', one, key)
+
     def _class(self, one: type) -> None:
         self.classes.setdefault(one.__name__, one)
         for key, value in [*vars(one).items()]:
@@ -148,9 +166,57 @@ class Places:
 
 
 @lru_cache(maxsize=10_000)
+def _stored(code: CodeType) -> frozenset[str]:
+    inner = [_stored(one) for one in code.co_consts if isinstance(one, CodeType)]
+    steps = dis.get_instructions(code)
+    return frozenset(s.argval for s in steps if s.opname == 'STORE_ATTR').union(*inner)
+
+
+@lru_cache(maxsize=10_000)
 def _names(code: CodeType) -> frozenset[str]:
     inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+@lru_cache(maxsize=256)
+def live_names(code: CodeType, at: int) -> frozenset[str]:
+    """Variables that may be read from an instruction on; shared ones always count."""
+    steps = list(dis.get_instructions(code))
+    place = {step.offset: i for i, step in enumerate(steps)}
+    after: list[list[int]] = []
+    for i, step in enumerate(steps):
+        jumps = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
+        then = [place[step.argval]] if jumps else []
+        if step.opname not in (*_ENDS, *_JUMPS) and i + 1 < len(steps):
+            then.append(i + 1)
+        after.append(then)
+    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
+        for offset in range(entry.start, entry.end, 2):
+            if offset in place:
+                after[place[offset]].append(place[entry.target])
+    found: list[set[str]] = [set() for _ in steps]
+    again = True
+    while again:
+        again = False
+        for i in reversed(range(len(steps))):
+            now = set().union(*(found[j] for j in after[i]))
+            kinds = re.findall(r'(LOAD|STORE|DELETE)_FAST', steps[i].opname)
+            names = steps[i].argval if isinstance(steps[i].argval, tuple) else (steps[i].argval,)
+            for kind, name in reversed([*zip(kinds, names, strict=False)]):
+                now = now | {name} if kind == 'LOAD' else now - {name}
+            if now != found[i]:
+                found[i], again = now, True
+    # In a call, a frame is at the memory of the instruction, which is behind it.
+    here = max((offset for offset in place if offset <= at), default=0)
+    return frozenset(found[place[here]] | {*code.co_cellvars, *code.co_freevars})
+
+
+def names_in_loop(code: CodeType, at: int) -> frozenset[str]:
+    """The function's own variables that may go from one iteration of the loop to the next."""
+    here = next((s for s in dis.get_instructions(code) if s.offset > at), None)
+    starts = here is not None and code.co_code[at] == dis.opmap['FOR_ITER']
+    names = live_names(code, here.offset if here is not None and starts else at)
+    return names - {*code.co_cellvars, *code.co_freevars}
 
 
 def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:

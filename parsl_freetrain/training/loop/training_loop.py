@@ -106,6 +106,8 @@ class TrainingLoop:
             self._last.forget()
             self._rollback.go_back()
         self._last.forget()  # the code behind the loop needs its variables
+        if not self._hooks.by_epochs:
+            self._carried.end_loop()
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = None
         if state.samples > began_with and not self._steps.stepped:
@@ -131,10 +133,17 @@ class TrainingLoop:
         begins = by_epochs and data.ends_epoch(state.samples)
         self._begin_loop(goes_on=state.samples > data.base and not begins)
         for batch, micro_batches, loaded in batches:
-            began_at = time.monotonic()
+            began_at, unstepped = time.monotonic(), not self._steps.stepped
+            before = versions(self._prepared) if unstepped else None
             self._begin(batch)
             yield from self._train(micro_batches, loaded)
             decision = self._take_step(batch, data, began_at)
+            if unstepped and not self._steps.stepped and before != versions(self._prepared):
+                raise BadInput(
+                    'The body of ctx.loop trained without optimizer.step(), by which steps are '
+                    'counted: call it in every iteration, with a closure where an optimizer passes '
+                    'several times (SAM: step(closure) in place of first_step and second_step).'
+                )
             needed = self._end_batch(decision, data)
             self._verification.conclude()
             notable = self._at_end or state.epoch_due or state.round_ended

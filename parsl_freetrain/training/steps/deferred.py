@@ -90,10 +90,12 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
     if own or 'closure' not in signature(optimizer.step).parameters:
         optimizer.step()
         return
-    calls = count(1)
+    own_ones = [p for group in optimizer.param_groups for p in group['params']]
+    calls, before = count(1), [(p._version, p.grad) for p in own_ones]
 
     def closure() -> None:
-        if next(calls) > 1:
+        kept = [p._version == v and p.grad is g for p, (v, g) in zip(own_ones, before, strict=True)]
+        if next(calls) > 1 or not all(kept):
             raise BadInput(several_times(optimizer))
 
     optimizer.step(closure)  # type: ignore[arg-type]

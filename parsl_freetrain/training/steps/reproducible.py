@@ -157,8 +157,6 @@ class ReproducibleSteps:
             deque(map(set_grad, self._parameters, repeat(None)), 0)
         if not self._waiting:
             self._buffers.undo()
-            if self.numbers is not None:
-                self.numbers.undo()
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
@@ -176,6 +174,8 @@ class ReproducibleSteps:
             self._buffers.note_first()
             if self.numbers is not None:
                 self.numbers.note_first()
+        if self.numbers is not None:
+            self.numbers.undo()
         self._waiting = False
         if not self._alone:
             self._put_buffers(self._own, self._sum.weight(micro_batch.part))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +115,9 @@ def test_a_plain_sum_is_told_from_a_mean() -> None:
         assert found, name
 
 
+TWO = {'mode': 'throughput', 'world_size': 2}
+
+
 def looks_ahead(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
     batches = ctx.loop(DATA, 8)
     for now, _ in zip(batches, batches, strict=False):
@@ -127,13 +129,6 @@ def reads_beside(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
     for (x,) in ctx.loop(DATA, 8):
         next(others)
         step(model, optimizer, x)
-
-
-def remembers(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
-    memory: Any = deque(maxlen=100)
-    for (x,) in ctx.loop(DATA, 8):
-        memory.append((x, 0))
-        step(model, optimizer, memory[0][0])
 
 
 def prefetched(batches: Any) -> Iterator[Any]:
@@ -154,21 +149,6 @@ def takes_two(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
     for second in batches:
         step(model, optimizer, *first)
         first = second
-
-
-class Replay:
-    def __init__(self) -> None:
-        self.memory: list[Any] = []
-
-    def train(self, model: Any, optimizer: Any, x: torch.Tensor) -> None:
-        self.memory.append(x)
-        step(model, optimizer, self.memory[0])
-
-
-def replays(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
-    replay = Replay()
-    for (x,) in ctx.loop(DATA, 8):
-        replay.train(model, optimizer, x)
 
 
 def remembers_within(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
@@ -218,12 +198,10 @@ def body(ctx: FragmentContext, function: Callable[..., None]) -> None:
         (reads_beside, 'others reads a DataLoader beside ctx.loop', {}),
         (prefetches, 'If something looks ahead in it, leave that out', {}),
         (takes_two, 'If something looks ahead in it, leave that out', {}),
-        (remembers, 'memory is filled with tensors', {}),
-        (remembers_within, 'memory is filled with tensors', {}),
-        (replays, 'replay.memory is filled with tensors', {}),
+        (remembers_within, 'memory is filled with tensors', TWO),
         (adds_up, 'is a sum over samples', {}),
-        (only_looks, 'not reach all', {'mode': 'throughput', 'world_size': 2}),
-        (skips, 'ended without backward() on this rank', {'mode': 'throughput', 'world_size': 2}),
+        (only_looks, 'not reach all', TWO),
+        (skips, 'ended without backward() on this rank', TWO),
     ],
 )
 def test_what_would_be_lost_or_wrong_is_refused(

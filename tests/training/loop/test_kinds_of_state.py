@@ -5,7 +5,6 @@ PyTorch, for any number of ranks and wherever it is cut, or refused.
 from __future__ import annotations
 
 import copy
-import dis
 import os
 import signal
 import time
@@ -27,9 +26,9 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from parsl_freetrain import Throughput
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
-from parsl_freetrain.training.loop.carried import live_names
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import in_this_process
@@ -192,6 +191,24 @@ def settings_by_epoch(ctx: FragmentContext) -> list[float]:
             dropout.p = 0.25 if ctx.spec.shards else 0.0
             body.eval()
     return [dropout.p, body.training, body.bias.requires_grad]
+
+
+def set_at_each_epoch(ctx: FragmentContext) -> list[float]:
+    """A setting of a module, and an attribute, made anew for each epoch; cut at an epoch's end."""
+    torch.manual_seed(1)
+    model, scores = Counting(), Namespace(all=[], mean=0.0)
+    raw, (model, optimizer) = model, ctx.prepare(model, sgd(model, lr=0.002))
+    for epoch in ctx.epochs():
+        raw.calls, scores.all = 1.0 + epoch, []
+        for x, y in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            scores.all.append(epoch)
+            if ctx.samples >= 28:
+                cut(ctx)
+        scores.mean += sum(scores.all) / len(scores.all)
+    return [raw.calls, scores.mean]
 
 
 def set_before_the_loop(ctx: FragmentContext) -> None:
@@ -650,10 +667,7 @@ def optimizer_replaced(ctx: FragmentContext) -> None:
     for epoch in ctx.epochs():
         if epoch == 1:
             optimizer = sgd(raw)
-        for x, y in ctx.loop(DATA, 4):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
 def pruned_late(ctx: FragmentContext) -> None:
@@ -666,12 +680,8 @@ def pruned_late(ctx: FragmentContext) -> None:
 def kept_in_the_body(ctx: FragmentContext) -> None:
     model = nn.Linear(4, 1)
     model, optimizer = ctx.prepare(model, sgd(model))
-    average = ctx.keep(Shadow(model))
-    for x, y in ctx.loop(DATA, 4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        average.update(model)
+    average: Any = ctx.keep(Shadow(model))
+    fit(ctx, lambda x, y: average.update(model) or F.mse_loss(model(x), y), optimizer)
 
 
 def iterator_that_goes_on(ctx: FragmentContext) -> None:
@@ -687,15 +697,6 @@ def list_of_anything(ctx: FragmentContext) -> None:
     ctx.each_epoch(lambda: found.append(object()))
     ctx.each_epoch(ctx.checkpoint)
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
-
-
-def weights_by_parameter(ctx: FragmentContext) -> None:
-    model = nn.Linear(4, 1)
-    model, optimizer = ctx.prepare(model, sgd(model))
-    shadow = {one: one.detach().clone() for one in model.parameters()}
-    ctx.each_epoch(lambda: shadow.update({one: one.detach() for one in shadow}))
-    ctx.each_epoch(ctx.checkpoint)
-    fit(ctx, lambda x, y: F.mse_loss(model(x), y) + shadow[model.bias].sum(), optimizer)
 
 
 def table(ctx: FragmentContext) -> None:
@@ -765,10 +766,55 @@ def queue_of_rows(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: model(x).square().mean(), optimizer)
 
 
+def average_in_the_body(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    average = {name: one.detach().clone() for name, one in model.named_parameters()}
+    update: Any = lambda: average.update((n, p * 1.0) for n, p in model.named_parameters())  # noqa: E731
+    fit(ctx, lambda x, y: update() or F.mse_loss(model(x), y), optimizer)
+
+
+def weights_of_losses(ctx: FragmentContext) -> None:
+    model, weights = nn.Linear(4, 1), torch.ones(4)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y) * weights.mul_(0.9).mean().item(), optimizer)
+
+
+class Sharp(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.zero_grad()
+        closure()
+
+
+def sharpness_aware(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, Sharp(model.parameters(), lr=0.1))
+    for x, y in ctx.loop(DATA, 4):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step(lambda x=x, y=y: F.mse_loss(model(x), y).backward())
+
+
+def two_things_at_once(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    ctx.prepare(model, sgd(model))
+    next(zip(ctx.loop(DATA, 4), cycle([1.0, 2.0]), strict=False))
+
+
+def collate_that_raises(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    model, _ = ctx.prepare(model, sgd(model))
+    next(iter(ctx.loop(DATA, 8, collate_fn=lambda items: torch.stack(items[:0]))))
+
+
 REFUSED = {
+    average_in_the_body: 'ctx.loop changed average_in_the_body.average.weight, a Tensor. It runs',
+    weights_of_losses: 'ctx.loop changed weights_of_losses.weights, a Tensor. It runs once',
+    sharpness_aware: 'which computes the loss several times in a step',
+    two_things_at_once: 'zip asks something beside ctx.loop for each of its passes',
+    collate_that_raises: 'collate_fn raised RuntimeError (stack expects a non-empty TensorList)',
     iterator_that_goes_on: 'levels changes while training goes on, and a checkpoint cannot hold it',
     list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
-    weights_by_parameter: 'as it has a Parameter as a key in it',
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
     eight_bits: "whose 'scale' is torch.float8_e4m3fn",
@@ -792,25 +838,24 @@ def test_what_would_be_lost_or_wrong_is_refused(function: Callable[..., Any]) ->
     assert REFUSED[function] in str(refused.value)
 
 
+def test_steps_by_another_method_are_refused_at_once() -> None:
+    def train(ctx: FragmentContext) -> None:
+        model = nn.Linear(4, 1)
+        model, _ = ctx.prepare(model, sgd(model))
+        for x, _ in ctx.loop(DATA, 4):
+            assert not ctx.samples
+            model(x).mean().backward()
+            model.zero_grad()
+            torch.nn.init.zeros_(next(model.parameters()))
+
+    with pytest.raises(BadInput, match=r'trained without optimizer\.step\(\)'):
+        in_this_process(train, total_epochs=3, mode=Throughput())
+
+
 def test_a_batch_too_small_for_batch_statistics(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(fork_server, order(tmp_path), 1, tmp_path, batch_of_one) as gang:
         (outcome,) = gang.run()
     assert outcome.error.type == 'BadInput' and 'drop_last=True' in outcome.error.message
-
-
-def test_variables_that_are_read_later_are_live() -> None:
-    def function(rounds: Any) -> Any:
-        best, kept, unused = 0, [], 1
-        for number in rounds:
-            loss = number * 2
-            try:
-                best = max(best, loss)
-            except ValueError:
-                kept.append(unused)
-        return best, kept
-
-    steps = [s for s in dis.get_instructions(function) if s.opname == 'FOR_ITER']
-    assert live_names(function.__code__, steps[0].offset) == {'best', 'kept', 'unused'}
 
 
 def trained(
@@ -832,6 +877,7 @@ BOTH = [
     parameter_of_no_model,
     group_added_later,
     settings_by_epoch,
+    set_at_each_epoch,
     set_before_the_loop,
     by_methods,
     models_that_share,

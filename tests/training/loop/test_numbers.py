@@ -6,10 +6,13 @@ import json
 import os
 import signal
 import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,11 +84,72 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
     return [*numbers, ctx.state['steps'], own['steps'], model.passes]
 
 
-def trained(fork_server: ForkClient, folder: Path, sizes: list[int], mode: str, *args: Any) -> Any:
+class Remembering(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.mean, self.means = torch.ones(2), list[float]()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.means = [*self.means, float(x.mean())][-3:]
+        self.mean = x.detach().mean(0) * self.mean
+        return super().forward(x - self.mean) * (1 + sum(self.means) / 50)
+
+
+def collect(ctx: FragmentContext) -> list[Any]:
+    """What is not a number, in two loops; the second asks by hand, and begins its count late."""
+    torch.manual_seed(1)
+    log, model = list[Any](), nn.Sequential(nn.Linear(2, 2), Remembering())
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.005))
+    losses, recent, counts = list[Any](), deque[float](maxlen=3), Counter[str]()
+    history, seen, total, points = np.zeros(STEPS), set[float](), torch.zeros(()), torch.ones(2)
+
+    def fit(x: torch.Tensor, factor: float) -> None:
+        optimizer.zero_grad()
+        (model(x).pow(2).mean() * factor).backward()
+        optimizer.step()
+        if ctx.fragment == 1 and ctx.samples >= 8 * BATCH and ctx.trainer == 'cut':
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for (x,), number in zip(ctx.loop(DATA, BATCH, samples=20), count(1), strict=False):
+        fit(x, number)
+        log.append((number, x.mean()))
+    level = sum(n for n, _ in log) / len(log)
+    batches, step = iter(ctx.loop(DATA, BATCH)), 0
+    while (batch := next(batches, None)) is not None:
+        points = torch.rand(2) if step % 4 == 3 else points
+        known = len(losses) + sum(recent) + counts['n'] + history.sum() + len(seen)
+        fit(batch[0], 1 / (1 + abs(known + level + float(total + points.sum()))))
+        losses.append(loss := batch[0].mean())
+        recent.append(loss.item())
+        counts['n'] += 1
+        history[step] = loss.item()
+        seen.add(loss.item())
+        total += loss
+        step += 1
+    return [step, len(losses), counts['n'], len(seen), level, float(total), float(history.sum())]
+
+
+def test_containers_and_tensors_follow_too(fork_server: ForkClient, tmp_path: Path) -> None:
+    how: Any = {'function': collect}
+    one, _ = trained(fork_server, tmp_path / '1', [1], 'reproducible', **how)
+    cut, _ = trained(fork_server, tmp_path / '2', [3, 2], 'reproducible', trainer='cut', **how)
+    assert json.loads(one.result)[:5] == [*[STEPS - 5] * 4, 3.0]
+    assert one.result == cut.result and same_weights(one.path, cut.path)
+
+
+def trained(
+    fork_server: ForkClient,
+    folder: Path,
+    sizes: list[int],
+    mode: str,
+    *args: Any,
+    function: Any = train,
+    **more: Any,
+) -> Any:
     total = (EPOCHS if mode == 'reproducible' else 10 * EPOCHS) * len(DATA)
     for fragment, size in enumerate(sizes, 1):
-        ordered = order(folder, fragment, mode=mode, total_samples=total)
-        with ranks(fork_server, ordered, size, folder, train, *args) as gang:
+        ordered = order(folder, fragment, mode=mode, total_samples=total, **more)
+        with ranks(fork_server, ordered, size, folder, function, *args) as gang:
             outcomes = gang.run()
             log = gang.ranks[0].log.read_text()
         ends = {'finished'} if fragment == len(sizes) else {'stopped'}

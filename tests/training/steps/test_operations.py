@@ -22,7 +22,7 @@ PER_MICRO_BATCH, PER_STEP = 12, 30
 def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False) -> None:
     """Reports operations and reads a step, beside the passes and the optimizer's own."""
     import sys
-    from collections import Counter
+    from collections import ChainMap, Counter
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +33,7 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
     # What is done a few times a second: a look at the state, for whose answer nobody waits on a
     # device, and agreements and reports of the ranks, which are on the CPU.
     nonfinite.LOOK_EVERY_S = peers.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
-    found = Counter[str]()  # numbers in variables and plain dicts would follow the first shard
+    found: Any = ChainMap(Counter[str]())  # what it holds does not follow the first shard
     users = [False]
 
     def read(plain: Any) -> Any:
