@@ -79,7 +79,7 @@ class Body:
         parts = spec.shards if reproducible else spec.max_nodes * (spec.ranks.per_node or 1)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
-        self._own_samples = parts > 1 and not reproducible
+        self._own_samples = self._together or (parts > 1 and not reproducible)
         self._anew, self._around = anew, frame_around()
         self._asked: tuple[FrameType | None, int] | None = None
         self._iterations = self._before = 0
