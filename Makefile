@@ -20,7 +20,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOWEST := .venv-lowest
 PACKAGES := .venv-packages
 
-.PHONY: help venv system-packages demo test test-long test-lowest test-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest test-packages few-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 5 minutes, more on busy cores)'
@@ -87,11 +87,13 @@ test-packages:
 
 # Some of them in continuous integration, where .venv has most of what they need.
 FEW := -k 'peft_lora or trl_sft_command or nequip_train or neuraloperator'
-test-few-packages: $(INSTALLED)
+few-packages: $(INSTALLED)
 	$(PYTHON) -m venv $(PACKAGES)-few
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	    > $$(echo $(PACKAGES)-few/lib/python*/site-packages)/base.pth
 	$(PACKAGES)-few/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt $$(grep -E '^(nequip|neuraloperator|peft|trl)=' .ci/constraints-packages.txt)
+
+test-few-packages: few-packages
 	PATH=$(CURDIR)/$(PACKAGES)-few/bin:$$PATH $(PACKAGES)-few/bin/python -m pytest tests/packages $(or $(strip $(TEST_ARGS)),$(FEW))
 
 lint: $(INSTALLED)
