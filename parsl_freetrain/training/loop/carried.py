@@ -39,6 +39,7 @@ class Carried:
         self._numbers: Numbers | None = None
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
+        self._went_on = False
         self._ends: list[Any] = []  # by loop, the variables at its end
 
     def look(self, known: Iterable[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
@@ -71,8 +72,8 @@ class Carried:
         """Call where a loop asks for its first batch; ``goes_on``: others were trained before, so
         that what enumerates them goes on, too. Returns the numbers that the body may change.
         """
-        if goes_on and 'counts' in self._saved:  # some may have been set since ctx.loop was called
-            self.put_back('loop')
+        if goes_on:
+            self.go_on()
         self._counts = counts()
         then = self._saved.pop('counts', ())
         for one, number in zip(self._counts, then if goes_on else (), strict=False):
@@ -83,6 +84,12 @@ class Carried:
         numbers.here = self._numbers.here if self._numbers else self._saved.pop('here', -1)
         self._numbers = numbers
         return numbers
+
+    def go_on(self) -> None:
+        """Put variables back once more: some may have been set since ctx.loop was called."""
+        if 'counts' in self._saved and not self._went_on:
+            self._went_on = True
+            self.put_back('loop')
 
     def end_loop(self) -> None:
         self._ends.append(self._changed())

@@ -119,7 +119,8 @@ class Numbers:
     ) -> None:
         values = {f'{f.f_code.co_qualname}.{n}': v for f in frames for n, v in f.f_locals.items()}
         values.update((place.path, value) for place, value in places)
-        self._spaces: dict[str, _Space] = {}
+        self._spaces: dict[str, _Space] = {}  # the first names what several have
+        self._spaces[_STATE] = lambda: state.user.values, lambda v: _put(state.user.values, v)
         self._fixed = {_ONES, *(frame.f_code.co_qualname for frame in frames)}
         self._data = dict[str, frozenset[str]]()  # variables that may hold data from step to step
         for f in frames:
@@ -141,7 +142,6 @@ class Numbers:
             ones[f'enumerate {i + 1}'] = partial(number_of, one), partial(set_number, one)
         self._spaces[_ONES] = _ones(ones)
         self._spaces.update(_objects(values, how.known))
-        self._spaces[_STATE] = lambda: state.user.values, lambda v: _put(state.user.values, v)
         self._marks: dict[str, tuple[Any, ...]] = {}
         modules = [*among(values, torch.nn.Module).values()]
         self._names = {name for one in modules for name, _ in one.named_parameters()}

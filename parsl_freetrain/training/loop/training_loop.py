@@ -85,6 +85,7 @@ class TrainingLoop:
         began_with = state.samples
         self._saver.save_wanted()  # since the end of the loop before
         if due := state.epoch_due:
+            self._carried.go_on()  # before functions of the epoch's end change them
             state.reports.share(self._peers)
             state.epoch = data.epochs_before(state.samples) - 1
             self._at_end = state.samples == data.end

@@ -174,3 +174,33 @@ def test_what_enumerates_goes_on_in_throughput_mode(
 ) -> None:
     cut, _ = trained(fork_server, tmp_path, [2, 2], 'throughput', False, 8)
     assert json.loads(cut.result)[:4] == [10 * STEPS, 10 * STEPS, 10 * STEPS - 1, 10 * STEPS]
+
+
+def note_at_ends(ctx: FragmentContext) -> list[int]:
+    model: Any = nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    recent, noted = list[int](), list[int]()
+
+    def note() -> None:
+        noted.append(len(recent))
+        recent.clear()
+
+    ctx.each_epoch(note)
+    for (x,) in ctx.loop(DATA, BATCH):
+        recent.append(ctx.samples)
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        if ctx.fragment == 1 and ctx.samples == len(DATA) - BATCH:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return noted
+
+
+def test_what_the_end_of_an_epoch_changes_stays(fork_server: ForkClient, tmp_path: Path) -> None:
+    """Where a fragment ends with the epoch, the next one does its end."""
+    for fragment, how in ((1, 'stopped'), (2, 'finished')):
+        ordered = order(tmp_path, fragment, total_samples=EPOCHS * len(DATA))
+        with ranks(fork_server, ordered, 1, tmp_path, note_at_ends) as gang:
+            (outcome,) = gang.run()
+            assert outcome.how == how, gang.ranks[0].log.read_text()
+    assert json.loads(outcome.result) == [STEPS // EPOCHS] * EPOCHS
