@@ -44,7 +44,7 @@ def test_counting_changed_lines() -> None:
 def test_both_scripts_run(script: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (EXAMPLES / script).read_text()
     assert text.count('20') == 1, 'epochs, of which a few are enough'
-    (run_dir / script).write_text(text.replace('20', '4'))
+    (run_dir / script).write_text(text.replace('20', '6'))
     runpy.run_path(str(run_dir / script), run_name='__main__')
     found = re.search(r"loss(?: of the last batch)?'?: ([\d.e-]+)", capsys.readouterr().out)
     assert found is not None
