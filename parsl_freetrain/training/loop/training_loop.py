@@ -80,8 +80,7 @@ class TrainingLoop:
     def run(self, data: BatchSource) -> Iterator[Any]:
         state = self._state
         if self._policy.policy == ROLLBACK and not state.samples:
-            # The checkpoint that a rollback would need.
-            self._saver.save(self._checkpointer.save_now)
+            self._saver.save(self._checkpointer.save_now)  # which a rollback would need
         began_with = state.samples
         self._saver.save_wanted()  # since the end of the loop before
         if due := state.epoch_due:
