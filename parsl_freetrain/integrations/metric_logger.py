@@ -1,4 +1,6 @@
-"""What a logger of metrics is to an executor: it runs in the submitting process, not on nodes."""
+"""What a logger of metrics is to an executor: it runs in the submitting process, so that nodes need
+neither the library nor its credentials.
+"""
 
 from __future__ import annotations
 

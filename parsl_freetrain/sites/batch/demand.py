@@ -150,9 +150,10 @@ UNWILLING_S = 30.0  # for other runs to give back what jobs need; then their blo
 
 
 class StalledJobs:
-    """Since when jobs could have started: those that wait for what no answer tells (a licence)
-    would get nodes for ever. After ``limit_s`` they count as held back otherwise; after half of
-    that, nodes that were idle all the time count as unsuitable.
+    """Since when jobs could have started. One that waits for what no answer tells (a licence) would
+    be given nodes for ever, so after ``limit_s`` it counts as held back otherwise. One that idle
+    nodes do not suit (memory) would seem to be served by them, so after half of that they count as
+    unsuitable.
     """
 
     def __init__(self, limit_s: float) -> None:

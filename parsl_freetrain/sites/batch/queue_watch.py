@@ -1,4 +1,6 @@
-"""The scheduler's last answers, asked for in a thread: one may hang."""
+"""The scheduler's last answers, asked for in a thread of its own: a scheduler that hangs must not
+stop the process that listens to nodes.
+"""
 
 from __future__ import annotations
 

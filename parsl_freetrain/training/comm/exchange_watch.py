@@ -1,4 +1,6 @@
-"""Notices that this rank waits in an exchange too long, or for a rank that is gone."""
+"""Notices that this rank waits in an exchange too long, or for a rank that is gone. gloo may not
+end an exchange whose connection breaks in the middle: only this process's end does.
+"""
 
 from __future__ import annotations
 
