@@ -110,6 +110,9 @@ class Carried:
         for place, now in self._places:
             if place.path in saved:
                 place.put(self._value(saved[place.path], now))
+        for path, module in self._places.modules.items():
+            for name, then in _named(saved, f'{path}.').items():
+                vars(module).setdefault(name, self._value(then))  # first made in forward, perhaps
         for frame in self._frames:
             its, own = frame.f_globals, frame.f_locals
             for name, then in _named(saved, f'{GLOBAL}{its["__name__"]}:').items():

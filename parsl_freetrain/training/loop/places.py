@@ -57,6 +57,7 @@ class Places:
     def __init__(self, frames: Iterable[FrameType], others: Iterable[Any]) -> None:
         self.classes: dict[str, type] = {}
         self.stored = set[str]()  # names of attributes that functions set
+        self.modules: dict[str, torch.nn.Module] = {}  # the user's own
         self._found: dict[str, Place] = {}
         self._called, self._seen = Counter[str](), set[int]()
         self._waiting: deque[Any] = deque()
@@ -146,6 +147,7 @@ class Places:
     def _module(self, path: str, one: torch.nn.Module) -> None:
         self._waiting += (type(one), *one._forward_hooks.values())
         if changes.is_users_class(type(one).__module__):
+            self.modules[path] = one
             for key, value in [*vars(one).items()]:
                 trained = isinstance(value, torch.Tensor) and value.requires_grad
                 if changes.may_be_saved(value) and not (key in OF_TORCH or trained):

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from parsl_freetrain import Throughput
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.checkpoint.export import load_weights, same_weights
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import in_this_process
@@ -36,7 +36,7 @@ from tests.support.ranks import order, ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X[:, :1] * 3)
-TOTAL, CUT = 96, 24  # six epochs; within the second
+TOTAL, CUT = 160, 24  # ten epochs; within the second
 
 
 class Net(nn.Module):
@@ -89,7 +89,7 @@ def fit(ctx: FragmentContext, loss_of: Callable[[Any, Any], Any], *optimizers: A
 def cut(ctx: FragmentContext) -> None:
     """The first fragment gets its notice. Of quick steps, ranks would agree on the end too late."""
     if ctx.trainer == 'cut' and ctx.fragment == 1 and ctx.samples >= CUT:
-        time.sleep(0.06)
+        time.sleep(0.1)
         if ctx.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -920,3 +920,38 @@ def test_the_weights_depend_on_neither_cuts_nor_ranks(
             assert torch.equal(weight.to_dense(), second[name].to_dense()), name
         else:
             torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-4)
+
+
+class MadeInForward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes = getattr(self, 'passes', 0) + 1
+        return super().forward(x) * (1 + self.passes / 100)
+
+
+def made_in_forward(ctx: FragmentContext, stop_at: int) -> None:
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(MadeInForward(2, 1))
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
+    for (x,) in ctx.loop(TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2)), 4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if ctx.fragment == 1 and ctx.samples == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize('mode', ['throughput', 'reproducible'])
+def test_attributes_that_forward_makes_go_on(
+    fork_server: ForkClient, tmp_path: Path, mode: str
+) -> None:
+    paths = []
+    for stop_at, fragments in ((-1, 1), (12, 2)):
+        for fragment in range(1, fragments + 1):
+            folder = tmp_path / str(fragments)
+            ordered = order(folder, fragment, total_samples=2400, mode=mode)
+            with ranks(fork_server, ordered, 1, folder, made_in_forward, stop_at) as gang:
+                (outcome,) = gang.run()
+                how = 'finished' if fragment == fragments else 'stopped'
+                assert outcome.how == how, gang.ranks[0].log.read_text()
+        paths.append(outcome.path)
+    assert same_weights(*paths)
