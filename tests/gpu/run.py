@@ -125,6 +125,9 @@ def measure(
     assert out.exists(), log[-3000:]
     found: Figures = json.loads(out.read_text())
     assert found['steps'] > 1, found
+    said = [line for line in log.splitlines() if 'The device waits for Python' in line]
+    if said:
+        found['said'] = said[0]
     if machine.devices:
         assert 'device cpu' not in log, log
         if 'device_ms' not in found:
