@@ -73,15 +73,8 @@ def counted(network: str, shards: int, folder: str) -> None:
 def main(network: str, shards: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = f'--callgrind-out-file={folder}/out'
-        python = [
-            sys.executable,
-            '-m',
-            'tests.benchmarks.instructions',
-            network,
-            str(shards),
-            folder,
-        ]
-        command = [*VALGRIND.split(), out, *python]
+        own = ['-m', 'tests.benchmarks.instructions', network, str(shards), folder]
+        command = [*VALGRIND.split(), out, sys.executable, *own]
         subprocess.run(
             command, env={**os.environ, **PLAIN_KERNELS}, check=True, capture_output=True
         )

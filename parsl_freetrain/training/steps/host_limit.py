@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,11 +28,13 @@ class HostLimit:
         shards: int,
         *,
         on: bool,
+        compiled: Callable[[], bool] | None = None,
         say: Callable[[str], None] = print,
         device: Any = torch.cuda,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._shards, self._say, self._device, self._clock = shards, say, device, clock
+        self._compiled = compiled or compiles
         self._on, self._number, self._began = on, 0, 0.0
         self._took: list[float] = []
         self._events: list[Any] = []
@@ -64,12 +67,24 @@ class HostLimit:
                 self._tell(python_s, device_s, passes, samples)
 
     def _tell(self, python_s: float, device_s: float, passes: int, samples: int) -> None:
-        largest = max(self._shards * _FACTOR * device_s / python_s, self._shards / passes, 1.0)
-        fewer = 2 ** math.floor(math.log2(largest))
-        larger = f'mode=Reproducible(shards={fewer}) makes larger passes, ' if passes > 1 else ''
+        # A rank needs a shard.
+        fewest, enough = -(-self._shards // passes), self._shards * _FACTOR * device_s / python_s
+        ways = []
+        if passes > 1:
+            fewer = max(2 ** math.floor(math.log2(max(enough, 1))), fewest)
+            ways.append(f'mode=Reproducible(shards={fewer}) makes fewer and larger passes')
+        if not self._compiled():
+            ways.append('torch.compile(model) makes fewer operations')
+        if passes == 1 or enough < fewest:
+            ways.append('larger batches make larger passes')
         self._say(
             f'The device waits for Python, which launches its operations: a forward and backward '
             f'pass of {samples} samples, of which this rank has {passes} in a step, takes Python '
-            f'{1e3 * python_s:.3g} ms and the device {1e3 * device_s:.3g} ms: {larger}'
-            'torch.compile(model) makes fewer operations.'
+            f'{1e3 * python_s:.3g} ms and the device {1e3 * device_s:.3g} ms: {", ".join(ways)}.'
         )
+
+
+def compiles() -> bool:
+    """Whether torch has compiled something in this process."""
+    compiler: Any = sys.modules.get('torch._dynamo.utils')
+    return compiler is not None and compiler.counters['frames']['ok'] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,21 +178,24 @@ class Device:
 
 
 def test_a_device_that_waits_for_python_is_told_once() -> None:
-    for shards, passes, work_s, words in (
-        (4, 4, 0.015, ['pass of 8 samples', '35 ms and the device 15 ms', 'shards=2)', 'compile']),
-        (4, 4, 0.003, ['35 ms and the device 3 ms', 'shards=1) makes']),
-        (8, 2, 0.003, ['of which this rank has 2', 'shards=4)']),  # each rank has one then
-        (1, 1, 0.015, ['of which this rank has 1', 'torch.compile']),
-        (4, 4, 0.025, []),  # not much less than Python
-        (4, 4, 0.1, []),  # Python waits for the device, as it should
+    for shards, passes, work_s, compiled, words in (
+        (4, 4, 0.015, False, '8 samples|35 ms and the device 15 ms|shards=2)|compile(model) makes'),
+        (4, 4, 0.003, True, '35 ms and the device 3 ms: mode=Reproducible(shards=1)'),
+        (4, 4, 0.003, True, 'larger batches'),  # as one shard would not do
+        (8, 2, 0.003, False, 'of which this rank has 2|shards=4)'),  # each rank has one then
+        (1, 1, 0.015, False, 'of which this rank has 1|torch.compile|larger batches'),
+        (4, 4, 0.025, False, ''),  # not much less than Python
+        (4, 4, 0.1, False, ''),  # Python waits for the device, as it should
     ):
         said: list[str] = []
         device = Device(work_s)
-        limit = HostLimit(shards, on=True, say=said.append, device=device, clock=device.clock)
+        how: Any = {'say': said.append, 'device': device, 'clock': device.clock}
+        limit = HostLimit(shards, on=True, compiled=partial(bool, compiled), **how)
         for _ in range(200):
             limit.begin()
             device.micro_batch(max(0.035, work_s))
             limit.end(passes, 8)
         assert (len(said), device.slept) == (bool(words), 1), (work_s, said)
-        assert all(word in said[0] for word in words)
+        assert all(word in ''.join(said) for word in words.split('|'))
         assert passes > 1 or 'shards=' not in ''.join(said)
+        assert not (compiled and 'torch.compile' in ''.join(said))
