@@ -1,19 +1,15 @@
-"""How long decisions take: ``make bench BENCH_ARGS='-k allocation'``, pictures in
-``ALLOCATION_OUT``. Only that exact solvers agree is asserted.
+"""How long decisions take: ``make bench BENCH_ARGS='-k allocation'``. Only that exact solvers agree
+is asserted.
 """
 
 import gc
 import math
-import os
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter, process_time
 
-import matplotlib.pyplot as plt
 import pytest
 
 from parsl_freetrain.core.allocation import solution
@@ -26,10 +22,8 @@ from parsl_freetrain.core.model.types import ScalingCurve
 from tests.benchmarks.workload import MACHINE
 from tests.support.allocation import recorded
 from tests.support.class_problems import class_problem
-from tests.support.programs import run_to_end
 
 POINTS = (1, 2, 4, 8, 16, 32, 64)
-OUT = os.environ.get('ALLOCATION_OUT')
 
 
 def curve(draw: random.Random) -> ScalingCurve:
@@ -119,18 +113,6 @@ def test_allocation_by_size() -> None:
         assert DpAllocator().allocate(one).objective == pytest.approx(
             MilpAllocator(60.0).allocate(one).objective, rel=1e-9
         )
-
-
-def test_allocation_as_asked_again_and_again() -> None:
-    """A replay asks about the same bids with other pools: what they are worth is remembered."""
-    print(f'\nThe same bids, pool after pool ({MACHINE})')
-    for trainers, nodes in ((10, 100), (30, 500), (1000, 4734)):
-        first, allocator, found = problem(random.Random(1), trainers, nodes), DpAllocator(), []
-        for n in range(nodes // 2, nodes, max(nodes // 200, 1)):
-            began = perf_counter()
-            allocator.allocate(Problem(120.0, n, first.bids))
-            found.append(1e3 * (perf_counter() - began))
-        print(f'  {trainers:5} x {nodes:6}  dp          {shown(found)}')
 
 
 def test_allocation_of_recorded_decisions() -> None:
@@ -234,57 +216,3 @@ def in_its_course(before: Problem, then: Problem, solver: Allocator) -> Problem:
             )
         )
     return replace(before, bids=tuple(bids))
-
-
-def test_allocation_growth() -> None:
-    by_trainers = [(j, 10 * j) for j in (10, 30, 100, 300, 1000)]
-    by_nodes = [(100, n) for n in (100, 300, 1000, 3000, 10000)]
-    print(f'\nGrowth, median ms ({MACHINE})')
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, sizes, which, label in (
-        (axes[0], by_trainers, 0, 'trainers (10 nodes each)'),
-        (axes[1], by_nodes, 1, 'nodes (100 trainers)'),
-    ):
-        for name, solver, upto, count in (
-            ('dp', DpAllocator, 1000, 20),
-            ('MILP, HiGHS', lambda: MilpAllocator(60.0), 100, 3),
-        ):
-            some = [size for size in sizes if size[0] <= upto]
-            medians = [statistics.median(times(solver, many(*size, count))) for size in some]
-            axis.loglog([size[which] for size in some], medians, marker='o', label=name)
-            for (trainers, nodes), median in zip(some, medians, strict=True):
-                print(f'  {name:12} {trainers:5} x {nodes:6}  {median:9.2f}')
-        axis.set_xlabel(label)
-    axes[0].set_ylabel('ms')
-    axes[0].legend()
-    if OUT:
-        figure.savefig(Path(OUT) / 'allocation-growth.svg', bbox_inches='tight')
-    plt.close(figure)
-
-
-MEMORY = """
-import random, re, sys
-from pathlib import Path
-from tests.benchmarks.test_allocation import DpAllocator, MilpAllocator, problem
-
-def peak():
-    return int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) / 1024
-
-one = problem(random.Random(1), int(sys.argv[2]), int(sys.argv[3]))
-solver = {'dp': DpAllocator, 'milp': MilpAllocator}[sys.argv[1]]()
-solver.allocate(problem(random.Random(1), 2, 4))
-Path('/proc/self/clear_refs').write_text('5')       # forget the peak so far
-before = peak()
-solver.allocate(one)
-print(before, peak())
-"""
-
-
-def test_allocation_memory() -> None:
-    print(f'\nPeak memory of one decision in a process of its own, MiB ({MACHINE})')
-    for name, trainers, nodes in (('dp', 35, 1000), ('dp', 1000, 10000), ('milp', 35, 1000)):
-        done = run_to_end(
-            [sys.executable, '-c', MEMORY, name, str(trainers), str(nodes)], check=True
-        )
-        before, after = map(float, done.stdout.split())
-        print(f'  {name:5} {trainers:5} x {nodes:6}   before {before:6.0f}   peak {after:6.0f}')

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +15,14 @@ import pytest
 from parsl_freetrain.core.controller.node_habits import NodeHabits
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.replay.accounting import Interruption
 from parsl_freetrain.replay.habits import habits_of
 from parsl_freetrain.replay.read import read_trace
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import read_trainers
-from parsl_freetrain.replay.world import World
 
 DATA = Path(__file__).resolve().parents[3] / 'shared/data'
 LEARN_S, END_S = 72_743.0, 604_800.0
-# For how long a checkpoint of 210 MB holds training up (docs/evidence/measurements.md).
-PAUSE_S = 0.015
 
 
 def summit(begin_s: float, end_s: float) -> Trace:
@@ -95,42 +89,3 @@ def test_habits_and_an_oracle(at_a_time: int) -> None:
         ('every end is known to decisions', told, oracle, True),
     ):
         print(shown(name, where, at_a_time, habits, known), flush=True)
-
-
-@pytest.mark.timeout(3600)
-def test_habits_and_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work since the last checkpoint, which replays do not charge."""
-    learned, trace = habits_of(summit(0.0, LEARN_S)), summit(LEARN_S, END_S)
-    lost: dict[str, float] = {}
-    held_up: dict[str, float] = {}
-    often: dict[str, float] = {}
-    used = 0.0
-    launch, ended = World.launch, World._ended
-
-    def starting(self: World, action: ev.StartFragment, at: float) -> None:
-        often[action.trainer] = action.interruptions_per_s or 0.0
-        launch(self, action, at)
-
-    def ending(self: World, name: str, at: float, how: Any, cause: Any) -> ev.FragmentEnded:
-        nonlocal used
-        run = self._runs[name]
-        lasted_s, per_s = at - run.started_s, often[name]
-        used += lasted_s * run.nodes
-        by_habits = math.sqrt(2 * PAUSE_S / per_s) if per_s else 30.0
-        for way, every_s in (
-            ('every 30 s', 30.0),
-            ('by habits', float(np.clip(by_habits, 1.0, 30.0))),
-        ):
-            since_s = lasted_s % every_s if cause is Interruption.PREEMPTED else 0.0
-            lost[way] = lost.get(way, 0.0) + since_s * run.nodes
-            held_up[way] = held_up.get(way, 0.0) + lasted_s // every_s * PAUSE_S * run.nodes
-        return ended(self, name, at, how, cause)
-
-    monkeypatch.setattr(World, 'launch', starting)
-    monkeypatch.setattr(World, '_ended', ending)
-    print('\n' + shown('habits', trace, 10, learned, False))
-    for way, node_s in lost.items():
-        print(
-            f'  checkpoints {way:12} lost since the last one {100 * node_s / used:.2f} % of the '
-            f'node-seconds, held up by them {100 * held_up[way] / used:.2f} %'
-        )

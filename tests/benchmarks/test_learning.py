@@ -5,22 +5,13 @@ The published ones are of the public Summit trace. Nothing is asserted here.
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import pytest
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.throughput_profile import (
-    Evidence,
-    Posterior,
-    Profile,
-    points,
-    shapes,
-)
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.read import read_trace, synthetic
 from parsl_freetrain.replay.result import ReplayResult
@@ -32,8 +23,6 @@ from tests.benchmarks.workload import MACHINE
 
 DATA = Path(__file__).resolve().parents[3] / 'shared/data'
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-Curve = Callable[..., ScalingCurve]
-PLAIN = Profile.curve
 BEGIN_S, DAYS = 72_743.0, float(os.environ.get('LEARNING_DAYS', '6'))
 
 
@@ -90,48 +79,6 @@ def ratio(found: ReplayResult) -> float:
     return found.oracle.learned_work / found.oracle.work
 
 
-def hoping(optimism: float) -> Curve:
-    return lambda self, most, assumed, _=0.0: PLAIN(self, most, assumed, optimism)
-
-
-def until_three(
-    self: Profile, most: int, assumed: float, optimism: float | None = None
-) -> ScalingCurve:
-    if optimism is None:
-        known = {n for profile in (self, *self.related) for n in profile.measured}
-        optimism = 1.5 if len(known) < 3 else 0.0
-    return PLAIN(self, most, assumed, optimism)
-
-
-def thompson(draw: np.random.Generator) -> Curve:
-    """A curve drawn from what is known, and drawn again with each new measurement."""
-    drawn: dict[tuple[int, int], tuple[Evidence, ScalingCurve]] = {}
-
-    def curve(self: Profile, most: int, assumed: float, _: float = 0.0) -> ScalingCurve:
-        own, key = self.evidence, (id(self), most)
-        if own is None:
-            return PLAIN(self, most, assumed, 0.0)
-        if key not in drawn or drawn[key][0] is not own:
-            posterior = Posterior(own, self._related(), assumed)
-            i = int(draw.choice(len(posterior._share), p=posterior._share))
-            counts = points(most)
-            rates = np.exp(posterior._start[i] + shapes(counts)[i])
-            drawn[key] = own, ScalingCurve(tuple(counts), tuple(rates.tolist()))
-        return drawn[key][1]
-
-    return curve
-
-
-def largest_first(self: Profile, most: int, assumed: float, _: float = 0.0) -> ScalingCurve:
-    """Three sizes of each network are measured, the largest first, then half and a quarter of it:
-    the order of MalleTrain's job profiling advisor, since a change to fewer nodes is the cheaper.
-    """
-    known = {n for profile in (self, *self.related) for n in profile.measured}
-    if self.stated is None and len(known) < 3 and most >> len(known):
-        return ScalingCurve((most >> len(known),), (assumed * (most >> len(known)),))
-    return PLAIN(self, most, assumed, 0.0)
-
-
 def steady(first: int, trainers: tuple[ReplayTrainer, ...]) -> ReplayResult:
     """Ten endless trainers on 56 nodes that stay for 6 h."""
     endless = tuple(
@@ -140,24 +87,6 @@ def steady(first: int, trainers: tuple[ReplayTrainer, ...]) -> ReplayResult:
     )
     pool = constant_pool(synthetic(0).window(until=6 * 3600), 56)
     return learned(pool, endless, 10)
-
-
-def test_ways_to_explore_for_learned_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, made_up = summit(), saturating(1, 1000)
-    print(f'\nNormalised work with learned curves / with known ones, 10 at a time ({MACHINE})')
-    for name, curve in (
-        ('no hopes', hoping(0.0)),
-        ('half a standard deviation', hoping(0.5)),
-        ('a standard deviation', hoping(1.0)),
-        ('Thompson', thompson(np.random.default_rng(0))),
-        ('largest first', largest_first),
-        ('1.5 until three counts', until_three),
-        ('3, then 0.5', PLAIN),
-    ):
-        monkeypatch.setattr(Profile, 'curve', curve)
-        stays = [ratio(steady(first, made_up)) for first in range(0, 40, 10)]
-        changes = ratio(learned(trace, made_up, 10))
-        print(f'  {name:28} Summit {changes:.4f}, 56 nodes for 6 h {fmean(stays):.4f}', flush=True)
 
 
 def test_sizes_tried_of_learned_curves() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from parsl_freetrain import Checkpoints, FragmentContext, LocalSite, Scaling, freetrain_app
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.training.steps.bit_sums import bit_sums
 from tests.benchmarks.workload import MACHINE, under_torchrun
 from tests.gpu import run
 from tests.support.training import fit, freetrain
@@ -140,36 +139,6 @@ def test_what_waiting_costs(tmp_path: Path) -> None:
         f'\nCPU while nothing changes, share of a core ({MACHINE})\n  submitting process '
         f'{share[0]:.2%}\n  interchange {share[1]:.2%}'
     )
-
-
-def test_what_a_verified_resume_costs() -> None:
-    """Beside a step, once for each checkpoint: three looks at all tensors, and one read."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # as a rank on one core
-    every_s = Checkpoints().every_s
-    print(f'\nDigests of a step, one for each checkpoint, every {every_s:g} s ({MACHINE})')
-    for width, depth in ((64, 60), (1024, 8)):
-        layers = [(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(depth)]
-        model = nn.Sequential(*(one for pair in layers for one in pair))
-        x = torch.randn(64, width)
-        step, looks = [], []
-        for _ in range(10):
-            began = time.perf_counter()
-            model(x).square().mean().backward()
-            step.append(time.perf_counter() - began)
-            tensors = [*model.parameters(), *model.buffers()]
-            began = time.perf_counter()
-            grads = [p.grad for p in model.parameters()]
-            sums = [bit_sums(what, x.device) for what in (tensors, grads, tensors)]
-            torch.cat(sums).tolist()
-            looks.append(time.perf_counter() - began)
-        step_s, look_s = statistics.median(step), statistics.median(looks)
-        print(
-            f'  {len(tensors)} tensors of width {width}: {1e3 * look_s:.2f} ms, '
-            f'{look_s / step_s:.1%} of a pass of {1e3 * step_s:.1f} ms; {look_s / every_s:.4%} of '
-            'the training',
-            flush=True,
-        )
 
 
 def test_what_verification_adds_to_each_step() -> None:
