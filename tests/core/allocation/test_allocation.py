@@ -58,19 +58,14 @@ def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> 
         assert answer.objective == pytest.approx(max(values), rel=SOLVED, abs=rounding(problem))
 
 
-@holds_for(problems(), tries=300)
-def test_dp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
-    check_against_brute_force(problem, [DP])
+@holds_for(problems(), tries=200)
+def test_the_optimum_of_all_feasible_allocations_is_found(problem: Problem) -> None:
+    check_against_brute_force(problem, [DP, HIGHS])
     best = max(
         by_hand(problem, {name: n for name, (n,) in allocation.items()})
         for allocation in feasible(problem)
     )
     assert DP.allocate(problem).objective == pytest.approx(best, rel=SOLVED, abs=rounding(problem))
-
-
-@holds_for(problems(), tries=150)
-def test_milp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
-    check_against_brute_force(problem, [HIGHS])
 
 
 @holds_for(problems(constrained=True), tries=150)
@@ -129,9 +124,11 @@ def test_the_bound_of_what_is_not_proven_is_a_bound(problem: Problem) -> None:
         assert answer.bound >= answer.objective
         assert answer.bound >= best - max(SOLVED * abs(best), rounding(problem))
         assert answer.gap >= 0
+        if not isinstance(allocator, EqualShareAllocator):
+            assert_not_worse_than_staying(problem, answer)
 
 
-@pytest.mark.parametrize('time_limit_s', [0.05, 0.2, 1.0])
+@pytest.mark.parametrize('time_limit_s', [0.05, 0.5])
 def test_the_bound_of_a_milp_without_time_is_a_bound(time_limit_s: float) -> None:
     problem = ending(7, 12, 120, 3)
     answer, best = MilpAllocator(time_limit_s).allocate(problem), COLUMNS.allocate(problem)
@@ -163,8 +160,7 @@ def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ('seed', 'trainers', 'nodes', 'ends'),
-    [(1, 4, 24, 1), (2, 5, 40, 1), (3, 4, 24, 2), (4, 6, 60, 1), (5, 3, 24, 3)],
+    ('seed', 'trainers', 'nodes', 'ends'), [(1, 4, 24, 1), (4, 6, 60, 1), (5, 3, 24, 3)]
 )
 def test_column_generation_agrees_with_the_milp_where_enumeration_ends(
     seed: int, trainers: int, nodes: int, ends: int
@@ -190,12 +186,6 @@ def test_the_order_of_blocks_does_not_matter() -> None:
     here, there = ColumnAllocator(5.0).allocate(problem), ColumnAllocator(5.0).allocate(turned)
     assert here.status == there.status == 'optimal'
     assert here.objective == pytest.approx(there.objective, rel=1e-9)
-
-
-@pytest.mark.parametrize('time_limit_s', [0.0, 0.01, 0.1])
-def test_column_generation_without_time_is_never_worse_than_staying(time_limit_s: float) -> None:
-    problem = ending(7, 12, 120, 3)
-    assert_not_worse_than_staying(problem, ColumnAllocator(time_limit_s).allocate(problem))
 
 
 @holds_for(problems_with_blocks(), tries=200)
@@ -379,29 +369,10 @@ def test_staying_gives_up_what_ends_first() -> None:
     assert stay_put(problem) == {'a': (1, 3)}
 
 
-def test_counts_are_the_range_within_the_pool_or_the_sizes() -> None:
-    assert bid('a', low=3, high=5).counts(4) == [3, 4]
-    assert bid('a', low=3, high=5).counts(2) == []
-    assert bid('a', low=0, high=2).counts(9) == [1, 2]
-    assert replace(bid('a', low=3, high=9), sizes=(8, 2, 4, 4)).counts(9) == [4, 8]
-
-
 @pytest.mark.parametrize('limit_s', [-1.0, math.nan])
 def test_bad_settings_of_the_milp(limit_s: float) -> None:
     with pytest.raises(BadInput, match=str(limit_s)):
         MilpAllocator(limit_s)
-
-
-def test_what_dp_remembers_of_a_bid_is_of_that_bid() -> None:
-    allocator = DpAllocator()
-    for j in range(300):
-        curve = ScalingCurve.from_points({1: 10.0 + j, 8: 80.0})
-        one = Bid('a', 1, 1 + j % 7, j % 4, 18.0, 12.0, curve)
-        for horizon_s in (10.0, 120.0):
-            problem = Problem(horizon_s, j % 9, (one,))
-            assert allocator.allocate(problem).objective == pytest.approx(
-                DpAllocator().allocate(problem).objective, rel=1e-12
-            )
 
 
 def optimum_is_reached(answer: Answer, problem: Problem, optimum: float) -> bool:
@@ -411,7 +382,7 @@ def optimum_is_reached(answer: Answer, problem: Problem, optimum: float) -> bool
 
 
 @pytest.mark.parametrize(
-    ('allocator', 'step'), [pytest.param(DP, 1, id='dp'), pytest.param(HIGHS, 10, id='HiGHS')]
+    ('allocator', 'step'), [pytest.param(DP, 1, id='dp'), pytest.param(HIGHS, 30, id='HiGHS')]
 )
 def test_recorded_decisions_of_summit_get_their_optimum(allocator: Allocator, step: int) -> None:
     decisions = recorded()[::step]

@@ -98,28 +98,6 @@ def test_restarts_when_blocks_end_are_part_of_the_cost() -> None:
     check_alternatives(problem, answer, explanation)
 
 
-def test_a_trainer_that_may_not_change_has_no_alternative() -> None:
-    bids = bid('a', current=2, fixed=True), bid('b')
-    _, explanation = explained(Problem(100.0, 4, bids), DpAllocator())
-    assert explanation.reasons[0].alternative is None
-    assert explanation.reasons[1].alternative is not None
-
-
-def test_a_trainer_that_cannot_have_any_node_has_no_alternative() -> None:
-    bids = bid('a', low=4), bid('b', sizes=(2,))
-    _, explanation = explained(Problem(100.0, 3, bids), DpAllocator())
-    assert explanation.reasons[0].alternative is None
-    assert explanation.reasons[1].alternative == Alternative(0, 0.0, 2000.0)
-
-
-def test_no_alternatives_where_no_allocation_keeps_the_limits() -> None:
-    share = Limit(('a',), least=3, why='share of a')
-    problem = Problem(100.0, 2, (bid('a'), bid('b')), limits=(share,))
-    answer, explanation = explained(problem, DpAllocator())
-    assert answer.status == 'infeasible'
-    assert [reason.alternative for reason in explanation.reasons] == [None, None]
-
-
 def test_limits_say_how_far_they_are_used() -> None:
     problem = Problem(
         100.0,

@@ -93,25 +93,6 @@ def counts(actions: tuple[ev.Action, ...]) -> dict[str, int]:
 # Nodes come and go
 
 
-def test_joining_nodes_start_a_fragment_and_the_checkpoint_carries_over() -> None:
-    history = ClockedController()
-    assert history.submit('net') == ()
-    assert history.join('b', 'n1', 'n2') == (StartFragment('net', 1, ('n1', 'n2'), None, 0),)
-    assert history.ended('net', 1, samples=300) == (
-        StartFragment('net', 2, ('n1', 'n2'), None, 300),
-    )
-
-
-def test_leaving_nodes_abandon_their_fragment_and_the_next_one_takes_what_is_left() -> None:
-    history = ClockedController()
-    history.submit('net')
-    history.join('b', 'n1', 'n2', 'n3')
-    assert history.leave('n2') == (AbandonFragment('net', 1),)
-    assert history.tick() == ()
-    assert history.leave('n2') == ()
-    assert starts(history.ended('net', 1, Ending.PREEMPTED, samples=0)) == {'net': {'n1', 'n3'}}
-
-
 def test_names_that_begin_alike_are_different() -> None:
     history = ClockedController()
     history.submit('t1', high=1)
@@ -146,19 +127,6 @@ def test_a_block_whose_opening_is_told_after_its_nodes_keeps_them() -> None:
 # Who gets what
 
 
-def test_a_finished_trainer_s_nodes_go_to_a_waiting_one_at_once() -> None:
-    history = ClockedController()
-    history.submit('a', high=2)
-    history.submit('b', low=2, high=2)
-    history.join('x', 'n1', 'n2')
-    first = next(iter(history.held()))
-    second = {'a': 'b', 'b': 'a'}[first]
-    end, start = history.ended(first, 1, Ending.FINISHED, samples=1000)
-    assert end == EndTrainer(first, 'finished')
-    assert isinstance(start, StartFragment)
-    assert (start.trainer, set(start.nodes)) == (second, {'n1', 'n2'})
-
-
 def test_a_finished_trainer_s_nodes_go_to_a_running_one_by_a_rescale() -> None:
     history = ClockedController()
     history.submit('a')
@@ -169,15 +137,6 @@ def test_a_finished_trainer_s_nodes_go_to_a_running_one_by_a_rescale() -> None:
         StopFragment('b', 1, 'rescale from 2 to 4 nodes'),
     )
     assert starts(history.ended('b', 1, samples=50)) == {'b': {'n1', 'n2', 'n3', 'n4'}}
-
-
-def test_a_new_trainer_shares_what_there_is() -> None:
-    history = ClockedController()
-    history.join('x', 'n1', 'n2', 'n3', 'n4')
-    history.submit('a')
-    assert history.submit('b') == (StopFragment('a', 1, 'rescale from 4 to 2 nodes'),)
-    assert history.tick() == ()
-    assert counts(history.ended('a', 1)) == {'a': 2, 'b': 2}
 
 
 def test_measured_speed_decides_where_none_was_stated() -> None:
@@ -299,16 +258,6 @@ def test_a_notice_stops_the_fragments_of_that_block_once() -> None:
     assert history.ended(holder['n1'], 1) == ()  # 2 s are too little to start anew
 
 
-def test_after_a_notice_the_time_left_is_used() -> None:
-    history = ClockedController()
-    history.submit('net')
-    history.join('b', 'n1')
-    history.tell(ev.BlockEndKnown(10.0, 'b', 60.0))
-    assert history.ended('net', 1, samples=5, after=11) == (
-        StartFragment('net', 2, ('n1',), 60.0, 5),
-    )
-
-
 def test_a_block_that_is_taken_before_a_node_has_joined_is_given_back_at_once() -> None:
     history = ClockedController()
     history.submit('net')
@@ -323,20 +272,6 @@ def test_a_block_that_is_taken_before_a_node_has_joined_is_given_back_at_once() 
     history.join('c', 'n1')
     told = history.tell(ev.BlockEndKnown(9.0, 'c', 19.0))
     assert [type(action) for action in told] == [StopFragment]
-
-
-def test_a_node_that_joins_after_the_notice_goes_with_its_block() -> None:
-    history = ClockedController()
-    history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(2)))
-    history.tell(ev.BlockEndKnown(0.0, 'b', 60.0))
-    history.join('b', 'n1')
-    (action,) = history.submit('net', high=1)
-    assert isinstance(action, StartFragment)
-    assert action.deadline_s == 60.0
-    history.join('b', 'n2', until_s=300.0)
-    (action,) = history.submit('other', high=1)
-    assert isinstance(action, StartFragment)
-    assert action.deadline_s == 60.0
 
 
 # Endings

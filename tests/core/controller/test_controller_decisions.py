@@ -67,20 +67,6 @@ def test_a_plan_is_asked_for_anew_when_something_else_happens_before_it_is_carri
     assert len(history.held('net')) == 5
 
 
-def test_who_is_rescaled_keeps_its_nodes() -> None:
-    history = CountingController()
-    history.submit('net', high=4)
-    history.tell(ev.NodesJoined(0.0, 'b', names(3)))
-    mine = set(history.held('net'))
-    history.tell(ev.NodesJoined(0.0, 'a', names(9, 'a')))
-    asked = len(history.allocator.asked)
-    history.tell(ev.FragmentEnded(0.0, 'net', 1, 5, Ending.STOPPED))
-    # What has been asked to stop for a plan bids otherwise, but the plan stands.
-    assert len(history.allocator.asked) == asked
-    assert len(history.held('net')) == 4
-    assert set(history.held('net')) > mine
-
-
 def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
     history = CountingController(horizon_s=120.0)
     history.submit('net', down_s=3.0)

@@ -48,12 +48,6 @@ def test_over_blocks_the_largest_first_so_that_they_are_few() -> None:
     assert pick(pool, 4) == ('b1', 'b2', 'b3', 'c1')
 
 
-def test_too_few_are_none_and_stay_free() -> None:
-    pool = pool_of(b={'b1': None, 'b2': 5})
-    assert pick(pool, 3, 'b1') is None
-    assert pick(pool, 2) == ('b1', 'b2')
-
-
 def test_who_shrinks_gives_back_what_ends_first_and_who_grows_keeps_all() -> None:
     ends: Ends = {'x': 10, 'y': None, 'z': 99}
     assert pick(pool_of(b=ends), 2, 'x', 'y', 'z') == ('y', 'z')

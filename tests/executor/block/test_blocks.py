@@ -34,12 +34,23 @@ class Told:
         pass
 
 
+def managed(
+    site: LocalSite, *subscribers: Told, submit: Any = None, nodes: int = 1, **jobs: str
+) -> BlockManager:
+    """The blocks of these jobs, by name; given back if their nodes say nothing for 60 s."""
+    provider, nobody = BackfillProvider(site, max_blocks=2), cast(Any, None)
+    provider._jobs |= dict.fromkeys(jobs.values(), None)
+    parsl = NoParsl(submit) if submit else NoParsl()
+    made = BlockManager(provider, Stream(subscribers), nobody, '', parsl, join_s=60.0)
+    for name, job in jobs.items():
+        made.adopt(AdoptedBlock(name, job, BlockRequest(nodes, 600.0)), 0.0)
+    return made
+
+
 def test_the_nodes_of_a_job_that_ran_out_of_memory_are_gone_for_that_reason() -> None:
     for life, how in ((BlockLife.OUT_OF_MEMORY, ev.OUT_OF_MEMORY), (BlockLife.PREEMPTED, 'taken')):
-        told, nobody = Told(), cast(Any, None)
-        provider = BackfillProvider(LocalSite(nodes=1))
-        blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl())
-        blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
+        told = Told()
+        blocks = managed(LocalSite(nodes=1), told, b1='7')
         blocks.blocks['b1'].nodes['n1'] = 'node01'
         blocks.poll({'b1': status_of('7', life)}, 1.0)
         assert [event.how for event in told.events if isinstance(event, ev.NodesLeft)] == [how]
@@ -78,9 +89,8 @@ class Shared(LocalSite):
 
 
 def test_an_answer_of_before_its_nodes_joined_does_not_say_that_a_block_is_queued_again() -> None:
-    site, nobody = Shared(), cast(Any, None)
-    blocks = BlockManager(BackfillProvider(site), Stream([]), nobody, '', NoParsl())
-    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
+    site = Shared()
+    blocks = managed(site, b1='7')
     block = blocks.blocks['b1']
     block.nodes['n1'], block.heard_at = 'node01', 5.0
     for asked_at, nodes in ((4.0, {'n1'}), (6.0, set[str]())):
@@ -90,15 +100,12 @@ def test_an_answer_of_before_its_nodes_joined_does_not_say_that_a_block_is_queue
 
 
 def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited() -> None:
-    nobody = cast(Any, None)
     sent: list[dict[str, Any]] = []
 
     def submit(context: dict[str, Any], _: bytes) -> Any:
         sent.append(context)
 
-    provider = BackfillProvider(Shared())
-    blocks = BlockManager(provider, Stream([]), nobody, '', NoParsl(submit))
-    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
+    blocks = managed(Shared(), submit=submit, b1='7')
     blocks.blocks['b1'].greeted.add('n1')
     blocks.blocks['b1'].nodes['n1'] = 'node01'
     blocks.result_arrived('n1')
@@ -111,42 +118,29 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
     assert sent[1:] == sent[:1]
 
 
-def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself() -> None:
-    nobody, now = cast(Any, None), 2.0
-    site = Shared()
-    provider = BackfillProvider(site)
-    provider._jobs |= dict.fromkeys('78', None)
-    blocks = BlockManager(provider, Stream([]), nobody, '', NoParsl())
-    blocks.leaving = LeavingJobs(provider, NoParsl(), lambda: now)
-    for name, job in (('joined', '7'), ('starting', '8')):
-        blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
-    blocks.blocks['joined'].nodes['n1'] = 'node01'
-    blocks.close(['joined', 'starting'], now)
+def test_jobs_have_a_second_to_end_by_themselves_and_failed_cancellations_are_repeated() -> None:
+    """Those whose nodes have all joined. Otherwise the jobs would go on to their time limits, and
+    take up ``max_blocks``.
+    """
+    site, now = Shared(), 2.0
+
+    def leaving(silent: bool) -> BlockManager:
+        site.told, site.cancelled, site.asked, site.silent = [], [], [], silent
+        made = managed(site, joined='7', starting='8')
+        made.leaving = LeavingJobs(made._provider, NoParsl(), lambda: now)
+        made.blocks['joined'].nodes['n1'] = 'node01'
+        made.close(['joined', 'starting'], now)
+        return made
+
+    blocks = leaving(silent=False)
     assert (site.told, site.cancelled) == (['7'], ['8'])
-    now += 0.5
-    blocks.leaving.cancel(now)
-    assert site.cancelled == ['8']
-    now += 0.5
-    blocks.leaving.cancel(now)
-    assert site.cancelled == ['8', '7']
-    blocks.leaving.cancel(math.inf)
-    assert site.cancelled == ['8', '7']
-
-
-def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> None:
-    """Otherwise the jobs would go on to their time limits, and take up ``max_blocks``."""
-    nobody, now = cast(Any, None), 2.0
-    site = Shared()
-    provider = BackfillProvider(site, max_blocks=2)
-    provider._jobs |= dict.fromkeys('78', None)
-    blocks = BlockManager(provider, Stream([]), nobody, '', NoParsl())
-    blocks.leaving = LeavingJobs(provider, NoParsl(), lambda: now)
-    for name, job in (('joined', '7'), ('starting', '8')):
-        blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
-    blocks.blocks['joined'].nodes['n1'] = 'node01'
-    site.silent = True
-    blocks.close(['joined', 'starting'], now)
-    tried: list[float] = []
+    for more_s, cancelled in ((0.5, ['8']), (0.5, ['8', '7']), (1e9, ['8', '7'])):
+        now += more_s
+        blocks.leaving.cancel(now)
+        assert site.cancelled == cancelled
+    now = 2.0
+    blocks = leaving(silent=True)
+    provider, tried = blocks._provider, list[float]()
     while now < 200:
         now += 1
         before = len(site.asked)
@@ -160,10 +154,9 @@ def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> 
     for _ in range(30):
         now += 1
         blocks.leaving.cancel(now)
+    blocks.leaving.cancel(math.inf)
     assert sorted(site.cancelled) == ['7', '8'], 'each once'
     assert provider._jobs.keys() == {'7', '8'} and None not in provider._jobs.values()
-    blocks.leaving.cancel(math.inf)
-    assert sorted(site.cancelled) == ['7', '8']
 
 
 @pytest.mark.parametrize('heard', ['nothing', 'greeted', 'unusable', 'lost', 'left'])
@@ -171,11 +164,8 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
     """Its first process hangs, or a firewall is between: the nodes would be idle to its end. So
     would they if the others cannot be used, or if it was queued again and others have left it.
     """
-    told, nobody, site = Told(), cast(Any, None), Shared()
-    provider = BackfillProvider(site)
-    provider._jobs['7'] = None
-    blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl(), join_s=60.0)
-    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(2, 600.0)), 0.0)
+    told, site = Told(), Shared()
+    blocks = managed(site, told, nodes=2, b1='7')
     block = blocks.blocks['b1']
     waits, runs = JobStatus(JobState.PENDING), JobStatus(JobState.RUNNING)
     blocks.poll({'b1': waits}, 100.0)
@@ -204,11 +194,8 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
 
 def test_a_node_whose_worker_never_answers_holds_no_block() -> None:
     """Its manager has registered: a worker is stopped, or a file system of the node hangs."""
-    told, nobody, site = Told(), cast(Any, None), Shared()
-    provider = BackfillProvider(site)
-    provider._jobs['7'] = None
-    blocks = BlockManager(provider, Stream([told]), nobody, '', NoParsl(), join_s=60.0)
-    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 600.0)), 0.0)
+    told, site = Told(), Shared()
+    blocks = managed(site, told, b1='7')
     block, runs = blocks.blocks['b1'], {'b1': JobStatus(JobState.RUNNING)}
     block.greeted.add('n1')
     block.answering['n1'] = 100.0

@@ -9,14 +9,16 @@ import psutil
 import pytest
 from parsl import python_app
 
+from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.sites.local import LocalSite
-from tests.support.training import freetrain
+from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
 
-def test_apps_find_modules_beside_the_workflow(
+def test_apps_find_modules_beside_the_workflow_and_their_programs_end_on_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nodes ignore SIGTERM; what an app starts must not inherit that."""
     (tmp_path / 'beside.py').write_text('ANSWER = 42\n')
     monkeypatch.chdir(tmp_path)
 
@@ -26,8 +28,18 @@ def test_apps_find_modules_beside_the_workflow(
 
         return int(beside.ANSWER)
 
-    with freetrain(tmp_path, LocalSite(nodes=1), max_workers_per_node=1):
+    @python_app
+    def terminated() -> int:
+        import subprocess
+
+        with subprocess.Popen(['sleep', '1000']) as sleeping:
+            sleeping.terminate()
+            return sleeping.wait(LIMIT_S)
+
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), max_workers_per_node=1):
         assert ask().result(LIMIT_S) == 42
+        freetrain_app(total_epochs=1)(fit)().result(LIMIT_S)
+        assert terminated().result(LIMIT_S) == -signal.SIGTERM
 
 
 WORKER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -89,16 +90,6 @@ def user_error(error: Exception) -> RankError:
         )
 
 
-def test_it_is_over_when_every_member_came_back_or_lost_its_node() -> None:
-    fragment = running_fragment(3)
-    fragment.settled[0] = []
-    assert not fragment.over()
-    fragment.lose({'n1', 'n10'})
-    assert fragment.lost == {1}
-    fragment.settled[2] = RuntimeError('gone')
-    assert fragment.over()
-
-
 def test_the_end_and_the_checkpoint_are_rank_0s_whoever_came_back_first() -> None:
     fragment = running_fragment()
     # The news of the last one are still on their way.
@@ -120,29 +111,100 @@ def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
     assert fragment.result().checkpoint == fragment.checkpoint == Checkpoint('cnn', '/c/8', 800, 6)
 
 
-def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
-    fragment = running_fragment()
-    fragment.note(Checkpoint('cnn', '/c/3', 300, 7))
-    fragment.lose({'n0'})
-    fragment.settled = {1: [outcome(1, 'finished', path=None, samples=900)]}
-    assert fragment.result().ending is Ending.PREEMPTED
+OUT_OF_MEMORY = RankError('OutOfMemoryError', 'CUDA out of memory.', 'Traceback of the node')
+ASSERTION = torch.AcceleratorError('CUDA error: device-side assert triggered\nCompile with ...')
+PEER = RankError('E', 'Connection closed by peer [10.0.0.2]:1', '')
 
 
-def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
+@pytest.mark.parametrize(
+    ('lost', 'settled', 'ending', 'says'),
+    [
+        # Without rank 0's word it is not finished; a survivor's error is that of a lost peer.
+        (['n0'], {1: [outcome(1, 'finished', samples=900)]}, Ending.PREEMPTED, '1 of its 2 nodes'),
+        (['n1'], {0: [outcome(0, 'error', error=PEER)]}, Ending.PREEMPTED, '1 of its 2 nodes'),
+        # An assertion of a device: the log, and how to find the line.
+        (
+            [],
+            {
+                0: [outcome(0, 'peer-lost')],
+                1: [outcome(1, 'error', 'x12', error=user_error(ASSERTION))],
+            },
+            Ending.FAILED,
+            r'rank 1 on x12 said .*/logs/rank-1\.log.*CUDA_LAUNCH_BLOCKING=1',
+        ),
+        # Too little memory is told from an error of the function and from a preemption.
+        (
+            [],
+            {
+                0: [outcome(0, 'peer-lost', memory=7)],
+                1: [outcome(1, 'error', 'x12', error=OUT_OF_MEMORY, memory=9)],
+            },
+            'memory',
+            r'^rank 1 on x12 said OutOfMemoryError: CUDA out of memory\.; its output is in '
+            r'/logs/rank-1\.log$',
+        ),
+        (
+            [],
+            {0: [outcome(0, 'peer-lost')], 1: [result(1, 'x12', status=-9, out_of_memory=True)]},
+            'memory',
+            '^rank 1 on x12 was ended by the kernel, since memory was full; its output is in ',
+        ),
+        (
+            ['n1 for memory'],
+            {0: [outcome(0, 'peer-lost')]},
+            'memory',
+            r'^1 of its 2 nodes were lost: n1 \(its job ran out of memory\)$',
+        ),
+        # A dead rank is named with its signal and log,
+        ([], {0: [result(0, status=-9)], 1: []}, Ending.PREEMPTED, r'SIGKILL.*/logs/rank-0\.log'),
+        ([], {0: [result(0, status=-11)], 1: []}, Ending.PREEMPTED, 'SIGSEGV'),
+        ([], {0: [result(0, status=3)], 1: []}, Ending.PREEMPTED, 'status 3'),
+        # and the culprit before those who suffer.
+        (
+            [],
+            {
+                0: [outcome(0, 'peer-lost', 'n-a', error=PEER)],
+                1: [result(1, 'n-b', killed='was stopped')],
+            },
+            Ending.PREEMPTED,
+            r'^rank 1 on n-b was stopped; its output is in /logs/rank-1\.log$',
+        ),
+        (
+            [],
+            {0: [outcome(0, 'peer-lost', 'n-a', error=PEER)], 1: []},
+            Ending.PREEMPTED,
+            r'^rank 0 on n-a lost touch with another rank: Connection closed by peer ',
+        ),
+        (
+            [],
+            {
+                0: [result(0, 'n-a', status=-6)],
+                1: [result(1, 'n-b', status=-9), result(2, 'n-b', status=1)],
+            },
+            Ending.PREEMPTED,
+            '^rank 1 on n-b was ended by SIGKILL',
+        ),
+    ],
+)
+def test_how_it_ended_and_through_whom(
+    lost: list[str], settled: dict[int, list[RankResult]], ending: Ending | str, says: str
+) -> None:
     fragment = running_fragment()
     fragment.note(Checkpoint('cnn', '/c/3', 300, 7, {'loss': 0.5}))
-    fragment.lose({'n1'})
-    fragment.settled = {
-        0: [
-            outcome(
-                0, 'error', samples=350, error=user_error(RuntimeError('Connection closed by peer'))
-            )
-        ]
-    }
+    for one in lost:
+        node, _, memory = one.partition(' ')
+        fragment.lose({node})
+        if memory:
+            fragment.job_out_of_memory(node)
+            fragment.job_out_of_memory('of another fragment')
+    fragment.settled = dict(settled)
     verdict = fragment.result()
-    assert verdict.ending is Ending.PREEMPTED
+    assert verdict.ending is (Ending.FAILED if ending == 'memory' else ending)
+    assert verdict.out_of_memory is (ending == 'memory')
     assert verdict.checkpoint.samples == 300
-    assert '1 of its 2 nodes' in verdict.error
+    assert re.search(says, verdict.error), verdict.error
+    if verdict.exception is not None:
+        assert re.search(says, verdict.exception().__notes__[1])
 
 
 def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() -> None:
@@ -170,103 +232,18 @@ def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
     assert load is not None and 'Odd: only here' in str(load())
 
 
-def test_an_assertion_of_a_device_names_the_log_and_how_to_find_the_line() -> None:
-    fragment = running_fragment()
-    said = torch.AcceleratorError('CUDA error: device-side assert triggered\nCompile with ...')
-    fragment.settled = {
-        0: [outcome(0, 'peer-lost')],
-        1: [outcome(1, 'error', 'x12', error=user_error(said))],
-    }
-    verdict = fragment.result()
-    assert verdict.ending is Ending.FAILED
-    assert verdict.exception is not None
-    assert all(
-        part in text
-        for text in (verdict.error, verdict.exception().__notes__[1])
-        for part in ('rank 1 on x12 said', '/logs/rank-1.log', 'CUDA_LAUNCH_BLOCKING=1')
-    )
-
-
-def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:
-    """The other rank has lost touch with the one that had too little."""
-    fragment = running_fragment()
-    error = RankError('OutOfMemoryError', 'CUDA out of memory.', 'Traceback of the node')
-    fragment.settled = {
-        0: [outcome(0, 'peer-lost', memory=7)],
-        1: [outcome(1, 'error', 'x12', error=error, memory=9)],
-    }
-    verdict = fragment.result()
-    assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
-    assert verdict.exception is None
-    assert verdict.error == (
-        'rank 1 on x12 said OutOfMemoryError: CUDA out of memory.; '
-        'its output is in /logs/rank-1.log'
-    )
-    assert fragment.memory() == 9
-
-
-def test_what_the_kernel_ends_for_lack_of_memory_is_told_from_a_preemption() -> None:
-    fragment = running_fragment()
-    fragment.settled = {
-        0: [outcome(0, 'peer-lost')],
-        1: [result(1, 'x12', status=-9, out_of_memory=True)],
-    }
-    verdict = fragment.result()
-    assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
-    assert verdict.error == (
-        'rank 1 on x12 was ended by the kernel, since memory was full; '
-        'its output is in /logs/rank-1.log'
-    )
-    assert result(1).may_lack_memory(-9)
-    assert not result(1).may_lack_memory(1)
-    assert not result(1, killed='was stopped').may_lack_memory(-9)
+def test_which_ends_may_be_for_lack_of_memory() -> None:
     worker = RankError(
         'RuntimeError', 'DataLoader worker (pid 7) is killed by signal: Killed. ', ''
     )
-    assert outcome(1, 'error', error=worker).may_lack_memory(1)
-    assert not outcome(1, 'peer-lost').may_lack_memory(1)
-
-
-def test_a_job_that_ran_out_of_memory_is_told_from_a_preemption() -> None:
-    fragment = running_fragment()
-    fragment.lose({'n1'})
-    fragment.job_out_of_memory('n1')
-    fragment.job_out_of_memory('of another fragment')
-    fragment.settled = {0: [outcome(0, 'peer-lost')]}
-    verdict = fragment.result()
-    assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
-    assert verdict.error == '1 of its 2 nodes were lost: n1 (its job ran out of memory)'
-
-
-@pytest.mark.parametrize(('status', 'words'), [(-9, 'SIGKILL'), (-11, 'SIGSEGV'), (3, 'status 3')])
-def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -> None:
-    fragment = running_fragment(1)
-    fragment.settled = {0: [result(0, status=status)]}
-    verdict = fragment.result()
-    assert verdict.ending is Ending.PREEMPTED
-    assert words in verdict.error
-    assert '/logs/rank-0.log' in verdict.error
-
-
-def test_the_culprit_is_named_before_those_who_suffer() -> None:
-    fragment = running_fragment(2)
-    fragment.settled = {
-        0: [
-            outcome(
-                0,
-                'peer-lost',
-                error=RankError('E', 'Connection closed by peer [10.0.0.2]:1', ''),
-                node='n-a',
-            )
-        ],
-        1: [result(1, 'n-b', killed='was stopped')],
-    }
-    assert fragment.result().error == 'rank 1 on n-b was stopped; its output is in /logs/rank-1.log'
-    fragment.settled[1] = []
-    assert (
-        fragment.result().error
-        == 'rank 0 on n-a lost touch with another rank: Connection closed by peer [10.0.0.2]:1'
-    )
+    for one, status, may in (
+        (result(1), -9, True),
+        (result(1), 1, False),
+        (result(1, killed='was stopped'), -9, False),
+        (outcome(1, 'error', error=worker), 1, True),
+        (outcome(1, 'peer-lost'), 1, False),
+    ):
+        assert one.may_lack_memory(status) is may
 
 
 def test_a_node_that_never_says_anything_is_lost_when_its_fragment_was_given_up() -> None:
@@ -284,19 +261,11 @@ def test_what_it_was_given_up_for_is_the_cause_and_not_the_ranks_killed_for_it()
     fragment.given_up.why = 'it did not stop within 2 s'
     fragment.settled = {0: [result(0, status=-9)]}
     assert fragment.result().error == 'it did not stop within 2 s'
-
-
-def test_the_rank_that_was_killed_is_named_before_those_that_abort_for_it() -> None:
+    # But for those that died before, where the others did not notice.
     fragment = running_fragment(2)
-    fragment.settled = {
-        0: [result(0, 'n-a', status=-6)],
-        1: [result(1, 'n-b', status=-9), result(2, 'n-b', status=1)],
-    }
-    assert fragment.result().error.startswith('rank 1 on n-b was ended by SIGKILL')
-    # Also if the others did not notice, and had to be killed.
     fragment.ended = {1: {1: 5.0}}
     members.give_up(fragment, 'some of its ranks ended in trouble and the others did not notice')
-    fragment.settled[0] = [result(0, 'n-a', status=-9)]
+    fragment.settled = {0: [result(0, 'n-a', status=-9)], 1: [result(1, 'n-b', status=-9)]}
     assert fragment.result().error.startswith('rank 1 on n-b was ended by SIGKILL')
 
 
