@@ -777,21 +777,11 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.parametrize('how', ['script', pytest.param('notebook', marks=pytest.mark.long)])
-def test_functions_of_a_script_and_of_a_notebook_cell(how: str, tmp_path: Path) -> None:
-    """A notebook's cells are executed in ``__main__`` without being in any file."""
-    if how == 'script':
-        (tmp_path / 'script.py').write_text(SCRIPT)
-        command = [sys.executable, str(tmp_path / 'script.py'), str(tmp_path)]
-    else:
-        command = [
-            sys.executable,
-            '-c',
-            f'import __main__; exec(compile({SCRIPT!r}, "<cell 1>", "exec"), vars(__main__))',
-            str(tmp_path),
-        ]
+def test_functions_of_a_script(tmp_path: Path) -> None:
+    """Those of a notebook's cells: tests/executor/trainer/test_notebook.py."""
+    (tmp_path / 'script.py').write_text(SCRIPT)
     environment = {**os.environ, 'PYTHONPATH': os.getcwd()}
-    done = run_to_end(command, env=environment)
+    done = run_to_end([sys.executable, tmp_path / 'script.py', tmp_path], env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found['slope'], found['bonus']) == (3.5, 0.5)

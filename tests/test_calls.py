@@ -167,8 +167,7 @@ def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: 
 
 
 PROGRAM = """
-import signal, sys, parsl
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup around the tests ignores
+import sys, parsl
 from parsl.config import Config
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite
 from tests.test_calls import train
@@ -185,11 +184,12 @@ future.result()
 """
 
 
-def test_a_signal_that_comes_as_the_wait_begins_ends_it() -> None:
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_as_the_wait_begins_ends_it(number: signal.Signals) -> None:
     """It is noted, and does not interrupt the wait."""
-    stopping = StopSignals()
+    stopping, before = StopSignals(), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     stopping.begin()
-    noting = threading.Timer(0.3, _thread.interrupt_main, [signal.SIGTERM])
+    noting = threading.Timer(0.1, _thread.interrupt_main, [number])
     noting.start()
     try:
         with pytest.raises(SystemExit):
@@ -197,17 +197,17 @@ def test_a_signal_that_comes_as_the_wait_begins_ends_it() -> None:
     finally:
         noting.join()
         stopping.end()
+        signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
-def test_the_program_ends_cleanly_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_program_ends_cleanly_by_a_signal(tmp_path: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, '-c', PROGRAM, str(tmp_path / 'run')], stdout=subprocess.PIPE
     )
     assert program.stdout is not None
     with program.stdout as out:
         assert out.readline() == b'trains\n'
-        program.send_signal(number)
-        program.send_signal(number)
-        assert program.wait(LIMIT_S) == 128 + number
+        program.send_signal(signal.SIGTERM)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert list((tmp_path / 'run' / 't').glob('ckpt-*'))  # saved at the stop

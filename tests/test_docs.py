@@ -32,12 +32,6 @@ def test_at_most_ten_lines_change(script: str) -> None:
     assert 5 < changed_lines(plain, freetrain) <= 10
 
 
-def test_counting_changed_lines() -> None:
-    assert changed_lines('a\n  b\n', 'a\nb\n\n') == 0
-    assert changed_lines('a\nb\nc\n', 'a\nx\ny\nc\nd\n') == 3
-    assert changed_lines('a\nb\n', 'b\n') == 1
-
-
 @pytest.mark.parametrize(
     'script', ['digits_plain.py', pytest.param('digits_freetrain.py', marks=pytest.mark.long)]
 )

@@ -2,7 +2,6 @@
 cannot be used.
 """
 
-import gzip
 import json
 import os
 import subprocess
@@ -14,13 +13,12 @@ import pytest
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS
 from parsl_freetrain.core.allocation.problem_document import ProblemDocument, TrainerDocument
-from tests.support.programs import FREETRAIN, Program, run_to_end
+from tests.support.programs import FREETRAIN, Program
 from tests.support.waiting import LIMIT_S
 
 PROGRAM = [*FREETRAIN, 'allocate']
 DOCUMENTATION = Path(__file__).resolve().parents[2] / 'docs' / 'command-line.md'
 BUFFERED = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
-RECORDED = Path(__file__).resolve().parents[2].parent / 'shared' / 'data' / 'allocation'
 
 
 def trainer(name: str = 'a', **changes: Any) -> dict[str, Any]:
@@ -472,43 +470,3 @@ def test_whoever_has_read_enough_may_go() -> None:
         vars(running)['stdout'] = None
         _, err = running.communicate(lines, timeout=LIMIT_S)
     assert (running.returncode, err) == (0, '')
-
-
-@pytest.fixture(scope='module')
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
-    """Problems met while replaying the idle nodes of Summit, and their optima."""
-    if not RECORDED.exists():
-        pytest.skip(f'the recorded problems are not at {RECORDED}')
-    path = tmp_path_factory.mktemp('recorded') / 'problems.jsonl'
-    path.write_bytes(gzip.decompress((RECORDED / 'summit-decisions.jsonl.gz').read_bytes()))
-    answers = map(
-        json.loads,
-        gzip.decompress((RECORDED / 'summit-decisions-answers.jsonl.gz').read_bytes()).splitlines(),
-    )
-    return path, {answer['id']: answer['optimum'] for answer in answers}
-
-
-def test_recorded_problems(recorded: tuple[Path, dict[str, float]]) -> None:
-    path, optima = recorded
-    done = run_to_end([*PROGRAM, str(path)])
-    assert (done.returncode, done.stderr) == (0, '')
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == 313
-    for answer in answers:
-        assert answer['status'] == 'optimal'
-        assert answer['objective'] == pytest.approx(optima[answer['id']], rel=1e-9)
-
-
-def test_recorded_problems_with_reasons(recorded: tuple[Path, dict[str, float]], ask: Ask) -> None:
-    path, optima = recorded
-    said = ask(*path.read_bytes().splitlines()[::40], options=('--explain',))
-    assert said.status == 0
-    for answer in said.answers:
-        assert answer['objective'] == pytest.approx(optima[answer['id']], rel=1e-9)
-        for name, why in answer['explain']['trainers'].items():
-            assert why['nodes'] == answer['allocation'][name]
-            assert why['alternative']['nodes'] != why['nodes']
-            assert why['alternative']['worse_by'] >= 0
-        assert sum(why['worth'] for why in answer['explain']['trainers'].values()) == pytest.approx(
-            answer['objective'], rel=1e-9
-        )

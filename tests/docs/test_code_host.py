@@ -46,22 +46,3 @@ def test_copies_are_those_of_the_files(page: Path) -> None:
     """If not: ``python docs/copies.py``."""
     text = page.read_text()
     assert copies['page'](text) == text
-
-
-def test_a_directive_or_a_lost_picture_is_seen(tmp_path: Path) -> None:
-    for text in (
-        '[](x.md)',
-        '{ref}`x`',
-        '```{note}\nx\n```',
-        'Term\n: text',
-        '![a](no.png)',
-        ':::{x}',
-    ):
-        page = tmp_path / 'page.md'
-        page.write_text(text)
-        with pytest.raises(AssertionError):
-            test_links_have_texts_and_lead_somewhere(page)
-
-
-def test_pages_are_found() -> None:
-    assert ROOT / 'docs' / 'evidence' / 'index.md' in pages()

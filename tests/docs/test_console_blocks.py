@@ -172,10 +172,3 @@ def test_what_is_not_run_here_is_shown_somewhere() -> None:
     texts = [command.text for command in COMMANDS]
     assert all(any(text.startswith(beginning) for text in texts) for beginning in ELSEWHERE)
     assert set(WHOLE_PAGES) <= {name_of(page) for page in pages()}
-
-
-def test_comparing_what_is_shown() -> None:
-    assert as_shown('a  1.5\n', 'a  1.5', loosely=False)
-    assert not as_shown('a  1.5\n', 'a  1.6', loosely=False)
-    assert as_shown('a 1.5 s\n...\nz\n', 'a   17 s\nb\nc\nz\n', loosely=True)
-    assert not as_shown('a 1.5 s\n', 'b 1.5 s\n', loosely=True)

@@ -13,20 +13,11 @@ import psutil
 import pytest
 from parsl.executors import HighThroughputExecutor
 
-from parsl_freetrain import (
-    Checkpoint,
-    FragmentContext,
-    FreeTrainError,
-    LocalSite,
-    Scaling,
-    TrainerFailed,
-    freetrain_app,
-)
+from parsl_freetrain import Checkpoint, LocalSite, Scaling, TrainerFailed, freetrain_app
 from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.commands import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
@@ -35,14 +26,6 @@ from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
 short = freetrain_app(max_nodes=1, total_epochs=2)
-
-
-def leave(ctx: FragmentContext) -> None:
-    """Leave the process as scripts do."""
-    import sys
-
-    fit_nothing = ctx.samples
-    sys.exit(f'enough after {fit_nothing}')
 
 
 def test_four_nodes_that_join_within_30_ms_get_one_decision(
@@ -80,34 +63,6 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
     assert [len(fragment.nodes) for fragment in history.fragments] == [4]
 
 
-def test_only_nodes_that_are_expected_and_more_trainers_are_waited_for() -> None:
-    """And not even for those, when something comes that cannot wait."""
-    control = ControlServer(None, '127.0.0.1', (50000, 60000))
-    greeting: Future[Any] = Future()
-    greeting.set_result({})
-    joins = GreetingReturned('b', 'm', greeting)
-    submitted: Any = co.SubmitTrainer(None)  # type: ignore[arg-type]
-    try:
-        for waiting, expected, at_least_s, most_s in (
-            ((joins,), 1, 0.0, 0.04),
-            ((joins,), 2, 0.045, 5.0),
-            ((joins, co.CancelTrainer('a')), 2, 0.0, 0.04),
-            ((submitted,), 0, 0.045, 5.0),
-            ((submitted, co.CancelTrainer('a')), 0, 0.0, 0.04),
-            ((co.CancelTrainer('a'),), 2, 0.0, 0.04),
-        ):
-            took_s = []
-            for _ in range(20):  # the machine may be busy: the fastest counts
-                for item in waiting:
-                    control.post(item)
-                begun = time.monotonic()
-                assert gather(control, 10.0, lambda n=expected: n) == list(waiting)  # type: ignore[misc]
-                took_s.append(time.monotonic() - begun)
-            assert at_least_s <= min(took_s) <= most_s
-    finally:
-        control.close()
-
-
 def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,15 +86,6 @@ def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
     assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
 
 
-def test_a_function_that_leaves_the_process_fails_its_trainer_alone(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
-        left = short(leave)()
-        said = r"called sys\.exit\('enough after 0'\); let it return instead"
-        with pytest.raises(FreeTrainError, match=said):
-            left.result(LIMIT_S)
-        assert short(fit)().result(LIMIT_S).samples == 192
-
-
 def test_an_allocator_that_fails_is_asked_again(tmp_path: Path) -> None:
     class Moody(EqualShareAllocator):
         asked = 0
@@ -154,20 +100,17 @@ def test_an_allocator_that_fails_is_asked_again(tmp_path: Path) -> None:
         assert short(fit)().result(LIMIT_S).samples == 192
 
 
-@pytest.mark.parametrize(
-    ('broken_class', 'method'), [(Controller, 'handle_all'), (ControlServer, 'receive')]
-)
 def test_whatever_ends_the_event_loop_fails_all_futures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_class: type, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, broken = getattr(broken_class, method), threading.Event()
+    works, broken = Controller.handle_all, threading.Event()
 
     def call(*args: Any) -> Any:
         if broken.is_set():
             raise KeyboardInterrupt('a test')
         return works(*args)
 
-    monkeypatch.setattr(broken_class, method, call)
+    monkeypatch.setattr(Controller, 'handle_all', call)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         app = freetrain_app(max_nodes=1, total_epochs=1000)(fit)
         running, waiting = app(pause_s=0.03), app(pause_s=0.03)

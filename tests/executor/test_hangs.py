@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from parsl.app.app import python_app
 
 from parsl_freetrain import (
     BadInput,
@@ -37,7 +36,7 @@ from parsl_freetrain.testing import kill_at, with_faults
 from tests.support.faults import slow_rank, stop_at
 from tests.support.processes import Started, command_line, forks, victims
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S, under_load, wait_until
+from tests.support.waiting import under_load, wait_until
 
 HANG_S = 6.0
 EVER = 100_000  # epochs
@@ -280,22 +279,6 @@ def test_a_signal_ends_a_fragment_at_a_boundary_and_costs_no_work(
     for first, second in ((found[0], found[1]), (found[1], found[2])):
         assert set(second.nodes).isdisjoint(first.nodes)  # managers of another block
     assert future.progress().preempted == 0
-
-
-def test_programs_that_ordinary_apps_start_end_on_sigterm(tmp_path: Path) -> None:
-    """Nodes ignore SIGTERM; what an app starts must not inherit that."""
-
-    @python_app
-    def terminated() -> int:
-        import subprocess
-
-        with subprocess.Popen(['sleep', '1000']) as sleeping:
-            sleeping.terminate()
-            return sleeping.wait(LIMIT_S)
-
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), max_workers_per_node=1):
-        freetrain_app(total_epochs=1)(fit)().result(LIMIT_S)
-        assert terminated().result(LIMIT_S) == -signal.SIGTERM
 
 
 def never_ends(ctx: FragmentContext) -> None:

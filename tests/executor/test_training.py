@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -21,6 +22,7 @@ from parsl_freetrain import (
     Checkpoint,
     Checkpoints,
     FragmentContext,
+    FreeTrainError,
     LocalSite,
     Recording,
     Scaling,
@@ -167,13 +169,22 @@ def test_what_is_the_users_never_runs_on_the_event_loop(
         logging.getLogger('parsl').removeHandler(stuck)
 
 
+def leave(ctx: FragmentContext) -> None:
+    """Leave the process as scripts do."""
+    sys.exit(f'enough after {ctx.samples}')
+
+
 def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
-    """At once: Parsl's retries are for its own tasks; ours is Policy(retries=)."""
+    """At once: Parsl's retries are for its own tasks; ours is Policy(retries=). So does an exit."""
     trainer = freetrain_app(max_nodes=1, total_epochs=3, scaling=Scaling(rate=SCALING))(fit)
     with freetrain(tmp_path, site(2), parsl_retries=2):
         bad, good = trainer(fail_at=40, trainer_name='bad'), trainer(trainer_name='good')
         with pytest.raises(ValueError, match='no more after 40 samples') as caught:
             bad.result(LIMIT_S)
+        left = freetrain_app(max_nodes=1, total_epochs=2)(leave)()
+        said = r"called sys\.exit\('enough after 0'\); let it return instead"
+        with pytest.raises(FreeTrainError, match=said):
+            left.result(LIMIT_S)
         assert good.result(LIMIT_S).samples == 288
     [note] = caught.value.__notes__
     assert "fragment 1 of trainer 'bad'" in note

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.job_table import Job, JobTable, job_table
-from parsl_freetrain.replay.job_table_holes import NOTHING_RESERVED, holes, promises, reserve
+from parsl_freetrain.replay.job_table_holes import holes, reserve
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 from tests.replay.easy import Promise, Simulated, as_swf, shadow_of, simulate
@@ -121,20 +121,6 @@ def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exa
             assert any(start < job.start <= end and job.number != head for job in jobs)
 
 
-@holds_for(schedules(exact=False), tries=100)
-def test_no_head_starts_later_than_its_reservation_and_with_exact_run_times_none_sooner(
-    made: tuple[list[Simulated], list[Promise]],
-) -> None:
-    """What the promises stand on, and at once a test of the scheduler that the tests use."""
-    jobs, promised = made
-    starts = {job.number: job.start for job in jobs}
-    assert all(starts[promise.head] <= promise.shadow for promise in promised)
-    exact = [Simulated(job.number, job.submit, job.nodes, job.run, job.run) for job in jobs]
-    promised = simulate(exact, MACHINE)
-    starts = {job.number: job.start for job in exact}
-    assert all(starts[promise.head] == promise.shadow for promise in promised)
-
-
 @holds_for(
     st.integers(1, MACHINE),
     st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 12)), max_size=6),
@@ -169,13 +155,6 @@ def test_a_hole_before_a_reservation_and_an_extra_node() -> None:
     )
     assert rows(found) == [(20, 100, 2, 100), (20, 200, 2, INF), (150, 200, 8, INF)]
     assert found.idle_node_s(known_ends=True) == found.idle_node_s() == 2 * 80 + 2 * 180 + 8 * 50
-
-
-def test_a_job_that_ends_early_breaks_a_promise() -> None:
-    found = holes(
-        table((0, 0, 60, 6, 100), (0, 0, 20, 4, 20), (10, 60, 150, 10, 90), (200, 200, 210, 1, 10))
-    )
-    assert rows(found) == [(20, 60, 4, 100), (150, 200, 10, INF)]
 
 
 def test_a_promise_that_runs_out_is_renewed_when_there_is_one_to_make() -> None:
@@ -238,15 +217,6 @@ def test_jobs_take_the_nodes_that_the_log_names_and_share_them() -> None:
         (50, 100, 1),
         (90, 100, 2),
     ]
-
-
-def test_promises_are_kept_within_what_is_extra() -> None:
-    reservation = reserve(8, 4, [(100.0, 6)], 20)
-    assert (reservation.shadow_s, reservation.extra) == (100, 2)
-    assert promises(reservation, 4, np.array([]), 20).tolist() == [100, 100, INF, INF]
-    assert promises(reservation, 2, np.array([INF, 100.0]), 20).tolist() == [100, INF]
-    assert promises(reservation, 2, np.array([INF, INF, INF]), 20).tolist() == [100, 100]
-    assert promises(NOTHING_RESERVED, 2, np.array([]), 20).tolist() == [INF, INF]
 
 
 def test_a_log_that_uses_more_than_the_machine_has_is_refused() -> None:

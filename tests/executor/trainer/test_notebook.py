@@ -11,10 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
-from parsl_freetrain.sites.local import LocalSite
-from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
 
 
@@ -30,17 +27,6 @@ def test_what_is_known_is_shown_and_names_are_no_html() -> None:
         'trainer': '<b>&', 'state': 'waiting', 'nodes': '3', 'samples': '500/20k',
         'loss': '0.1235', 'frag': '4', 'pre': '2', 'resc': '1',
     }  # fmt: skip
-
-
-def test_a_training_from_a_notebooks_cells(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
-        future = freetrain_app(max_nodes=1, total_epochs=8)(fit)(0.02)
-        before = future._repr_html_()
-        future.result()
-        after = future._repr_html_()
-    assert shown(before)['samples'] == '0'
-    assert shown(after)['state'] == 'finished' and shown(after)['samples'] == '768/768'
-    assert 'loss' in shown(after)
 
 
 CELLS = (
