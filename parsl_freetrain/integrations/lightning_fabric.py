@@ -15,7 +15,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 _HOW = {
     'clip_gradients': 'say fabric.setup(..., clip_grad_norm=...)',
     'load': 'training goes on from its last checkpoint by itself',
-    'no_backward_sync': 'the batch size of the data loader is the global batch',
+    'no_backward_sync': 'to accumulate the gradients of n batches say fabric.loop(dataloader, n)',
     'save': 'the app writes checkpoints',
     'setup_dataloaders': 'give the DataLoader to fabric.loop',
     'setup_module': 'give model and optimizer to fabric.setup',
@@ -70,12 +70,12 @@ class Fabric:
         """As ``ctx.prepare``: a model, its optimizers and schedulers."""
         return self.ctx.prepare(*things, clip_grad_norm=clip_grad_norm)
 
-    def loop(self, dataloader: Any) -> Any:
+    def loop(self, dataloader: Any, accumulate: int = 1) -> Any:
         """As ``ctx.loop``, with the dataset and the settings of a DataLoader."""
         data = LoaderData.of(dataloader, 'the training')
         if data is None:
             raise unsupported('fabric.loop without a DataLoader')
-        return data.in_loop(self.ctx)
+        return data.in_loop(self.ctx, accumulate=accumulate)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from parsl_freetrain import BadInput, FragmentContext
+from parsl_freetrain import BadInput, FragmentContext, Reproducible, Throughput
 from parsl_freetrain.integrations.accelerate import torchrun_environment
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal, in_this_process
@@ -87,7 +87,7 @@ def with_fabric(ctx: FragmentContext) -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = fabric.setup(model, optimizer, clip_grad_norm=0.5)
-        for (x,) in fabric.loop(DataLoader(DATA, batch_size=4, shuffle=True)):
+        for (x,) in fabric.loop(DataLoader(DATA, batch_size=2, shuffle=True), accumulate=2):
             optimizer.zero_grad()
             with fabric.autocast():
                 loss = model(x).pow(2).mean()
@@ -96,6 +96,8 @@ def with_fabric(ctx: FragmentContext) -> None:
             fabric.log_dict({'loss': loss})
         with pytest.raises(BadInput, match='fabric.save is not supported .*: the app writes'):
             fabric.save('there', {})
+        with pytest.raises(BadInput, match=r'the gradients of n batches say fabric\.loop'):
+            fabric.no_backward_sync(model)
 
     with pytest.raises(BadInput, match=r"Fabric\(precison='bf16-mixed'\) .*: say precision\."):
         Fabric(ctx, precison='bf16-mixed')
@@ -107,6 +109,25 @@ def without_fabric(ctx: FragmentContext) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps(ctx, *ctx.prepare(model, optimizer, clip_grad_norm=0.5))
+
+
+def accumulates_by_hand(ctx: FragmentContext) -> None:
+    from parsl_freetrain.integrations.lightning_fabric import Fabric
+
+    fabric, model = Fabric(ctx), nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x,) in enumerate(fabric.loop(DataLoader(DATA, batch_size=4)), 1):
+        fabric.backward(model(x).pow(2).mean() / 2)
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize('mode', [Reproducible(shards=2), Throughput()])
+def test_fabric_does_not_accumulate_by_hand(mode: Any) -> None:
+    pytest.importorskip('lightning', reason='needs the extra lightning')
+    with pytest.raises(BadInput, match=r'to accumulate the gradients of n batches say ctx\.loop'):
+        in_this_process(accumulates_by_hand, total_epochs=2, mode=mode)
 
 
 def test_fabric_trains_as_the_plain_loop() -> None:

@@ -7,6 +7,7 @@ and go on as one, give the same bits. Each test is a row of docs/packages.md.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -385,6 +386,16 @@ def same_bits(needs: str, function: Any, fork_server: ForkClient, tmp_path: Path
             for one in (whole, cut)
         )
     )
+
+
+def test_each_row_of_the_page_is_a_test() -> None:
+    from tests.packages import test_trainers
+
+    page = (Path(__file__).parents[2] / 'docs/packages.md').read_text()
+    rows = re.findall(r'^\| [^|]+ \| [\d.]+ \| ([^|]+) \|', page, re.MULTILINE)
+    assert len(rows) >= 25
+    named = {name for row in rows for name in re.findall(r'`(\w+)`', row)}
+    assert named == ROWS.keys() | test_trainers.ROWS.keys()
 
 
 def test_adapters_in_the_format_of_peft(tmp_path: Path) -> None:

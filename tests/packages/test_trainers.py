@@ -379,6 +379,28 @@ def mace_energies(ctx: FragmentContext) -> None:
     train(ctx, model, loader, loss, batch_size=None)
 
 
+@row('mace', ROWS)
+def mace_run_train(ctx: FragmentContext) -> None:
+    """The script as it is."""
+    import ase.io
+    import numpy as np
+
+    made, frames = np.random.default_rng(0), []
+    for _ in range(60):
+        atoms = ase.Atoms('HHH', made.normal(size=(3, 3)))
+        atoms.info['energy_set'] = float(atoms.positions.std())
+        atoms.arrays['forces_set'] = np.zeros((3, 3))
+        frames.append(atoms)
+    where = Path(ctx._run.order.store).parent.name
+    if ctx.is_main:
+        ase.io.write('frames.xyz', frames)
+        Path('config.yaml').write_text(FILES['mace_train.yaml'])
+    ctx._run.peers.all_reduce_max((0,))()
+    command = example('mace_command')
+    command.run_script(ctx, '--config', 'config.yaml', '--work_dir', where)
+    assert Path(where, 'tiny_stagetwo.model').exists()
+
+
 @pytest.mark.parametrize('name', sorted(ROWS))
 def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
     same_bits(*ROWS[name], fork_server, tmp_path)

@@ -175,14 +175,13 @@ class Carried:
         things = {
             path.rpartition('.')[2]: one
             for path, one in self._variables()
-            if changes.has_state(one)
+            if changes.has_state(one) and not isinstance(one, torch.nn.Module)
         }
-        states = [
-            (name, tree_flatten_with_path(one.state_dict())[0])
+        found = {
+            f'{name}{keystr(path)}': inner
             for name, one in {**things, **self._kept}.items()
-            if not isinstance(one, torch.nn.Module)
-        ]
-        found = {f'{name}{keystr(path)}': one for name, inner in states for path, one in inner}
+            for path, inner in tree_flatten_with_path(_state_of(one))[0]
+        }
         return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
     def once(self, function: Callable[[], Any]) -> Any:
@@ -297,6 +296,10 @@ def _refused(path: str, why: str) -> BadInput:
         f'it {why}: keep numbers, texts, tensors and containers of them, fewer of them if there '
         'are very many, or let it depend on ctx.samples.'
     )
+
+
+def _state_of(one: Any) -> Any:
+    return one.state_dict(keep_vars=True) if isinstance(one, torch.nn.Module) else one.state_dict()
 
 
 def _is_state(packed: Any) -> bool:

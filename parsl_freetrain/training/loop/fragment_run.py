@@ -271,7 +271,7 @@ class FragmentRun:
             unknown_state.among(names, torch.nn.Module),
             reproducible=reproducible,
             averages=self._averages,
-            kept=model.carried.tensors() if reproducible else None,
+            kept=model.carried.tensors(),
         )
 
     def _go_on(

@@ -15,8 +15,9 @@ from parsl_freetrain.training.loop.unknown_state import among
 from parsl_freetrain.training.steps.buffers import is_plain
 
 _OFFER = (
-    "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare, "
-    'and do anything else that changes parameters in ctx.after_step(fn)'
+    "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare "
+    "(another package's to ctx.keep), and do anything else that changes parameters in "
+    'ctx.after_step(fn)'
 )
 
 
@@ -46,12 +47,12 @@ class UpdateGuard:
         *,
         reproducible: bool,
         averages: Sequence[PreparedAverage] = (),
-        kept: Mapping[str, torch.Tensor] | None = None,
+        kept: Mapping[str, torch.Tensor],
     ) -> None:
         self._averages = averages
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
-        known = set(map(id, prepared.tensors()))
+        known = set(map(id, (*prepared.tensors(), *kept.values())))
         known |= {id(t) for one in prepared.averages for t in (*one.parameters(), *one.buffers())}
         if reproducible:
             for number, model in enumerate(prepared.models, 1):
@@ -62,7 +63,7 @@ class UpdateGuard:
             for number, average in enumerate(prepared.averages, 1):
                 of = f' of average {number}'
                 self._add(average.named_parameters(), lambda name, of=of: f'{name!r}{of}')
-            self._add((kept or {}).items(), str)
+            self._add([(name, t) for name, t in kept.items() if is_plain(t)], str)
         self._prepared = len(self._watched)
         for called, module in others.items():
             tensors = (*module.named_parameters(), *module.named_buffers())

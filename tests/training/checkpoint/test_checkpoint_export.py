@@ -26,6 +26,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(5, 3)
         self.norm = nn.BatchNorm1d(3)
+        self.norm.register_buffer('phase', torch.tensor([1 + 2j]))
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
 

@@ -621,17 +621,19 @@ class Shadow:
 
 
 def kept(ctx: FragmentContext) -> list[Any]:
-    """One is given to ctx.keep, the other is found in a variable."""
+    """Two are given to ctx.keep, one of them a module; one is found in a variable."""
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     model, optimizer = ctx.prepare(model, sgd(model))
     own = ctx.keep(Shadow(model))
-    found = Shadow(model)
+    found, module = Shadow(model), ctx.keep(nn.BatchNorm1d(1))
+    ctx.after_step(lambda: module(next(model.parameters()).T))
     ctx.after_step(lambda: own.update(model))
     ctx.after_step(lambda: found.update(model))
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
     assert all(map(torch.equal, own.tensors, found.tensors))
-    return [own.steps, found.steps, [round(t.sum().item(), 3) for t in own.tensors]]
+    sums = [round(t.sum().item(), 3) for t in (*own.tensors, *module.buffers())]
+    return [own.steps, found.steps, sums]
 
 
 def handler_of_its_own(ctx: FragmentContext) -> None:
