@@ -99,10 +99,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     # The modules that are imported here stay to the end: looking for garbage among their objects
     # takes a quarter of the time, and later some of every test's.
     gc.disable()
+    config = session.config
+    if config.getoption('workers') > 1 and not config.option.collectonly:
+        ending = contextlib.ExitStack()
+        ending.enter_context(template.of_all_workers())
+        config.add_cleanup(ending.close)
     try:
         return (yield)
     finally:
@@ -115,6 +120,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not count or session.config.option.collectonly or session.testsfailed:
         return None
     workers.run(session, scheduling.units(session.items, ROOT), count, _mark)
+    try:  # what lost the mark of a worker has that of this process
+        _expect_nothing(
+            'processes of a worker', lambda: _without_helpers(_ours()), _describe, _kill
+        )
+    except pytest.fail.Exception as error:
+        raise session.Failed(str(error)) from error
     return True
 
 
@@ -229,9 +240,10 @@ def _ours(before: Set[int] = frozenset()) -> set[psutil.Process]:
 
 
 def _descends(pid: int) -> bool:
+    roots = {os.getpid(), *template.pids()}
     while pid > 1:
         pid = int(_state_and_parent(pid)[1])
-        if pid == os.getpid():
+        if pid in roots:
             return True
     return False
 
@@ -251,7 +263,7 @@ def _without_helpers(processes: set[psutil.Process]) -> set[psutil.Process]:
     return {
         process
         for process in processes
-        if process.pid not in template.pids()
+        if process.pid not in {template.pid_of_all(), *template.pids()}
         and not any(helper in _describe(process) for helper in HELPERS)
     }
 

@@ -619,17 +619,6 @@ def test_debugging_ends_while_a_worker_of_a_loader_still_runs() -> None:
         workers[0].join()
 
 
-def test_an_app_behind_a_failed_trainer_says_why(tmp_path: Path) -> None:
-    @python_app(executors=['threads'])
-    def follow(checkpoint: Checkpoint) -> int:
-        return checkpoint.samples
-
-    with load(tmp_path, ThreadPoolExecutor(label='threads')):
-        future = TrainingFuture('cnn')
-        after = follow(future)
-        future._settle_failed(ValueError('the loss is nan'))
-        assert 'ValueError: the loss is nan' in str(after.exception(LIMIT_S))
-
 
 def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
     """The same checkpoint is the same argument, another one is not."""

@@ -38,9 +38,12 @@ from parsl_freetrain import (
 from parsl_freetrain.executor.trainer.arguments import compare
 from parsl_freetrain.host.processes import StopSignals
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.retention import Retention
-from tests.support.training import freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.examples import equal, in_this_process
+from tests.support.programs import run_to_end
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S, wait_until
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 16)
 
@@ -167,20 +170,15 @@ def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: 
 
 
 PROGRAM = """
-import sys, parsl
-from parsl.config import Config
-from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite
-from tests.test_calls import train
+import sys
+from pathlib import Path
+from parsl_freetrain import Checkpoints, LocalSite, Reproducible, freetrain_app
+from tests.support.training import fit, freetrain
 
-executor = FreeTrainExecutor(
-    provider=BackfillProvider(site=LocalSite(nodes=1)), checkpoint_dir=sys.argv[1]
-)
-parsl.load(Config(executors=[executor], strategy='none', run_dir=sys.argv[1] + '/runinfo'))
-future = train.with_options(total_epochs=10**6)(trainer_name='t')
-while not future.progress().samples:
-    pass
-print('trains', flush=True)
-future.result()
+mode, often = Reproducible(shards=4, seed=7), Checkpoints(every_s=0.1)
+app = freetrain_app(max_nodes=1, total_epochs=float(sys.argv[2]), mode=mode, checkpoints=often)(fit)
+with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
+    print(app(pause_s=0.01, trainer_name='t').result().path)
 """
 
 
@@ -200,14 +198,23 @@ def test_a_signal_that_comes_as_the_wait_begins_ends_it(number: signal.Signals) 
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_program_ends_cleanly_by_a_signal(tmp_path: Path) -> None:
-    program = subprocess.Popen(
-        [sys.executable, '-c', PROGRAM, str(tmp_path / 'run')], stdout=subprocess.PIPE
-    )
-    assert program.stdout is not None
-    with program.stdout as out:
-        assert out.readline() == b'trains\n'
-        program.send_signal(signal.SIGTERM)
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(LIMIT_S) == 128 + signal.SIGTERM
-    assert list((tmp_path / 'run' / 't').glob('ckpt-*'))  # saved at the stop
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_that_is_ended_by_a_signal_goes_on_when_it_is_started_again(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """To the weights of one that was not."""
+    words = [sys.executable, '-c', PROGRAM, str(tmp_path)]
+    with subprocess.Popen([*words, '1e6']) as program:
+        store = PosixCheckpointStore(tmp_path / 'checkpoints' / 't', 't')
+        wait_until(lambda: store.newest() is not None)
+        program.send_signal(number)
+        program.send_signal(number)
+        killed = number == signal.SIGKILL
+        assert program.wait(LIMIT_S) == (-number if killed else 128 + number)
+    newest = store.newest()
+    assert newest is not None
+    epochs = newest.samples // 96 + 2
+    ended = run_to_end([*words, epochs])
+    assert ended.returncode == 0, ended.stderr
+    _, alone = in_this_process(fit, total_epochs=epochs)
+    assert equal(load_weights(ended.stdout.split()[-1]), alone)

@@ -52,6 +52,7 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     assert str(tmp_path / 'out' / 'report.html') in done.stdout
 
 
+@pytest.mark.long
 def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from parsl.executors import HighThroughputExecutor
 
@@ -22,6 +21,7 @@ from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.commands import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.journal.read import Journal
+from tests.support.processes import descendants
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -137,7 +137,7 @@ def test_a_start_that_fails_leaves_nothing_behind(
         raise RuntimeError('no port is free')
 
     monkeypatch.setattr(HighThroughputExecutor, 'start', fail)
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = descendants()
     with (
         pytest.raises(RuntimeError, match='no port is free'),
         freetrain(tmp_path, LocalSite(nodes=1)),
@@ -147,7 +147,7 @@ def test_a_start_that_fails_leaves_nothing_behind(
         (run,) = ledger.history().runs
     assert (run.how, run.ended_at is not None) == ('not started', True)
     wait_until(
-        lambda: before >= {process.pid for process in psutil.Process().children(recursive=True)},
+        lambda: before >= descendants(),
         'a process was left',
     )
 

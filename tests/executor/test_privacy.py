@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from parsl_freetrain import BadInput, HtexOptions, LocalSite
+from tests.support.processes import descendants
 from tests.support.training import freetrain
 
 
@@ -19,7 +20,7 @@ def test_the_folder_of_the_run_is_private_and_ports_listen_at_the_site_s_interfa
             assert os.stat(executor.run_dir).st_mode & 0o777 == 0o700
             listening = {
                 (connection.laddr.ip, process.name())
-                for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
+                for process in [psutil.Process(), *descendants()]
                 for connection in process.net_connections('inet')
                 if connection.status == psutil.CONN_LISTEN
             }

@@ -11,7 +11,7 @@ from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.named import site_files, site_in_table
+from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
@@ -64,12 +64,6 @@ def test_what_a_site_needs(
         FreeTrainExecutor(**settings)  # type: ignore[arg-type]
 
 
-def test_polaris_wants_to_know_the_file_systems() -> None:
-    from parsl_freetrain.sites.named import load_site_file
-
-    with pytest.raises(BadInput, match='without its file systems'):
-        load_site_file(site_files()['polaris']).site(account='a', filesystems=())
-
 
 def test_queues_are_checked_data() -> None:
     with pytest.raises(BadInput, match='is no queue'):
@@ -115,13 +109,3 @@ def test_plan_by_name_shows_everything_and_sends_nothing(
     assert '#PBS -A my-project\n' in script
     assert '#PBS -l select=3:system=polaris:ngpus=4\n' in script
     assert not (pbs / 'called').exists()
-
-
-def test_plan_without_an_account_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
-    assert main(['plan', '--site', 'polaris']) == 2
-    said = capsys.readouterr()
-    assert 'without an account' in said.err
-    assert len(said.err.splitlines()) == 1

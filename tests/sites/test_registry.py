@@ -2,21 +2,12 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.cli.doctor.measuring import programs
-from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.named import site_described, site_in_table
 from parsl_freetrain.sites.registry import site_types
-from tests.sites.batch_blocks import QUICK
-from tests.support.batch_tests import Rehearsal
-from tests.support.training import fit, freetrain
-
-LONG = 240  # seconds; a bound for what takes some
-LSF = {**QUICK, 'shortest_s': 60.0, 'queue': 'batch'}
 
 
 def test_our_own_types_are_there_wherever_the_package_is() -> None:
@@ -35,24 +26,10 @@ def test_another_package_adds_a_type(tmp_path: Path) -> None:
     found = programs([kind])
     assert set(kind.programs) <= set(found)
     assert found['bsub']['version'] == 'IBM Spectrum LSF 10.1.0.14'
-
-
-@pytest.mark.usefixtures('lsf')
-def test_a_client_from_afar_may_name_the_type() -> None:
+    # As a client from afar does:
     made = site_described({'type': 'lsf', 'queue': 'batch'})
     assert type(made) is site_types()['lsf'].make
 
-
-@pytest.mark.long
-def test_a_training_runs_in_a_block_of_the_other_package(lsf: Rehearsal, tmp_path: Path) -> None:
-    site: Any = site_types()['lsf'].make(**LSF)
-    with freetrain(tmp_path / 'run', site, address='127.0.0.1'):
-        trainer = freetrain_app(min_nodes=1, max_nodes=1, total_epochs=1)(fit)
-        assert trainer().result(LONG).samples == 96
-    with Journal(tmp_path / 'run' / 'checkpoints' / 'ledger.journal') as ledger:
-        [node] = ledger.history().nodes
-    assert node.name.startswith('host')
-    assert {job['how'] for job in lsf.jobs().values()} <= {'', 'deleted'}
 
 
 def test_a_type_that_cannot_be_loaded_is_left_out(

@@ -76,18 +76,16 @@ def first_holes(site: Site) -> tuple[Hole, ...]:
     return found[-1]
 
 
-def test_holes_have_nodes_and_a_future(site: Site) -> None:
+def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
+    site: Site, provider: BackfillProvider
+) -> None:
     holes = first_holes(site)
     for hole in holes:
         assert hole.nodes >= 1
         assert hole.until_s is None or hole.until_s > time.time()
         assert not hole.names or len(set(hole.names)) == hole.nodes
-
-
-def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
-    site: Site, provider: BackfillProvider
-) -> None:
-    holes = first_holes(site)
+    with pytest.raises(BadInput):
+        provider.open_block(BlockRequest(0), 'true', 'contract')
     before, hole = sum(hole.nodes for hole in holes), holes[0]
     job = provider.open_block(
         BlockRequest(hole.nodes, 300.0, hole.queue, hole.names), 'sleep 600', 'contract'
@@ -101,29 +99,15 @@ def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
     wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
 
 
-def test_a_block_that_ends_by_itself_gives_its_nodes_back(
-    site: Site, provider: BackfillProvider
-) -> None:
-    holes = first_holes(site)
-    before, hole = sum(hole.nodes for hole in holes), holes[0]
-    job = provider.open_block(
-        BlockRequest(1, 300.0, hole.queue, hole.names[:1]), 'true', 'contract'
-    )
-    wait_until(lambda: provider.status([job])[0].terminal)
-    assert provider.status([job])[0].status_name == 'COMPLETED'
-    wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
-
-
-def test_a_request_for_no_node_is_refused(site: Site, provider: BackfillProvider) -> None:
-    with pytest.raises(BadInput):
-        provider.open_block(BlockRequest(0), 'true', 'contract')
 
 
 def test_each_block_is_one_call_with_a_job_of_its_own(
     site: Site, provider: BackfillProvider, tmp_path: Path
 ) -> None:
-    """Its worker_init runs once, its command on each node; a second block has another job id."""
-    first_holes(site)
+    """Its worker_init runs once, its command on each node; a second block has another job id. When
+    they have ended by themselves, their nodes are back.
+    """
+    before = sum(hole.nodes for hole in first_holes(site))
     jobs: list[str] = []
 
     def opened() -> bool:
@@ -142,9 +126,11 @@ def test_each_block_is_one_call_with_a_job_of_its_own(
     wait_until(opened)
     wait_until(lambda: all(status.terminal for status in site.statuses(jobs)))
     assert len(set(jobs)) == 2
+    assert {status.status_name for status in site.statuses(jobs)} == {'COMPLETED'}
     assert (tmp_path / 'said').read_text() == 'hello\nhello\n'
     for job in jobs:
         site.gone(job)
+    wait_until(lambda: sum(hole.nodes for hole in site.holes()) == before)
 
 
 def test_start_twice_and_no_holes_after_close(site: Site) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+KILL_DELAY_S = 5.0
+
 
 def main(order: Path) -> None:
     given = json.loads(order.read_text())
@@ -29,7 +31,7 @@ def main(order: Path) -> None:
     kill_at = None
     while process.poll() is None:
         if kill_at is None and end.exists():
-            kill_at = time.monotonic() + given['kill_delay_s']
+            kill_at = time.monotonic() + KILL_DELAY_S
             signal_session(process.pid)
         if kill_at is not None and time.monotonic() >= kill_at:
             kill_all(given['environment']['MACHINE_JOB'])

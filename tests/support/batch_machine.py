@@ -1,6 +1,5 @@
 """A test machine with a batch scheduler, in a folder: its commands load, advance and save its state
-under a lock; jobs are processes (``batch_job.py``), those of others hold nodes only. The clock can
-be moved.
+under a lock; jobs are processes (``batch_job.py``), those of others hold nodes only.
 """
 
 import fcntl
@@ -32,28 +31,14 @@ class Machine:
         self.folder = folder
 
     def create(
-        self,
-        nodes: dict[str, dict[str, Any]],
-        queues: dict[str, dict[str, Any]],
-        kill_delay_s: float = 5.0,
+        self, nodes: dict[str, dict[str, Any]], queues: dict[str, dict[str, Any]]
     ) -> None:
         """Nodes by name with their attributes, queues by name with their limits (``most``,
         ``longest_s``).
         """
         (self.folder / 'jobs').mkdir(parents=True)
-        self._save(
-            {
-                'offset': 0.0,
-                'next': 1,
-                'kill_delay_s': kill_delay_s,
-                'nodes': nodes,
-                'queues': queues,
-                'jobs': {},
-                'reservations': [],
-                'faults': {},
-                'calls': {},
-            }
-        )
+        state = {'next': 1, 'nodes': nodes, 'queues': queues}
+        self._save({**state, 'jobs': {}, 'reservations': [], 'faults': {}})
 
     @contextmanager
     def state(self) -> Iterator[State]:
@@ -71,65 +56,37 @@ class Machine:
         part.write_text(json.dumps(state))
         part.replace(self.folder / 'state.json')
 
-    def now(self) -> float:
-        """The machine's clock, in seconds; equal to ``time.time()`` until it is moved."""
-        offset: float = json.loads((self.folder / 'state.json').read_text())['offset']
-        return time.time() + offset
-
-    # --- what happens there
-
     def submit(self, state: State, **job: Any) -> str:
         """Add a job to the queue; return its number."""
         number = str(state['next'])
         state['next'] += 1
-        state['jobs'][number] = {
-            'name': 'job',
-            'user': 'eve',
-            'queue': next(iter(state['queues'])),
-            'priority': 0,
-            'walltime_s': 600.0,
-            'seconds': None,
-            'script': None,
-            'state': WAITING,
-            'submitted': time.time() + state['offset'],
-            'names': [],
-            'start': None,
-            'how': '',
-            'exit': None,
-            'planned': None,
-            'account': None,
-            **job,
-        }
+        usual = {'name': 'job', 'user': 'eve', 'queue': next(iter(state['queues'])), 'priority': 0}
+        none = dict.fromkeys(('seconds', 'script', 'start', 'exit', 'planned', 'account'))
+        own = {'walltime_s': 600.0, 'state': WAITING, 'names': [], 'how': ''}
+        state['jobs'][number] = {**usual, **none, **own, **job}
         return number
 
     def end(self, state: State, number: str, how: str) -> None:
         """Remove a job from the machine or the queue."""
         job = state['jobs'][number]
         if job['state'] == WAITING:
-            job.update(state=OVER, how=how, finished=time.time() + state['offset'])
+            job.update(state=OVER, how=how)
         elif job['state'] == RUNNING:
             job.update(state=ENDING, how=how)
             if job['script'] is not None:
                 (self.folder / 'jobs' / f'{number}.end').touch()
 
     def _advance(self, state: State) -> None:
-        now = time.time() + state['offset']
+        now = time.time()
         for number, job in state['jobs'].items():
             if job['state'] in (RUNNING, ENDING):
                 self._progress(state, number, job, now)
         free = {name for name, node in state['nodes'].items() if node.get('up', True)}
         free -= on_nodes(state).keys()
-        windows = {
-            name: min(
-                (
-                    r['start']
-                    for r in state['reservations']
-                    if name in r['nodes'] and r['end'] > now
-                ),
-                default=float('inf'),
-            )
-            for name in state['nodes']
-        }
+        windows = dict.fromkeys(state['nodes'], float('inf'))
+        for reserved in state['reservations']:
+            for name in reserved['nodes'] if reserved['end'] > now else ():
+                windows[name] = min(windows[name], reserved['start'])
         busy = {
             name: job['start'] + job['walltime_s'] for name, (_, job) in on_nodes(state).items()
         }
@@ -141,14 +98,14 @@ class Machine:
     def _progress(self, state: State, number: str, job: Job, now: float) -> None:
         if job['script'] is None:
             if job['state'] == ENDING or now >= job['start'] + job['seconds']:
-                job.update(state=OVER, exit=271 if job['state'] == ENDING else 0, finished=now)
+                job.update(state=OVER, exit=271 if job['state'] == ENDING else 0)
             return
         ended = self.folder / 'jobs' / f'{number}.exit'
         if ended.exists():
             code = int(ended.read_text())
             ended.unlink()
             (self.folder / 'jobs' / f'{number}.end').unlink(missing_ok=True)
-            job.update(state=OVER, exit=code, finished=now)
+            job.update(state=OVER, exit=code)
         elif job['state'] == RUNNING and now >= job['start'] + job['walltime_s']:
             self.end(state, number, 'timeout')
 
@@ -205,7 +162,6 @@ class Machine:
             'log': job.get('log'),
             'exit': str(folder / f'{number}.exit'),
             'end': str(folder / f'{number}.end'),
-            'kill_delay_s': state['kill_delay_s'],
             'environment': {
                 'PATH': f'{self.folder / "bin"}:{os.environ["PATH"]}',
                 'MACHINE_JOB': f'{self.folder}:{number}',
@@ -213,12 +169,9 @@ class Machine:
             },
         }
         (folder / f'{number}.order').write_text(json.dumps(order))
+        daemon = ROOT / 'tests' / 'support' / 'batch_job.py'
         process = subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / 'tests' / 'support' / 'batch_job.py'),
-                str(folder / f'{number}.order'),
-            ],
+            [sys.executable, str(daemon), str(folder / f'{number}.order')],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -245,14 +198,13 @@ Command = Callable[[Machine, list[str]], int]
 def run_command(
     folder: Path, name: str, arguments: Sequence[str], commands: Mapping[str, Command], login: str
 ) -> int:
-    """Be one of the machine's commands: count the call, and apply the configured fault."""
+    """Be one of the machine's commands, with the configured fault."""
     if name == 'hostname':
         print(os.environ.get('MACHINE_NODE', login))
         return 0
     machine = Machine(folder)
     if name not in LAUNCHERS:
         with machine.state() as state:
-            state['calls'][name] = state['calls'].get(name, 0) + 1
             fault = state['faults'].get(name, state['faults'].get('all'))
         if fault == 'hang':
             time.sleep(3600)

@@ -4,7 +4,6 @@ nodes; and the commands of an idle PBS.
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.batch_machine import OVER, ROOT, RUNNING, Machine, install
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, looks
 
 Job = dict[str, Any]
 
@@ -30,18 +29,10 @@ class Rehearsal(Machine):
         with self.state() as state:
             return dict(state['jobs'])
 
-    def others(
-        self,
-        nodes: int,
-        walltime_s: float = 600.0,
-        seconds: float | None = None,
-        queue: str = 'batch',
-    ) -> str:
+    def others(self, nodes: int, walltime_s: float = 600.0, seconds: float | None = None) -> str:
         """Submit a job of another user; it lasts for its whole walltime, or for ``seconds``."""
         with self.state() as state:
-            return self.submit(
-                state, nodes=nodes, walltime_s=walltime_s, seconds=seconds, queue=queue
-            )
+            return self.submit(state, nodes=nodes, walltime_s=walltime_s, seconds=seconds)
 
     def finish(self, number: str, how: str = '') -> None:
         with self.state() as state:
@@ -53,18 +44,10 @@ class Rehearsal(Machine):
 
     def reserve(self, nodes: list[str], start: float, end: float) -> None:
         with self.state() as state:
+            name = f'R{len(state["reservations"]) + 1}'
             state['reservations'].append(
-                {
-                    'name': f'R{len(state["reservations"]) + 1}',
-                    'nodes': nodes,
-                    'start': start,
-                    'end': end,
-                }
+                {'name': name, 'nodes': nodes, 'start': start, 'end': end}
             )
-
-    def calls(self) -> dict[str, int]:
-        with self.state() as state:
-            return dict(state['calls'])
 
     @contextmanager
     def fault(
@@ -80,10 +63,10 @@ class Rehearsal(Machine):
                 del state['faults'][name]
 
     def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        end = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < end, f'did not come true within {limit_s} s\n{self.jobs()}'
-            time.sleep(0.05)
+        for _ in looks(limit_s):
+            if condition():
+                return
+        raise AssertionError(f'did not come true within {limit_s} s\n{self.jobs()}')
 
     def clear(self) -> None:
         """End all jobs."""

@@ -166,7 +166,7 @@ def qdel(machine: Machine, arguments: list[str]) -> int:
 
 def nodelist(machine: Machine, arguments: list[str]) -> int:
     assert not arguments
-    now = machine.now()
+    now = time.time()
     with machine.state() as state:
         busy = on_nodes(state)
         drained = {

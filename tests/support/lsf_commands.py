@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import time
 
 from tests.support.batch_launch import launch
 from tests.support.batch_machine import (
@@ -63,7 +64,7 @@ def answer(records: list[dict[str, str]]) -> int:
 
 def bjobs(machine: Machine, arguments: list[str]) -> int:
     assert '-json' in arguments
-    now = machine.now()
+    now = time.time()
     with machine.state() as state:
         return answer([fields(number, job, now) for number, job in state['jobs'].items()])
 

@@ -43,16 +43,25 @@ def _begun(process: psutil.Process) -> float:
         return 0.0
 
 
+def descendants() -> set[psutil.Process]:
+    """All of this process, and those of its templates (which may be no descendants themselves)."""
+    found: set[psutil.Process] = set()
+    for pid in template.pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(pid).children(recursive=True))
+    found.update(psutil.Process().children(recursive=True))
+    return {process for process in found if process.pid not in template.pids()}
+
+
 class Started:
     """The descendants that were started since this object was created, thus by one test."""
 
     def __init__(self) -> None:
-        self._before = set(psutil.Process().children(recursive=True))
+        self._before = descendants()
 
     def processes(self) -> list[psutil.Process]:
         """Those that are running, oldest first."""
-        started = set(psutil.Process().children(recursive=True)) - self._before
-        return sorted((p for p in started if p.pid not in template.pids()), key=_begun)
+        return sorted(descendants() - self._before, key=_begun)
 
 
 def forks(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

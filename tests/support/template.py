@@ -27,21 +27,37 @@ OF_RANKS = (
 
 
 class _Session:
-    """The templates of this process's session; the last one is used."""
+    """The templates of this process's session; the last one is used. ``of_all``: the one
+    from which those of all workers are forked.
+    """
 
     log = Path(os.devnull)
     templates: list[ForkClient] = []
+    of_all: ForkClient | None = None
 
 
 def name() -> str:
     """Return the name of the session's template, which is started at the first call."""
     if not _Session.templates:
-        _start(*OF_RANKS)
+        if _Session.of_all is None:
+            started = _spawn(*OF_RANKS)
+        else:
+            started = ForkClient.start(_new(), os.getpid(), str(_Session.log), _Session.of_all.name)
+        _begin(started)
     return _Session.templates[-1].name
 
 
-def _start(*modules: str) -> ForkClient:
-    own = f'session-{secrets.token_hex(8)}'
+def _new() -> str:
+    return f'session-{secrets.token_hex(8)}'
+
+
+def _begin(started: ForkClient) -> None:
+    _Session.templates.append(started)
+    started.wait_ready(LIMIT_S)
+
+
+def _spawn(*modules: str) -> ForkClient:
+    own = _new()
     program = (
         'import sys; import parsl_freetrain.training.process.fork_server as server; '
         f'server._TO_IMPORT += {modules!r}; sys.exit(server.main())'
@@ -55,16 +71,27 @@ def _start(*modules: str) -> ForkClient:
             env=start_environment(),
             start_new_session=True,
         )
-    started = ForkClient(own, str(_Session.log), process)
-    _Session.templates.append(started)
-    started.wait_ready(LIMIT_S)
-    return started
+    return ForkClient(own, str(_Session.log), process)
+
+
+@contextmanager
+def of_all_workers() -> Iterator[None]:
+    """One import of torch for all workers, which are forked from this process; it takes place
+    beside what this process does.
+    """
+    started = _Session.of_all = _spawn(*OF_RANKS)
+    try:
+        yield
+    finally:
+        _Session.of_all = None
+        started.stop()
 
 
 @contextmanager
 def that_imports(*modules: str) -> Iterator[None]:
     """Fork from a template that has imported these beside what each fragment imports."""
-    started = _start(*modules)
+    started = _spawn(*modules)
+    _begin(started)
     try:
         yield
     finally:
@@ -87,6 +114,12 @@ def nodes_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
 def pids() -> set[int]:
     """Return the process ids of templates that have been started; no test owns them."""
     return {template.pid or 0 for template in _Session.templates}
+
+
+def pid_of_all() -> int:
+    """Return the process id of the template of all workers, 0 if there is none."""
+    of_all = _Session.of_all
+    return 0 if of_all is None or of_all._process is None else of_all._process.pid
 
 
 def _start_forked(own_name: str, owner_pid: int, log: str) -> ForkClient:

@@ -2,6 +2,7 @@
 collected all. A file stays on one worker, for its fixtures; whichever is free takes the next.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -74,7 +75,8 @@ def run(
     except BaseException:
         _take_all(queue)
         for worker in workers:
-            os.kill(worker.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGINT)
         raise
     finally:
         for worker in workers:

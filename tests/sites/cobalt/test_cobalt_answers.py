@@ -23,72 +23,25 @@ from parsl_freetrain.sites.named import load_site_file, site_files
 
 GOLDEN = Path(__file__).with_name('golden')
 
-QSTAT = """JobID: 104927
-    User      : user1
-    State     : running
-    Nodes     : 4
-    Location  : 20-22,24
-    Queue     : backfill
-    WallTime  : 02:00:00
-    StartTime : Thu Nov 09 13:05:50 2017 +0000 (UTC)
-    JobName   : N/A
+RECORDED = Path(__file__).with_name('recorded')
 
-JobID: 104941
-    User      : user2
-    State     : dep_hold
-    Nodes     : 2048
-    Location  : None
-    Queue     : default
-    WallTime  : 00:20:00
-    StartTime : N/A
-    JobName   : a: name
-"""
-NODELIST = """Node_id  Name         Queues             Status           MCDRAM  NUMA    Backfill
-================================================================================
-20       c0-0c0s5n0   default:backfill   cleanup-pending  flat    quad    4:59:44
-[28]     c0-0c0s7n0   default            idle             flat    quad    4:59:44
-29       c0-0c0s7n1   default            idle             flat    quad    4:59:44
-30       c0-0c0s7n2   default            idle             cache   quad    -
-31       c0-0c0s7n3   debug              idle             cache   quad    -
-"""
-SHOWRES = """\
-Reservation     Queue     User  Start                                 Duration  Passthrough  Nodes
-================================================================================================
-Monday 13       R.pm      None  Mon Nov 13 08:00:00 2017 +0000 (UTC)  08:30     Blocked      0-2,7
-"""
+
+def said(command: str) -> str:
+    return (RECORDED / f'{command}.txt').read_text()
 
 
 def test_jobs() -> None:
-    assert answers.parse_jobs(QSTAT, 'pool') == (
-        BatchJob(
-            '104927',
-            JobState.RUNNING,
-            'pool',
-            4,
-            1510232750.0,
-            1510239950.0,
-            (),
-            ('nid00020', 'nid00021', 'nid00022', 'nid00024'),
-            'user1',
-            'running',
-            'N/A',
-            limit_s=7200.0,
-        ),
-        BatchJob(
-            '104941',
-            JobState.HELD,
-            'pool',
-            2048,
-            None,
-            None,
-            (),
-            (),
-            'user2',
-            'dep_hold',
-            'a: name',
-            limit_s=1200.0,
-        ),
-    )
+    nodes = 'nid00020', 'nid00021', 'nid00022', 'nid00024'
+    times = 1510232750.0, 1510239950.0
+    running, held = answers.parse_jobs(said('qstat'), 'pool')
+    assert running == BatchJob(
+        '104927', JobState.RUNNING, 'pool', 4, *times, (), nodes, 'user1', 'running', 'N/A',
+        limit_s=7200.0,
+    )  # fmt: skip
+    assert held == BatchJob(
+        '104941', JobState.HELD, 'pool', 2048, None, None, (), (), 'user2', 'dep_hold', 'a: name',
+        limit_s=1200.0,
+    )  # fmt: skip
     assert answers.parse_jobs('', 'pool') == ()
     with pytest.raises(NotUnderstood, match='StartTime'):
         answers.parse_jobs('JobID: 1\n    State : running\n', 'pool')
@@ -96,7 +49,7 @@ def test_jobs() -> None:
 
 def test_nodes() -> None:
     flat, cache = ('mcdram=flat', 'numa=quad'), ('mcdram=cache', 'numa=quad')
-    assert set(answers.parse_nodes(NODELIST, 'default', 1000.0)) == {
+    assert set(answers.parse_nodes(said('nodelist'), 'default', 1000.0)) == {
         Nodes('default', ('nid00020',), 'cleanup-pending', '', flat, until_s=18960.0),
         Nodes('default', ('nid00028', 'nid00029'), 'idle', '', flat, until_s=18960.0),
         Nodes('default', ('nid00030',), 'idle', '', cache),
@@ -106,14 +59,9 @@ def test_nodes() -> None:
 
 
 def test_reservations() -> None:
-    assert answers.parse_reservations(SHOWRES) == (
-        NodeReservation(
-            'Monday 13',
-            1510560000.0,
-            1510590600.0,
-            ('nid00000', 'nid00001', 'nid00002', 'nid00007'),
-        ),
-    )
+    nodes = 'nid00000', 'nid00001', 'nid00002', 'nid00007'
+    [found] = answers.parse_reservations(said('showres'))
+    assert found == NodeReservation('Monday 13', 1510560000.0, 1510590600.0, nodes)
     assert answers.parse_reservations('') == ()
 
 
@@ -130,26 +78,14 @@ def test_queues() -> None:
 
 
 def test_a_jobs_own_log() -> None:
+    normally = 'task completed normally with an exit code of '
+    abnormally, too_long = normally.replace('nor', 'abnor'), 'maximum execution time exceeded'
     for log, state in (
         ('submitted with cwd set to: /x', None),
-        (
-            'task completed normally with an exit code of 0; initiating job cleanup and removal',
-            'COMPLETED',
-        ),
-        (
-            'task completed abnormally with an exit code of 143; initiating job cleanup '
-            'and removal',
-            'FAILED',
-        ),
-        (
-            'maximum execution time exceeded; initiating job terminiation\ntask '
-            'completed normally with an exit code of 143',
-            'TIMED_OUT',
-        ),
-        (
-            'user delete requested by eve\ntask completed normally with an exit code of 143',
-            'CANCELLED',
-        ),
+        (f'{normally}0; initiating job cleanup and removal', 'COMPLETED'),
+        (f'{abnormally}143; initiating job cleanup and removal', 'FAILED'),
+        (f'{too_long}; initiating job terminiation\n{normally}143', 'TIMED_OUT'),
+        (f'user delete requested by eve\n{normally}143', 'CANCELLED'),
     ):
         assert answers.ended(log) == state
 

@@ -52,15 +52,6 @@ def test_a_reservation_ends_a_hole(cobalt: Rehearsal, blocks: Make) -> None:
     assert [(hole.nodes, hole.until_s) for hole in mine.holes()] == [(2, None), (2, start - 7)]
 
 
-def test_every_node_runs_the_command(cobalt: Rehearsal, blocks: Make) -> None:
-    mine = blocks(mcdram='cache')
-    job = mine.open(2, command='echo "$FREETRAIN_NODE says $GREETING"')
-    cobalt.wait(lambda: mine.status(job).terminal)
-    assert (
-        mine.status(job).state is JobState.COMPLETED
-    )  # its own log tells; the queue has forgotten it
-    assert sorted(mine.output().splitlines()) == ["nid00020 says it's 2", "nid00021 says it's 2"]
-
 
 def test_a_command_that_fails_fails_its_block(cobalt: Rehearsal, blocks: Make) -> None:
     mine = blocks()
@@ -123,20 +114,17 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
     cobalt.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
+def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
+    cobalt: Rehearsal,
+) -> None:
+    for settings, sentence in (
         ({'queue': 'nosuch'}, r"no queue 'nosuch'; it has batch, closed, debug, preemptable\."),
         ({'queue': 'debug', 'least_nodes': 3}, 'takes 0 to 2 nodes'),
         ({'queue': 'batch', 'requeue': True}, 'does not put jobs back'),
         ({'queue': 'batch', 'mcdram': 'a:b'}, 'mcdram'),
-    ],
-)
-def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
-    cobalt: Rehearsal, settings: dict[str, object], sentence: str
-) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        CobaltSite(**{**QUICK, **settings}).start()
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            CobaltSite(**{**QUICK, **settings}).start()
     assert cobalt.jobs() == {}
 
 

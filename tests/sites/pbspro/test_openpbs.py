@@ -17,10 +17,7 @@ import pytest
 from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.pbspro import PbsSite
-from parsl_freetrain.sites.pbspro.scheduler import Pbs
 from tests.sites.batch_blocks import QUICK, Blocks
 from tests.sites.giving import LASTS, two_users
 from tests.support.openpbs import PbsCluster
@@ -308,31 +305,20 @@ def test_a_reservation_ends_a_hole_and_the_block_asks_how_long_it_has(
         openpbs.run('pbs_rdel', resv)
 
 
-@pytest.mark.parametrize(('mem', 'nodes'), [('1gb', 4), ('800tb', 0), ('2048mw', 4)])
-def test_sizes_are_compared_as_sizes(
-    openpbs: PbsCluster, blocks: Make, mem: str, nodes: int
-) -> None:
-    with managed(
-        openpbs, f'set queue batch default_chunk.mem = {mem}', 'unset queue batch default_chunk.mem'
-    ):
-        site = PbsSite(queue='batch', **QUICK)
-        assert sum(hole.nodes for hole in site.holes_now()) == nodes
+def test_sizes_are_compared_as_sizes(openpbs: PbsCluster) -> None:
+    for mem, nodes in (('1gb', 4), ('800tb', 0), ('2048mw', 4)):
+        change = f'set queue batch default_chunk.mem = {mem}'
+        with managed(openpbs, change, 'unset queue batch default_chunk.mem'):
+            site = PbsSite(queue='batch', **QUICK)
+            assert sum(hole.nodes for hole in site.holes_now()) == nodes
 
 
-@pytest.mark.parametrize(
-    ('queue', 'names'),
-    [
-        ('debug', {'node01'}),
-        ('batch', {'node02', 'node03', 'node04'}),
-        ('prod', {'node02', 'node03', 'node04'}),
-    ],
-)
-def test_the_nodes_of_a_queue_are_for_its_jobs_alone(
-    openpbs: PbsCluster, queue: str, names: set[str]
-) -> None:
+def test_the_nodes_of_a_queue_are_for_its_jobs_alone(openpbs: PbsCluster) -> None:
+    others = {'node02', 'node03', 'node04'}
     with managed(openpbs, 'set node node01 queue = debug', 'unset node node01 queue'):
-        found = PbsSite(queue=queue, **QUICK).holes_now()
-        assert {name for hole in found for name in hole.names} == names
+        for queue, names in (('debug', {'node01'}), ('batch', others), ('prod', others)):
+            found = PbsSite(queue=queue, **QUICK).holes_now()
+            assert {name for hole in found for name in hole.names} == names
 
 
 def test_an_array_that_has_begun_keeps_its_plan(openpbs: PbsCluster, blocks: Make) -> None:
@@ -378,15 +364,6 @@ def test_every_node_runs_the_command_with_the_blocks_environment_in_private_file
     assert {path.suffix for path in mine.folder.iterdir()} == {'.out', '.err', '.sh'}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in mine.folder.iterdir())
 
-
-def test_a_command_that_fails_fails_its_block_with_the_place_of_its_output(
-    openpbs: PbsCluster, blocks: Make
-) -> None:
-    mine = blocks()
-    job = mine.open(2, command='exit 3')
-    openpbs.wait(lambda: mine.status(job).terminal)
-    assert mine.status(job).state is JobState.FAILED
-    assert str(mine.folder) in str(mine.status(job).message)
 
 
 def test_a_block_that_starts_after_its_hole_ends_at_once(openpbs: PbsCluster, blocks: Make) -> None:
@@ -453,22 +430,6 @@ def test_a_server_that_does_not_answer_ends_nothing(
     openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-def test_a_submission_without_an_answer_leaves_no_block_behind(
-    openpbs: PbsCluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = blocks()
-    submit = Pbs.submit
-
-    def lost(self: Pbs, script: object) -> str:
-        submit(self, script)  # type: ignore[arg-type]
-        raise SchedulerSilent('qsub did not answer within 10 s')
-
-    monkeypatch.setattr(Pbs, 'submit', lost)
-    with pytest.raises(FreeTrainError, match='did not answer'):
-        mine.open(1)
-    assert len(mine.site.find_blocks()) == 1
-    openpbs.wait(lambda: mine.site.holes() is not None and not mine.site.find_blocks())
-
 
 def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
     openpbs: PbsCluster, blocks: Make
@@ -481,54 +442,23 @@ def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
     assert again.end_of(job) is not None
 
 
-# --- politeness and refusals
+# --- refusals
 
 
-def test_it_is_polite(openpbs: PbsCluster, blocks: Make) -> None:
-    mine = blocks(submit_every_s=1000.0, max_waiting=1, poll_s=1000.0)
-    openpbs.wait(mine.site.holes)
-    before = dict(mine.site.client.commands)
-    for _ in range(20):
-        assert mine.site.holes()
-    # The queue once at the beginning, then one of each.
-    assert before == mine.site.client.commands == {'qstat': 2, 'pbsnodes': 1, 'pbs_rstat': 1}
-    mine.open(1)
-    assert mine.site.holes() == ()
-    assert mine.site.client.commands['qsub'] == 1
 
-
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
+def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
+    openpbs: PbsCluster,
+) -> None:
+    for settings, sentence in (
         ({'queue': 'nosuch'}, r"no queue 'nosuch'; it has batch, closed, debug, .*small, "),
         ({'queue': 'closed'}, 'takes no jobs'),
         ({'queue': 'small'}, 'takes jobs only from prod'),
         ({'queue': 'debug', 'least_nodes': 3}, 'takes 0 to 2 nodes, and the site config'),
         ({'queue': 'debug', 'shortest_s': 1200.0}, 'shortest block'),
-    ],
-)
-def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
-    openpbs: PbsCluster, settings: dict[str, object], sentence: str
-) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        PbsSite(**{**QUICK, **settings}).start()
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            PbsSite(**{**QUICK, **settings}).start()
     assert openpbs.run('qstat') == ''
-
-
-@pytest.mark.parametrize(
-    ('request_', 'sentence'),
-    [
-        (BlockRequest(3, 300.0), '1 to 2 nodes'),
-        (BlockRequest(1, 1.0), '2 s or more'),
-        (BlockRequest(0, 300.0), 'at least one node'),
-    ],
-)
-def test_requests_that_can_never_be_met(
-    openpbs: PbsCluster, blocks: Make, request_: BlockRequest, sentence: str
-) -> None:
-    mine = blocks('debug')
-    with pytest.raises(BadInput, match=sentence):
-        mine.provider.open_block(request_, 'true', 'never')
 
 
 def test_qsubs_own_words_are_passed_on(openpbs: PbsCluster, blocks: Make) -> None:

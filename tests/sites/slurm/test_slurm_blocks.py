@@ -456,45 +456,32 @@ def test_it_is_polite(slurm: Cluster, blocks: Make) -> None:
     assert mine.site.client.commands['sbatch'] == 2  # the test at the beginning, and one
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
-        (
-            {'partition': 'nosuch'},
-            r"no partition 'nosuch'; it has batch, debug, requeue, scavenger\.",
-        ),
-        ({'partition': 'batch', 'mode': 'preemptible'}, 'not preemptible'),
-        ({'partition': 'debug', 'longest_s': 7200}, 'time limit of 600 s'),
-        ({'partition': 'batch', 'constraint': 'h100'}, 'would refuse every block.*feature'),
-        (
-            {'partition': 'batch', 'sbatch_options': ('--nosuch=1',)},
-            'would refuse every block.*nosuch',
-        ),
-    ],
-)
 def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
-    slurm: Cluster, settings: dict[str, object], sentence: str
+    slurm: Cluster,
 ) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        slurm_site(**settings).start()  # type: ignore[arg-type]
+    batch = {'partition': 'batch'}
+    for settings, sentence in (
+        ({'partition': 'nosuch'}, r"no partition 'nosuch'; it has batch, debug, requeue, scaven"),
+        ({**batch, 'mode': 'preemptible'}, 'not preemptible'),
+        ({'partition': 'debug', 'longest_s': 7200}, 'time limit of 600 s'),
+        ({**batch, 'constraint': 'h100'}, 'would refuse every block.*feature'),
+        ({**batch, 'sbatch_options': ('--nosuch=1',)}, 'would refuse every block.*nosuch'),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            slurm_site(**settings).start()  # type: ignore[arg-type]
     assert slurm.run('squeue', '-h', '-a', '--name=freetrain') == ''
 
 
-@pytest.mark.parametrize(
-    ('request_', 'sentence'),
-    [
+def test_requests_that_can_never_be_met(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks('debug')
+    for request, sentence in (
         (BlockRequest(3, 300.0), '1 to 2 nodes'),
         (BlockRequest(1, 59.0), '60 s or more'),
         (BlockRequest(0, 300.0), 'at least one node'),
         (BlockRequest(2, 300.0, names=('node01',)), 'as many names'),
-    ],
-)
-def test_requests_that_can_never_be_met(
-    slurm: Cluster, blocks: Make, request_: BlockRequest, sentence: str
-) -> None:
-    mine = blocks('debug')
-    with pytest.raises(BadInput, match=sentence):
-        mine.provider.open_block(request_, 'true', 'never')
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            mine.provider.open_block(request, 'true', 'never')
 
 
 def test_sbatchs_own_words_are_passed_on(slurm: Cluster, blocks: Make) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain import BadInput, Checkpoints, Scaling, TrainingFuture, freetrain_app
+from parsl_freetrain import Checkpoints, Scaling, TrainingFuture, freetrain_app
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.loop.context import FragmentContext
 from tests.sites.slurm.conftest import slurm_site
@@ -115,14 +115,3 @@ def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoi
             assert future.progress().fragments >= 2
         finally:
             slurm.start_node(node)
-
-
-def test_a_site_config_that_cannot_work_ends_before_anything_is_submitted(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    with (
-        pytest.raises(BadInput, match='no partition'),
-        freetrain(tmp_path, slurm_site('nosuch'), address='127.0.0.1'),
-    ):
-        pytest.fail('it was loaded')
-    assert slurm.run('squeue', '-h') == ''
