@@ -165,7 +165,7 @@ def test_states() -> None:
         assert [found.state for found in jobs(**job)] == [state]
 
 
-VNODE = {
+VNODE: dict[str, Any] = {
     'state': 'free',
     'resources_available': {'ncpus': 64, 'ngpus': 4, 'system': 'polaris', 'debug': 'True'},
 }
@@ -178,7 +178,7 @@ def nodes(vnodes: dict[str, object], **wanted: str) -> dict[str, str]:
 
 
 def test_states_of_nodes() -> None:
-    states = {
+    states: dict[str, dict[str, Any]] = {
         'idle': {}, 'job-exclusive': {'state': 'job-exclusive'}, 'mixed': {'jobs': ['1.s']},
         'down+offline': {'state': 'down,offline'}, 'resv-exclusive': {'state': 'resv-exclusive'},
     }  # fmt: skip
@@ -409,13 +409,13 @@ def test_a_job_says_how_long_it_is_and_how_many_of_an_array_may_start() -> None:
     [job] = jobs(job_state='Q')
     assert (job.limit_s, job.tasks) == (3600.0, 1)
     for queued, running, most, tasks, state in (
-        (3, 2, {}, 3, 'PENDING'),
-        (0, 2, {}, 1, 'HELD'),
-        (10, 1, {'max_run_subjobs': 3}, 2, 'PENDING'),
-        (10, 3, {'max_run_subjobs': 3}, 1, 'HELD'),
+        (3, 2, 99, 3, 'PENDING'),
+        (0, 2, 99, 1, 'HELD'),
+        (10, 1, 3, 2, 'PENDING'),
+        (10, 3, 3, 1, 'HELD'),
     ):
         counts = f'Queued:{queued} Running:{running} Exiting:0 Expired:1 '
-        [job] = jobs(job_state='B', array_state_count=counts, **most)
+        [job] = jobs(job_state='B', array_state_count=counts, max_run_subjobs=most)
         assert (job.tasks, job.state) == (tasks, state)
 
 

@@ -468,7 +468,7 @@ def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
         ({**batch, 'sbatch_options': ('--nosuch=1',)}, 'would refuse every block.*nosuch'),
     ):
         with pytest.raises(BadInput, match=sentence):
-            slurm_site(**settings).start()  # type: ignore[arg-type]
+            slurm_site(**settings).start()
     assert slurm.run('squeue', '-h', '-a', '--name=freetrain') == ''
 
 
