@@ -19,7 +19,8 @@ from typing import Any, cast
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
 
-from parsl_freetrain import Checkpoint, FreeTrainError, Timeouts, TrainingFuture, freetrain_app
+import parsl_freetrain as ft
+from parsl_freetrain import Checkpoint, FreeTrainError, Timeouts, TrainingFuture
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
@@ -111,10 +112,14 @@ class Errors(logging.Handler):
 class World:
     """One to four trainers on four to sixteen nodes. ``said``: every event of the run. ``nodes``:
     so many instead, whose managers all come at once. ``stay_s``: there are four trainers, and while
-    there are faults their nodes come one by one, and go after so many seconds.
+    there are faults their nodes come one by one, and go after so many seconds. ``quick``: decisions
+    take less time, since rates are stated and nodes are shared equally.
     """
 
-    def __init__(self, seed: int, nodes: int = 0, stay_s: float | None = None) -> None:
+    def __init__(
+        self, seed: int, nodes: int = 0, stay_s: float | None = None, *, quick: bool = False
+    ) -> None:
+        self.scaling = ft.Scaling(rate={1: RATE, 64: 64 * RATE} if quick else None)
         self.draw, self.now = random.Random(seed), 1e6
         self.size, trainers = self.draw.choice([4, 4, 8, 16]), self.draw.choice([1, 2, 2, 4])
         self.size, self.at_once, self.stay_s = nodes or self.size, bool(nodes), stay_s
@@ -145,7 +150,8 @@ class World:
         settings = ControllerSettings(
             horizon_s=20.0, retries=10**6, stalls=10**6, min_hole_s=1.0, idle_block_s=10.0
         )
-        self.controller = Controller(allocator_named('auto', isolated=False), settings)
+        solver = allocator_named('equal-share' if quick else 'auto', isolated=False)
+        self.controller = Controller(solver, settings)
         quiet = cast(Any, SimpleNamespace(look=lambda at: None))
         self.loop = EventLoop(
             self.controller, control, self.stream, cast(Any, self.provider.site), self.blocks,
@@ -158,7 +164,10 @@ class World:
     def _record(self, name: str) -> TrainerRecord:
         most = self.draw.choice([1, 3, self.size])
         self.totals[name] = PER_NODE * most
-        spec = freetrain_app(max_nodes=most, total_samples=self.totals[name])(fit).spec
+        app = ft.freetrain_app(
+            max_nodes=most, total_samples=self.totals[name], scaling=self.scaling
+        )
+        spec = app(fit).spec
         launched = lambda specification, previous: self._launch(specification)  # noqa: E731
         start = Checkpoint(name, '', 0, 0)
         return TrainerRecord(
