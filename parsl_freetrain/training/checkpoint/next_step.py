@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from parsl_freetrain.host.files import make_dir, replace
+from parsl_freetrain.host.files import make_dir, read_regular, replace
 from parsl_freetrain.training.checkpoint.directories import names
 
 log = logging.getLogger(__name__)
 
-FOLDER, _KEPT = 'next-steps', 20
+FOLDER, _KEPT, _LARGEST = 'next-steps', 20, 1 << 28  # bytes
 Digests = dict[str, int]
 
 
@@ -29,16 +29,28 @@ class NextStep(msgspec.Struct, frozen=True):
     gradients: Digests | None = None
     after: Digests | None = None
     reports: dict[str, float] = {}  #: the metrics that the step reported
+    #: If it was not computed since a rank was lost: the others' gradients, by their virtual shards.
+    parts: dict[str, Digests] = {}
 
 
 def write(
-    store: Path, samples: int, fragment: int, what: NextStep, *, all_kept: bool = False
+    store: Path,
+    samples: int,
+    fragment: int,
+    what: NextStep,
+    of: str = '',
+    *,
+    all_kept: bool = False,
 ) -> None:
-    """Write it for a fragment and samples; a failure is logged. Old ones go unless ``all_kept``."""
+    """Write it for a fragment and samples, or a part ``of`` it; a failure is logged. Old ones go
+    unless ``all_kept``.
+    """
     folder = store / FOLDER
     try:
         make_dir(folder)
-        replace(folder / _name(samples, fragment), msgspec.msgpack.encode(what), durable=False)
+        replace(
+            folder / (_name(samples, fragment) + of), msgspec.msgpack.encode(what), durable=False
+        )
         for name in () if all_kept else sorted(names(folder))[:-_KEPT]:
             (folder / name).unlink(missing_ok=True)
     except OSError:
@@ -46,11 +58,14 @@ def write(
 
 
 def read(store: Path, samples: int, fragment: int) -> NextStep | None:
+    found, parts = None, dict[str, Digests]()
     try:
-        content = (store / FOLDER / _name(samples, fragment)).read_bytes()
-        return msgspec.msgpack.decode(content, type=NextStep)
+        for path in sorted((store / FOLDER).glob(f'{_name(samples, fragment)}*'), reverse=True):
+            found = msgspec.msgpack.decode(read_regular(path, _LARGEST), type=NextStep)
+            parts |= found.parts
     except (OSError, msgspec.DecodeError, ValueError):
         return None
+    return found and msgspec.structs.replace(found, parts=parts)
 
 
 def difference(then: NextStep, now: NextStep) -> str:
@@ -60,6 +75,9 @@ def difference(then: NextStep, now: NextStep) -> str:
         return f'{found} had another value before the step'
     if then.batch != now.batch:
         return 'the next global batch has other samples'
+    for shards in then.parts.keys() & now.parts.keys():
+        if found := _differing(then.parts[shards], now.parts[shards]):
+            return f'the gradient of {found} in the virtual shards {shards} differs'
     if then.after is None or now.after is None:
         return ''
     if then.gradients is None or now.gradients is None:

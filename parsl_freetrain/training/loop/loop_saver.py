@@ -108,7 +108,9 @@ class LoopSaver:
             found = self._state_of(content_of(prepared, named=division.stated), at_end=True)
             return division.held(found, knows_all=self._last.knows_all)
 
-        return self._last.leave(state)
+        left = self._last.leave(state)
+        self._verification.lost(self._state.samples)
+        return left
 
     def _collect(self) -> State | None:
         """What this rank writes; None: nothing. All ranks that hold a part of the state call it."""

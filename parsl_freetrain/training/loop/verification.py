@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import ChainMap
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -21,6 +23,7 @@ from parsl_freetrain.training.checkpoint.local_shard import holders, is_divided,
 from parsl_freetrain.training.checkpoint.next_step import NextStep, difference
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.devices import computes_as
+from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop import unknown_state
 from parsl_freetrain.training.loop.loop_state import LoopState
@@ -30,6 +33,7 @@ from parsl_freetrain.training.loop.save_timing import Background
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.steps.bit_sums import MODULO, bit_sums
 from parsl_freetrain.training.steps.group_settings import settings_of
+from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 _NOTHING_FOUND = (
     'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
@@ -39,6 +43,7 @@ _HELP = (
     'Give ctx.prepare what has a state, keep numbers in ctx.state, and try it with train.rehearse '
     "(docs/your-script.md); Reproducible(on_difference='warn') goes on all the same."
 )
+_LAST_S = 1.0  # maximum seconds for which the end of a rank waits for its digests
 
 
 class Verification:
@@ -61,6 +66,10 @@ class Verification:
         self._expected: NextStep | None = None
         self._resumes = self._records = self._proves = False
         self._computed, self._settings = False, dict[str, int]()
+        known = model.division.whole and isinstance(model.steps, ReproducibleSteps)
+        self._steps = cast(ReproducibleSteps, model.steps) if known else None
+        self._now: GlobalBatch | None = None
+        self._shards = set[str]()  # 'first-last': those of which survivors have kept something
         self._batch: GlobalBatch | None = None  # that is looked at
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._writer = Background('digests of the next step')
@@ -76,13 +85,18 @@ class Verification:
 
         def find() -> str:
             then = self._expected = next_step.read(self._store, there.samples, there.fragment)
-            return '' if then is None else 'state' if then.after is None else 'step'
+            if then is None or then.after is not None:
+                return 'step' if then is not None else ''
+            return ' '.join(then.parts) or 'state'
 
         found = self._peers.broadcast_object('next-step', find)
         self._resumes, self._proves = found != '', found == ('step' if self.by_steps else 'state')
+        self._shards = set(found.split())
         self._state.resumes, self._state.verified = there.resumes + 1, there.verified
-        if not self._proves and self._rank == 0:
-            print(f'Not verified: the step after {there.samples} samples was not computed before.')
+        if '-' in found and self._steps is not None:
+            self._steps.looks = True
+        elif not self._proves:
+            self._not_verified()
 
     def saved(self) -> None:
         """The state is that of a checkpoint: the digests of the next step are kept."""
@@ -91,6 +105,7 @@ class Verification:
     @torch.no_grad()
     def begin(self, batch: GlobalBatch) -> None:
         self._records |= self._rehearsed
+        self._now = batch
         if self._resumes or self._records:
             self._batch, self._sums, self._computed = batch, [], False
             self._look(self._tensors())
@@ -119,20 +134,27 @@ class Verification:
             return
         if self._computed:
             self._state.reports.gather(self._peers)
-        numbers = ','.join(map(str, batch.indices)) if self._numbered else ''
-        resumes, records = self._resumes, self._records
+        resumes, records, parts = self._resumes, self._records, dict[str, dict[str, int]]()
         self._resumes = self._records = False
+        if resumes and self._steps is not None and self._steps.looks:
+            self._steps.looks = False
+            own = msgspec.msgpack.encode(self._digests())
+            parts = dict(ChainMap(*map(msgspec.msgpack.decode, gather_bytes(self._peers, own))))
+            self._proves = not self._shards.isdisjoint(parts)
+            if not self._proves:
+                self._not_verified()
         self._state.verified += resumes and self._proves
         state, *step = self._read()
         if self._rank:
             return
         now = NextStep(
             computes_as(self._device),
-            zlib.crc32(numbers.encode()),
+            self._numbers(batch),
             state,
             step[0] if len(step) > 1 else None,  # a step that is skipped has none
             {**step[-1], **self._settings} if step else None,
             dict(self._state.metrics) if step else {},
+            parts,
         )
         if records:
             where = self._store, batch.samples_before, self._fragment
@@ -140,8 +162,34 @@ class Verification:
         if resumes and self._expected is not None:
             self._compare(self._expected, now)
 
+    def lost(self, samples: int) -> None:
+        """Another rank was lost after so many samples: what this one has of the step is kept."""
+        batch, parts = self._now, self._digests()
+        if batch is not None and batch.samples_before == samples and parts:
+            step = NextStep(computes_as(self._device), self._numbers(batch), {}, parts=parts)
+            where = self._store, samples, self._fragment
+            self._writer.start(partial(next_step.write, *where, step, f'-{self._rank}'))
+            self._writer.wait(_LAST_S)
+
+    def _not_verified(self) -> None:
+        if self._rank == 0:
+            at = self._from.samples
+            print(f'Not verified: the step after {at} samples was not computed before.')
+
     def settle(self) -> None:
         self._writer.wait()
+
+    def _numbers(self, batch: GlobalBatch) -> int:
+        numbers = ','.join(map(str, batch.indices)) if self._numbered else ''
+        return zlib.crc32(numbers.encode())
+
+    def _digests(self) -> dict[str, dict[str, int]]:
+        names = {id(tensor): name for name, tensor in self._tensors().items()}
+        found = self._steps.digests() if self._steps is not None else {}
+        return {
+            f'{first}-{last}': {names[i]: one for i, one in sums.items()}
+            for (first, last), sums in found.items()
+        }
 
     def _names(self) -> dict[str, Any]:
         hooks = self._hooks

@@ -11,6 +11,7 @@ import torch
 
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.sample_order import shards_of_rank
+from parsl_freetrain.training.steps.bit_sums import bit_sums
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
 from parsl_freetrain.training.steps.shared_rows import SharedRows, share
 
@@ -76,7 +77,7 @@ class SumOverShards:
     """The sum of the contributions of all shards. ``mine``: of this rank; ``most``: the largest
     number of a rank. ``sizes``: of the global batch's shards; sums are of shares of the largest.
     ``spoilt``: 0 if the last sum was finite; ``bad``: of this rank's sums, before that over
-    several.
+    several. ``looks``: take ``digests`` of the gradients of all nodes that this rank has.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class SumOverShards:
         self.sizes: tuple[int, ...] = ()
         self.bad: list[torch.Tensor] = []
         self.spoilt = torch.empty(0)
+        self.looks = False
+        self.digests: dict[Node, torch.Tensor] = {}
         self._covers = [self._tree.cover(shards_) for shards_ in ranges]
         self._of: dict[Node, Contribution | None] = {}
         self._received = torch.empty(0)
@@ -99,9 +102,10 @@ class SumOverShards:
     def first_rank(self) -> int:
         return next(rank for rank, cover in enumerate(self._covers) if cover)
 
-    def begin(self, sizes: Sequence[int], nodes: Sequence[Node]) -> None:
+    def begin(self, sizes: Sequence[int], nodes: Sequence[Node], *, looks: bool) -> None:
         """A global batch begins, of which this rank has these nodes."""
         self.sizes, self._of = tuple(sizes), {}
+        self.looks, self.digests = looks, {}
         for node in nodes:
             if not self.has_samples(node):
                 self.add(node, None)
@@ -119,7 +123,16 @@ class SumOverShards:
 
     def add(self, node: Node, own: Contribution | None) -> None:
         """Add the contribution of a node of this rank; None: its shards are empty."""
+        if self.looks:
+            self.look({node: own})  # before it is added to its neighbour
         self._tree.add(self._of, node, own, self._sums.plus)
+        if self.looks:
+            self.look(self._of)
+
+    def look(self, sums: Mapping[Node, Contribution | None] | None = None) -> None:
+        for node, own in (self._of if sums is None else sums).items():
+            if own is not None:
+                self.digests[node] = bit_sums(own.gradients, self._sums.parameters[0].device)
 
     def present(self) -> bytes:
         """By parameter, whether this rank has a gradient."""
@@ -129,10 +142,11 @@ class SumOverShards:
     def total(self, present: Sequence[bool]) -> Contribution:
         """The mean over all samples, on all ranks together; ``present``: gradients that any has."""
         sums, peers = self._sums, self._peers
-        mine = {node: own for node, own in self._of.items() if own is not None}
+        all_of_mine, self._of = self._of, {}
+        mine = {node: own for node, own in all_of_mine.items() if own is not None}
         self.bad = []
         if peers.world_size == 1:
-            total = self._tree.total(self._of, sums.plus)
+            total = self._tree.total(all_of_mine, sums.plus)
             assert total is not None
         else:
             self.bad = [sums.scale(own.present) for own in mine.values()]
@@ -153,7 +167,6 @@ class SumOverShards:
             for own in list(mine.values())[1:]:
                 sums.release(own)
             total = sums.unpack(whole, present)
-        self._of = {}
         self.spoilt = sums.mean(total, max(self.sizes) / sum(self.sizes))
         return total
 

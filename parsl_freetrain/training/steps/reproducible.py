@@ -75,6 +75,7 @@ class ReproducibleSteps:
         self._alone = shards == 1 and self.adds_buffers  # its buffers are right as they are
         self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
+        self.looks = False  # at the gradients of each of this rank's shards
         self.numbers: Any = None  # loop.numbers, which become those behind the first shard, too
         self.stepped = self.changed = False
         self.kept_back = False
@@ -135,7 +136,8 @@ class ReproducibleSteps:
         self._span = batch.samples_before, batch.samples_after
         if self._groups_now() != self._groups:
             self._lay_out()
-        self._sum.begin(list(map(len, shard(batch.indices, self._shards))), self._nodes())
+        sizes = list(map(len, shard(batch.indices, self._shards)))
+        self._sum.begin(sizes, self._nodes(), looks=self.looks)
         self._settings.begin_batch()
         self.changed, self._waiting = False, True
         self._any_stepped, self._scheduled = bytearray(len(self._stepped)), {}
@@ -260,6 +262,12 @@ class ReproducibleSteps:
         if any(one.settings != notes[0].settings for one in notes):
             self._settings.agree(self._all)
         return notes
+
+    def digests(self) -> dict[Node, dict[int, int]]:
+        """By shards whose sum this rank has or had, bit sums of gradients by parameters' ids."""
+        self._sum.look()
+        names, found = list(map(id, self._parameters)), self._sum.digests
+        return {n: dict(zip(names, sums.tolist(), strict=True)) for n, sums in found.items()}
 
     def settle(self) -> None:
         """Wait, all ranks, until the last gradient is known to be finite; else BadInput."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.model.events import FragmentStarted
+from parsl_freetrain.core.model.events import CheckpointSaved, FragmentStarted
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -33,9 +33,14 @@ BATCH, TOTAL, EPOCH = 8, 96, 48
 Fault = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
 
 
-def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool = False) -> None:
+def train(
+    ctx: FragmentContext,
+    faults: dict[int, list[Fault]],
+    remembers: bool = False,
+    forgets: bool = False,
+) -> None:
     """Every fragment is struck as ``faults`` says. What the loop sets before it fails, its batch
-    statistics and its settings, must not count twice.
+    statistics and its settings, must not count twice. ``forgets``: a cut changes the training.
     """
     mine = [
         (samples, point)
@@ -103,7 +108,7 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
         if remembers:
             ctx.state['seen'] = {ctx.samples: (1, 2)}
         optimizer.zero_grad()
-        ((model(features) - target) ** 2).mean().backward()
+        ((model(features) - target - forgets * ctx.fragment) ** 2).mean().backward()
         optimizer.step()
         schedule.step()
 
@@ -204,6 +209,21 @@ def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
     assert began == begins
     assert {o.how for o in outcomes} == {'finished'}
     assert equal(training.weights(), undisturbed)
+    saved = training.gang.ranks[0].said(CheckpointSaved)[-1].checkpoint
+    # By the virtual shards that survivors have computed, and that a rank has by itself again.
+    assert (saved.resumes, saved.verified) == (7, 3)
+
+
+def test_what_survivors_have_computed_of_a_step_shows_that_a_training_differs(
+    nodes: list[ForkClient], tmp_path: Path
+) -> None:
+    training = Training(nodes, tmp_path)
+    training.fragment(3, {1: [(1, 16, 'in the body')]}, forgets=True)
+    _, outcomes = training.fragment(2, {}, forgets=True)
+    (error,) = [o.error for o in outcomes if o.how == 'error']
+    assert 'fragment 2 does not continue what fragment 1 began: after 16' in error.message
+    assert "the gradient of parameter '0.weight' (and " in error.message
+    assert ' others) in the virtual shards 0-' in error.message
 
 
 def test_a_kill_while_it_is_saved_or_left_costs_no_more(
