@@ -221,7 +221,8 @@ class Bids:
             worth,
             held,
             spec.sizes,
-            fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at),
+            fixed=bool(nodes)
+            and (self._too_soon(trainer.rescaled_at, at) or trainer.piece_s() < max(costs)),
             shortest_s=trainer.measured.shortest_s(self._settings.min_hole_s),
             class_curves=worths,
             current_class=current_class,

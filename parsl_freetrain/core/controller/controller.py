@@ -243,7 +243,7 @@ class Controller:
         trainer.reached = event.samples
         if event.rate is None:
             return [], False
-        if not trainer.profiles.stated:
+        if trainer.trainer.round_samples or not trainer.profiles.stated:
             for one in (trainer, *self.state.siblings(trainer.trainer)):
                 self.state.changed[one.trainer.name] = None
         learned = trainer.learn(event.rate)

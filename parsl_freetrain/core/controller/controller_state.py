@@ -72,6 +72,13 @@ class TrainerState:
             profile.forget(nodes)
         return best == shape and profile.observe(nodes, rate)
 
+    def piece_s(self) -> float:
+        """Seconds until the piece of a round ends that runs; infinite where that is not known."""
+        if (run := self.running) is None:
+            return math.inf
+        rate = self.profiles.on(run.node_class).measured.get(len(run.nodes))
+        return self.trainer.left_of_round(self.reached)[1] / rate if rate else math.inf
+
     def wanted_nodes(self) -> int:
         return self.profiles.best().best_count(self.trainer.counts())
 

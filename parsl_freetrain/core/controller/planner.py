@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from parsl_freetrain.core.allocation import constraints
 from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Problem
 from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller.bids import Bids, Places, places_of
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
@@ -51,7 +51,7 @@ class Planner:
         actions: list[ev.Action] = []
         new = plan is None or problem != plan.became
         if plan is None or new:
-            asked, answer = self._answer(problem)
+            asked, answer = self._answer(problem, state.active)
             plan = self._plan = Plan(asked, answer, problem)
             actions += self._stop(state, plan, places, current, at)
         actions += self._start(state, plan, places, at)
@@ -87,13 +87,15 @@ class Planner:
         bids = self._bids.refresh(state, at, places)
         return Problem(horizon_s, places.nodes, bids, places.blocks, spans, tuple(limits))
 
-    def _answer(self, problem: Problem) -> tuple[Problem, Answer]:
+    def _answer(
+        self, problem: Problem, trainers: Mapping[str, cs.TrainerState]
+    ) -> tuple[Problem, Answer]:
         """The answer, and its problem: without the last minimum shares that cannot be kept."""
         answer = self._allocator.allocate(problem)
         while answer.status == 'infeasible' and problem.limits and problem.limits[-1].least:
             problem = replace(problem, limits=problem.limits[:-1])
             answer = self._allocator.allocate(problem)
-        return problem, answer
+        return problem, pieces_in_order(problem, answer, trainers)
 
     def _stop(
         self,
@@ -184,3 +186,40 @@ def _speeds(trainer: Trainer, classes: Sequence[str]) -> tuple[float, ...]:
         return ()
     curves = dict(trainer.class_curves)
     return tuple(curves[name].rate_at(len(classes)) for name in classes)
+
+
+def pieces_in_order(
+    problem: Problem, answer: Answer, trainers: Mapping[str, cs.TrainerState]
+) -> Answer:
+    """The same answer, with other replicas where several bid alike for their next nodes: pieces of
+    the earliest round come first, of these the ones that are nearly done. Of those that get nodes,
+    the ones with more to train get the nodes that stay longer.
+    """
+    alike: dict[tuple[str, Bid], list[str]] = {}
+    for bid in problem.bids:
+        spec = trainers[bid.name].trainer
+        if spec.round_samples and not bid.current_nodes:
+            alike.setdefault((spec.training, replace(bid, name='')), []).append(bid.name)
+    seconds = {block.name: block.remaining_s for block in problem.places}
+    instead: dict[str, str] = {}
+
+    def worth(name: str) -> tuple[float, int]:
+        held = answer.by_block.get(name, {})
+        return min((seconds[b] for b in held), default=0.0), answer.allocation[name]
+
+    def left(name: str) -> tuple[int, float]:
+        place = trainers[name]
+        return place.trainer.left_of_round(place.samples)
+
+    for names in alike.values():
+        granted = sorted((name for name in names if answer.allocation[name]), key=worth)
+        chosen = sorted(names, key=left)[: len(granted)]
+        others = [name for name in names if not answer.allocation[name]]
+        chosen.sort(key=lambda name: left(name)[1])
+        instead |= zip(chosen, granted, strict=True)
+        instead |= zip([n for n in names if n not in chosen], others, strict=True)
+    if all(one == other for one, other in instead.items()):
+        return answer
+    allocation = {name: answer.allocation[instead.get(name, name)] for name in answer.allocation}
+    by_block = {name: answer.by_block[instead.get(name, name)] for name in answer.by_block}
+    return replace(answer, allocation=allocation, by_block=by_block)

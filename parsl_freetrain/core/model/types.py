@@ -249,6 +249,11 @@ class Trainer:
         """How many rounds it may be ahead of other replicas there: none at the end."""
         return self.overlap if samples != self.total_samples else 0
 
+    def left_of_round(self, samples: int) -> tuple[int, float]:
+        """The rounds that it has ended, and its own samples until it ends one more."""
+        rounds, done = divmod(samples, self.round_samples or math.inf)
+        return int(rounds), ((self.round_samples or math.inf) - done) / self.replicas
+
     def curve_on(self, node_class: str) -> ScalingCurve | None:
         """The scaling curve on a class; None if it is not known, or the class is not used."""
         return dict(self.class_curves).get(node_class) if self.class_curves else self.curve

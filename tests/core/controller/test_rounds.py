@@ -1,5 +1,6 @@
 """Replicas of one training: who wants nodes when, and how they end."""
 
+from dataclasses import replace
 from typing import Any
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
@@ -60,6 +61,56 @@ def test_the_first_replica_ends_the_training_after_the_others() -> None:
     assert history.ended('r0', 2, Ending.FINISHED, samples=TOTAL) == (EndTrainer('r0', 'finished'),)
 
 
+def test_earlier_rounds_and_pieces_that_are_nearly_done_come_first() -> None:
+    for overlap, samples, nodes, expected in (
+        (0, (5, 15, 10), ('n1',), ['r1']),
+        (0, (15, 5, 15), ('n1', 'n2'), ['r0', 'r2']),
+        (1, (ROUND + 15, 5, 0), ('n1',), ['r1']),
+        (1, (ROUND + 15, 0, 5), ('n1', 'n2'), ['r1', 'r2']),
+    ):
+        history = ClockedController()
+        submit(history, samples, round_samples=ROUND, overlap=overlap)
+        assert sorted(started(history.join('b', *nodes))) == expected, samples
+        assert history.reply.decision is not None
+        given = history.reply.decision.answer.allocation
+        assert sorted(name for name, count in given.items() if count) == expected
+
+
+def test_a_piece_with_less_to_train_gets_the_hole_that_ends_earlier() -> None:
+    for samples, short in (((0, 10), 'r1'), ((10, 0), 'r0'), ((ROUND + 10, 0), 'r0')):
+        history = ClockedController()
+        history.controller.state.shutting_down = True  # so that all is decided at once
+        submit(history, samples, round_samples=ROUND, overlap=1)
+        history.join('long', 'n1')
+        history.controller.state.shutting_down = False
+        history.join('short', 'n2', until_s=30)
+        assert history.held()[short] == ('n2',)
+
+
+def test_a_hole_shorter_than_a_piece_is_used_unless_it_is_too_short_to_save() -> None:
+    for seconds, begun in ((20, 1), (4, 0)):
+        history = ClockedController(ControllerSettings(min_hole_s=0))
+        submit(history, round_samples=TOTAL * 1000)  # a hole lasts for a few of these only
+        history.join('b', 'n1')
+        (first,) = history.held()
+        history.leave('n1')
+        times: Any = {'start_s': 3.0, 'step_s': 1.0, 'checkpoint_s': 0.5}
+        history.tell(ev.FragmentEnded(history.at, first, 1, 5, Ending.PREEMPTED, **times))
+        assert len(started(history.join('c', 'n2', until_s=history.at + seconds))) == begun
+
+
+def test_a_piece_that_ends_before_a_rescale_would_pay_keeps_its_nodes() -> None:
+    for reached, rescaled in ((10, True), (18, False)):
+        history = ClockedController()
+        two = ScalingCurve.from_points({1: 1.0, 2: 2.0})
+        trainer = Trainer('r0', 1, 2, TOTAL, two, rescale_up_s=4, training='gpt', replicas=1)
+        history.tell(ev.TrainerSubmitted(0.0, replace(trainer, round_samples=ROUND), 0))
+        history.join('b', 'n1')
+        history.tell(ev.FragmentProgressed(1.0, 'r0', 1, reached, 1.0, {}))
+        actions = history.join('b', 'n2')
+        assert any(isinstance(action, StopFragment) for action in actions) is rescaled
+
+
 def test_resumed_replicas_wait_whatever_they_know_of_the_round() -> None:
     history = ClockedController()
     history.join('b', 'n1', 'n2', 'n3')
@@ -97,7 +148,8 @@ def test_one_that_fails_or_is_cancelled_ends_all() -> None:
     assert history.ended('r0', 1, samples=8) == (EndTrainer('r0', 'failed', because),)
 
     submit(history, samples=(ROUND,) * 30, round_samples=ROUND)
-    actions = history.tell(ev.TrainerCancelled(2.0, 'r29'))
+    waits = next(name for name in history.controller.state.trainers if name not in history.held())
+    actions = history.tell(ev.TrainerCancelled(2.0, waits))
     ended = [action.trainer for action in actions if isinstance(action, EndTrainer)]
     assert len(ended) == 28 and len(history.held()) == 2  # these two save first
     for name in list(history.held()):
