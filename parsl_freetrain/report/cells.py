@@ -69,7 +69,8 @@ def in_shape(t: TrainerNow) -> str:
     if t.rounds is not None:
         rounds, pieces, replicas = t.rounds
         going = f'round {rounds + 1}, {pieces} of {replicas} pieces done'
-        said.append(f'all {rounds} rounds' if t.state == 'finished' else going)
+        ended = f'all {rounds} rounds, {rounds * replicas} pieces'
+        said.append(ended if t.state == 'finished' else going)
         if t.weights_by is not None:
             said.append(f'last outer step by replica {t.weights_by}')
     return f' ({"; ".join(said)})' if said else ''

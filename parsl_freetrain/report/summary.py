@@ -56,6 +56,7 @@ def _trainers(history: History) -> dict[str, dict[str, Any]]:
             'samples_repeated': _repeated(mine, living),
             'state': one.state,
             'why': one.why,
+            **({'pieces': one.rounds} if one.trainer.round_samples else {}),
         }
     return {name: _of_all(list(replicas.values())) for name, replicas in table.items()}
 
@@ -66,6 +67,8 @@ def _of_all(replicas: list[dict[str, Any]]) -> dict[str, Any]:
     for key in first.keys() - {'samples_expected', 'state', 'why'}:
         share = len(replicas) if key in ('samples', 'samples_repeated') else 1
         first[key] = sum(row[key] for row in replicas) // share
+    if 'pieces' in first:
+        first['rounds'] = min(row['pieces'] for row in replicas)
     return first
 
 

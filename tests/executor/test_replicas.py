@@ -73,9 +73,10 @@ def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
     history = Journal(executor.ledger_path).history()
     (seen,) = snapshot(history, time.time()).trainers
     assert (seen.name, seen.rounds) == ('train', (2, 0, 2))
-    assert in_shape(seen).startswith(' (all 2 rounds; last outer step by replica ')
+    assert in_shape(seen).startswith(' (all 2 rounds, 4 pieces; last outer step by replica ')
     row = summary(history)['trainers']['train']
     assert (row['samples'], row['samples_expected'], row['fragments']) == (32, 32, 5)
+    assert (row['rounds'], row['pieces']) == (2, 4)
     assert '<html' in report_page(figures(history, time.time(), DpAllocator()))
     assert app().debug().metrics['loss'] > 0  # without rounds
 

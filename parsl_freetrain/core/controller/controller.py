@@ -288,6 +288,8 @@ class Controller:
         stopped = event.ending is ev.Ending.STOPPED and not trainer.trainer.training
         accident = not stopped and not event.out_of_memory
         if accident and not ended.broken and not progressed:
+            if why := self.state.misses_state(trainer, ended):
+                return trainer_end.end_trainer(self.state, trainer, 'failed', why), True
             self._pause(trainer, event.at)
         return [], True
 

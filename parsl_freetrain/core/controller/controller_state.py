@@ -137,6 +137,10 @@ class Rounds:
         length = trainer.round_samples
         return samples // length - slowest // length > trainer.ahead(samples)
 
+    def others_ended(self, trainer: Trainer) -> bool:
+        known = self._samples.get(trainer.training, {})
+        return len(known) > 1 and {v for k, v in known.items() if k != trainer.name} == {math.inf}
+
 
 class ControllerState:
     """Everything that has not ended; trainers in order of submission."""
@@ -248,6 +252,18 @@ class ControllerState:
             self._withdraw(spec.name)
             self._at_gate[spec.name] = trainer
         self.open_gates(spec.training)
+
+    def misses_state(self, trainer: TrainerState, ended: FragmentState) -> str:
+        """Why it cannot end a training whose other replicas have, after stops by itself."""
+        spec, tries = trainer.trainer, trainer.failures + 1
+        asked = ended.stopping or ended.broken
+        if asked or tries < self.settings.stalls or not self._rounds.others_ended(spec):
+            return ''
+        return (
+            f'{tries} fragments in a row stopped behind its last round: either what a replica has '
+            'saved there is damaged (call the function again, which trains the rest of that piece '
+            'once more), or what is behind the loop takes longer than the holes'
+        )
 
     def reached_elsewhere(self, event: ev.ReplicaReached) -> None:
         samples = math.inf if event.samples is None else event.samples

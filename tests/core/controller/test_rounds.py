@@ -135,6 +135,23 @@ def test_replicas_that_cannot_go_on_pause_ever_longer() -> None:
     assert started(history.tick(after=10))
 
 
+def test_the_first_one_does_not_wait_for_ever_for_those_that_have_ended() -> None:
+    for others_end in (False, True):
+        history = ClockedController()
+        submit(history, samples=(TOTAL, TOTAL), round_samples=ROUND)
+        history.tell(ev.ReplicaReached(0.0, 'gpt', 'r2', None))  # in another executor
+        history.join('b', 'n1', 'n2')
+        if others_end:
+            history.ended('r1', 1, Ending.FINISHED, samples=TOTAL)
+        why = ''
+        for number in range(1, 9):
+            if 'r0' in history.held():
+                told = history.ended('r0', number, samples=TOTAL)
+                why += ''.join(one.why for one in told if isinstance(one, EndTrainer))
+            history.tick(after=60)
+        assert ('damaged (call the function again' in why) is others_end
+
+
 def test_one_that_fails_or_is_cancelled_ends_all() -> None:
     history = ClockedController()
     submit(history)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,7 @@ def finish(
     size: int = 1,
     faults: Random | None = None,
     trained: Any = train,
+    before: Callable[[list[int]], None] = lambda samples: None,
     **changes: Any,
 ) -> tuple[Any, int]:
     """Train all pieces in an order that the controller allows; the last outcome, and the number of
@@ -134,6 +136,7 @@ def finish(
     samples, fragments, kills, length = [0, 0], [0, 0], 0, STEPS * BATCH
     while True:
         ahead = [one // length - min(samples) // length for one in samples]
+        before(samples)
         may = [k for k in (0, 1) if ahead[k] <= overlap * (samples[k] < TOTAL)]
         replica = 0 if samples == [TOTAL, TOTAL] else (faults.choice(may) if faults else may[-1])
         function = trained
@@ -209,6 +212,15 @@ def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path)
     ]
     each = [finish(fork_server, tmp_path / str(i), **how)[0] for i, how in enumerate(others)]
     assert len({outcome.result for outcome in each}) == 3
+    store = tmp_path / 'damaged' / 'store' / 'replicas' / '1'
+
+    def damage(samples: list[int]) -> None:
+        if samples == [32, 64] and not (store / 'bad').exists():  # it has gone on
+            data = store / 'ckpt-000000000032-f000001' / 'rank-0.safetensors'
+            data.write_bytes(data.read_bytes()[:-1] + b'\x55')
+
+    damaged, _ = finish(fork_server, tmp_path / 'damaged', before=damage, **others[2])
+    assert damaged.result == each[2].result and len([*(store / 'bad').iterdir()]) > 1
     for file in (tmp_path / '0' / 'store' / 'outer').rglob('*.safetensors'):
         assert file.stat().st_size < 2**19  # what is frozen is in the moving average only
     alone = structs.replace(DILOCO, replicas=1)
