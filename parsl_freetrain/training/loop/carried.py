@@ -27,12 +27,14 @@ class Carried:
     ``ctx.loop``, so there are two moments: at the beginning of the epoch, and in the loop.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None, device: torch.device) -> None:
+    def __init__(
+        self, saved: Mapping[str, Any] | None, device: torch.device, live: list[torch.Tensor]
+    ) -> None:
         self._saved = dict(saved or {})
         self._frames: list[FrameType] = []
         self._places, self._others = Places((), ()), list[Any]()
         self._said = set[str]()
-        self._how = How([], set(), self._class, device)
+        self._how = How(live, set(), self._class, device)
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
         self._counts: list[Any] = []  # what enumerates a loop

@@ -45,7 +45,7 @@ def prepare_model(
         parts.device,
         lambda: hooks.running,
     )
-    carried = Carried(variables, parts.device)
+    carried = Carried(variables, parts.device, prepared.tensors())
     return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared), carried)
 
 

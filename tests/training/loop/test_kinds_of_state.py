@@ -621,13 +621,13 @@ class Shadow:
 
 
 def kept(ctx: FragmentContext) -> list[Any]:
-    """Two are given to ctx.keep, one of them a module; one is found in a variable."""
+    """Two are given to ctx.keep, one of them a module around the model; one is in a variable."""
     torch.manual_seed(1)
-    model = nn.Linear(4, 1)
-    model, optimizer = ctx.prepare(model, sgd(model))
+    raw = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(raw, sgd(raw))
     own = ctx.keep(Shadow(model))
-    found, module = Shadow(model), ctx.keep(nn.BatchNorm1d(1))
-    ctx.after_step(lambda: module(next(model.parameters()).T))
+    found, module = Shadow(model), ctx.keep(nn.ModuleList([raw, nn.BatchNorm1d(1)]))
+    ctx.after_step(lambda: module[1](raw.weight.T))
     ctx.after_step(lambda: own.update(model))
     ctx.after_step(lambda: found.update(model))
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
