@@ -72,6 +72,8 @@ def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(
     ), said
 
 
+
+
 @pytest.mark.parametrize(
     ('arguments', 'words'),
     [

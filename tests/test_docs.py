@@ -32,9 +32,8 @@ def test_at_most_ten_lines_change(script: str) -> None:
     assert 5 < changed_lines(plain, freetrain) <= 10
 
 
-@pytest.mark.parametrize(
-    'script', ['digits_plain.py', pytest.param('digits_freetrain.py', marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize('script', ['digits_plain.py', 'digits_freetrain.py'])
 def test_both_scripts_run(script: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (EXAMPLES / script).read_text()
     assert text.count('20') == 1, 'epochs, of which a few are enough'

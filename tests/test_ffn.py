@@ -44,22 +44,6 @@ def bars() -> tuple[Tensor, Tensor]:
     return (labels > 0).float(), labels
 
 
-def test_a_view_that_cannot_be() -> None:
-    for settings, sentence in (
-        ({'extent': 16}, r'16 voxels wide; .* an odd width such as 15 or 17\.$'),
-        ({'extent': 1}, 'an odd width such as 3 or 5'),
-        (
-            {'extent': 17, 'delta': 9},
-            r'A move of 9 voxels leads outside .*: in a field of view of 17 voxels it is '
-            r'1 to 8 voxels\.',
-        ),
-        ({'delta': 0}, 'A move of 0 voxels'),
-        ({'moves': 27}, '27 moves per example; there are 26 directions'),
-    ):
-        with pytest.raises(BadInput, match=sentence):
-            View(**settings)
-
-
 def test_a_volume_that_is_too_small() -> None:
     with pytest.raises(BadInput, match='16x40x40 voxels; a field of view of 17 does not fit'):
         flood(sees_all, torch.zeros(16, 40, 40), (8, 8, 8), View(17, 4))

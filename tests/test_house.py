@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -84,9 +85,13 @@ def test_modules() -> None:
     assert not wrong, '\n'.join(wrong)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def faults(path: Path) -> Iterator[str]:
-    text = path.read_text()
-    tree = ast.parse(text)
+    text, tree = path.read_text(), parsed(path)
     if re.search(r'util|helper|misc|common', path.stem):
         yield 'its name says nothing'
     if not ast.get_docstring(tree):
@@ -114,7 +119,7 @@ def test_the_house_stays_small() -> None:
 
 def long_ones(path: Path, most: int = 60) -> Iterator[str]:
     """Functions of more lines than ``most``, apart from their docstrings."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             said = node.body[0] if ast.get_docstring(node) else None
             docstring = 0 if said is None else (said.end_lineno or 0) - said.lineno + 1
@@ -162,7 +167,7 @@ def imported(*folders: str) -> set[str]:
     """Distributions, other than ours and Python's, that modules in these folders import."""
     found = set()
     for path in modules(*folders):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             names = (
                 [alias.name for alias in node.names]
                 if isinstance(node, ast.Import)

@@ -29,12 +29,20 @@ def train(ctx: FragmentContext, nan_at: int | None = None) -> None:
 def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(
     tmp_path: Path,
 ) -> None:
+    """And without that policy a loss that is not a number fails its trainer with a sentence."""
     scaled = Scaled(lr='sqrt', combine='mean', on_nan='skip')
     with freetrain(tmp_path, LocalSite(nodes=2)):
         future = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode=scaled)(train)(
             nan_at=8
         )
         metrics = future.result(timeout=LIMIT_S).metrics
+        stops = freetrain_app(max_nodes=1, total_epochs=1)(train)(nan_at=8, trainer_name='stops')
+        with pytest.raises(
+            BadInput,
+            match='a gradient was infinite or not a number in training on the samples from 8 '
+            'to 12, on rank 0',
+        ):
+            stops.result(timeout=LIMIT_S)
     assert metrics == {'batch': 8.0, 'skipped_steps': 1.0}
     identity = json.loads((tmp_path / 'checkpoints' / 'train' / 'trainer.json').read_text())[
         'identity'
@@ -48,16 +56,5 @@ def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(
         'warmup_samples': 0,
         'combine': 'mean',
     }
-    with freetrain(tmp_path, LocalSite(nodes=2)), pytest.raises(BadInput, match='lr'):
+    with freetrain(tmp_path, LocalSite(nodes=1)), pytest.raises(BadInput, match='lr'):
         freetrain_app(total_epochs=2, mode=Scaled())(train)()
-
-
-def test_a_loss_that_is_not_a_number_fails_its_trainer_with_a_sentence(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=1)):
-        future = freetrain_app(total_epochs=1)(train)(nan_at=8)
-        with pytest.raises(
-            BadInput,
-            match='a gradient was infinite or not a number in training on the samples from 8 '
-            'to 12, on rank 0',
-        ):
-            future.result(timeout=LIMIT_S)

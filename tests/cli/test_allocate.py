@@ -414,36 +414,6 @@ def test_bad_options_are_refused_before_anything_is_read(
     assert len(said.err.splitlines()) == 1
 
 
-def test_reasons(ask: Ask) -> None:
-    late = trainer('b', min_nodes=9, nodes=[9, 10], rate=[1, 2], current_nodes=0)
-    said = ask(problem(trainer(user='anna'), late, user_nodes={'anna': 6}), options=('--explain',))
-    why = said.answers[0]['explain']
-    assert said.answers[0]['allocation'] == {'a': 6, 'b': 10}
-    assert why['trainers']['a'] == {
-        'nodes_before': 3,
-        'nodes': 6,
-        'worth_before': 3300.0,
-        'worth': 120 * 53 - 495.0,
-        'gain': 2565.0,
-        'rescale_cost': 495.0,
-        'alternative': {
-            'nodes': 5,
-            'objective': pytest.approx(120 * 44.5 - 495 + 240),
-            'worse_by': pytest.approx(120 * 8.5),
-        },
-    }
-    assert why['limits'] == [
-        {
-            'why': 'user anna',
-            'nodes': 6,
-            'least': 0,
-            'most': 6,
-            'node_s': 720.0,
-            'most_node_s': None,
-        }
-    ]
-
-
 def test_the_documentation_names_every_field_and_objective() -> None:
     text = DOCUMENTATION.read_text()
     objectives = DOCUMENTATION.with_name('objectives.md').read_text()

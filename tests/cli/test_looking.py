@@ -315,7 +315,7 @@ def test_a_run_elsewhere_that_has_long_been_silent(
     assert said(capsys, 'status', '--ledger', str(tmp_path), '--run', 'r0')['state'] == 'died'
 
 
-@pytest.mark.parametrize('columns', [40, 80, 200])
+@pytest.mark.parametrize('columns', [40, 200])
 def test_into_a_pipe_there_are_no_control_characters(
     tmp_path: Path,
     columns: int,

@@ -1,4 +1,6 @@
-"""Pages on a code host (CommonMark): links, pictures and copies are good, nothing of Sphinx."""
+"""Pages on a code host (CommonMark): links, pictures and copies are good, nothing of Sphinx; those
+made from the code are as it is, and a promise is the same on all pages.
+"""
 
 import re
 import runpy
@@ -46,3 +48,31 @@ def test_copies_are_those_of_the_files(page: Path) -> None:
     """If not: ``python docs/copies.py``."""
     text = page.read_text()
     assert copies['page'](text) == text
+
+
+DOCS = Path(__file__).resolve().parents[2] / 'docs'
+
+
+def test_the_options_are_those_of_help() -> None:
+    """If not: ``python docs/command_line.py``."""
+    written = runpy.run_path(str(DOCS / 'command_line.py'))
+    text = (DOCS / 'command-line.md').read_text()
+    assert written['page'](text) == text
+
+
+def test_the_waits_are_those_of_the_code() -> None:
+    """If not: ``python -m docs.waits``."""
+    text = (DOCS / 'evidence' / 'waits.md').read_text()
+    assert runpy.run_path(str(DOCS / 'waits.py'))['page'](text) == text
+
+
+PAGES = 'README.md', 'docs/guides/administrators.md', 'docs/slurm.md', 'docs/pbs.md'
+
+
+def test_the_promise_is_the_same_on_all_pages() -> None:
+    said = set()
+    for page in PAGES:
+        text = Path(page).read_text()
+        begin = text.index("With the scheduler's preemption (`mode='preemptible'`)")
+        said.add(text[begin : text.index('[Measured](', begin)])
+    assert len(said) == 1

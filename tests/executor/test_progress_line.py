@@ -1,7 +1,8 @@
-"""The line on a terminal that says how far the trainers are."""
+"""The line on a terminal that says how far the trainers are, written off the event loop."""
 
 import io
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,9 +12,10 @@ import pytest
 from parsl_freetrain import LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.progress import ProgressLine
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 class Terminal(io.StringIO):
@@ -47,3 +49,16 @@ def test_a_line_that_is_written_at_once_is_followed_by_others_and_files_get_none
         line.take(ev.RunEnded(2.0, 'shutdown'))
     assert terminal.getvalue().count('a waiting: 0 samples') == 3
     assert file.getvalue() == ''
+
+
+def test_output_that_was_stuck_until_its_queue_was_full_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(off_loop, 'LAST_S', 0.0)
+    goes_on = threading.Event()
+    with off_loop.beside_this_thread():
+        off_loop.run(goes_on.wait)
+        while off_loop.run(int):
+            pass
+    goes_on.set()
+    wait_until(lambda: all(one.name != 'FreeTrain-Output' for one in threading.enumerate()))

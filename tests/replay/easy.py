@@ -73,14 +73,3 @@ def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
             promised.append(Promise(now, queue[0].number, *then))
         now += 1
     return promised
-
-
-def as_swf(jobs: list[Simulated], machine: int) -> str:
-    """The log of what was simulated."""
-    lines = [f'; MaxNodes: {machine}', f'; MaxProcs: {machine}']
-    lines += [
-        f'{job.number} {job.submit} {job.start - job.submit} {job.run} {job.nodes} -1 -1 '
-        f'{job.nodes} {job.requested} -1 1' + ' -1' * 7
-        for job in sorted(jobs, key=lambda job: (job.submit, job.number))
-    ]
-    return '\n'.join(lines) + '\n'

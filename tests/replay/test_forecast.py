@@ -53,15 +53,6 @@ def test_one_block_for_one_trainer() -> None:
     )
 
 
-def test_what_can_be_preempted_promises_nothing() -> None:
-    [one] = forecasts([block(4, 100.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 0.0, 50.0)
-    assert (
-        one.left is None
-        and one.samples == pytest.approx((0, 2000))
-        and one.finish_s == (None, None)
-    )
-
-
 def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
     # 60 of 100 s are asked for: 20 s late there is still time for all of them, 50 s late there is
     # not.

@@ -12,7 +12,7 @@ from parsl_freetrain.replay.trainers import ReplayTrainer
 from parsl_freetrain.replay.world import CurveLearning
 
 COUNTS = (1, 2, 4, 8, 16, 32)
-TRACE = synthetic(seed=3, nodes=400).window(None, 0, 40_000)
+TRACE = synthetic(seed=3, nodes=200).window(None, 0, 20_000)
 
 
 def saturating(name: str, half: float, falls: bool = False) -> ReplayTrainer:

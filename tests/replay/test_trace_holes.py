@@ -13,7 +13,7 @@ from parsl_freetrain.replay.job_table import Job, JobTable, job_table
 from parsl_freetrain.replay.job_table_holes import holes, reserve
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
-from tests.replay.easy import Promise, Simulated, as_swf, shadow_of, simulate
+from tests.replay.easy import Promise, Simulated, shadow_of, simulate
 from tests.support.properties import holds_for
 
 THETA = Path(__file__).resolve().parents[3] / 'shared/data/theta-2022.swf.gz'
@@ -144,19 +144,6 @@ def test_reservations_agree_with_trying_every_second(
         assert found.shadow_s == 20
 
 
-def test_a_hole_before_a_reservation_and_an_extra_node() -> None:
-    # Six of ten nodes are busy until 100 at the latest. A job of eight comes at 10: it will take
-    # two of the four idle nodes at 100, and two are extra.
-    found = holes(table((0, 0, 100, 6, 100), (10, 100, 150, 8, 50), (200, 200, 210, 1, 10)))
-    assert rows(found) == [(0, 100, 2, INF), (0, 200, 2, INF), (150, 200, 8, INF)]
-    # The same, but the job waits already when the four become idle.
-    found = holes(
-        table((0, 0, 100, 6, 100), (0, 0, 20, 4, 20), (10, 100, 150, 8, 50), (200, 200, 210, 1, 10))
-    )
-    assert rows(found) == [(20, 100, 2, 100), (20, 200, 2, INF), (150, 200, 8, INF)]
-    assert found.idle_node_s(known_ends=True) == found.idle_node_s() == 2 * 80 + 2 * 180 + 8 * 50
-
-
 def test_a_promise_that_runs_out_is_renewed_when_there_is_one_to_make() -> None:
     # The job that was to be over at 100 goes on until 130, when the head still is not started but
     # someone else submits.
@@ -253,20 +240,3 @@ def test_a_part_of_a_year_of_theta(tmp_path: Path) -> None:
     promised = found.known_until > found.starts
     assert found.idle_node_s(known_ends=True) <= idle
     assert 0.5 < float((found.ends - found.starts)[promised].sum()) / idle < 1
-
-
-def test_the_log_of_the_simulated_scheduler_reads_back(tmp_path: Path) -> None:
-    jobs = [
-        Simulated(1, 0, 6, 100, 90),
-        Simulated(2, 3, 8, 50, 40),
-        Simulated(3, 5, 2, 30, 30),
-        Simulated(4, 200, 1, 5, 5),
-    ]
-    simulate(jobs, MACHINE)
-    path = tmp_path / 'log.swf'
-    path.write_text(as_swf(jobs, MACHINE))
-    read = read_swf(path)
-    assert read.start.tolist() == [0, 90, 5, 200]
-    found = holes(read)
-    assert rows(found) == rows(traced(jobs) or found)
-    assert (35.0, 90.0, 2, 100.0) in rows(found)

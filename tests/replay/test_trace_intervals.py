@@ -176,6 +176,7 @@ def test_a_trace_made_in_code_is_checked_too() -> None:
             trace([(0, 9, 1, math.inf), (8, 20, 1, math.inf)])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SUMMIT.exists(), reason='the public Summit trace is not here')
 def test_a_week_of_summit() -> None:
     week = read_trace(SUMMIT)

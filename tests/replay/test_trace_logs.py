@@ -1,6 +1,5 @@
 """Job logs of three kinds come down to the same table, and bad ones get a sentence."""
 
-import gzip
 import math
 import re
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.accounting_pbs import read_pbs
 from parsl_freetrain.replay.accounting_slurm import read_sacct
 from parsl_freetrain.replay.job_table import JobTable
-from parsl_freetrain.replay.read import kind_of, read_trace
+from parsl_freetrain.replay.read import read_trace
 from parsl_freetrain.replay.swf import read_swf
 
 INF = math.inf
@@ -184,23 +183,6 @@ def test_pbs_logs_of_several_days_are_one(tmp_path: Path) -> None:
         for name, part in (('20260301', lines[:2]), ('20260302', lines[2:]))
     ]
     assert rows(read_pbs(days)) == rows(read_pbs(written(tmp_path, PBS)))
-
-
-@pytest.mark.parametrize(
-    ('kind', 'text'),
-    [
-        ('swf', SWF),
-        ('swf', SWF.split('\n\n')[1]),
-        ('sacct', SACCT),
-        ('pbs', PBS),
-        ('idle', '\ufeffstart_s,end_s,node\n0,5,a\n'),
-        ('idle', ''),
-    ],
-)
-def test_what_a_file_is_is_seen_from_its_first_line(tmp_path: Path, kind: str, text: str) -> None:
-    plain, zipped = written(tmp_path, '\n' + text), tmp_path / 'log.gz'
-    zipped.write_bytes(gzip.compress(plain.read_bytes()))
-    assert kind_of(plain) == kind_of(zipped) == kind
 
 
 def test_the_same_jobs_give_the_same_holes_from_every_kind_of_log(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 
-PUBLIC = Path(__file__).resolve().parents[3] / 'shared/data/trainers'
 GOOD: dict[str, Any] = {
     'name': 'a',
     'submit_s': 5.5,
@@ -100,27 +99,3 @@ def test_what_is_no_list_of_trainers_gets_a_sentence(tmp_path: Path, data: bytes
         with pytest.raises(BadInput) as raised:
             read_trainers(bad)
         assert str(bad) in str(raised.value)
-
-
-@pytest.mark.skipif(not PUBLIC.exists(), reason='the public sets of trainers are not here')
-@pytest.mark.parametrize(
-    ('name', 'count'),
-    [
-        ('hpo-shufflenet-1000', 1000),
-        ('hps-shufflenet-10', 10),
-        ('imagenet-imgps-1001', 1001),
-        ('imagenet-speedup-1001', 1001),
-    ],
-)
-def test_the_public_sets(name: str, count: int) -> None:
-    found = read_trainers(PUBLIC / f'{name}.json.gz')
-    assert len(found) == count
-    first = found[0]
-    assert (first.submit_s, first.trainer.max_nodes, first.trainer.total_samples) == (
-        72_743,
-        64,
-        130_000_000,
-    )
-    curve = first.trainer.curve
-    assert curve is not None
-    assert (first.objective == curve) == ('speedup' not in name)

@@ -1,12 +1,19 @@
-"""The summary of a history whose numbers are known."""
+"""The summary of a history whose numbers are known; budgets and minimum shares in ``freetrain
+status``.
+"""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from parsl_freetrain.cli.live.view import LiveView, Screen
 from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.status import LimitNow, as_document
 from parsl_freetrain.report.summary import CachedAllocator, RunEfficiency, efficiency, summary
 from parsl_freetrain.report.timeline import node_seconds_of
 from tests.support.journals import demo_journal
@@ -240,3 +247,36 @@ def test_a_realistic_run_adds_up(tmp_path: Path) -> None:
     assert parts == pytest.approx(node_s['offered'], abs=1e-6)
     assert all(v > 0 for v in node_s.values())
     assert found['blocks_killed'] > 0 and all(t['rescaled'] > 0 for t in found['trainers'].values())
+
+
+def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -> None:
+    path = tmp_path / 'ledger.journal'
+    budgets = {'user anna': 400.0, 'total': 150.0}
+    settings = ControllerSettings(budgets=budgets, min_shares={'user anna': 3})
+    for run, begin in (('first', 1000.0), ('second', 2000.0)):
+        ledger = Told(path)
+        ledger.begin_run(run, at=begin, settings=DecisionSettings(settings, 'auto', 10.0).plain())
+        ledger.submitted('a', at=begin, spec={'user': 'anna'})
+        ledger.fragment_decided('a', 1, at=begin, nodes=['n0', 'n1'])
+        if run == 'first':
+            ledger.end_run(at=begin + 50, how='interrupted')
+        ledger.close()
+    with Journal(path) as journal:
+        view = LiveView(journal)
+        seen = view.snapshot(2030.0)
+        assert seen.limits == (
+            LimitNow('budget', 'user anna', 400.0, 160.0),
+            LimitNow('budget', 'total', 150.0, 160.0),
+            LimitNow('minimum share', 'user anna', 3, 2),
+        )
+        assert as_document(seen)['limits'][2]['whose'] == 'user anna'
+        first = LiveView(journal, run='first').snapshot(2030.0)
+        assert [limit.used for limit in first.limits] == pytest.approx([100.0, 100.0, 0])
+        out = StringIO()
+        Console(file=out, width=80).print(Screen(LiveView(journal).snapshot(2030.0)))
+    for words in (
+        'budget of user anna: 160 of 400 node-seconds\n',
+        'budget of all trainers: 160 of 150 node-seconds, spent',
+        'minimum share of user anna: 3 nodes, has 2',
+    ):
+        assert words in '\n'.join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,4 +1,4 @@
-"""A solver that crashes or hangs costs one decision, and nothing else."""
+"""Solvers by name; one that crashes or hangs costs one decision, and nothing else."""
 
 import logging
 import os
@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from parsl_freetrain.core.allocation.feasibility import by_place, stay_put
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Capacity, Limit, Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.solver import allocator_named, close_allocator
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 from tests.support.allocation import bid
 from tests.support.programs import Program, run_to_end
@@ -47,7 +50,6 @@ def child() -> psutil.Process:
     ('what', 'said'),
     [
         ('abort', f'ended with status -{int(signal.SIGABRT)}'),
-        ('segfault', f'ended with status -{int(signal.SIGSEGV)}'),
         ('hang', 'killed after 0.5 seconds'),
         ('raise', 'no licence'),
     ],
@@ -55,15 +57,13 @@ def child() -> psutil.Process:
 def test_what_runs_is_kept_and_the_next_question_is_answered(
     isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture, what: str, said: str
 ) -> None:
-    for _ in range(2):
-        with caplog.at_level(logging.WARNING):
-            answer = isolated.allocate(problem(what))
-        assert answer.status == 'feasible'
-        assert by_place(problem(what), answer) == stay_put(problem(what))
-        assert answer.objective == answer.staying == problem(what).objective(answer.allocation)
-        assert said in caplog.text
-        caplog.clear()
-        assert isolated.allocate(GOOD).status == 'optimal'
+    with caplog.at_level(logging.WARNING):
+        answer = isolated.allocate(problem(what))
+    assert answer.status == 'feasible'
+    assert by_place(problem(what), answer) == stay_put(problem(what))
+    assert answer.objective == answer.staying == problem(what).objective(answer.allocation)
+    assert said in caplog.text
+    assert isolated.allocate(GOOD).status == 'optimal'
 
 
 def test_one_child_answers_all_questions(isolated: IsolatedAllocator) -> None:
@@ -161,3 +161,45 @@ def test_what_a_solver_prints_stays_out_of_the_answers() -> None:
     )
     done = run_to_end([sys.executable, '-c', script], cwd=ROOT, check=True)
     assert (done.stdout, done.stderr) == ('optimal\n', '')
+
+
+SIMPLE = Problem(120.0, 8, (bid('a', 2), bid('b', 3), bid('c')))
+TOGETHER = replace(SIMPLE, limits=(Limit(('a', 'b'), most=4),))
+ENDING = replace(SIMPLE, blocks=(Capacity('x', 5, 60.0), Capacity('y', 3)))
+
+
+def test_who_answers() -> None:
+    for name, problem, solver in (
+        ('auto', SIMPLE, 'dp'),
+        ('auto', TOGETHER, 'milp'),
+        ('auto', ENDING, 'columns'),
+        ('auto', replace(ENDING, spans_blocks=False), 'milp'),
+        ('dp', SIMPLE, 'dp'),
+        ('milp', SIMPLE, 'milp'),
+        ('milp', ENDING, 'milp'),
+        ('equal-share', SIMPLE, 'equal-share'),
+        ('equal-share', ENDING, 'equal-share'),
+    ):
+        allocator = allocator_named(name, isolated=False)
+        assert allocator.allocate(problem).solver == solver
+        close_allocator(allocator)
+
+
+def test_auto_starts_a_process_only_when_it_needs_the_milp() -> None:
+    allocator = allocator_named('auto')
+    assert allocator.allocate(SIMPLE).solver == 'dp'
+    assert children() == []
+    answer = allocator.allocate(TOGETHER)
+    assert len(children()) == 1
+    close_allocator(allocator)
+    assert children() == []
+    assert (
+        answer.allocation == allocator_named('milp', isolated=False).allocate(TOGETHER).allocation
+    )
+
+
+def test_an_unknown_name_and_a_bad_limit() -> None:
+    with pytest.raises(BadInput, match="'greedy'; choose one of auto, milp, dp, equal-share"):
+        allocator_named('greedy')
+    with pytest.raises(BadInput, match='time limit'):
+        allocator_named('auto', time_limit_s=float('nan'))

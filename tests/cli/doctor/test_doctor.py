@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.doctor.checks import findings
-from parsl_freetrain.cli.doctor.measuring import (
-    free_ports,
-    imports,
-    once_each,
-    private_folder,
-    programs,
-)
+from parsl_freetrain.cli.doctor.measuring import imports, once_each, programs
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.sites.registry import site_types
 from parsl_freetrain.training.process.probe import RACES
@@ -158,17 +152,6 @@ def test_a_name_that_two_have_made_is_noticed() -> None:
         'create': True,
     }
     assert once_each([{'mkdir': every[1:], 'create': every}]) == {'mkdir': False, 'create': True}
-
-
-def test_ports_and_folders(tmp_path: Path) -> None:
-    import socket
-
-    with socket.create_server(('', 0)) as server:
-        port = server.getsockname()[1]
-        assert free_ports(port, port) == 0
-    with private_folder(tmp_path) as folder:
-        assert folder.stat().st_mode & 0o777 == 0o700
-    assert not folder.exists()
 
 
 def test_bad_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

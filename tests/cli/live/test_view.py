@@ -141,25 +141,6 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_counts_go_on_over_a_resume(tmp_path: Path) -> None:
-    running(tmp_path / 'l.db').close()
-    ledger = Told(tmp_path / 'l.db')
-    ledger.begin_run('r1', at=2000)
-    ledger.submitted('cnn', at=2000, total_samples=50_000, samples=9000)
-    ledger.close()
-    with Journal(tmp_path / 'l.db') as journal:
-        seen = LiveView(journal).snapshot(2001.0)
-    (cnn,) = seen.trainers
-    assert (cnn.fragments, cnn.preempted, cnn.nodes, cnn.samples, cnn.loss) == (
-        2,
-        2,
-        0,
-        9000,
-        0.4321,
-    )
-    assert seen.blocks == () and seen.elapsed_s == 1.0
-
-
 def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
     ledger = Told(tmp_path / 'l.db')
     ledger.begin_run('r0', at=1000)

@@ -135,18 +135,6 @@ def test_cancelling_wins_over_a_spent_budget() -> None:
     assert world.over['net'].state == 'cancelled'
 
 
-def test_a_budget_is_watched_while_the_fragments_of_another_one_stop() -> None:
-    world = World(budgets={'user anna': 40.0, 'user bert': 42.0})
-    world.tell(ev.NodesJoined(0.0, 'b', nodes(4)))
-    for owner in ('anna', 'bert'):
-        world.tell(ev.TrainerSubmitted(0.0, trainer(f'of {owner}', high=2, user=owner)))
-    world.until(20.5)
-    assert math.isfinite(world.running['of anna'][1].stops_at)  # and it still has its nodes
-    assert world.controller.state.budgets.next_spent() == 21.0
-    world.until(60.0)
-    assert world.used('of bert') == pytest.approx(42 + 2 * STOP_S)
-
-
 OWNERS = st.sampled_from(['', 'anna', 'bert'])
 STEPS = st.lists(
     st.tuples(

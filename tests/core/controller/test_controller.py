@@ -160,16 +160,6 @@ def test_a_measured_rate_of_zero_does_not_cost_a_trainer_its_nodes() -> None:
     assert starts(history.ended('net', 1)) == {'net': {'n1'}}
 
 
-def test_when_the_solver_has_no_time_what_runs_goes_on() -> None:
-    history = ClockedController()
-    history.submit('a')
-    history.join('x', 'n1', 'n2', 'n3')
-    history.allocator.time_limit_s = 0.0
-    assert history.submit('b') == ()
-    assert history.join('y', 'm1') == ()
-    assert history.leave('m1') == ()
-
-
 def test_a_decision_says_what_was_seen_and_what_is_gained_and_is_not_repeated() -> None:
     history = ClockedController()
     history.submit('net')
@@ -194,24 +184,6 @@ def test_where_blocks_cannot_talk_a_fragment_stays_within_one() -> None:
     assert starts(history.submit('other')) == {'other': {'m1', 'm2', 'm3', 'm4'}}
     history.submit('needs three', low=3)
     assert starts(history.join('d', 'o1', 'o2')) == {}
-
-
-def test_where_blocks_cannot_talk_what_does_not_fit_beside_another_takes_what_is_left() -> None:
-    history = ClockedController(ControllerSettings(spans_blocks=False))
-    history.submit('a', low=3, high=3)
-    history.submit('b', low=3, high=3)
-    history.submit('c', low=1, high=2)
-    history.join('x', 'n1', 'n2', 'n3', 'n4')
-    history.join('y', 'm1', 'm2', 'm3', 'm4')
-    for name in [
-        name
-        for name, t in history.controller.state.trainers.items()
-        if t.running and t.running.stopping
-    ]:
-        history.ended(name, 1)
-    assert {name: len(nodes) for name, nodes in history.held().items()} == {'a': 3, 'b': 3, 'c': 1}
-    assert history.tick() == ()
-    assert history.tick() == ()
 
 
 def test_where_blocks_cannot_talk_everybody_keeps_to_the_block_meant_for_it() -> None:

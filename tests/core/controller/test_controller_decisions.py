@@ -9,7 +9,6 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending, StartFragment, StopFragment
 from parsl_freetrain.core.model.types import Hole, ScalingCurve, Trainer
-from parsl_freetrain.solver import allocator_named
 from tests.support.allocation import Remembering
 
 LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
@@ -133,25 +132,6 @@ def test_an_objective_of_its_own() -> None:
     assert held == {'dear': 3, 'cheap': 1}
 
 
-def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
-    history = CountingController(trainers_at_a_time=300)
-    for i in range(310):
-        trainer = Trainer(f't{i}', 1, 1, 10**9, LINEAR)
-        history.controller.handle_all((ev.TrainerSubmitted(0.0, trainer),))
-    history.tell(ev.NodesJoined(0.0, 'b', names(99)))
-    history.tell(ev.NodesJoined(1.0, 'b', ('y',)))
-    one = history.allocator.asked[-1].bids
-    history.tell(ev.NodesJoined(2.0, 'b', ('z',)))
-    two = history.allocator.asked[-1].bids
-    assert len(two) == 300
-    # Whoever got the node before.
-    assert sum(a is not b for a, b in zip(one, two, strict=True)) == 1
-    assert history.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
-    history.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
-    names_ = [bid.name for bid in history.allocator.asked[-1].bids]
-    assert names_ == [f't{i}' for i in range(1, 301)]
-
-
 # What trainers and administrators ask for
 
 PLENTY = 10**9
@@ -166,20 +146,6 @@ def submitted(history: CountingController, *trainers: Trainer, at: float = 0.0) 
 def planned(history: CountingController) -> dict[str, int]:
     """What the last decision gives to whom."""
     return history.controller._planner._plan.answer.allocation  # type: ignore[union-attr]
-
-
-def test_only_allowed_counts_are_given() -> None:
-    history = CountingController()
-    submitted(history, Trainer('net', 2, 8, PLENTY, LINEAR, sizes=(2, 4, 8)))
-    history.tell(ev.NodesJoined(0.0, 'b', names(1)))
-    assert history.held('net') == ()
-    for joined, runs in ((1, 2), (1, 2), (3, 4), (1, 4), (1, 8)):
-        nodes = len(history.controller.state.pool.nodes)
-        history.tell(ev.NodesJoined(float(nodes), 'b', names(nodes + joined)))
-        if running := history.controller.state.trainers['net'].running:
-            at, number = float(nodes), running.number
-            history.tell(ev.FragmentEnded(at, 'net', number, nodes, Ending.STOPPED))
-        assert len(history.held('net')) == runs
 
 
 def test_users_and_groups_have_no_more_than_their_caps() -> None:
@@ -238,44 +204,3 @@ def test_who_waits_grows_in_worth() -> None:
     assert any(isinstance(action, StopFragment) for action in history.tell(ev.Tick(20.0)))
     history.tell(ev.FragmentEnded(21.0, first, 1, 5, Ending.STOPPED))
     assert history.held(second)
-
-
-def test_who_stops_to_go_on_is_told_where() -> None:
-    """Its own nodes that stay and free ones, each foreseen for one trainer, and as they are chosen
-    when it has stopped.
-    """
-    controller = Controller(allocator_named('auto', isolated=False), ControllerSettings())
-    curve = ScalingCurve((1, 3), (10.0, 28.0))
-    controller.handle_all(
-        [
-            ev.NodesJoined(0.0, 'b', names(2)),
-            *(
-                ev.TrainerSubmitted(0.0, Trainer(name, 1, 3, curve=curve, rescale_up_s=0.1))
-                for name in ('one', 'two')
-            ),
-        ]
-    )
-    assert {
-        name: len(t.running.nodes) for name, t in controller.state.trainers.items() if t.running
-    } == {'one': 1, 'two': 1}
-    stops = {
-        a.trainer: a.then
-        for a in controller.handle(ev.NodesJoined(1.0, 'b', names(4, 'm'))).actions
-        if isinstance(a, StopFragment)
-    }
-    stopped = sorted(node for then in stops.values() for node in then)
-    assert stopped == sorted((*names(2), *names(4, 'm')))
-    assert len(controller.state.pool.holder) == 2  # nothing is taken yet
-    starts = [
-        a
-        for name in stops
-        for a in controller.handle(ev.FragmentEnded(2.0, name, 1, 10, Ending.STOPPED)).actions
-    ]
-    assert {a.trainer: set(a.nodes) for a in starts if isinstance(a, StartFragment)} == {
-        name: set(then) for name, then in stops.items()
-    }
-    assert [
-        a.then
-        for a in controller.handle(ev.TrainerCancelled(3.0, 'one')).actions
-        if isinstance(a, StopFragment)
-    ] == [()]

@@ -65,16 +65,6 @@ class Machine:
             self.tell(ev.FragmentProgressed(at, name, running.number, 200, rate))
 
 
-def test_stated_curves_decide_who_gets_the_fast_nodes() -> None:
-    either = Trainer('either', 1, 3, class_curves=(('fast', linear(5)), ('slow', linear(4))))
-    needs = Trainer('needs', 1, 3, class_curves=(('fast', linear(9)), ('slow', linear(1))))
-    only = Trainer('only', 1, 3, class_curves=(('other', linear(100)),))
-    machine = Machine(either, needs, only)
-    machine.join(1.0, SLOW, 'slow')
-    machine.join(2.0, FAST, 'fast')
-    assert machine.nodes == {'either': SLOW, 'needs': FAST}
-
-
 def test_a_class_is_tried_once_and_kept_if_it_is_faster() -> None:
     for fast, slow, moves in ((20.0, 10.0, 1), (5.0, 10.0, 2)):
         machine = Machine(Trainer('net', 1, 3))

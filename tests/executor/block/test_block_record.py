@@ -1,12 +1,21 @@
-"""When a block has got its nodes, as far as the batch system's answers tell; and what waiting jobs
-need of them.
+"""When a block has got its nodes, as far as the batch system's answers tell; what waiting jobs need
+of them; which logs of blocks are kept.
 """
+
+from collections.abc import Callable
+from pathlib import Path
 
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.events import BlockStarted
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand
-from parsl_freetrain.executor.block.block_record import BlockRecord, nodes_needed
+from parsl_freetrain.executor.block.block_record import (
+    BLOCKS,
+    NODES,
+    BlockLogs,
+    BlockRecord,
+    nodes_needed,
+)
 
 
 def test_a_block_starts_once_and_not_before_it_was_last_seen_waiting() -> None:
@@ -46,3 +55,28 @@ def test_hosts_become_managers_and_jobs_become_blocks() -> None:
         BlockNodes('b1', ('m1', 'm2'), frozenset({'m2'})),
         BlockNodes('b2', ('b2 n3',), leaving=True),
     )
+
+
+def test_logs_of_the_first_blocks_go_when_there_are_many_nodes(tmp_path: Path) -> None:
+    stalls = True
+
+    def beside(work: Callable[[], object]) -> bool:
+        return not stalls and work() is None
+
+    logs = BlockLogs(str(tmp_path), str(tmp_path), lambda: str(tmp_path), beside)
+    most = NODES // 50
+    for block in range(BLOCKS + most):
+        stalls = block < BLOCKS + 3
+        names = [f'{block}-{node}' for node in range(49)]
+        for name in names:
+            (tmp_path / f'block-{block}' / name).mkdir(parents=True)
+            (tmp_path / f'block-{block}' / name / 'manager.log').touch()
+            (tmp_path / f'fork-server-{name}.log').touch()
+        (tmp_path / f'parsl.freetrain.block-{block}.1.2.sh').touch()
+        logs.ended(str(block), names)
+    kept = {str(block) for block in range(BLOCKS + most)[-BLOCKS:]}
+    assert {path.name.removeprefix('block-') for path in tmp_path.glob('block-*')} == kept
+    assert {path.name.split('.')[2] for path in tmp_path.glob('parsl.*')} == {
+        f'block-{block}' for block in kept
+    }
+    assert len(list(tmp_path.glob('fork-server-*'))) == 49 * BLOCKS
