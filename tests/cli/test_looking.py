@@ -365,6 +365,8 @@ def test_bad_input_is_a_sentence(
         (['logs', 'cnn', '--tail', '-2'], '--tail'),
         (['cancel'], 'Name one trainer, or give --all'),
         (['cancel', 'cnn'], 'has ended (done)'),
+        (['preempt', 'cnn'], 'has ended (done)'),
+        (['preempt', 'cnn', '--grace', '-1'], '--grace is -1'),
     ):
         assert main(arguments) == 2, arguments
         out = capsys.readouterr()

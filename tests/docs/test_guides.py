@@ -9,6 +9,7 @@ import pytest
 
 from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.main import main
+from parsl_freetrain.journal.read import Journal
 from tests.support.pages import ROOT, as_shown, blocks, commands
 from tests.support.programs import run_to_end
 from tests.support.slurm import Cluster
@@ -84,7 +85,7 @@ def test_to_rehearsing_a_preemption(run_dir: Path, capsys: pytest.CaptureFixture
     app = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=0.5))(
         fit
     )
-    with freetrain(run_dir, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=2.0):
+    with freetrain(run_dir, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=2.0) as executor:
         future = app(pause_s=0.01, trainer_name='digits')
         fragment = 1
         for command in commands(ROOT / 'docs' / 'guides' / 'preemption.md'):
@@ -95,5 +96,11 @@ def test_to_rehearsing_a_preemption(run_dir: Path, capsys: pytest.CaptureFixture
             if command.shown:
                 assert as_shown(command.shown, capsys.readouterr().out, loosely=False), str(command)
             fragment += command.words[1] == 'preempt'
+        trains(future, fragment)
         assert fragment == 3
         assert future.progress().preempted == 1
+    first, second, third = Journal(executor.ledger_path).history().fragments[:3]
+    with_notice, killed = sorted((first, second), key=lambda one: one.ending != 'stopped')
+    assert with_notice.samples == with_notice.reached, 'it had time to save'
+    assert (killed.ending, killed.error) == ('preempted', 'a rehearsed preemption')
+    assert third.launched.samples == second.samples

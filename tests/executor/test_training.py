@@ -196,7 +196,7 @@ def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
     assert (bad.state, bad.progress().fragments) == ('failed', 1)
 
 
-def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(
+def test_cancel_and_leaving_stop_with_a_checkpoint_and_the_same_call_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = freetrain_app(
@@ -217,6 +217,11 @@ def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(
         assert not future.cancel()
         assert future.checkpoint is not None
         assert 0 < future.checkpoint.samples < 20 * 96
+        left = trainer.with_options(total_epochs=1000)(pause_s=0.05, trainer_name='left')
+        wait_until(lambda: left.progress().samples > 0)
+    with pytest.raises(TrainerFailed, match=r'interrupted at .* the same call continues'):
+        left.result(0)
+    assert left.checkpoint is not None and left.checkpoint.samples > 0
     with freetrain(tmp_path, site(1), resume='require'):
         resumed = trainer()
         assert resumed.result(LIMIT_S).samples == 20 * 96
@@ -232,20 +237,3 @@ def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(
     assert (
         "Trainer 'fit' was trained to its end by an earlier run, and its result is" in caplog.text
     )
-
-
-def test_leaving_the_workflow_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    trainer = freetrain_app(
-        max_nodes=1,
-        total_epochs=1000,
-        scaling=Scaling(rate=SCALING),
-        checkpoints=Checkpoints(every_s=100),
-    )(fit)
-    with freetrain(tmp_path, site(1)):
-        future = trainer(pause_s=0.05)
-        while future.progress().samples == 0:
-            threading.Event().wait(0.05)
-    with pytest.raises(TrainerFailed, match=r'interrupted at .* the same call continues'):
-        future.result(0)
-    assert future.checkpoint is not None
-    assert future.checkpoint.samples > 0

@@ -1,19 +1,14 @@
 """The data of charts: trainers that ran at the same time, and means of steps over bins."""
 
-from pathlib import Path
-
 import numpy as np
-import pandas as pd
 import pytest
-from matplotlib.image import imread
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.pictures import draw, draw_sweep, lanes, means
+from parsl_freetrain.replay.pictures import lanes, means
 from parsl_freetrain.replay.read import synthetic
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
-from parsl_freetrain.replay.sweep import row
 from parsl_freetrain.replay.trainers import ReplayTrainer
 
 CURVE = ScalingCurve((0, 1, 16), (0.0, 10.0, 120.0))
@@ -44,25 +39,3 @@ def test_the_bands_hold_all_node_seconds_that_were_used(result: ReplayResult) ->
     idle = means(series.times[:-1], series.times[1:], series.idle[:-1].astype(float), edges)
     assert float(idle @ np.diff(edges)) == pytest.approx(run.idle_node_s)
     assert np.all(sum(bands) <= idle + 1e-6)
-
-
-@pytest.mark.long
-def test_pictures_show_something(result: ReplayResult, tmp_path: Path) -> None:
-    table = pd.DataFrame(
-        [
-            {'horizon': horizon, 'solver': solver, **row(result)}
-            for horizon in (10.0, 3600.0)
-            for solver in ('auto', 'dp')
-        ]
-    )
-    files = [*draw(result, tmp_path), *draw_sweep(table, ['horizon', 'solver'], tmp_path)]
-    assert {path.name for path in files} == {
-        'nodes.png',
-        'node-seconds.png',
-        'decisions.png',
-        'efficiency-horizon.png',
-    }
-    for path in files:
-        image = imread(path)
-        assert min(image.shape[:2]) > 100
-        assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 20, path

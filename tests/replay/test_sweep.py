@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.image import imread
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.replay.scenario import replay
@@ -120,6 +122,10 @@ def test_one_replay_gives_a_table_of_one_row_and_pictures(
     assert stat.S_IMODE(pictures.stat().st_mode) == 0o700
     names = {path.name for path in pictures.iterdir()}
     assert names == {'nodes.png', 'node-seconds.png', 'decisions.png'}
+    for path in pictures.iterdir():
+        image = imread(path)
+        assert min(image.shape[:2]) > 100
+        assert len(np.unique(image[::3, ::3].reshape(-1, image.shape[2]), axis=0)) > 20, path
 
 
 @pytest.mark.long

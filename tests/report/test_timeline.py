@@ -131,7 +131,7 @@ def still(c: Checkpoint) -> tuple[float, float]:
     return c.at - c.pause_s, c.at
 
 
-@holds_for(stories(), maybe, tries=300)
+@holds_for(stories(), maybe, tries=100)
 def test_every_offered_second_counts_once_in_the_right_class(
     history: History, now: int | None
 ) -> None:
@@ -140,7 +140,7 @@ def test_every_offered_second_counts_once_in_the_right_class(
     assert found['offered'] == sum(v for k, v in found.items() if k != 'offered')
 
 
-@holds_for(spans, spans, tries=150)
+@holds_for(spans, spans, tries=100)
 def test_interval_sets_behave_as_sets_of_seconds(
     left: list[Interval], right: list[Interval]
 ) -> None:

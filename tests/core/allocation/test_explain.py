@@ -81,23 +81,6 @@ def test_what_a_trainer_gains_and_what_its_rescale_costs() -> None:
     assert explanation.reasons[1].alternative == Alternative(4, 100.0 - 30.0, 2950.0 - 70.0)
 
 
-def test_restarts_when_blocks_end_are_part_of_the_cost() -> None:
-    problem = Problem(
-        100.0,
-        4,
-        (bid('a', current=2, held=(2, 0)),),
-        (Capacity('stays', 2), Capacity('goes', 2, 60.0)),
-    )
-    answer, explanation = explained(problem, MilpAllocator())
-    assert answer.by_block == {'a': {'stays': 2, 'goes': 2}}
-    reason = explanation.reasons[0]
-    assert reason.worth_before == 2000.0
-    assert reason.rescale_cost == pytest.approx(5 * 20.0 + 3 * 30.0)
-    assert reason.worth == pytest.approx(60 * 30.0 + 40 * 20.0 - 190.0)
-    assert reason.gain == pytest.approx(410.0)
-    check_alternatives(problem, answer, explanation)
-
-
 def test_limits_say_how_far_they_are_used() -> None:
     problem = Problem(
         100.0,

@@ -151,15 +151,6 @@ def test_measured_speed_decides_where_none_was_stated() -> None:
     assert StopFragment('fast', 1, 'rescale from 2 to 4 nodes') in told
 
 
-def test_a_measured_rate_of_zero_does_not_cost_a_trainer_its_nodes() -> None:
-    history = ClockedController()
-    history.submit('net', curve=None)
-    history.join('x', 'n1')
-    assert history.tell(ev.FragmentProgressed(1.0, 'net', 1, 0, 0.0)) == ()
-    assert history.tick() == ()
-    assert starts(history.ended('net', 1)) == {'net': {'n1'}}
-
-
 def test_a_decision_says_what_was_seen_and_what_is_gained_and_is_not_repeated() -> None:
     history = ClockedController()
     history.submit('net')
@@ -173,17 +164,6 @@ def test_a_decision_says_what_was_seen_and_what_is_gained_and_is_not_repeated() 
     history.tick()  # sees the fragment run: a new question, answered by staying
     assert history.tick() == ()
     assert history.reply.decision is None
-
-
-def test_where_blocks_cannot_talk_a_fragment_stays_within_one() -> None:
-    history = ClockedController(ControllerSettings(spans_blocks=False))
-    history.submit('wide', high=6)
-    history.join('b', 'n1', 'n2', 'n3', 'n4')
-    assert history.join('c', 'm1', 'm2', 'm3', 'm4') == ()
-    assert [history.tick() for _ in range(3)] == [(), (), ()]
-    assert starts(history.submit('other')) == {'other': {'m1', 'm2', 'm3', 'm4'}}
-    history.submit('needs three', low=3)
-    assert starts(history.join('d', 'o1', 'o2')) == {}
 
 
 def test_where_blocks_cannot_talk_everybody_keeps_to_the_block_meant_for_it() -> None:
@@ -345,19 +325,6 @@ def test_a_waiting_trainer_is_cancelled_at_once() -> None:
     assert history.tell(ev.TrainerCancelled(0.0, 'net')) == (EndTrainer('net', 'cancelled'),)
     assert history.join('b', 'n1') == ()
     assert starts(history.submit('net')) == {'net': {'n1'}}  # the name is free again
-
-
-def test_a_running_trainer_is_cancelled_with_a_checkpoint_and_its_nodes_go_on() -> None:
-    history = ClockedController()
-    history.submit('a', low=2)
-    history.join('x', 'n1', 'n2')
-    history.submit('b', low=2)
-    assert history.tell(ev.TrainerCancelled(0.0, 'a')) == (StopFragment('a', 1, 'cancelled'),)
-    assert history.tell(ev.TrainerCancelled(0.0, 'a')) == ()
-    assert history.tick() == ()
-    end, start = history.ended('a', 1, samples=7)
-    assert end == EndTrainer('a', 'cancelled')
-    assert start == StartFragment('b', 1, ('n1', 'n2'), None, 0)
 
 
 def test_a_trainer_that_cannot_go_on_fails_with_the_reason_and_its_nodes_go_on() -> None:

@@ -415,4 +415,4 @@ class World(RuleBasedStateMachine):
 
 
 TestWorld = pytest.mark.properties(World.TestCase)
-TestWorld.settings = settings(max_examples=examples(60), stateful_step_count=40)
+TestWorld.settings = settings(max_examples=examples(45), stateful_step_count=40)

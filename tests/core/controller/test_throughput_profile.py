@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from parsl_freetrain.core.controller.throughput_profile import OPTIMISM, Profile
+from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.types import ScalingCurve
 
 STATED = ScalingCurve((1, 4), (10.0, 30.0))
@@ -65,28 +65,6 @@ def test_a_measured_count_is_what_was_measured_there_and_outliers_do_no_harm() -
     curve = profile.curve(8, 1.0, optimism=0.0)
     assert curve.rate_at(2) == pytest.approx(20, rel=0.06)
     assert curve.rate_at(4) == pytest.approx(50, rel=0.06)
-
-
-def test_unmeasured_counts_are_hoped_for_the_more_the_less_is_known() -> None:
-    def hope(profile: Profile) -> float:
-        hoped, expected = (profile.curve(64, 1.0, optimism) for optimism in (1.0, 0.0))
-        return hoped.rate_at(32) / expected.rate_at(32)
-
-    rate = usl(0.02, 0.0)
-    hopes = [hope(measured(rate, counts)) for counts in ((1,), (1, 4), (1, 4, 16), (1, 4, 16, 32))]
-    assert hopes == sorted(hopes, reverse=True)
-    assert hopes[0] > 1.2 and hopes[-1] < 1.05
-
-
-def test_hopes_end_when_three_counts_have_been_measured() -> None:
-    rate = usl(0.02, 0.0)
-    for counts, optimism in (((4,), OPTIMISM[1]), ((1, 4), OPTIMISM[2]), ((1, 4, 16), 0.0)):
-        tried = measured(rate, counts)
-        assert tried.curve(64, 1.0) == tried.curve(64, 1.0, optimism=optimism)
-    # Counts that trainers of its function have tried count too.
-    shared = Profile(None, [measured(rate, (1, 4, 16))])
-    shared.observe(4, rate(4))
-    assert shared.curve(64, 1.0) == shared.curve(64, 1.0, optimism=0.0)
 
 
 def test_trainers_of_the_same_function_learn_from_each_other() -> None:

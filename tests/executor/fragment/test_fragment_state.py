@@ -547,34 +547,6 @@ def test_all_connections_may_have_ended_here() -> None:
     assert Watchdog(Timeouts(hang_s=100.0)).look([fragment], 10.1) == []
 
 
-def test_answers_are_not_missed_while_the_executor_does_not_listen() -> None:
-    """A wrong verdict would only cost the node a new greeting; but there is no need for it."""
-    _, listener, fragment, _ = listening()
-    watchdog = Watchdog(Timeouts(hang_s=100.0))
-    fragment.contact.heard = {0: 10.0, 1: 10.0, 2: 10.0}
-    fragment.settled = {0: [], 1: []}
-    watchdog.look([fragment], 10.4)
-    listener._members.in_trouble(fragment, 10.5)
-    assert watchdog.look([fragment], 10.5) == []
-    assert watchdog.look([fragment], 13.0) == []  # a slow decision, or a loaded machine
-    assert looks(watchdog, fragment, 13.1, 13.3) == []
-    fragment.contact.heard[2] = 13.3
-    assert looks(watchdog, fragment, 13.3, 15.0) == []
-
-
-def test_when_a_connection_ends_before_its_ranks_its_member_must_answer() -> None:
-    told, fragment = Told(), running_fragment(2)
-    runner = FragmentRunner(told, Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
-    runner.running['cnn', 7] = fragment
-    fragment.contact.heard, fragment.ended = {0: 10.0, 1: 10.0}, {0: {0: 10.0}}
-    assert not runner.disconnected(MemberDisconnected('cnn', 6, 1), 10.0)
-    assert not runner.disconnected(MemberDisconnected('cnn', 7, 0), 10.0)  # it was done
-    assert runner.look(10.0) == set() and told.messages == []
-    assert runner.disconnected(MemberDisconnected('cnn', 7, 1), 10.0)
-    assert fragment.unanswered() == {1}
-    assert told.messages == [(0, AreYouThere()), (1, AreYouThere())]
-
-
 def test_when_a_connection_ends_the_scheduler_is_asked_at_once_but_not_again_and_again() -> None:
     runner = FragmentRunner(Told(), Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
     runner.running['cnn', 7] = running_fragment(2)
