@@ -61,15 +61,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
+def test_a_workflow_runs_on_the_site_that_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
     (folder / 'mine.py').write_text(TRAINS.replace('EPOCHS', '2'))
-    done = freetrain_run(folder, 'mine.py', '--site', 'site.py', '--json', '--', 'a', '--b')
-    assert done.returncode == 0, done.stderr
-    assert (
-        'trained 64 a --b' in done.stderr
-        and f'freetrain watch --ledger {folder}/kept/ledger.journal' in done.stderr
-    )
-    found = json.loads(done.stdout)
+    assert main(['run', 'mine.py', '--site', 'site.py', '--json', '--', 'a', '--b']) == 0
+    said = capsys.readouterr()
+    assert 'trained 64 a --b' in said.err
+    assert f'freetrain watch --ledger {folder}/kept/ledger.journal' in said.err
+    found = json.loads(said.out)
     trained = found['trainers']['train']
     assert trained['samples'] == 64 and trained['state'] == 'finished'
 
