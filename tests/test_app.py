@@ -612,7 +612,6 @@ def test_debugging_ends_while_a_worker_of_a_loader_still_runs() -> None:
         workers[0].join()
 
 
-
 def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
     """The same checkpoint is the same argument, another one is not."""
     calls: list[int] = []

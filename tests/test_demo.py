@@ -72,8 +72,6 @@ def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(
     ), said
 
 
-
-
 @pytest.mark.parametrize(
     ('arguments', 'words'),
     [

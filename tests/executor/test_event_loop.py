@@ -130,10 +130,7 @@ def test_a_start_that_fails_leaves_nothing_behind(
     with Journal(tmp_path / 'checkpoints' / 'ledger.journal') as ledger:
         (run,) = ledger.history().runs
     assert (run.how, run.ended_at is not None) == ('not started', True)
-    wait_until(
-        lambda: before >= descendants(),
-        'a process was left',
-    )
+    wait_until(lambda: before >= descendants(), 'a process was left')
 
 
 class Moody(EqualShareAllocator):
