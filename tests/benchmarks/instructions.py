@@ -57,8 +57,8 @@ def counted(network: str, shards: int, folder: str) -> None:
     """Takes steps, and has the instructions dumped: of both, in this order."""
     nonfinite.LOOK_EVERY_S = peers.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
     fill_new_memory(False)
-    ours = in_rank._ours(context(folder, shards), WORKLOADS[network], False).__next__
-    plain = in_rank._plain(torch.device('cpu'), WORKLOADS[network], -shards, False).__next__
+    ours = in_rank._ours(context(folder, shards), WORKLOADS[network], '').__next__
+    plain = in_rank._plain(torch.device('cpu'), WORKLOADS[network], -shards, '').__next__
     for _ in range(WARM_UP):
         ours(), plain()
     control('-i', 'on')

@@ -24,6 +24,7 @@ from tests.gpu.networks import WORKLOADS, Workload
 
 WARM_UP, BLOCK, PROFILED, PROFILED_IN_PYTHON = 5, 3, 2, 8
 SAMPLES = TensorDataset(torch.arange(4096))
+GRAPH = 'reduce-overhead'  # torch.compile's name for CUDA graphs
 Steps = Callable[[], None]
 """Takes a step. An iterator would be a variable of the training that cannot be saved."""
 
@@ -133,7 +134,7 @@ def speed(
     workload: str,
     plain: int,
     beside: int,
-    compiled: bool,
+    compiled: str,
     seconds: float,
     out: str,
 ) -> None:
@@ -155,7 +156,11 @@ def _autocast(device: torch.device) -> Any:
     return nullcontext() if device.type == 'cpu' else torch.autocast(device.type, torch.bfloat16)
 
 
-def _plain(device: torch.device, of: Workload, parts: int, compiled: bool) -> Iterator[None]:
+def _compiled(model: Any, mode: str) -> Any:
+    return torch.compile(model, mode=mode) if mode else model
+
+
+def _plain(device: torch.device, of: Workload, parts: int, compiled: str) -> Iterator[None]:
     if parts < 0:
         demand_determinism(warn_only=False)
         # Here, as cloudpickle cannot pickle it.
@@ -164,14 +169,16 @@ def _plain(device: torch.device, of: Workload, parts: int, compiled: bool) -> It
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     model = of.network().to(device)
     optimizer = of.optimizer(model.parameters())
-    run: Any = torch.compile(model) if compiled else model
+    run, graph = _compiled(model, compiled), compiled == GRAPH
+    for parameter in model.parameters():  # a graph's own memory cannot hold sums
+        parameter.grad = torch.zeros_like(parameter) if graph else None
     pin = device.type != 'cpu'
     loader = DataLoader(SAMPLES, of.batch, shuffle=True, drop_last=True, pin_memory=pin)
     while True:
         for (numbers,) in loader:
             around = backward.around.copy()
             backward.around.clear()  # of ours, which has begun its next batch
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not graph)
             for part in numbers.to(device, non_blocking=True).chunk(abs(parts)):
                 with _autocast(device):
                     loss = of.loss(run, part)
@@ -181,12 +188,10 @@ def _plain(device: torch.device, of: Workload, parts: int, compiled: bool) -> It
             yield
 
 
-def _ours(ctx: FragmentContext, of: Workload, compiled: bool) -> Iterator[None]:
+def _ours(ctx: FragmentContext, of: Workload, compiled: str) -> Iterator[None]:
     torch.manual_seed(0)
     model = of.network().to(ctx.device)
-    model, optimizer = ctx.prepare(
-        torch.compile(model) if compiled else model, of.optimizer(model.parameters())
-    )
+    model, optimizer = ctx.prepare(_compiled(model, compiled), of.optimizer(model.parameters()))
     position = ctx.samples
     for (numbers,) in ctx.loop(SAMPLES, of.batch):
         if ctx.samples != position:
@@ -199,10 +204,10 @@ def _ours(ctx: FragmentContext, of: Workload, compiled: bool) -> Iterator[None]:
         optimizer.step()
 
 
-def train(ctx: FragmentContext, workload: str, pause_s: float = 0.0) -> None:
+def train(ctx: FragmentContext, workload: str, pause_s: float = 0.0, compiled: str = '') -> None:
     """Train to the total."""
     steps = 1
-    for _ in _ours(ctx, WORKLOADS[workload], compiled=False):
+    for _ in _ours(ctx, WORKLOADS[workload], compiled):
         steps += 1
         time.sleep(pause_s)
     ctx.report(steps=steps)

@@ -110,7 +110,7 @@ def measure(
     *,
     plain: int = 0,
     beside: int = 0,
-    compiled: bool = False,
+    compiled: str = '',
     count: int = 1,
     **changes: Any,
 ) -> Figures:
@@ -150,17 +150,23 @@ def kill(gang: Ranks, saves: int, timeout_s: float) -> float:
 
 
 def final_weights(
-    machine: Machine, workload: str, count: int, *, killed: bool = False, **changes: Any
+    machine: Machine,
+    workload: str,
+    count: int,
+    *,
+    killed: bool = False,
+    compiled: str = '',
+    **changes: Any,
 ) -> dict[str, Any]:
     """The weights of a training of 40 steps."""
     folder, name = machine.new_folder(), machine.tiny + workload
     total, args = 40 * WORKLOADS[name].batch, (in_rank.train, name)
     if killed:
         how = {**changes, 'total_samples': total, 'checkpoint_every_s': 0.05}
-        with machine.gang(folder, count, *args, 1.0, **how) as gang:
+        with machine.gang(folder, count, *args, 1.0, compiled, **how) as gang:
             kill(gang, 1, machine.patience_s)
     how = {**changes, 'total_samples': total, 'fragment': 1 + killed}
-    with machine.gang(folder, count, *args, **how) as gang:
+    with machine.gang(folder, count, *args, 0.0, compiled, **how) as gang:
         outcome = finished(gang, machine.patience_s)
         began_at = gang.ranks[0].said(FragmentStarted)[0].samples
     assert (outcome.samples, began_at > 0) == (total, killed)
@@ -181,6 +187,21 @@ def same_bits(machine: Machine) -> Figures:
         differing = [name for name in first if not torch.equal(first[name], other[name])]
         assert not differing, f'{how}: other bits in {differing}'
     return {'same': True, 'runs': ['1 rank', *runs]}
+
+
+def graph_bits(machine: Machine) -> Figures:
+    """With CUDA graphs: a killed training has the bits of an undisturbed one, and both nearly the
+    weights that there are without graphs.
+    """
+    whole, killed, without = (
+        final_weights(machine, 'mixed', 1, killed=k, compiled=c, mode='reproducible', shards=4)
+        for k, c in ((False, in_rank.GRAPH), (True, in_rank.GRAPH), (False, 'default'))
+    )
+    differing = [name for name in whole if not torch.equal(whole[name], killed[name])]
+    assert not differing, f'other bits in {differing}'
+    torch.testing.assert_close(whole, without, rtol=1e-3, atol=1e-4)
+    same = all(torch.equal(whole[name], without[name]) for name in whole)
+    return {'same': True, 'same_as_without_graphs': same}
 
 
 def two_on_one_device(machine: Machine) -> Figures:
@@ -297,18 +318,21 @@ def speeds(workload: str, *shards: int) -> dict[str, Callable[[Machine], Figures
 
 
 CASES: dict[str, Callable[[Machine], Figures]] = {
+    'CUDA graph, same bits': graph_bits,
+    'small gpt 4 shards, CUDA graph': reproducible('small gpt', 4, compiled=in_rank.GRAPH),
+    'mixed 4 shards, compiled': reproducible('mixed', 4, compiled='default'),
+    'small gpt 4 shards, compiled': reproducible('small gpt', 4, compiled='default'),
+    'mixed 4 shards, CUDA graph': reproducible('mixed', 4, compiled=in_rank.GRAPH),
     **speeds('gpt', 1, 4),
     **speeds('resnet', 1, 4),
     'two ranks on one device': two_on_one_device,
     'checkpoints and a kill': checkpoints_and_kill,
     'same bits': same_bits,
-    'mixed 4 shards, compiled': reproducible('mixed', 4, compiled=True),
     **speeds('resnet', 2),
     'gpt throughput': partial(measure, 'gpt', beside=1),
     'resnet throughput': partial(measure, 'resnet', beside=1),
     **speeds('layers', 1, 4),
     **speeds('gpt', 2),
-    'small gpt 4 shards, compiled': reproducible('small gpt', 4, compiled=True),
     **speeds('resnet', 8),
     **speeds('gpt', 8),
     **speeds('layers', 2, 8),
@@ -318,7 +342,7 @@ CASES: dict[str, Callable[[Machine], Figures]] = {
     'resnet plain': partial(measure, 'resnet', plain=1),
 }
 """By value: where time runs out, the last ones are left."""
-NOT_ON_CPUS = ('compiled', ' 8 ', ' 2 ', 'layers', 'page-locked')
+NOT_ON_CPUS = ('compiled', 'graph', ' 8 ', ' 2 ', 'layers', 'page-locked')
 """Unless they are asked for: they take long, or say nothing new there."""
 
 

@@ -12,7 +12,11 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
-from parsl_freetrain.training.steps.gradient_guard import GradientGuard
+from parsl_freetrain.training.steps.gradient_guard import (
+    GradientGuard,
+    in_graphs,
+    refuse_overwritten,
+)
 
 _BUCKET_BYTES = 2**25
 UNUSED = (
@@ -127,7 +131,7 @@ class Accumulation:
 
     @torch.no_grad()
     def _take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        taken, sums, added = [], [], []
+        found: list[tuple[int, torch.Tensor]] = []
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -137,17 +141,20 @@ class Accumulation:
                     'ctx.loop was given micro_batch, which cannot add up sparse gradients: make '
                     'the embedding with sparse=False, or leave out micro_batch.'
                 )
-            taken.append(gradient)
-            known = self._sums.setdefault(id(parameter), gradient)
-            if known is not gradient:
-                sums.append(known)
-                added.append(gradient)
+            found.append((id(parameter), gradient))
+        taken = [gradient for _, gradient in found]
+        if taken and in_graphs():
+            taken = list(torch._foreach_mul(taken, 1.0))
         if taken and self._weight:
             torch._foreach_mul_(taken, self._weight)
         elif taken:
             torch._foreach_zero_(taken)  # 0 x inf is not 0
-        if sums:
-            torch._foreach_add_(sums, added)
+        sums = [self._sums.setdefault(i, own) for (i, _), own in zip(found, taken, strict=True)]
+        both = [(one, own) for one, own in zip(sums, taken, strict=True) if one is not own]
+        if both:
+            known, added = map(list, zip(*both, strict=True))
+            refuse_overwritten(known, added)
+            torch._foreach_add_(known, added)
 
     def _once(self, plain: Callable[..., Any], number: int) -> Callable[..., Any]:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -183,6 +183,27 @@ class GradientGuard:
             self._norms.update(zip(there, _norms_of(there.values()), strict=True))
 
 
+def in_graphs() -> bool:
+    """Whether gradients may be in the memory of CUDA graphs of compiled models: the next pass
+    overwrites them.
+    """
+    return 'torch._inductor.cudagraph_trees' in sys.modules
+
+
+def refuse_overwritten(
+    earlier: Sequence[torch.Tensor], later: Sequence[torch.Tensor], only: int | None = None
+) -> None:
+    """Raises BadInput if gradients of two passes are in the same memory; ``only`` of one place."""
+    for i in range(len(earlier)) if only is None else (only,):
+        if earlier[i].data_ptr() == later[i].data_ptr() != 0:
+            raise BadInput(
+                'A gradient is in memory that the next backward pass overwrites, as with '
+                'torch.cuda.make_graphed_callables, so those of several virtual shards or '
+                "micro-batches cannot be added up: use torch.compile(model, mode='reduce-overhead')"
+                ' for CUDA graphs, or one pass in each step (mode=Reproducible(shards=1)).'
+            )
+
+
 _NONE = id(None)
 
 

@@ -14,7 +14,7 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import divided_like, is_divided, local, real
 from parsl_freetrain.training.steps.buffers import Buffers, copy_all
-from parsl_freetrain.training.steps.gradient_guard import set_grad
+from parsl_freetrain.training.steps.gradient_guard import in_graphs, refuse_overwritten, set_grad
 
 _TENSOR: Any = torch.Tensor
 _STRIDED = torch.strided
@@ -76,6 +76,7 @@ class ShardSums:
         self._rows: list[torch.Tensor] = []
         self._nothing = self._fresh(0)
         self._factors: dict[float, torch.Tensor] = {}
+        self._added = 0
         kinds = {(type(p), p.dtype, getattr(p, 'grad_dtype', p.dtype)) for p in parameters}
         self._plain = kinds <= {(torch.nn.Parameter, self._dtype, self._dtype)}
 
@@ -91,15 +92,20 @@ class ShardSums:
         weight: float,
     ) -> None:
         """Enter the gradients of some parameters, which are its own from now on, times a weight."""
-        given = gradients
-        if not self._plain and self._divided | (self._kinds(given) != {(self._dtype, _STRIDED)}):
-            given = self._made_plain(into, indices, given)
+        given, copied = gradients, in_graphs()
+        kinds = {(self._dtype, _STRIDED)}
+        if copied or not (self._plain or (not self._divided and self._kinds(given) == kinds)):
+            given = self._made_plain(into, indices, given, copied)
         into.gradients[indices.start : indices.stop] = given
         if weight != 1:
             self.scale([gradient for gradient in given if gradient is not None], weight)
 
     def _made_plain(
-        self, into: Contribution, indices: range, gradients: Sequence[torch.Tensor | None]
+        self,
+        into: Contribution,
+        indices: range,
+        gradients: Sequence[torch.Tensor | None],
+        copied: bool,
     ) -> list[torch.Tensor | None]:
         """Gradients of other kinds, or of parameters that are divided, as tensors to be added."""
         plain, others = [*gradients], []
@@ -109,7 +115,7 @@ class ShardSums:
             if gradient.layout is not _STRIDED:
                 raise BadInput(_SPARSE)
             own = plain[place] = real(local(gradient).detach())
-            if own.dtype is not self._dtype:
+            if copied or own.dtype is not self._dtype:
                 into.flat = into.flat or self.memory()
                 plain[place] = into.flat.pieces[i]
                 others.append((into.flat.pieces[i], own))
@@ -139,6 +145,9 @@ class ShardSums:
                     earlier.gradients[i] = only
                     single.append(only)
         if ours:
+            self._added += 1
+            thorough = self._added & (self._added - 1) == 0
+            refuse_overwritten(ours, theirs, None if thorough else self._added % len(ours))
             torch._foreach_add_(ours, theirs)
         if single:
             # As where a rank sends zeros for it: -0.0 becomes 0.0.

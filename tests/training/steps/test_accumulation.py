@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,46 @@ def test_reproducible_mode_has_virtual_shards_for_that() -> None:
     kept: list[int] = []
     here(body, Reproducible(shards=4), just_steps, torch.optim.SGD, 3, False, False, kept)
     assert max(kept) == 3
+
+
+@cache
+def graph_memory() -> torch.Tensor:
+    return torch.zeros(3, 5)
+
+
+class Graphed(torch.autograd.Function):
+    """As a CUDA graph does, each backward pass writes the gradient into the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return graph_memory().copy_(gradients[0]).detach()
+
+
+def graphed(ctx: FragmentContext, micro_batch: int | None = None, plain: bool = False) -> Any:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3, bias=False)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in ctx.loop(data(), BATCH, micro_batch=micro_batch):
+        weight = model.weight if plain else Graphed.apply(model.weight)  # type: ignore[no-untyped-call]
+        nn.functional.mse_loss(nn.functional.linear(x, weight), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach().tolist()
+
+
+def test_gradients_in_the_memory_of_a_cuda_graph_are_copied_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for mode, size in ((Reproducible(shards=4), None), (Throughput(), 3)):
+        with pytest.raises(BadInput, match='memory that the next backward pass overwrites'):
+            here(graphed, mode, size)
+        with monkeypatch.context() as patch:  # torch's compiler has made graphs
+            patch.setitem(sys.modules, 'torch._inductor.cudagraph_trees', sys)
+            assert here(graphed, mode, size) == here(graphed, mode, size, True)
 
 
 def accumulates(ctx: FragmentContext, by_hand: bool = False) -> list[float]:
