@@ -5,6 +5,7 @@ or file is left behind after some time. A variable marks its processes.
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -19,11 +20,13 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.support import openpbs as pbs_server
 from tests.support import scheduling, template, workers
+from tests.support import slurm as slurm_cluster
 from tests.support.batch_tests import cobalt, lsf, pbs  # noqa: F401 fixtures for every test
-from tests.support.openpbs import Shared, openpbs  # noqa: F401
+from tests.support.openpbs import openpbs  # noqa: F401
 from tests.support.ranks import fork_server, neighbour  # noqa: F401
-from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
+from tests.support.slurm import has_slurm, slurm  # noqa: F401
 from tests.support.template import nodes_share_a_template  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,10 +134,17 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Other sessions on this computer wait for the PBS server."""
-    of_pbs = {ROOT / file for file in scheduling.PBS}
-    if Shared.server is not None and getattr(nextitem, 'path', None) not in of_pbs:
-        Shared.end()
+    """A cluster takes processor time, and other sessions wait for the PBS server."""
+    if slurm_cluster.SHARED.cluster or pbs_server.SHARED.cluster:
+        _end_clusters(nextitem.path if isinstance(nextitem, pytest.Item) else None)
+
+
+def _end_clusters(file: Path | None = None) -> None:
+    """Those that the tests of this file do not need."""
+    text = '' if file is None else file.read_text()
+    for shared, mark in ((slurm_cluster.SHARED, 'slurm'), (pbs_server.SHARED, 'pbs')):
+        if not re.search(rf'mark\.{mark}\b', text):
+            shared.end()
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -150,6 +160,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def no_orphans() -> Iterator[None]:
     """At the end of the session, no process that a test started is left, with or without parent."""
     yield
+    _end_clusters()
     _expect_nothing(
         'processes of this test session', lambda: _without_helpers(_ours()), _describe, _kill
     )

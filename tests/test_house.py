@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from tests.support.pages import pages
 from tests.support.programs import run_to_end
-from tests.support.scheduling import FIRST, PBS
+from tests.support.scheduling import FIRST, PBS, SLURM
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,16 +135,7 @@ def test_tests_install_nothing_on_this_computer() -> None:
 
 def test_files_that_are_begun_first_exist() -> None:
     assert not [file for file in FIRST if not (ROOT / file).is_file()]
-    assert PBS[0] in FIRST, 'it stands for all that need a PBS server'
-
-
-def test_files_that_need_a_pbs_server_stay_together() -> None:
-    marked = {
-        str(path.relative_to(ROOT))
-        for path in modules('tests')
-        if re.search(r'pytest\.mark\.pbs\b', path.read_text())
-    }
-    assert marked == set(PBS)
+    assert {PBS, SLURM} <= {*FIRST}, 'they stand for others, too'
 
 
 def test_dependencies_are_those_that_are_imported() -> None:

@@ -1,5 +1,5 @@
-"""The training of ``make demo``, shortened, on a real PBS and on a Cobalt in a folder: blocks taken
-away, a node that crashes, a scheduler that is silent, the same weights.
+"""The training of ``make demo``, shortened, on a real PBS: blocks taken away, a node that crashes,
+a server that is silent, the same weights.
 """
 
 import sys
@@ -11,7 +11,6 @@ import pytest
 from parsl_freetrain import (
     Checkpoint,
     Checkpoints,
-    CobaltSite,
     LocalSite,
     PbsSite,
     Reproducible,
@@ -24,7 +23,6 @@ from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
-from tests.support.batch_tests import Rehearsal
 from tests.support.held import held_until
 from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.training import freetrain
@@ -43,6 +41,7 @@ def train(
     address: str = '127.0.0.1',
 ) -> list[Checkpoint]:
     """The final checkpoints; the trainings cannot end before ``disturb`` has."""
+    folder.mkdir(exist_ok=True)
     go = folder / 'go'
     trainer = freetrain_app(
         min_nodes=1,
@@ -75,27 +74,9 @@ def further(futures: dict[str, TrainingFuture]) -> None:
     )
 
 
-@pytest.fixture(scope='module')
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
-    return train(
-        tmp_path_factory.mktemp('undisturbed'),
-        LocalSite(len(NETWORKS), poll_s=0.25),
-        1,
-        lambda _: None,
-    )
-
-
-def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) -> None:
-    assert all(same_weights(one, other) for one, other in zip(found, undisturbed, strict=True))
-    with Journal(folder / 'checkpoints' / 'ledger.journal') as ledger:
-        history = ledger.history()
-    assert len(history.fragments) > len(NETWORKS)
-    assert all(node.name.startswith(('node0', 'nid000')) for node in history.nodes)
-
-
 @pytest.mark.long
 @pytest.mark.pbs
-def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
+def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path) -> None:
     """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
     ledger_path = tmp_path / RUN / 'checkpoints' / 'ledger.journal'
 
@@ -127,21 +108,9 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
             **{**QUICK, 'command_s': 2.0, 'longest_backoff_s': 1.0, 'unreachable_s': 1.0},
         )
         found = train(tmp_path / RUN, site, SHARDS, disturb, ADDRESS)
-    judge(tmp_path / RUN, found, undisturbed)
+    here = LocalSite(len(NETWORKS), poll_s=0.25)
+    undisturbed = train(tmp_path / 'undisturbed', here, 1, lambda _: None)
+    assert all(same_weights(one, other) for one, other in zip(found, undisturbed, strict=True))
+    assert len(history().fragments) > len(NETWORKS)
+    assert all(node.name.startswith('node0') for node in history().nodes)
     assert {'taken', 'lost'} <= {node.how for node in history().nodes}
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures('nodes_share_a_template')
-def test_in_the_backfill_windows_of_cobalt(
-    cobalt: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]
-) -> None:
-    def disturb(futures: dict[str, TrainingFuture]) -> None:
-        further(futures)
-        cobalt.finish(cobalt.running()[-1], 'deleted')  # an administrator needs the nodes
-        cobalt.others(2, walltime_s=120, seconds=5)
-
-    cobalt.others(1, walltime_s=600, seconds=600)
-    cobalt.others(4, walltime_s=600)  # three nodes are drained for it
-    folder = tmp_path / 'run'
-    judge(folder, train(folder, CobaltSite(queue='batch', **QUICK), SHARDS, disturb), undisturbed)

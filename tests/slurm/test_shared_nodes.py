@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture
 def shared(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slurm_cluster: Cluster
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, has_slurm: None
 ) -> Iterator[Cluster]:
     """Five nodes of four CPUs and 4000 MB, so many of them of twice as much."""
     sizes = {'SLURM_CLUSTER_CPUS': '4', 'SLURM_CLUSTER_LARGE': str(request.param)}
@@ -31,8 +31,6 @@ def shared(
     [
         (0, '--ntasks=9', 2),
         (1, '--ntasks=1 --cpus-per-task=8', 1),
-        pytest.param(0, '--ntasks=5', 1, marks=pytest.mark.long),
-        pytest.param(0, '--ntasks=1 --mem=3500', 1, marks=pytest.mark.long),
     ],
     indirect=['shared'],
 )

@@ -3,16 +3,14 @@ FreeTrain and with it filling every hole, between the jobs and preemptible.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import pytest
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
-from tests.slurm.experiment import KILL_WAIT_S, MODES, ROUNDING_S, TICK_S, Outcome, side_by_side
-from tests.slurm.mix import Mix, Ordinary, untidy
+from tests.slurm.experiment import KILL_WAIT_S, MODES, Outcome, side_by_side
+from tests.slurm.mix import untidy
 from tests.support import template
-from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
 
 pytestmark = pytest.mark.slurm
@@ -29,7 +27,7 @@ LONG = 4, untidy(6, 4, 7, 120.0, 20.0)
     params=[pytest.param(SHORT, id='short'), pytest.param(LONG, id='long', marks=pytest.mark.long)],
 )
 def outcomes(
-    request: pytest.FixtureRequest, slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, has_slurm: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     """The mix twice without FreeTrain and once in each mode, at once; blocks import no torch."""
     nodes, mix = request.param
@@ -53,27 +51,3 @@ def test_no_job_starts_later_than_a_stop_takes(outcomes: dict[str, Outcome], mod
     assert max(delays) <= under_load(10.0) + KILL_WAIT_S + noise
     # Seconds of start-up weigh much in holes of a minute, and more on a busy computer.
     assert idle.share_of_long > 0.2 / under_load(1.0)
-
-
-# Two nodes stay idle until the wide job's turn. The first job ends 5 s before its limit; nobody
-# waits for the end of the wide one.
-PLANNED = Mix((Ordinary(0.0, 2, 2, 115.0), Ordinary(0.0, 4, 1, 5.0)))
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures('nodes_share_a_template')
-def test_jobs_whose_plans_are_known_start_as_without_blocks(
-    slurm_cluster: Cluster, tmp_path: Path
-) -> None:
-    outcomes = side_by_side(
-        {'alone': None, 'again': None, 'filled': MODES['backfill']},
-        PLANNED,
-        4,
-        tmp_path,
-        blocks_first=False,
-    )
-    alone = [outcomes['alone'], outcomes['again']]
-    delays, noise = delays_s(alone, outcomes['filled']), scatter_s(*alone)
-    print(f'delays {delays} s, without FreeTrain {noise:g} s apart; {idle_of(outcomes["filled"])}')
-    assert outcomes['filled'].blocks
-    assert max(delays) <= TICK_S + ROUNDING_S + noise

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.programs import run_to_end
-from tests.support.real_cluster import NODES, RealCluster
+from tests.support.real_cluster import NODES, RealCluster, Shared
 
 ADDRESS = '10.77.7.254'  # of this computer, as the nodes see it
 PREFIX = Path(os.environ.get('PBS_CLUSTER_PREFIX', '/opt/pbs'))
@@ -208,33 +208,18 @@ class PbsCluster(RealCluster):
         self.wait(empty)
 
 
-class Shared:
-    """The server that the tests of this process share, None as long as none needs it."""
-
-    server: PbsCluster | None = None
-    _ending = ExitStack()
-
-    @classmethod
-    def begin(cls) -> PbsCluster:
-        if cls.server is None:
-            cls.server = cls._ending.enter_context(running_pbs())
-        return cls.server
-
-    @classmethod
-    def end(cls) -> None:
-        cls.server = None
-        cls._ending.close()
-
-
 @contextmanager
 def running_pbs(nodes: int = NODES, **settings: str) -> Iterator[PbsCluster]:
     """A new server. There is one at a time: the shared one is stopped first."""
-    Shared.end()
+    SHARED.end()
     with Path(tempfile.gettempdir(), 'ft-openpbs.lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # PBS refuses a folder under /tmp.
         with PbsCluster.running(nodes, within='/var/lib', **settings) as cluster:
             yield cluster
+
+
+SHARED = Shared(running_pbs)
 
 
 def why_not() -> str:
@@ -253,7 +238,7 @@ def openpbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
     """
     if why := why_not():
         pytest.skip(why)
-    server = Shared.begin()
+    server = SHARED.begin()
     monkeypatch.setenv('PBS_CONF_FILE', str(server.folder / 'pbs.conf'))
     monkeypatch.setenv('PATH', f'{PREFIX}/bin', prepend=os.pathsep)
     yield server

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S, looks
@@ -90,3 +90,23 @@ class RealCluster:
     def all(self) -> str:
         """All jobs and nodes, for whoever reads why a test failed."""
         raise NotImplementedError
+
+
+C = TypeVar('C', bound=RealCluster)
+
+
+class Shared(Generic[C]):
+    """What the tests of this process share; ``cluster``: None as long as none needs it."""
+
+    def __init__(self, running: Callable[[], AbstractContextManager[C]]) -> None:
+        self._running, self._ending = running, ExitStack()
+        self.cluster: C | None = None
+
+    def begin(self) -> C:
+        if self.cluster is None:
+            self.cluster = self._ending.enter_context(self._running())
+        return self.cluster
+
+    def end(self) -> None:
+        self.cluster = None
+        self._ending.close()

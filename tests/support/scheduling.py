@@ -1,4 +1,6 @@
-"""In which order test files begin: long ones first; those with a PBS server on one worker."""
+"""In which order test files begin: long ones first; those with a PBS server on one worker, and most
+of those with a Slurm cluster on another.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 FIRST = (
     'tests/globus/test_in_its_environment.py',
     'tests/sites/pbspro/test_openpbs.py',
+    'tests/sites/slurm/test_slurm_blocks.py',
     'tests/test_workflows.py',
     'tests/slurm/test_zero_delay.py',
     'tests/test_ffn.py',
@@ -18,7 +21,6 @@ FIRST = (
     'tests/integrations/test_whole_scripts.py',
     'tests/training/loop/test_kinds_of_state.py',
     'tests/test_divided.py',
-    'tests/sites/slurm/test_slurm_live.py',
     'tests/test_demo.py',
     'tests/globus/test_client.py',
     'tests/executor/test_hangs.py',
@@ -26,7 +28,6 @@ FIRST = (
     'tests/executor/test_endings.py',
     'tests/chaos/test_chaos.py',
     'tests/test_interruption.py',
-    'tests/sites/slurm/test_slurm_blocks.py',
     'tests/training/loop/test_fragments.py',
     'tests/test_calls.py',
     'tests/executor/test_training.py',
@@ -51,28 +52,30 @@ FIRST = (
     'tests/cli/doctor/test_doctor.py',
     'tests/cli/test_looking.py',
 )
-PBS = (
-    'tests/sites/pbspro/test_openpbs.py',  # its place is that of all
-    'tests/cli/test_new.py',
-    'tests/sites/test_batch_training.py',
-    'tests/sites/test_site_contract.py',
-    'tests/pbs/test_with_slurm.py',
-    'tests/pbs/test_zero_delay.py',
-    'tests/cli/doctor/test_site.py',
-)
+PBS, SLURM = 'tests/sites/pbspro/test_openpbs.py', 'tests/sites/slurm/test_slurm_blocks.py'
+"""They stand for all tests of other files, too, that share a server of PBS or a Slurm cluster."""
+APART = 'tests/slurm/', 'tests/docs/'
+"""Where tests have a Slurm cluster for long, or of their own."""
 
 
 def place(unit: str) -> int:
-    """Return the place of a file, or of the files that need PBS, in the order in which they are
-    begun.
+    """Return the place of a file, or of the files that share a cluster, in the order in which they
+    are begun.
     """
     return FIRST.index(unit) if unit in FIRST else len(FIRST)
 
 
+def unit_of(item: pytest.Item, root: Path) -> str:
+    """The file that stands for what is run by the same worker as this test."""
+    file = str(item.path.relative_to(root))
+    if item.get_closest_marker('pbs'):
+        return PBS
+    return SLURM if item.get_closest_marker('slurm') and not file.startswith(APART) else file
+
+
 def units(items: Sequence[pytest.Item], root: Path) -> list[list[pytest.Item]]:
-    """Divide tests into what one worker runs one after the other: a file, or all that need PBS."""
+    """Divide tests into what one worker runs one after the other."""
     found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        file = str(item.path.relative_to(root))
-        found.setdefault(PBS[0] if file in PBS else file, []).append(item)
-    return [found[file] for file in sorted(found, key=place)]
+        found.setdefault(unit_of(item, root), []).append(item)
+    return [found[unit] for unit in sorted(found, key=place)]

@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this computer, for the whole run of tests marked ``slurm``."""
+"""A real Slurm cluster on this computer, for tests marked ``slurm``."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_cluster import NODES, RealCluster
+from tests.support.real_cluster import NODES, RealCluster, Shared
 from tests.support.waiting import LIMIT_S
 
 SBIN = '/usr/sbin:/sbin'
@@ -160,20 +160,22 @@ def slurm_24_11(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) 
         shutil.rmtree(cluster)
 
 
+SHARED = Shared(lambda: Cluster.running(within='/tmp'))
+
+
 @pytest.fixture(scope='session')
-def slurm_cluster() -> Iterator[Cluster]:
-    """The session's cluster; skips the test if there is no Slurm."""
+def has_slurm() -> None:
+    """Skips the test if there is no Slurm."""
     path = f'{os.environ.get("PATH", "")}:{SBIN}'
     programs = ('munged', 'slurmctld', 'slurmd', 'sinfo', 'srun')
     if missing := [name for name in programs if shutil.which(name, path=path) is None]:
         pytest.skip(f'needs Slurm, which make system-packages installs: no {", ".join(missing)}')
-    with Cluster.running(within='/tmp') as cluster:
-        yield cluster
 
 
 @pytest.fixture
-def slurm(slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def slurm(has_slurm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """The cluster, empty and idle, with Slurm's commands configured for it."""
-    monkeypatch.setenv('SLURM_CONF', str(slurm_cluster.conf))
-    yield slurm_cluster
-    slurm_cluster.clear()
+    cluster = SHARED.begin()
+    monkeypatch.setenv('SLURM_CONF', str(cluster.conf))
+    yield cluster
+    cluster.clear()

@@ -48,7 +48,7 @@ def test_jobs_that_ask_for_tasks_or_cpus_need_as_many_nodes_as_slurm_says(slurm:
 
 
 def test_gpus_of_a_whole_job_are_asked_for_once_where_they_decide_who_serves_it(
-    slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    has_slurm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One node has a CPU for it and no GPU, the other is a block's."""
     sizes = {'SLURM_CLUSTER_CPUS': '4', 'SLURM_CLUSTER_GPUS': '2'}
