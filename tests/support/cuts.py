@@ -9,11 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import all_finish, order, ranks
+
+
+def made(
+    ctx: FragmentContext, inputs: int = 2, outputs: int = 1, lr: float = 0.1, **options: Any
+) -> Any:
+    """A prepared linear model, and its optimizer."""
+    torch.manual_seed(1)
+    model = nn.Linear(inputs, outputs)
+    return ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), **options)
+
+
+def step(model: Any, optimizer: Any, x: torch.Tensor) -> float:
+    """Train on a batch; the loss."""
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
 
 
 def cut(ctx: FragmentContext, at: int) -> None:

@@ -10,9 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 
-from parsl_freetrain import Checkpoint, FragmentContext, Reproducible, freetrain_app
+from parsl_freetrain import BadInput, Checkpoint, FragmentContext, Reproducible, freetrain_app
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'docs' / 'examples'
 
@@ -42,6 +43,14 @@ def in_this_process(function: Callable[..., Any], **options: Any) -> tuple[Check
     checkpoint = freetrain_app(**{'mode': mode, **options})(train).debug()
     assert kept[0]._run.model is not None
     return checkpoint, kept[0]._run.model.prepared.models[0].state_dict()
+
+
+def refused_here(function: Callable[..., Any], **options: Any) -> str:
+    """The sentence by which a function is refused on one rank, in this process."""
+    with pytest.raises(BadInput) as refused:
+        in_this_process(function, **options)
+    assert '\n' not in str(refused.value)
+    return str(refused.value)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -215,6 +215,12 @@ def ranks(
         started.close()
 
 
+def ended(*given: Any, **options: Any) -> list[Any]:
+    """The outcomes of :func:`ranks`, however they end."""
+    with ranks(*given, **options) as gang:
+        return gang.run()
+
+
 def all_finish(*given: Any, **options: Any) -> list[Any]:
     """The outcomes of :func:`ranks` that all finish."""
     with ranks(*given, **options) as gang:

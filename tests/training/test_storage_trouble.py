@@ -24,7 +24,6 @@ from tests.support.waiting import LIMIT_S, wait_until
 PROGRAM = """
 import sys
 from pathlib import Path
-from parsl_freetrain import Checkpoints, LocalSite, Reproducible, freetrain_app
 from tests.support.training import fit, freetrain
 with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
     train = freetrain_app(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,8 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain import Checkpoint, FragmentContext, FreeTrainError, Retention
 from parsl_freetrain.core.model.events import CheckpointSaved
-from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import fault_hooks, snapshot
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.local_shard import Box
@@ -30,15 +28,21 @@ from parsl_freetrain.training.checkpoint.state import Position, State, collect, 
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.comm.peers import SealedStore
-from parsl_freetrain.training.loop import checkpointer, save_timing
+from parsl_freetrain.training.loop import checkpointer
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import FromRank, SavingCheckpoint, ToRank
-from parsl_freetrain.training.spec.retention import Retention
-from tests.support.ranks import Channels, all_finish, channel_pair, order, ranks
+from tests.support.ranks import Channels, channel_pair, ended, order, ranks
 from tests.support.waiting import LIMIT_S
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which a test sets."""
+    now = [1e6]
+    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+    return now
 
 
 class Gate:
@@ -157,63 +161,51 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(
     assert later.wants_to_save()
 
 
-@pytest.mark.parametrize(
-    ('ends_in_s', 'saves'), [(None, False), (-1.0, False), (0.1, True), (99.0, False)]
-)
 def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
-    tmp_path: Path,
-    channels: Channels,
-    monkeypatch: pytest.MonkeyPatch,
-    ends_in_s: float | None,
-    saves: bool,
+    tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
-    later = time.monotonic() + 60.0
-    until = None if ends_in_s is None else later + ends_in_s
-    kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0, exempt_until=until)
-    monkeypatch.setattr(time, 'monotonic', lambda: later)
-    assert kept.wants_to_save() is saves
+    begun = clock[0]
+    for ends_in_s, saves in ((None, False), (-1.0, False), (0.1, True), (99.0, False)):
+        clock[0] = begun
+        until = None if ends_in_s is None else begun + 60.0 + ends_in_s
+        kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0, exempt_until=until)
+        clock[0] += 60.0
+        assert kept.wants_to_save() is saves, ends_in_s
 
 
-@pytest.mark.parametrize(
-    ('per_s', 'checkpoint_s', 'after_s'),
-    [(None, 2.0, 30.0), (0.04, 2.0, 10.0), (100.0, 2.0, 4.0), (100.0, 0.2, 1.0)],
-)
 def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
-    tmp_path: Path,
-    channels: Channels,
-    monkeypatch: pytest.MonkeyPatch,
-    per_s: float | None,
-    checkpoint_s: float,
-    after_s: float,
+    tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, 'monotonic', lambda: now)
-    kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=per_s)
-    kept.timing.expect(0, checkpoint_s)
-    now = after_s - 0.01
-    assert not kept.wants_to_save()
-    now = after_s + 0.01
-    assert kept.wants_to_save()
+    for per_s, checkpoint_s, after_s in (
+        (None, 2.0, 30.0),
+        (0.04, 2.0, 10.0),
+        (100.0, 2.0, 4.0),
+        (100.0, 0.2, 1.0),
+    ):
+        kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=per_s)
+        kept.timing.expect(0, checkpoint_s)
+        clock[0] += after_s - 0.01
+        assert not kept.wants_to_save()
+        clock[0] += 0.02
+        assert kept.wants_to_save()
 
 
 def test_what_counts_is_how_long_checkpoints_hold_training_up(
-    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
-    now = 0.0
+    begun = clock[0]
 
     def slowly() -> State:
-        nonlocal now
-        now += 0.5
+        clock[0] += 0.5
         return state_of(things())()
 
-    monkeypatch.setattr(time, 'monotonic', lambda: now)
     kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=0.04)
     kept.timing.expect(0, 2.0)  # a checkpoint every 10 s
     kept.save_beside(slowly, 10, {})
     assert kept.settled() is not None
-    now = 5.49
+    clock[0] = begun + 5.49
     assert not kept.wants_to_save()
-    now = 5.51
+    clock[0] = begun + 5.51
     assert kept.wants_to_save()
 
 
@@ -344,29 +336,15 @@ def test_the_first_step_is_no_measure_of_the_others(tmp_path: Path, channels: Ch
     assert kept.outcome('stopped', None, 0, {}).step_s == 0.5
 
 
-class Clock:
-    """In place of the module ``time``; stands still."""
-
-    def __init__(self) -> None:
-        self.now = 1e6
-
-    def monotonic(self) -> float:
-        return self.now
-
-    time = monotonic
-
-
 def test_the_deadline_margin_uses_the_slowest_rank(
-    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, channels: Channels, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     """The other rank needs 100 seconds for its part, rank 0 none for its own."""
-    clock, shared = Clock(), HashStore()
-    monkeypatch.setattr(checkpointer, 'time', clock)
-    monkeypatch.setattr(save_timing, 'time', clock)
+    shared = HashStore()
 
     def reached(stage: str) -> None:
         if stage == 'part-begun' and threading.current_thread() is other:
-            clock.now += 100.0
+            clock[0] += 100.0
 
     monkeypatch.setattr(fault_hooks, 'on_saving', [reached])
 
@@ -380,7 +358,7 @@ def test_the_deadline_margin_uses_the_slowest_rank(
         store = SealedStore(shared, 'secret')
         return PartWriters(store, rank, 2, tmp_path / 'store', lambda: LIMIT_S)
 
-    ordered = order(tmp_path, deadline=clock.now + 250.0)
+    ordered = order(tmp_path, deadline=clock[0] + 250.0)
     kept = Checkpointer(
         PosixCheckpointStore(Path(ordered.store), ordered.trainer),
         ordered,
@@ -412,60 +390,12 @@ def fails_while_saving(ctx: FragmentContext) -> None:
 def test_a_checkpoint_that_is_being_written_survives_the_users_error(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    with ranks(
-        fork_server,
-        order(tmp_path, total_samples=64, checkpoint_every_s=1e-9),
-        1,
-        tmp_path,
-        fails_while_saving,
-    ) as gang:
-        (outcome,) = gang.run()
+    ordered = order(tmp_path, total_samples=64, checkpoint_every_s=1e-9)
+    (outcome,) = ended(fork_server, ordered, 1, tmp_path, fails_while_saving)
     assert (outcome.how, outcome.error.message) == ('error', 'mine')
     found = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
     assert found is not None and found.path == outcome.path
     assert found.samples == outcome.samples
-
-
-def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
-    """From its second checkpoint on no file has more than ``limit`` bytes: the disk is full."""
-    model = nn.Linear(500, 10)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    for (x,) in ctx.loop(TensorDataset(torch.ones(64, 500)), 4):
-        if (
-            limit is not None
-            and ctx.samples
-            and any(Path(ctx._run.order.store).glob('ckpt-*/COMMITTED'))
-        ):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
-        time.sleep(0.005)
-
-
-def test_a_full_disk_ends_the_fragment_with_a_sentence_and_loses_nothing(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    ordered = order(tmp_path, total_samples=1_000_000, checkpoint_every_s=1e-9)
-    with ranks(fork_server, ordered, 1, tmp_path, fills_the_disk, 10_000) as gang:
-        (outcome,) = gang.run()
-    assert (outcome.how, outcome.error.type) == ('error', 'FreeTrainError'), outcome
-    assert f'cannot be written to {tmp_path / "store"} (File too large)' in outcome.error.message
-    found = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
-    assert found is not None and found.path == outcome.path
-    assert [
-        path.name
-        for path in (tmp_path / 'store').glob('ckpt-*')
-        if not (path / 'COMMITTED').exists()
-    ] == []
-    all_finish(
-        fork_server,
-        order(tmp_path, 2, total_samples=found.samples + 8),
-        1,
-        tmp_path,
-        fills_the_disk,
-        None,
-    )
 
 
 def test_memory_for_a_large_state_is_made_beside_the_first_steps(
@@ -492,47 +422,40 @@ def test_memory_for_a_large_state_is_made_beside_the_first_steps(
     assert all(torch.equal(read[name], own[name]) for name in own)
 
 
-@pytest.mark.parametrize(('age_s', 'saves'), [(0.9, False), (1.1, True), (5.4, True)])
-@pytest.mark.parametrize('writing_s', [0.1, 5.0])
 def test_near_the_end_a_checkpoint_is_written_if_a_kill_would_cost_more(
-    tmp_path: Path,
-    channels: Channels,
-    monkeypatch: pytest.MonkeyPatch,
-    age_s: float,
-    writing_s: float,
-    saves: bool,
+    tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, 'monotonic', lambda: now)
-    kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0)
-    kept.timing.expect(0, writing_s)
-    now = age_s
-    assert not kept.wants_to_save()
-    assert kept.wants_to_save(near_end=True) is (saves and age_s > writing_s)
+    for writing_s, age_s, saves in (
+        (0.1, 0.9, False),
+        (0.1, 1.1, True),
+        (5.0, 1.1, False),
+        (5.0, 5.4, True),
+    ):
+        kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0)
+        kept.timing.expect(0, writing_s)
+        clock[0] += age_s
+        assert not kept.wants_to_save()
+        assert kept.wants_to_save(near_end=True) is saves, (writing_s, age_s)
 
 
-@pytest.mark.parametrize(
-    ('steps_left', 'age_s', 'saves'),
-    [(1, 40.0, False), (1, 50.0, True), (40, 9.0, False), (40, 11.0, True), (48, 3.0, True)],
-)
 def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
-    tmp_path: Path,
-    channels: Channels,
-    monkeypatch: pytest.MonkeyPatch,
-    steps_left: int,
-    age_s: float,
-    saves: bool,
+    tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
     """Writing takes 5 s and a step .1 s, and a checkpoint every 2 s was asked for."""
-    now = began = 1e6  # of the last step; 0 would say that there was none
-    monkeypatch.setattr(time, 'monotonic', lambda: now)
-    kept = keeper(tmp_path, channels[0], checkpoint_every_s=2.0)
-    for _ in range(2):
-        kept.timing.step_took(0.1)
-    kept.timing.wrote(4.9)
-    kept.timing.paused(0.1)
-    now = began + age_s
-    assert kept.wants_to_save(steps_left=steps_left) is saves
+    for steps_left, age_s, saves in (
+        (1, 40.0, False),
+        (1, 50.0, True),
+        (40, 9.0, False),
+        (40, 11.0, True),
+        (48, 3.0, True),
+    ):
+        kept = keeper(tmp_path, channels[0], checkpoint_every_s=2.0)
+        for _ in range(2):
+            kept.timing.step_took(0.1)
+        kept.timing.wrote(4.9)
+        kept.timing.paused(0.1)
+        clock[0] += age_s
+        assert kept.wants_to_save(steps_left=steps_left) is saves, (steps_left, age_s)
 
 
 def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> None:
@@ -551,8 +474,9 @@ def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> 
             time.sleep(0.08)
 
 
-@pytest.mark.parametrize('by_epochs', [False, True])
-@pytest.mark.parametrize(('prepares_s', 'every_s'), [(2.0, 1.9), (0.0, 0.4)])
+@pytest.mark.parametrize(
+    ('prepares_s', 'every_s', 'by_epochs'), [(2.0, 1.9, False), (0.0, 0.4, True)]
+)
 def test_a_short_fragment_saves_once(
     fork_server: ForkClient, tmp_path: Path, prepares_s: float, every_s: float, by_epochs: bool
 ) -> None:

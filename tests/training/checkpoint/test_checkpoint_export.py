@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.checkpoint.export import export_weights, load_weights
+from parsl_freetrain import BadInput, Checkpoint, export_weights, load_weights
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from tests.support.examples import equal
 
 
 class Tied(nn.Module):
@@ -53,13 +52,8 @@ def test_weights_go_to_a_file_that_others_read(tmp_path: Path) -> None:
     for source in (checkpoint, checkpoint.path, Path(checkpoint.path), tmp_path / 'any name'):
         file = export_weights(source, tmp_path / 'net.safetensors')
         found = load_file(file)
-        expected = {
-            name: value
-            for name, value in model.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in found)
+        state = model.state_dict()
+        assert equal(found, {k: v for k, v in state.items() if isinstance(v, torch.Tensor)})
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ['any name', 'net.safetensors']
 

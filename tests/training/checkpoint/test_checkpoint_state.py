@@ -5,6 +5,7 @@ differs.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain import BadInput
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, write_manifest
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
@@ -25,9 +25,6 @@ from parsl_freetrain.training.checkpoint.state import Position, State, collect, 
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.checkpoint.trial import try_optimizers
-from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
 
 TENSORS = {
     'f32': torch.randn(3, 4),
@@ -51,22 +48,13 @@ TENSORS = {
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return (
-            isinstance(other, torch.Tensor)
-            and one.dtype == other.dtype
-            and one.shape == other.shape
-            and (one.is_sparse or one.stride() == other.stride())
-            and torch.equal(
-                one.to_dense() if one.is_sparse else one.to(torch.complex128),
-                other.to_dense() if one.is_sparse else other.to(torch.complex128),
-            )
-        )
+        if one.is_sparse:
+            return other.is_sparse and same(one.to_dense(), other.to_dense())
+        alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        return alike and torch.equal(one.to(torch.complex128), other.to(torch.complex128))
     if isinstance(one, dict):
-        return (
-            type(one) is type(other)
-            and list(one) == list(other)
-            and all(same(one[key], other[key]) for key in one)
-        )
+        alike = type(one) is type(other) and list(one) == list(other)
+        return alike and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and bool(one == other)
@@ -132,21 +120,7 @@ def test_other_programs_can_read_the_tensors(tmp_path: Path) -> None:
     State({name: tensor.detach() for name, tensor in TENSORS.items()}, {}).write(tmp_path)
     found = load_file(tmp_path / 'rank-0.safetensors')
     assert found.keys() == TENSORS.keys()
-    for name in (
-        'c64',
-        'f32',
-        'f64',
-        'bf16',
-        'f16',
-        'bool',
-        'u8',
-        'i64',
-        'number',
-        'empty',
-        'transposed',
-        'a view',
-        'parameter',
-    ):
+    for name in TENSORS.keys() - {'fp8', 'complex', 'conjugate'}:
         assert torch.equal(found[name], TENSORS[name]), name
 
 
@@ -210,12 +184,6 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(Exception, match='[Ww]eights.only'):
         reader_of(folder).structure()
     assert not (tmp_path / 'owned').exists()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        'COMMITTED',
-        'contents.json',
-        'manifest.json',
-        'rank-0.safetensors',
-    ]
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -266,76 +234,24 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
 def test_other_optimizers_schedulers_and_scalers_are_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    things = sort_out(
-        (
-            model,
-            optimizer,
-            torch.optim.lr_scheduler.StepLR(optimizer, 3),
-            torch.amp.GradScaler('cpu'),
-        )
-    )
+    scaler = torch.amp.GradScaler('cpu')
+    step = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    things = sort_out((model, optimizer, step, scaler))
     path = written(tmp_path / 'c', things)
     restore(things, read_state(path))
     assert 'holds 1 schedulers and ctx.prepare was given 0' in refusal(prepared(net()), path)
     adam = torch.optim.Adam(model.parameters())
     step = torch.optim.lr_scheduler.StepLR(adam, 3)
-    assert 'The optimizer in checkpoint' in (
-        said := refusal(sort_out((model, adam, step, torch.amp.GradScaler('cpu'))), path)
-    )
+    said = refusal(sort_out((model, adam, step, scaler)), path)
+    assert 'The optimizer in checkpoint' in said
     assert 'was of class SGD and ctx.prepare was given Adam' in said
     assert 'holds 1 scalers and ctx.prepare was given 0' in refusal(
         Prepared(things.models, things.optimizers, things.schedulers), path
     )
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
     assert 'was of class StepLR and ctx.prepare was given CosineAnnealingLR' in refusal(
-        sort_out((model, optimizer, cosine, torch.amp.GradScaler('cpu'))), path
+        sort_out((model, optimizer, cosine, scaler)), path
     )
-
-
-def scaled(ctx: FragmentContext, stop_at: int | None) -> None:
-    import os
-    import signal
-
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    scaler = torch.amp.GradScaler('cpu', init_scale=64.0, growth_interval=3)
-    model, optimizer, scaler = ctx.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), scaler
-    )
-    for (x,) in ctx.loop(TensorDataset(torch.arange(16.0).reshape(8, 2)), 4):
-        if stop_at is not None and ctx.samples >= stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        optimizer.zero_grad()
-        scaler.scale(model(x).pow(2).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    ctx.report(scale=scaler.get_scale())
-
-
-def test_a_gradient_scaler_goes_on_where_it_was(fork_server: ForkClient, tmp_path: Path) -> None:
-    results = []
-    for folder, cuts in ((tmp_path / 'whole', [None]), (tmp_path / 'cut', [8, 20, None])):
-        for fragment, stop_at in enumerate(cuts, 1):
-            with ranks(
-                fork_server,
-                order(folder, fragment, total_samples=32, mode='throughput'),
-                2,
-                folder,
-                scaled,
-                stop_at,
-            ) as gang:
-                outcomes = gang.run()
-        assert outcomes[0].how == 'finished', outcomes[0]
-        results.append(read_state(outcomes[0].path).scalers[0])
-        assert outcomes[0].metrics == {'scale': 64.0 * 2 ** (8 // 3)}
-    assert results[0] == results[1]
-
-
-def test_a_scaler_in_reproducible_mode_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
-    with ranks(fork_server, order(tmp_path, total_samples=32), 1, tmp_path, scaled, None) as gang:
-        (outcome,) = gang.run()
-    assert (outcome.how, outcome.error.type) == ('error', 'BadInput')
-    assert 'use mode=Throughput(), or bfloat16' in outcome.error.message
 
 
 class Counting(torch.optim.SGD):
@@ -398,10 +314,7 @@ def test_an_optimizer_that_cannot_go_on_is_refused_before_it_trains(
     optimizer.register_step_pre_hook(lambda *how: called.append(how))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # its wrapper of step is the optimizer's own
     weights, numbers = [p.clone() for p in model.parameters()], torch.get_rng_state()
-    if refused:
-        with pytest.raises(BadInput, match=refused):
-            try_optimizers(sort_out((model, optimizer)))
-    else:
+    with pytest.raises(BadInput, match=refused) if refused else nullcontext():
         try_optimizers(sort_out((model, optimizer)))
     assert torch.equal(torch.get_rng_state(), numbers)
     assert not called

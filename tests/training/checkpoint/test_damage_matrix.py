@@ -17,12 +17,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from parsl_freetrain import BadInput, FreeTrainError, export_weights, load_weights
+from parsl_freetrain import BadInput, FreeTrainError, Retention, export_weights, load_weights
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.spec.retention import Retention
 from tests.training.checkpoint.test_checkpoint_export import saved
 
 IDENTITY = {'seed': 1}
@@ -157,8 +156,15 @@ def test_any_damage_costs_at_most_the_newest_checkpoint(trainer: Path, tmp_path:
     assert tried > 150
 
 
-@pytest.mark.parametrize('number', [errno.EIO, errno.ELOOP, errno.ENXIO, errno.ESTALE])
-@pytest.mark.parametrize('name', ['COMMITTED', 'manifest.json', 'rank-0.safetensors'])
+@pytest.mark.parametrize(
+    ('name', 'number'),
+    [
+        ('COMMITTED', errno.EIO),
+        ('manifest.json', errno.ELOOP),
+        ('rank-0.safetensors', errno.ENXIO),
+        ('rank-0.safetensors', errno.ESTALE),
+    ],
+)
 def test_a_file_that_cannot_be_read_is_damage_unless_the_moment_is_to_blame(
     trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:

@@ -58,10 +58,14 @@ def trained(prepared: Prepared, replica: int, rounds: int) -> None:
     model[1].num_batches_tracked.fill_(rounds)
 
 
-@pytest.mark.parametrize('outer', [Nesterov(lr=0.7, momentum=0.9), Nesterov(momentum=0.0), None])
 @pytest.mark.parametrize(
-    ('dtype', 'late'),
-    [(torch.float32, 0), (torch.float32, LENGTH), (torch.bfloat16, 0), (torch.float64, LENGTH)],
+    ('outer', 'dtype', 'late'),
+    [
+        (Nesterov(lr=0.7, momentum=0.9), torch.float32, 0),
+        (Nesterov(lr=0.7, momentum=0.9), torch.float64, LENGTH),
+        (Nesterov(momentum=0.0), torch.bfloat16, 0),
+        (None, torch.float32, LENGTH),
+    ],
 )
 def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
     tmp_path: Path, outer: Nesterov | None, dtype: torch.dtype, late: int

@@ -122,10 +122,10 @@ def test_what_was_put_is_got_by_others(
     assert make(files).put(name, image)
     ways = make(files)
     assert ways.has(name)
-    assert [bytes(block) for block in ways.fetch([(name, 0), (name, 2)])] == [
-        CONTENT[:BLOCK],
-        CONTENT[2 * BLOCK :],
-    ]
+    found = [bytes(block) for block in ways.fetch([(name, 0), (name, 2)])]
+    assert found == [CONTENT[:BLOCK], CONTENT[2 * BLOCK :]]
+    with pytest.raises(Damaged, match=r'other\.safetensors'):  # which was not put
+        list(make({'other.safetensors': files[name]}).fetch([('other.safetensors', 0)]))
 
 
 def test_what_has_changed_since_is_damage(
@@ -145,12 +145,6 @@ def test_what_has_changed_since_is_damage(
     assert bytes(next(iter(ways.fetch([(name, 0)])))) == CONTENT[:BLOCK]
     with pytest.raises(Damaged, match=r'block 2 of rank-0\.safetensors'):
         list(ways.fetch([(name, 0), (name, 2)]))
-
-
-def test_what_was_not_put_is_damage(make: Callable[[Files], Transport], image: FileImage) -> None:
-    ways = make(files_of(image))
-    with pytest.raises(Damaged, match=r'rank-0\.safetensors'):
-        list(ways.fetch([('rank-0.safetensors', 0)]))
 
 
 def test_one_rank_of_a_node_reads_for_all_and_each_block_once(
@@ -187,9 +181,8 @@ def test_damage_on_the_disk_is_found_by_all(
     (tmp_path / name).write_bytes(CONTENT[:-1] + b'x')
 
     def fetch(peers: Thread) -> str:
-        ways = PeerTransport(
-            peers, NodeMemory('none', files), Disk(tmp_path, files), files, per_node=3
-        )
+        disk = Disk(tmp_path, files)
+        ways = PeerTransport(peers, NodeMemory('none', files), disk, files, per_node=3)
         with pytest.raises(Damaged) as raised:
             list(ways.fetch([(name, number) for number in range(3)]))
         return str(raised.value)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain import FreeTrainError
 from parsl_freetrain.host.network import is_loopback
 from parsl_freetrain.training.comm.collectives import join
 from parsl_freetrain.training.comm.inbox import Inbox

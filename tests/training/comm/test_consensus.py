@@ -26,12 +26,9 @@ class Pair(Peers):
         return lambda: tuple(map(max, numbers, other))
 
 
-def test_several_times_a_second_but_not_at_every_short_step() -> None:
+def test_several_times_a_second_and_more_often_when_the_nodes_go_soon() -> None:
     for step_s, steps in ((0.0, 1), (0.008, 31), (0.05, 5), (0.2, 1), (60.0, 1)):
         assert steps_between(step_s) == steps
-
-
-def test_more_often_when_the_nodes_go_soon() -> None:
     for time_left_s, steps in ((1e6, 250), (10.0, 250), (2.0, 50), (0.01, 1), (-1.0, 1)):
         assert steps_between(0.001, time_left_s) == steps
 

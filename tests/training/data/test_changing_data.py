@@ -1,30 +1,29 @@
-"""Data and samplers that change from epoch to epoch: the same weights for any nodes and cuts."""
+"""Data and samplers that change from epoch to epoch, and random numbers from generators of the
+user's own: the same weights for any nodes and cuts.
+"""
 
 from __future__ import annotations
 
+import random
+from collections import UserDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from parsl_freetrain import FragmentContext
+from parsl_freetrain.training.data.own_generators import OwnGenerators
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.cuts import cut, refused, whole_and_cut
+from tests.support.cuts import cut, made, refused, whole_and_cut
 from tests.support.examples import equal
-from tests.support.ranks import order, ranks
+from tests.support.ranks import ended, order
 
-EPOCHS = {'total_samples': None, 'total_epochs': 4}
+EPOCHS: dict[str, Any] = {'total_samples': None, 'total_epochs': 4}
 X = torch.arange(32.0).reshape(16, 2) / 32
-
-
-def made(ctx: FragmentContext) -> Any:
-    torch.manual_seed(1)
-    model = nn.Linear(2, 1)
-    return ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def step(ctx: FragmentContext, at: int, model: Any, optimizer: Any, x: torch.Tensor) -> None:
@@ -56,15 +55,7 @@ def test_workers_see_a_dataset_that_is_changed_before_an_epoch(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     weights = [
-        whole_and_cut(
-            fork_server,
-            tmp_path / str(workers),
-            grow,
-            workers,
-            at=24,
-            total_samples=None,
-            total_epochs=3,
-        )
+        whole_and_cut(fork_server, tmp_path / str(workers), grow, workers, at=24, **EPOCHS)
         for workers in (0, 2)
     ]
     (one, two), (with_workers, cut_) = weights
@@ -89,23 +80,12 @@ def by_loss(ctx: FragmentContext, at: int, workers: int, where: str) -> None:
             ctx.state['weights'] = [ctx.samples + 1.0, *range(1, 16)]
 
 
-@pytest.mark.parametrize('at', [24, 32])
-@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize(('workers', 'at'), [(0, 32), (2, 24)])
 def test_a_sampler_may_follow_the_losses_of_the_epoch_before(
     fork_server: ForkClient, tmp_path: Path, workers: int, at: int
 ) -> None:
-    assert equal(
-        *whole_and_cut(
-            fork_server,
-            tmp_path,
-            by_loss,
-            workers,
-            'epoch',
-            at=at,
-            total_samples=None,
-            total_epochs=4,
-        )
-    )
+    options: dict[str, Any] = {'at': at, **EPOCHS}
+    assert equal(*whole_and_cut(fork_server, tmp_path, by_loss, workers, 'epoch', **options))
 
 
 def test_a_sampler_that_changes_within_an_epoch_is_refused(
@@ -119,21 +99,112 @@ def split(ctx: FragmentContext, at: int, how: str) -> None:
     model, optimizer = made(ctx)
     chosen = np.random.default_rng().permutation(16)[:12]
     data: Any = TensorDataset(X[chosen])
-    if how == 'list':
-        data = [(torch.tensor(i), X[i]) for i in chosen]
-    elif how == 'subset':
+    if how == 'subset':
         data = Subset(TensorDataset(X), chosen.tolist())
     for batch in ctx.loop(data, 4):
         step(ctx, at, model, optimizer, batch[-1])
 
 
-@pytest.mark.parametrize('how', ['tensors', 'list', 'subset'])
+@pytest.mark.parametrize('how', ['tensors', 'subset'])
 def test_data_that_are_split_without_a_seed_are_refused(
     fork_server: ForkClient, tmp_path: Path, how: str
 ) -> None:
     said = refused(fork_server, tmp_path / '2', split, 0, how, world_size=2)
     assert 'is not the same on all ranks' in said and 'fixed seed' in said
-    with ranks(fork_server, order(tmp_path, total_samples=48), 1, tmp_path, split, 4, how) as gang:
-        assert [one.how for one in gang.run()] == ['stopped']
+    (one,) = ended(fork_server, order(tmp_path, total_samples=48), 1, tmp_path, split, 4, how)
+    assert one.how == 'stopped'
     said = refused(fork_server, tmp_path, split, 0, how, fragment=2, total_samples=48)
     assert 'has changed since checkpoint' in said and ' has ' in said
+
+
+def drawn_by(generator: torch.Generator) -> float:
+    return torch.rand(1, generator=generator).item()
+
+
+SHARED = np.random.default_rng(5)
+KINDS: dict[str, Any] = {
+    'numpy': lambda: np.random.default_rng().random,
+    'numpy, as it was': lambda: np.random.RandomState(3).rand,
+    'torch': lambda: partial(drawn_by, torch.Generator()),
+    'random': lambda: random.Random().random,
+    'of the module': lambda: lambda: SHARED.random(),
+}
+
+
+class Noisy(Dataset[Any]):
+    """Draws noise as one of the kinds does; ``late``: which is made with the first sample."""
+
+    def __init__(self, kind: str, *, late: bool = False) -> None:
+        self.kind, self.draw = kind, None if late or not kind else KINDS[kind]()
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.draw is None:
+            self.draw = KINDS[self.kind]() if self.kind else lambda: 0.0
+        return torch.tensor([index / 32, self.draw()])
+
+
+class Masks:
+    """Collates, and makes its generator with the first batch."""
+
+    draw: Any = None
+
+    def __call__(self, items: list[Any]) -> torch.Tensor:
+        self.draw = self.draw or partial(drawn_by, torch.Generator().manual_seed(1))
+        found: torch.Tensor = default_collate(items) * self.draw()
+        return found
+
+
+def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
+    model, optimizer = made(ctx)
+    draws = [make() for make in KINDS.values()] if where == 'body' else []
+    draw = KINDS[kind]() if where == 'collate' else float
+    collates: dict[str, Any] = {
+        'collate': lambda items: default_collate(items) * draw(),
+        'late collate': Masks(),
+    }
+    data = Noisy(kind if 'dataset' in where else '', late='late' in where)
+    workers = 2 if 'workers' in where else 0
+    for x in ctx.loop(data, 8, num_workers=workers, collate_fn=collates.get(where)):
+        for one in draws:
+            x = x * (1 + one())
+        step(ctx, at, model, optimizer, x)
+
+
+@pytest.mark.parametrize(
+    ('where', 'kind'),
+    [
+        ('body', 'all'),
+        ('dataset', 'numpy'),
+        ('collate', 'torch'),
+        ('late collate', 'torch'),
+        ('dataset of workers', 'numpy, as it was'),
+        ('late dataset of workers', 'random'),
+    ],
+)
+def test_the_same_weights(fork_server: ForkClient, tmp_path: Path, where: str, kind: str) -> None:
+    assert equal(*whole_and_cut(fork_server, tmp_path, train, where, kind, at=24, total_samples=64))
+
+
+class Missing(UserDict[str, Any]):
+    """A configuration in which a value is missing, as omegaconf's."""
+
+    def items(self) -> Any:
+        raise ValueError('missing mandatory value')
+
+
+def test_what_raises_when_it_is_looked_at_is_not_looked_into() -> None:
+    assert OwnGenerators().find({'config': Missing(a=1), 'own': random.Random()}) == ['own']
+
+
+def test_of_each_its_own_numbers_again_and_again() -> None:
+    own, both = OwnGenerators(), [np.random.default_rng(), np.random.default_rng()]
+    assert own.find({'both': both, 'again': both, 'all': random.random}) == ['both[0]', 'both[1]']
+    drawn = []
+    for seed in (1, 2, 1):
+        own.seed(seed)
+        drawn.append([generator.random() for generator in both])
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert len({number for two in drawn[:2] for number in two}) == 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
+from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.loop_state import FragmentEnd
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.notes import mean
-from tests.support.examples import in_this_process
-from tests.support.ranks import order, ranks
+from tests.support.cuts import cut, refused, whole_and_cut
+from tests.support.cuts import made as small
+from tests.support.examples import equal, in_this_process, refused_here
+from tests.support.ranks import ended, order
 from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.arange(44.0).reshape(22, 2) / 44)
@@ -45,16 +47,19 @@ def measure(model: Any, batch: Any) -> dict[str, Any]:
     return {'loss': out.square(), 'above': out > 0, 'sum': (out.sum(), 2 * len(out))}
 
 
-def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -> None:
+def measured_until(ctx: Any, stop_at: int | None, model: Any, batch: Any) -> dict[str, Any]:
+    if stop_at == -1 and ctx.fragment == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return measure(model, batch)
+
+
+def train(ctx: FragmentContext, stop_at: int | None = None) -> None:
     """Evaluates after each epoch, and keeps the best; asks to stop at ``stop_at`` samples, or, if
     that is negative, in the first evaluation.
     """
     model, optimizer, schedule, average = made(ctx)
 
-    def measured(model: Any, batch: Any) -> dict[str, Any]:
-        if stop_at == -1 and ctx.fragment == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return measure(model, batch)
+    measured = partial(measured_until, ctx, stop_at)
 
     def end_of_epoch() -> None:
         ctx.state.setdefault('begun', []).append(ctx.epoch)
@@ -73,18 +78,12 @@ def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -
         loss.backward()
         optimizer.step()
         ctx.report(loss=loss, twice=2 * loss.item())
-        time.sleep(slow)
 
 
 def train_by_epochs(ctx: FragmentContext, stop_at: int | None = None) -> None:
     """As :func:`train`, with a loop over epochs of its own; the loop's variables are needed."""
     model, optimizer, schedule, average = made(ctx)
-
-    def measured(model: Any, batch: Any) -> dict[str, Any]:
-        if stop_at == -1 and ctx.fragment == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return measure(model, batch)
-
+    measured = partial(measured_until, ctx, stop_at)
     for epoch in ctx.epochs():
         model.train()
         for (x,) in ctx.loop(DATA, 8):
@@ -114,8 +113,7 @@ def run(
     **options: Any,
 ) -> list[Any]:
     ordered = order(folder, fragment, **{'total_samples': 66, 'shards': 3, **options})
-    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
-        return gang.run()
+    return ended(fork_server, ordered, world_size, folder, function, *args)
 
 
 def last(folder: Path) -> tuple[Any, Any]:
@@ -131,14 +129,17 @@ def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactor
     return last(folder)
 
 
-@pytest.mark.parametrize('function', [train, train_by_epochs])
-@pytest.mark.parametrize('stop_at', [None, 16, 22, -1], ids=['no-stop', 'at-end', 'after', 'in'])
+@pytest.mark.parametrize(
+    ('function', 'stop_at'),
+    [(train, 22), (train, -1), (train_by_epochs, 16), (train_by_epochs, -1)],
+    ids=['after', 'in', 'epochs-at-end', 'epochs-in'],
+)
 def test_each_epoch_is_ended_once_with_the_same_figures(
     fork_server: ForkClient,
     tmp_path: Path,
     undisturbed: Any,
-    stop_at: int | None,
     function: Callable[..., None],
+    stop_at: int,
 ) -> None:
     """Also if the fragment stops in the last batch of an epoch, or within the evaluation; with
     ``ctx.each_epoch`` and with ``ctx.epochs``.
@@ -146,9 +147,8 @@ def test_each_epoch_is_ended_once_with_the_same_figures(
     one, whole = undisturbed
     assert [row[:2] for row in whole.position.user['found']] == [[0, 22], [1, 44], [2, 66]]
     outcomes = run(fork_server, tmp_path, function, stop_at, world_size=3)
-    if stop_at is not None:
-        assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-        outcomes = run(fork_server, tmp_path, function, stop_at, fragment=2, world_size=2)
+    assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
+    outcomes = run(fork_server, tmp_path, function, stop_at, fragment=2, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     checkpoint, cut = last(tmp_path)
     assert cut.position.user == whole.position.user
@@ -236,8 +236,7 @@ def test_after_a_kill_only_the_judged_checkpoints_have_a_value(
     assert {c.samples: c.metrics.get('best') for c in store.checkpoints()} == {22: 0.5, 66: None}
 
 
-@pytest.mark.parametrize('mode', ['throughput', 'scaled'])
-def test_evaluation_in_other_modes(fork_server: ForkClient, tmp_path: Path, mode: str) -> None:
+def test_evaluation_in_throughput_mode(fork_server: ForkClient, tmp_path: Path) -> None:
     """All ranks find the same figures, with the batch statistics that are saved."""
 
     def look(ctx: FragmentContext) -> None:
@@ -246,7 +245,7 @@ def test_evaluation_in_other_modes(fork_server: ForkClient, tmp_path: Path, mode
         ctx.state['last'] = ctx.evaluate(model, HELD_OUT, measure, batch_size=5)
         assert ctx.state['last']['loss'] == pytest.approx(ctx.state['found'][-1][2]['loss'])
 
-    outcomes = run(fork_server, tmp_path, look, mode=mode, world_size=2)
+    outcomes = run(fork_server, tmp_path, look, mode='throughput', world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     saved = last(tmp_path)[1]
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
@@ -354,29 +353,26 @@ def schedule_outside(ctx: FragmentContext) -> None:
     ctx.prepare(model, optimizer, decay)[2].step()
 
 
-@pytest.mark.parametrize(
-    ('function', 'sentence'),
-    [
-        (epochs_without_a_loop, 'Epoch 0 of ctx.epochs() ended without ctx.loop'),
-        (leaves_a_loop, 'The function left ctx.loop within epoch 0: let ctx.loop end by itself'),
-        (two_loops, 'ctx.loop was called twice within an epoch of ctx.epochs()'),
-        (data_by_epoch, 'ctx.loop was given other data or settings in epoch 1 than before'),
-        (counts_before_the_loop, 'for epoch in ctx.epochs():" and ctx.loop, ctx.state changed'),
-        (length_of_an_epoch, 'ctx.loop was given epochs or samples within ctx.epochs()'),
-        (epochs_twice, 'ctx.epochs must be called once, after ctx.prepare and around'),
-        (loader_without_epochs, 'was iterated over outside of ctx.epochs(): say "for epoch in'),
-        (schedule_outside, 'scheduler.step() was called outside of ctx.loop: call it in the loop'),
-        (evaluates_in_the_body, 'ctx.evaluate was called in the body of ctx.loop'),
-        (needs_gradients, 'computes gradients, such as forces: give gradients=True'),
-        (returns_a_mean, "for 'loss' a Tensor of shape (); for a batch of 2 samples it must be"),
-        (checkpoints_in_the_body, 'ctx.checkpoint was called outside of the end of an epoch'),
-    ],
-)
-def test_a_mistake_gets_a_sentence(
-    fork_server: ForkClient, tmp_path: Path, function: Callable[..., None], sentence: str
-) -> None:
-    (outcome,) = run(fork_server, tmp_path, function)
-    assert outcome.error.type == 'BadInput' and sentence in outcome.error.message
+MISTAKES = {
+    epochs_without_a_loop: 'Epoch 0 of ctx.epochs() ended without ctx.loop',
+    leaves_a_loop: 'The function left ctx.loop within epoch 0: let ctx.loop end by itself',
+    two_loops: 'ctx.loop was called twice within an epoch of ctx.epochs()',
+    data_by_epoch: 'ctx.loop was given other data or settings in epoch 1 than before',
+    counts_before_the_loop: 'for epoch in ctx.epochs():" and ctx.loop, ctx.state changed',
+    length_of_an_epoch: 'ctx.loop was given epochs or samples within ctx.epochs()',
+    epochs_twice: 'ctx.epochs must be called once, after ctx.prepare and around',
+    loader_without_epochs: 'was iterated over outside of ctx.epochs(): say "for epoch in',
+    schedule_outside: 'scheduler.step() was called outside of ctx.loop: call it in the loop',
+    evaluates_in_the_body: 'ctx.evaluate was called in the body of ctx.loop',
+    needs_gradients: 'computes gradients, such as forces: give gradients=True',
+    returns_a_mean: "for 'loss' a Tensor of shape (); for a batch of 2 samples it must be",
+    checkpoints_in_the_body: 'ctx.checkpoint was called outside of the end of an epoch',
+}
+
+
+@pytest.mark.parametrize('function', MISTAKES)
+def test_a_mistake_gets_a_sentence(function: Callable[..., None]) -> None:
+    assert MISTAKES[function] in refused_here(function, total_samples=66, shards=3)
 
 
 def test_means_are_exact() -> None:
@@ -437,3 +433,55 @@ def test_an_evaluation_that_is_stopped_leaves_ctx_state_as_it_was_with_its_types
     with pytest.raises(FragmentEnd):
         in_this_process(function, total_epochs=2, shards=1)
     assert found == [state]
+
+
+ROWS = TensorDataset(torch.rand(22, 2, generator=torch.Generator().manual_seed(1)))
+
+
+def by_means(ctx: FragmentContext, at: int, folder: Path) -> None:
+    """The learning rate follows the mean of an epoch, as patience does."""
+    model, optimizer = small(ctx)
+
+    def end() -> None:
+        optimizer.param_groups[0]['lr'] *= 1 - ctx.epoch_means['x']
+        if ctx.is_main:
+            with (folder / f'means-{at}').open('a') as file:
+                file.write(f'{ctx.epoch_means["x"]!r}\n')
+
+    ctx.each_epoch(end)
+    for (x,) in ctx.loop(ROWS, 5):
+        ctx.report(x=x[:, 0].mean())
+        model(x).square().mean().backward()
+        optimizer.step()
+        cut(ctx, at)
+
+
+def test_means_over_an_epoch_depend_on_neither_nodes_nor_cuts(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    options = {'total_samples': None, 'total_epochs': 3}
+    assert equal(*whole_and_cut(fork_server, tmp_path, by_means, tmp_path, at=27, **options))
+    means = (tmp_path / 'means-0').read_text()
+    assert means == (tmp_path / 'means-27').read_text()
+    mean = float(ROWS.tensors[0][:, 0].double().mean())
+    assert [float(line) for line in means.split()] == pytest.approx([mean] * 3, rel=1e-6)
+
+
+def counts(ctx: FragmentContext, where: str) -> None:
+    model, optimizer = small(ctx)
+    ctx.state['n'] = 0
+    for (x,) in ctx.loop(ROWS, 6):
+        model(x).square().mean().backward()
+        optimizer.step()
+        if where == 'body' or ctx.is_main:
+            ctx.state['n'] += len(x)
+
+
+def test_a_state_that_differs_between_ranks_is_refused(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    options = {'world_size': 2, 'total_samples': 21, 'shards': 2}
+    said = refused(fork_server, tmp_path, counts, 'body', **options)
+    assert "ctx.state['n'] is 11 on rank 0 and 10 on rank 1" in said and 'ctx.epoch_means' in said
+    with pytest.raises(AssertionError, match=r'\[\]'):  # nothing is refused
+        refused(fork_server, tmp_path / 'main', counts, 'main', **options)

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.training.checkpoint.export import same_weights
-from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain import FragmentContext, same_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from tests.support.cuts import made, step
+from tests.support.ranks import ended, order, ranks
 
 DATA = TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2))
 EPOCHS, BATCH = 3, 4
@@ -177,8 +177,7 @@ def test_what_enumerates_goes_on_in_throughput_mode(
 
 
 def note_at_ends(ctx: FragmentContext) -> list[int]:
-    model: Any = nn.Linear(2, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    model, optimizer = made(ctx)
     recent, noted = list[int](), list[int]()
 
     def note() -> None:
@@ -188,9 +187,7 @@ def note_at_ends(ctx: FragmentContext) -> list[int]:
     ctx.each_epoch(note)
     for (x,) in ctx.loop(DATA, BATCH):
         recent.append(ctx.samples)
-        optimizer.zero_grad()
-        model(x).pow(2).mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
         if ctx.fragment == 1 and ctx.samples == len(DATA) - BATCH:
             os.kill(os.getpid(), signal.SIGTERM)
     return noted
@@ -200,7 +197,6 @@ def test_what_the_end_of_an_epoch_changes_stays(fork_server: ForkClient, tmp_pat
     """Where a fragment ends with the epoch, the next one does its end."""
     for fragment, how in ((1, 'stopped'), (2, 'finished')):
         ordered = order(tmp_path, fragment, total_samples=EPOCHS * len(DATA))
-        with ranks(fork_server, ordered, 1, tmp_path, note_at_ends) as gang:
-            (outcome,) = gang.run()
-            assert outcome.how == how, gang.ranks[0].log.read_text()
+        (outcome,) = ended(fork_server, ordered, 1, tmp_path, note_at_ends)
+        assert outcome.how == how, outcome.error
     assert json.loads(outcome.result) == [STEPS // EPOCHS] * EPOCHS

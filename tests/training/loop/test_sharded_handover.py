@@ -1,7 +1,10 @@
-"""The parts of a sharded state stay in the memory of the nodes from one fragment to the next."""
+"""What stays of a sharded state in the memory of nodes: the parts of the last checkpoint, and of
+the last step where parts have copies; and how much memory ranks need for it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -14,62 +17,79 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.model.events import FragmentProgressed
-from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.checkpoint.export import same_weights
+from parsl_freetrain import FragmentContext, Shape, same_weights
+from parsl_freetrain.core.model.events import FragmentProgressed, FragmentStarted
 from parsl_freetrain.training.checkpoint.manifest import MARKER
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import StopTraining
-from tests.support.ranks import KILLED, Ranks, order, ranks
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, Handover
+from parsl_freetrain.training.spec.messages import StateUsed, StopTraining
+from tests.support.ranks import KILLED, Ranks, all_finish, ended, order, ranks
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 BATCH, SIZE, TOTAL = 4, 8, 80
 
 
-def train(ctx: FragmentContext, store: str = '', kill: int = 0) -> None:
-    """Fragment 1 saves after its first epoch; then rank ``kill`` dies, or all wait for the end."""
+def train(
+    ctx: FragmentContext,
+    waits: bool = False,
+    kill: tuple[int, str] | None = None,
+    remembers: bool = False,
+) -> None:
+    """Fragment 1 saves after its first epoch. If it ``waits``, rank ``kill[0]`` dies when that is
+    saved, or all wait for the end; else it dies at 24 samples, in the midst of a step.
+    """
+
+    def die(where: str) -> None:
+        if ctx.fragment == 1 and ctx.samples == 24 and (ctx.rank, where) == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     with torch.device('meta'):
-        model: nn.Module = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2))
+        model: Any = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2))
     model = ctx.shard(model, blocks=(nn.Linear,))
-    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    ctx.each_epoch(lambda: ctx.checkpoint() if ctx.fragment == 1 else None)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = ctx.samples_lr(optimizer, lambda samples: 1.0 / (1 + samples / 20))
+    model, optimizer, schedule = ctx.prepare(model, optimizer, schedule)
+    model[1].register_forward_hook(lambda *_: die('forward'))
+    ctx.each_epoch(lambda: ctx.checkpoint() if waits and ctx.fragment == 1 else None)
+    if remembers and ctx.is_main and ctx.fragment == 2:
+        assert ctx.state == {'seen': ctx.samples - BATCH}
     x = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(1))
     for (features,) in ctx.loop(TensorDataset(x), BATCH):
-        if store and ctx.fragment == 1 and ctx.samples >= SIZE:
-            while not list(Path(store).glob(f'ckpt-*/{MARKER}')):
+        if waits and ctx.fragment == 1 and ctx.samples >= SIZE:
+            while not list(Path(ctx._run.order.store).glob(f'ckpt-*/{MARKER}')):
                 time.sleep(0.01)
-            if kill and ctx.rank == kill:
+            if kill and ctx.rank == kill[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.1)
+        if remembers and ctx.is_main:
+            ctx.state['seen'] = ctx.samples
         optimizer.zero_grad()
-        model(features).pow(2).sum().backward()
+        loss = model(features).pow(2).sum()
+        die('before backward')
+        loss.backward()
         optimizer.step()
+        schedule.step()
+
+
+def ordered(folder: Path, number: int, shape: Shape, **how: Any) -> FragmentOrder:
+    shapes = {**SHAPES, shape.ranks: shape}
+    given = {'total_samples': TOTAL, 'shape': shape, 'shapes': shapes, 'trainer': folder.name}
+    return order(folder, number, **{**given, **how})
 
 
 @pytest.fixture(scope='module')
 def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last checkpoint of one rank that is not disturbed."""
     folder = tmp_path_factory.mktemp('alone')
-    ordered = order(folder, total_samples=TOTAL, shape=SHAPES[1], shapes=SHAPES)
-    with ranks(fork_server, ordered, 1, folder, train) as gang:
-        return str(gang.run()[0].path)
+    (outcome,) = all_finish(fork_server, ordered(folder, 1, Shape()), 1, folder, train)
+    return str(outcome.path)
 
 
 def fragment(
-    nodes: list[ForkClient],
-    folder: Path,
-    number: int,
-    count: int,
-    *,
-    stop: bool = False,
-    **how: Any,
+    nodes: Any, folder: Path, number: int, count: int, *, stop: bool = False, **how: Any
 ) -> tuple[Ranks, list[Any]]:
-    ordered = order(
-        folder, number, total_samples=TOTAL, shape=SHAPES[count], shapes=SHAPES, trainer=folder.name
-    )
-    given = {'store': ordered.store, **how}
-    with ranks(nodes, ordered, count, folder, train, **given) as gang:
+    of = ordered(folder, number, SHAPES[count])
+    with ranks(nodes, of, count, folder, train, waits=True, **how) as gang:
         if stop:
             gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
             for rank in gang.ranks:
@@ -90,11 +110,10 @@ def spoil(folder: Path, *writers: int) -> None:
 def sources(gang: Ranks) -> list[tuple[bool, bool, bool]]:
     """By rank: whether it used its node's memory, another rank's, and whether it read files."""
     found = []
-    for rank in gang.ranks:
-        told = re.search(
-            r'(\d+) bytes were in memory here, (\d+) came .* and (\d+) ', rank.log.read_text()
-        )
-        assert told, rank.log.read_text()
+    words = r'(\d+) bytes were in memory here, (\d+) came .* and (\d+) '
+    for log in (rank.log.read_text() for rank in gang.ranks):
+        told = re.search(words, log)
+        assert told, log
         here, others, read = map(int, told.groups())
         found.append((here > 0, others > 0, read > 0))
     return found
@@ -127,7 +146,7 @@ def test_after_a_kill_the_survivors_have_their_parts_of_the_last_checkpoint(
     fork_server: ForkClient, neighbour: ForkClient, tmp_path: Path, undisturbed: str
 ) -> None:
     nodes = [fork_server, neighbour]
-    _, outcomes = fragment(nodes, tmp_path, 1, 2, kill=1)
+    _, outcomes = fragment(nodes, tmp_path, 1, 2, kill=(1, ''))
     assert outcomes[1] is KILLED
     assert outcomes[0].how == 'peer-lost'
     spoil(tmp_path, 0)
@@ -135,3 +154,74 @@ def test_after_a_kill_the_survivors_have_their_parts_of_the_last_checkpoint(
     assert [outcome.how for outcome in outcomes] == ['finished'] * 2
     assert sources(gang) == [(True, False, True), (False, True, False)]  # rank 0 reads for both
     assert same_weights(outcomes[0].path, undisturbed)
+
+
+TWICE = Shape(data=2, shard=2)
+
+
+@pytest.mark.parametrize(
+    ('kill', 'remembers'), [((0, 'before backward'), False), ((1, 'forward'), True)]
+)
+def test_with_copies_the_last_step_survives_a_kill(
+    fork_server: ForkClient,
+    neighbour: ForkClient,
+    tmp_path: Path,
+    undisturbed: str,
+    kill: tuple[int, str],
+    remembers: bool,
+) -> None:
+    nodes, how = [fork_server, neighbour], {'remembers': remembers}
+    first = ordered(tmp_path, 1, TWICE)
+    with ranks(nodes, first, 4, tmp_path, train, kill=kill, **how) as gang:
+        outcomes = gang.run()
+        assert bool(gang.ranks[0].said(StateUsed)) == remembers
+        assert gang.ranks[1].said(FragmentStarted)[0].keeps
+    assert outcomes[kill[0]] is KILLED
+    left = [outcome.left for outcome in outcomes if outcome.left is not None]
+    assert {(one.samples, one.parts) for one in left} == {(24, 2)}
+    assert {one.part for one in left} == {0, 1}
+    parts = tuple(tuple(one.digest for one in left if one.part == part) for part in range(2))
+    following = ordered(tmp_path, 2, SHAPES[2], handover=Handover(parts, 24))
+    with ranks(nodes, following, 2, tmp_path, train, **how) as gang:
+        outcomes = gang.run()
+        assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+        assert gang.ranks[0].said(FragmentStarted)[0].samples == 24
+    assert same_weights(outcomes[0].path, undisturbed)
+
+
+WIDTH, FEW, MANY = 512, 4, 20
+_M_MMAP_THRESHOLD = -3
+MORE = 4 * WIDTH**2 * (MANY - FEW)
+"""Bytes of the parameters by which the deeper model is larger."""
+
+
+def deep(ctx: FragmentContext, blocks: int) -> None:
+    # What malloc keeps of freed memory depends on the order of what is freed.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+    with torch.device('meta'):
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(blocks)]
+    model = ctx.shard(nn.Sequential(*layers), blocks=(nn.Linear,))
+    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
+    for x in ctx.loop([torch.ones(WIDTH)] * 12, 4):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_a_rank_needs_memory_for_its_part_of_the_state(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """Of two depths with the same blocks, so that libraries, exchanges and the block that is
+    gathered cancel out: parameters, gradients, two moments, and the copy that a checkpoint makes of
+    all but gradients.
+    """
+
+    def needed(blocks: int) -> list[int]:
+        how = {'total_samples': 12, 'checkpoint_every_s': 1e-9, 'mode': 'throughput'}
+        of = ordered(tmp_path / f'{blocks}', 1, SHAPES[2], **how)
+        outcomes = ended(fork_server, of, 2, tmp_path / f'{blocks}', deep, blocks)
+        return [outcome.memory for outcome in outcomes]
+
+    both = zip(needed(FEW), needed(MANY), strict=True)
+    parts = [(many - few) / (MORE / 2) for few, many in both]
+    assert all(6.5 < part < 8.5 for part in parts), parts  # a rank that held all would have 14

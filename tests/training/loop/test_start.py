@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain import Checkpoint, Retention
 from parsl_freetrain.training.checkpoint import manifest
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -15,7 +15,6 @@ from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.start import find_start
 from parsl_freetrain.training.spec.fragment_order import RankPlace
-from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import order
 
 

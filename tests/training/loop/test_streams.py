@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
-from parsl_freetrain import BadInput
-from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain import BadInput, FragmentContext, same_weights
 from parsl_freetrain.training.data.stream import NumberedStream
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from tests.support.cuts import made, step
+from tests.support.examples import refused_here
+from tests.support.ranks import ended, order
 
 SIZE, TOTAL, BATCH = 22, 50, 8
 
@@ -54,18 +53,14 @@ class Divided(Stream):
 def train(
     ctx: FragmentContext, stream: Any, seen: Path | None = None, stop_at: int | None = None
 ) -> None:
-    torch.manual_seed(1)
-    model = nn.Linear(2, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made(ctx)
     for number, x in ctx.loop(stream, BATCH):
         if ctx.samples == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         if seen is not None:
             with seen.open('a') as file:
                 file.writelines(f'{ctx.fragment} {ctx.samples} {n}\n' for n in number.tolist())
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
 
 
 def trained(seen: Path) -> list[int]:
@@ -85,12 +80,10 @@ def run(
     **options: Any,
 ) -> list[Any]:
     ordered = order(folder, fragment, **{'total_samples': TOTAL, **options})
-    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
-        return gang.run()
+    return ended(fork_server, ordered, world_size, folder, function, *args)
 
 
-@pytest.mark.parametrize('stream', [Stream(), Seekable()], ids=['plain', 'seekable'])
-@pytest.mark.parametrize('stop_at', [8, 32])
+@pytest.mark.parametrize(('stream', 'stop_at'), [(Stream(), 32), (Seekable(), 8)])
 def test_a_stream_goes_on_where_it_stopped(
     fork_server: ForkClient, tmp_path: Path, stream: Any, stop_at: int
 ) -> None:
@@ -106,24 +99,15 @@ def test_a_stream_goes_on_where_it_stopped(
     outcomes = run(fork_server, cut, stream, cut / 'seen', fragment=2, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     assert trained(cut / 'seen') == numbers
-    weights, same = load_weights(whole.path), load_weights(outcomes[0].path)
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
-
-
-class Restless(Stream):
-    """Shuffled differently each time it is made."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in torch.randperm(SIZE, generator=torch.Generator().manual_seed(os.getpid())):
-            yield int(number), torch.full((2,), float(number))
+    assert same_weights(whole.path, outcomes[0].path)
 
 
 def test_a_stream_that_does_not_give_the_same_samples_again_is_refused(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    (outcome,) = run(fork_server, tmp_path, Restless(), None, 16)
+    (outcome,) = run(fork_server, tmp_path, Divided(), None, 16)
     assert outcome.how == 'stopped', outcome.error
-    (outcome,) = run(fork_server, tmp_path, Restless(), fragment=2)
+    (outcome,) = run(fork_server, tmp_path, Divided(), fragment=2)
     assert 'is not the one that was read before' in outcome.error.message
 
 
@@ -152,8 +136,7 @@ def test_a_stream_that_cannot_go_back_is_refused() -> None:
 
 
 def uses_workers(ctx: FragmentContext) -> None:
-    model = nn.Linear(2, 1)
-    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    made(ctx)
     ctx.loop(Stream(), BATCH, num_workers=2)
 
 
@@ -162,7 +145,6 @@ def test_streams_that_cannot_be_positioned_are_refused(
 ) -> None:
     outcomes = run(fork_server, tmp_path / '1', Divided(), world_size=2)
     assert 'is not the same on all ranks' in outcomes[0].error.message
-    (outcome,) = run(fork_server, tmp_path / '2', Stream(), total_samples=None, total_epochs=2)
-    assert 'a stream, which has no epochs' in outcome.error.message
-    (outcome,) = run(fork_server, tmp_path / '3', function=uses_workers)
-    assert 'leave out num_workers' in outcome.error.message
+    said = refused_here(lambda ctx: train(ctx, Stream()), total_epochs=2)
+    assert 'a stream, which has no epochs' in said
+    assert 'leave out num_workers' in refused_here(uses_workers, total_samples=TOTAL)

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,16 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain import FragmentContext, load_weights
 from parsl_freetrain.core.model.events import CheckpointSaved, FragmentStarted
 from parsl_freetrain.training.checkpoint import fault_hooks
-from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import StateUsed
-from tests.support.ranks import KILLED, order, ranks, running_fork_server
+from tests.support.examples import equal
+from tests.support.ranks import KILLED, order, ranks
 from tests.support.waiting import LIMIT_S
-from tests.training.loop.test_handover import equal
 
 BATCH, TOTAL, EPOCH = 8, 96, 48
 Fault = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
@@ -114,12 +113,8 @@ def train(
 
 
 @pytest.fixture(scope='module')
-def nodes(
-    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[ForkClient]]:
-    """The fork servers of two nodes."""
-    with running_fork_server(tmp_path_factory.mktemp('fork_server'), fork_server.name) as other:
-        yield [fork_server, other]
+def nodes(fork_server: ForkClient, neighbour: ForkClient) -> list[ForkClient]:
+    return [fork_server, neighbour]
 
 
 _names = itertools.count()
@@ -266,18 +261,6 @@ def test_what_rank_0_alone_remembers_is_not_forgotten(
     began, outcomes = training.fragment(2, {}, remembers=True)
     assert began == (24 if victim == 1 else 0)
     assert {o.how for o in outcomes} == {'finished'}
-
-
-def test_throughput_mode_goes_on_from_the_same_step(
-    nodes: list[ForkClient], tmp_path: Path
-) -> None:
-    training = Training(nodes, tmp_path, 'throughput')
-    training.fragment(3, {1: [(0, 24, 'in the body')]})
-    assert training.fragment(3, {2: [(1, 56, 'in the body')]})[0] == 24
-    began, outcomes = training.fragment(3, {})
-    assert began == 56
-    assert {o.how for o in outcomes} == {'finished'}
-    assert training.weights()
 
 
 class Patience:

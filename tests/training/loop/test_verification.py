@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain import FragmentContext
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.training.checkpoint import next_step
 from parsl_freetrain.training.loop import unknown_state
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.bit_sums import bit_sums
 from tests.support.ranks import order, ranks
@@ -120,10 +120,12 @@ def test_state_that_the_context_does_not_know_ends_the_next_fragment(
     assert 'own (an optimizer, SGD)' in outcome.error.message
 
 
-@pytest.mark.parametrize('stop', [True, False], ids=['stopped', 'killed'])
-@pytest.mark.parametrize('mode', ['reproducible', 'throughput', 'scaled'])
+@pytest.mark.parametrize(
+    ('mode', 'stop'),
+    [('reproducible', True), ('reproducible', False), ('throughput', True), ('scaled', False)],
+)
 def test_an_honest_training_is_verified(
-    fork_server: ForkClient, tmp_path: Path, stop: bool, mode: str
+    fork_server: ForkClient, tmp_path: Path, mode: str, stop: bool
 ) -> None:
     outcome, log, saved = cut(fork_server, tmp_path, a_list, stop, mode=mode)
     assert outcome.how == 'finished', log

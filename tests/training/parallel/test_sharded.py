@@ -21,17 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Subset, TensorDataset
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.checkpoint.export import export_weights, load_weights
+from parsl_freetrain import BadInput, FragmentContext, Shape, export_weights, load_weights
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.manifest import verify
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Saved
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.mesh import fsdp_modules
-from tests.support.ranks import order, ranks
+from tests.support.examples import equal
+from tests.support.ranks import ended, order
 
 SIZE, BATCH, TOTAL, WIDTH = 37, 10, 74, 6
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
@@ -97,11 +95,8 @@ def run(
     """``stated``: whether the trainer has shapes."""
     shaped = {'shape': shape, 'shapes': {**SHAPES, shape.ranks: shape}} if stated else {}
     ordered = order(folder, fragment, total_samples=total_samples, mode=mode, **shaped)
-    with ranks(fork_server, ordered, shape.ranks, folder, function, **options) as gang:
-        outcomes = gang.run()
-        assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, [
-            rank.log.read_text() for rank in gang.ranks
-        ]
+    outcomes = ended(fork_server, ordered, shape.ranks, folder, function, **options)
+    assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, outcomes
     assert {outcome.samples for outcome in outcomes} == {outcomes[0].samples}
     return read_state(outcomes[0].path)
 
@@ -120,6 +115,16 @@ def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactor
     return run(fork_server, tmp_path_factory.mktemp('one'), Shape())
 
 
+def one_and_more(
+    fork_server: ForkClient, folder: Path, count: int, **how: Any
+) -> tuple[Saved, Saved]:
+    """What one rank trains and what so many train: the same bits."""
+    one = run(fork_server, folder / 'one', Shape(), **how)
+    more = run(fork_server, folder / 'more', Shape(shard=count), **how)
+    assert equal(one.models[0], more.models[0])
+    return one, more
+
+
 TWICE = Shape(data=2, shard=2)
 
 
@@ -136,38 +141,20 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
         state = run(fork_server, tmp_path, shape, number, stop=not last)
         assert (state.position.samples == TOTAL) == last
     assert state.position.user == {'end': TOTAL}
-    found, expected = tensors(state), tensors(undisturbed)
-    assert found.keys() == expected.keys()
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+    assert equal(tensors(state), tensors(undisturbed))
 
 
-@pytest.mark.parametrize(
-    'shapes',
-    [
-        (Shape(shard=2, tensor=2), Shape(data=2, shard=2), Shape()),
-        pytest.param(
-            (Shape(data=4), Shape(tensor=2), Shape(data=2, tensor=2)), marks=pytest.mark.long
-        ),
-    ],
-    ids=['fsdp-and-tensor', 'copies-and-tensor'],
-)
 def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
-    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved
 ) -> None:
     """The last batch of an epoch is no multiple of the ranks; every sample counts the same, also in
     micro-batches.
     """
+    shapes = (Shape(shard=2, tensor=2), Shape(data=2, shard=2), Shape(tensor=2), Shape())
     for number, shape in enumerate(shapes, 1):
-        stop, micro_batch = number < len(shapes), 2 if number % 2 else None
-        state = run(
-            fork_server,
-            tmp_path,
-            shape,
-            number,
-            mode='throughput',
-            stop=stop,
-            micro_batch=micro_batch,
-        )
+        how: dict[str, Any] = {'stop': number < len(shapes), 'mode': 'throughput'}
+        micro_batch = 2 if number % 2 else None
+        state = run(fork_server, tmp_path, shape, number, micro_batch=micro_batch, **how)
     found, expected = tensors(state), tensors(undisturbed)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -237,9 +224,7 @@ def sharded_by_hand(ctx: FragmentContext) -> None:
 def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    one = run(fork_server, tmp_path / 'one', Shape(), function=sharded_by_hand)
-    two = run(fork_server, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
-    assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
+    one_and_more(fork_server, tmp_path, 2, function=sharded_by_hand)
 
 
 def sharded_or_whole(ctx: FragmentContext) -> None:
@@ -256,21 +241,10 @@ def test_a_trainer_without_shapes_goes_on_sharded_and_back(
     """Its optimizer's state is by number there, and by name here."""
     shape, function = Shape(shard=2), sharded_or_whole
     for number, stated in enumerate((False, True, False), 1):
-        found = run(
-            fork_server,
-            tmp_path / 'both',
-            shape,
-            number,
-            function,
-            total_samples=10 * number,
-            stated=stated,
-        )
-    how: Any = {'function': function, 'total_samples': 30, 'stated': False}
+        how: Any = {'function': function, 'total_samples': 10 * number, 'stated': stated}
+        found = run(fork_server, tmp_path / 'both', shape, number, **how)
     one = run(fork_server, tmp_path / 'one', Shape(), **how)
-    assert [
-        all(torch.equal(tensor, one.models[0][name]) for name, tensor in found.models[0].items()),
-        found.position.samples,
-    ] == [True, 30]
+    assert equal(found.models[0], one.models[0]) and found.position.samples == 30
 
 
 class Language(nn.Module):
@@ -319,8 +293,7 @@ def test_tied_tensors_of_the_meta_device_stay_tied(fork_server: ForkClient, tmp_
     run(fork_server, tmp_path / 'two', Shape(shard=2), function=speak, stop=True)
     two = run(fork_server, tmp_path / 'two', Shape(shard=2), 2, function=speak)
     assert two.position.samples == TOTAL
-    assert tensors(one).keys() == tensors(two).keys()
-    assert all(torch.equal(tensor, tensors(two)[name]) for name, tensor in tensors(one).items())
+    assert equal(tensors(one), tensors(two))
     weights = load_weights(two.path)
     file = export_weights(two.path, tmp_path / 'language.safetensors')
     assert same(load_file(file), weights)
@@ -351,10 +324,8 @@ def in_bfloat16(ctx: FragmentContext) -> None:
 def test_mixed_precision_has_the_bits_of_one_process(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    one = run(fork_server, tmp_path / 'one', Shape(), function=in_bfloat16)
-    two = run(fork_server, tmp_path / 'two', Shape(shard=2), function=in_bfloat16)
+    one, _ = one_and_more(fork_server, tmp_path, 2, function=in_bfloat16)
     assert all(tensor.dtype == torch.float32 for tensor in one.models[0].values())
-    assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
 
 
 def on_a_plateau(ctx: FragmentContext) -> None:
@@ -377,10 +348,6 @@ def on_a_plateau(ctx: FragmentContext) -> None:
 def test_empty_shards_and_schedulers_by_loss_have_the_bits_of_one_process(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    one, four = (
-        run(fork_server, tmp_path / str(shape), shape, function=on_a_plateau, total_samples=66)
-        for shape in (Shape(), Shape(shard=4))
-    )
-    assert all(torch.equal(four.models[0][name], one.models[0][name]) for name in one.models[0])
+    one, four = one_and_more(fork_server, tmp_path, 4, function=on_a_plateau, total_samples=66)
     assert four.schedulers == one.schedulers
     assert one.optimizers[0]['param_groups'][0]['lr'] < 0.1

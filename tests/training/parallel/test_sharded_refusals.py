@@ -13,18 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain import BadInput, FragmentContext, Reproducible, Scaled, Shape, Throughput
 from parsl_freetrain.training.checkpoint.state import check_shapes
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.parallel.sharded.initial import fill
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.shapes import check_shape
 from parsl_freetrain.training.steps.sharded import check_sharded
-from tests.support.ranks import order, ranks
+from tests.support.ranks import ended, order
 
 CPU = torch.device('cpu')
 ONE: Any = SimpleNamespace(shape=Shape(), parts=1)
@@ -71,31 +68,27 @@ def half_on_meta() -> nn.Module:
 
 
 def test_a_model_that_cannot_be_divided() -> None:
+    two, three = {'tensors': (1, 2)}, "'0.weight' has 3 elements, which 2 tensor parallel ranks"
     for model, options, words in (
         (nn.Linear(2, 2), {'blocks': nn.Linear}, r'as blocks=\(Block,\)'),
         (nn.Linear(2, 2), {'blocks': (nn.Conv1d,)}, 'blocks=Conv1d, and the model has no module'),
         (nn.Sequential(nn.Linear(2, 2)), {'plan': {'*.up': None}}, 'no module of the model has th'),
+        # Also if it begins with a shape that does not divide it.
         (
-            nn.Sequential(
-                nn.Linear(4, 3)
-            ),  # also if it begins with a shape that does not divide it
-            {'plan': {'*': ColwiseParallel()}, 'tensors': (1, 2)},
-            "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks cannot",
+            nn.Sequential(nn.Linear(4, 3)),
+            {'plan': {'*': ColwiseParallel()}, **two},
+            f'0 of {three}',
         ),
         (
             nn.Sequential(nn.Linear(3, 4)),
-            {'plan': {'0': RowwiseParallel()}, 'tensors': (1, 2)},
-            "dimension 1 of '0.weight' has 3 elements, which 2 tensor",
+            {'plan': {'0': RowwiseParallel()}, **two},
+            f'1 of {three}',
         ),
-        (
-            nn.Sequential(nn.Embedding(4, 3)),
-            {'plan': {'0': ColwiseParallel()}, 'tensors': (1, 2)},
-            "dimension 1 of '0.weight' has 3 elements, which 2 tensor",
-        ),
+        (nn.Sequential(nn.Embedding(4, 3)), {'plan': {'0': ColwiseParallel()}, **two}, three),
         (
             tied(),
-            {'plan': {'0': ColwiseParallel()}, 'tensors': (1, 2)},
-            "'0.weight' and '1.0.weight' are one tensor, and blocks or plan would make it two",
+            {'plan': {'0': ColwiseParallel()}, **two},
+            "'0.weight' and '1.0.weight' are one t",
         ),
         (half_on_meta(), {}, "'1.weight' is on the meta device and '0.weight' is not"),
     ):
@@ -203,32 +196,25 @@ def low_sums(ctx: FragmentContext) -> None:
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize(
-    ('function', 'words'),
-    [
-        (with_an_old_torch, 'ctx.shard needs torch 2.10 or newer, and this is 2.9.1'),
-        (twice, 'ctx.shard was given a model that is sharded already'),
-        (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
-        (
-            without_plan,
-            'given no plan, and the trainer has shapes with tensor=2, whose ranks would',
-        ),
-        (low_sums, 'whose gradients are added up in torch.bfloat16, in which a reproducible sum'),
-        (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
-        (
-            partly,
-            "'1.weight' of model 1 of ctx.prepare is not sharded (the shape is data 1 x shard 2)",
-        ),
-        (clips, 'A gradient was changed between backward() and optimizer.step()'),
-        (buffers, 'has changed in a forward pass, as in batch normalisation'),
-    ],
-)
+REFUSED = {
+    with_an_old_torch: 'ctx.shard needs torch 2.10 or newer, and this is 2.9.1',
+    twice: 'ctx.shard was given a model that is sharded already',
+    uneven: "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks",
+    without_plan: 'given no plan, and the trainer has shapes with tensor=2, whose ranks would',
+    low_sums: 'whose gradients are added up in torch.bfloat16, in which a reproducible sum',
+    another_mesh: "'weight' of model 1 of ctx.prepare is sharded over another mesh",
+    partly: "'1.weight' of model 1 of ctx.prepare is not sharded (the shape is data 1 x shard 2)",
+    clips: 'A gradient was changed between backward() and optimizer.step()',
+    buffers: 'has changed in a forward pass, as in batch normalisation',
+}
+
+
+@pytest.mark.parametrize('function', REFUSED)
 def test_a_model_that_is_sharded_otherwise(
-    fork_server: ForkClient, tmp_path: Path, function: Any, words: str
+    fork_server: ForkClient, tmp_path: Path, function: Any
 ) -> None:
     shape = Shape(tensor=2) if function in (uneven, without_plan) else Shape(shard=2)
     ordered = order(tmp_path, total_samples=8, shape=shape, shapes={2: shape})
-    with ranks(fork_server, ordered, 2, tmp_path, function) as gang:
-        outcomes = gang.run()
+    outcomes = ended(fork_server, ordered, 2, tmp_path, function)
     errors = [outcome.error.message for outcome in outcomes if outcome.how == 'error']
-    assert errors and words in errors[0]
+    assert errors and REFUSED[function] in errors[0]

@@ -2,19 +2,20 @@
 comes from some part.
 """
 
-import re
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain import BadInput
 from parsl_freetrain.training.parallel.spatial import (
     AvgPool3d,
     Conv3d,
     ConvTranspose3d,
+    Grid,
     MaxPool3d,
     Sharded,
     check_division,
@@ -82,37 +83,23 @@ def test_every_part_has_what_its_output_needs(reach: Reach, sizes: list[int]) ->
 
 def test_parts_are_as_equal_as_can_be() -> None:
     assert split(17, 4, 'depth') == (0, 5, 9, 13, 17)
-    with pytest.raises(
-        BadInput, match='The height of 3 cannot be divided into 4 parts: it can into up to 3'
-    ):
+    said = 'The height of 3 cannot be divided into 4 parts: it can into up to 3'
+    with pytest.raises(BadInput, match=said):
         split(3, 4, 'height')
-
-
-def test_an_aligned_window_moves_nothing() -> None:
-    for reach in (Window(1), Window(2, 2), TransposedWindow(2, 2)):
-        for move in moves(reach, (0, 4, 8), placed(reach, (0, 4, 8), 'depth'), 'depth'):
-            assert move.receive == (0, 0) and move.pad == (0, 0) and move.keep == (0, 4)
 
 
 def test_what_cannot_be_divided_is_one_sentence() -> None:
     for reach, bounds, words in (
         (
             Window(7, 1, 3),
-            (0, 2, 4, 6, 8),
-            r'kernel=7.*needs 3 positions beyond part 0 of a depth of 8 in 4 parts \(2, '
-            r'2, 2, 2\).*1 or 2',
+            range(0, 9, 2),
+            'needs 3 positions beyond part 0 of a depth of 8.*1 or 2',
         ),
-        (
-            Window(2, 2),
-            (0, 1, 2, 3, 4, 5, 6),
-            r'makes 3 positions of a depth of 6 in 6 parts .*leaves a part without any: '
-            r'.*into 1 or 2 or 3',
-        ),
+        (Window(2, 2), range(7), 'makes 3 positions of a depth of 6 .*leaves a part without any:'),
         (Window(9), (0, 2, 4), 'makes 0 positions.*too small, undivided as well'),
     ):
-        with pytest.raises(BadInput) as caught:
-            moves(reach, bounds, placed(reach, bounds, 'depth'), 'depth')
-        assert re.search(words, str(caught.value)), caught.value
+        with pytest.raises(BadInput, match=words):
+            moves(reach, tuple(bounds), placed(reach, tuple(bounds), 'depth'), 'depth')
 
 
 class _Deep(nn.Module):
@@ -130,11 +117,8 @@ class _Deep(nn.Module):
 
 def test_a_network_is_checked_before_anything_runs() -> None:
     check_division(_Deep(), 1, (32, 32, 32), (4, 2, 1))
-    with pytest.raises(
-        BadInput,
-        match=r'Volumes of 16x16x16 cannot be divided into 4x1x1 parts .* at the finest 2x1x1: '
-        r'.*window.*depth',
-    ):
+    said = r'16x16x16 cannot be divided into 4x1x1 parts .* at the finest 2x1x1: .*window.*depth'
+    with pytest.raises(BadInput, match=said):
         check_division(_Deep(), 1, (16, 16, 16), (4, 1, 1))
     with pytest.raises(BadInput, match='no division of them'):
         check_division(_Deep(), 1, (4, 4, 4), (2, 1, 1))
@@ -153,16 +137,10 @@ def test_options_that_are_not_there_are_refused() -> None:
 
 
 def test_a_transposed_convolution_that_cannot_have_an_extent_says_so() -> None:
-    import torch
-
-    from parsl_freetrain.training.parallel.spatial import Grid
-
     small = Sharded.of(torch.zeros(1, 1, 3, 3, 3), (3, 3, 3), Grid())
     like = Sharded.of(torch.zeros(1, 1, 8, 6, 6), (8, 6, 6), Grid())
     with pytest.raises(BadInput, match='makes 6 to 7 positions of 3, and was asked for 8'):
         ConvTranspose3d(1, 1, 2, stride=2)(small, like=like)
-    with pytest.raises(
-        BadInput,
-        match='was given a part of 3x3x3 voxels; of 4x3x3 in 1x1x1 parts its own has 4x3x3',
-    ):
+    said = 'was given a part of 3x3x3 voxels; of 4x3x3 in 1x1x1 parts its own has 4x3x3'
+    with pytest.raises(BadInput, match=said):
         Sharded.of(small.local, (4, 3, 3), Grid())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.parallel.spatial import (
     AvgPool3d,
     BatchNorm3d,
@@ -65,22 +65,12 @@ CASES: list[tuple[str, Any, Any, tuple[int, ...], dict[str, Any]]] = [
     ('norm', BatchNorm3d, nn.BatchNorm3d, (4,), {'affine': False, 'momentum': None}),
 ]
 
-DIVISIONS = [
-    ((4, 1, 1), (17, 5, 6)),
-    ((2, 2, 1), (11, 13, 5)),
-    ((1, 2, 2), (5, 9, 14)),
-    ((1, 1, 4), (5, 6, 18)),
-]
+DIVISIONS = [((4, 1, 1), (17, 5, 6)), ((1, 2, 2), (5, 9, 14))]
 
 
 def grid_of(spatial: tuple[int, int, int], data: int = 1) -> Grid:
-    return Grid.of(
-        init_device_mesh(
-            'cpu',
-            (data, *spatial, 1),
-            mesh_dim_names=('data', 'depth', 'height', 'width', 'pipeline'),
-        )
-    )
+    names = ('data', 'depth', 'height', 'width', 'pipeline')
+    return Grid.of(init_device_mesh('cpu', (data, *spatial, 1), mesh_dim_names=names))
 
 
 def part(tensor: Tensor, volume: Sharded) -> Tensor:
@@ -93,7 +83,8 @@ def differences(kind: str, ours: nn.Module, theirs: nn.Module, x: Tensor, grid: 
     ours.double().load_state_dict(theirs.double().state_dict())
     whole = x.clone().requires_grad_()
     extents = (x.shape[2], x.shape[3], x.shape[4])
-    local = x[(slice(None), slice(None), *grid.own(grid.layout(extents)))].clone().requires_grad_()
+    own = (slice(None), slice(None), *grid.own(grid.layout(extents)))
+    local = x[own].clone().requires_grad_()
     expected = theirs(whole)
     volume = ours(Sharded.of(local, extents, grid))
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
@@ -105,10 +96,7 @@ def differences(kind: str, ours: nn.Module, theirs: nn.Module, x: Tensor, grid: 
         'output': (volume.local, part(expected, volume)),
         'loss': (loss, (expected * weights).sum()),
         'gathered': (volume.whole(), expected),
-        'gradient': (
-            local.grad,
-            whole.grad[(slice(None), slice(None), *grid.own(grid.layout(extents)))],
-        ),
+        'gradient': (local.grad, whole.grad[own]),
     }
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
@@ -133,9 +121,8 @@ def compare_all(
     wrong = []
     for kind, ours, theirs, arguments, options in CASES:
         x = torch.randn(2, 4, *extents, dtype=torch.float64)
-        wrong += differences(
-            kind, ours(*arguments, **options), theirs(*arguments, **options), x, grid
-        )
+        layers = ours(*arguments, **options), theirs(*arguments, **options)
+        wrong += differences(kind, *layers, x, grid)
     assert not wrong, '\n'.join(wrong)
     finish(ctx)
 
@@ -148,6 +135,5 @@ def test_layers_are_torchs(
     extents: tuple[int, int, int],
 ) -> None:
     """Odd extents, uneven parts, kernels of 1 to 5, strides of 1 to 3, along one axis and two."""
-    all_finish(
-        fork_server, order(tmp_path, total_samples=4), 4, tmp_path, compare_all, spatial, extents
-    )
+    ordered = order(tmp_path, total_samples=4)
+    all_finish(fork_server, ordered, 4, tmp_path, compare_all, spatial, extents)

@@ -2,13 +2,14 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain import BadInput
 from parsl_freetrain.training.parallel.spatial import Axis, Grid, ShardedVolumes
 
 
@@ -82,32 +83,22 @@ def several_arrays(path: Path) -> None:
         np.savez(file, np.zeros((1, 1, 9, 9, 9)))
 
 
-@pytest.mark.parametrize(
-    ('make', 'words'),
-    [
-        (lambda path: path.write_text('no array'), 'cannot be read as an array'),
-        (
-            lambda path: np.save(path, np.zeros((3, 3))),
-            r'shape \(3, 3\); it must have 5 dimensions',
-        ),
-        (
-            lambda path: np.save(path, np.array([{}]), allow_pickle=True),
-            'cannot be read as an array',
-        ),
-        (
-            lambda path: np.save(path, np.zeros((1, 1, 2, 9, 9))),
-            'depth of 2 cannot be divided into 3 parts',
-        ),
-        (lambda path: None, 'cannot be read as an array'),
-        (lambda path: path.touch(), 'cannot be read as an array'),
-        (several_arrays, 'cannot be read as an array'),
-    ],
-)
-def test_bad_files_are_refused_with_a_sentence(tmp_path: Path, make: object, words: str) -> None:
-    assert callable(make)
-    make(tmp_path / 'bad.npy')
-    with pytest.raises(BadInput, match=words):
-        ShardedVolumes(tmp_path / 'bad.npy', grid(Axis(3, 0), Axis()))
+def test_bad_files_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    bad = tmp_path / 'bad.npy'
+    unreadable = 'cannot be read as an array'
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: None, unreadable),
+        (bad.touch, unreadable),
+        (lambda: bad.write_text('no array'), unreadable),
+        (lambda: several_arrays(bad), unreadable),
+        (lambda: np.save(bad, np.array([{}]), allow_pickle=True), unreadable),
+        (lambda: np.save(bad, np.zeros((3, 3))), r'shape \(3, 3\); it must have 5 dimensions'),
+        (lambda: np.save(bad, np.zeros((1, 1, 2, 9, 9))), 'depth of 2 cannot be divided into 3'),
+    ]
+    for make, words in cases:
+        make()
+        with pytest.raises(BadInput, match=words):
+            ShardedVolumes(bad, grid(Axis(3, 0), Axis()))
 
 
 def test_a_crop_beyond_the_array_is_refused(volumes: Path) -> None:

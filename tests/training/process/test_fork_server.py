@@ -1,5 +1,5 @@
-"""The template: forks fork servers that behave as if each node had started its own, and that share
-nothing with it.
+"""Fork servers: one per name, ranks that start and end, and none that outlives its owner. The
+template forks servers that behave as if each node had started its own, and share nothing with it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain import FragmentContext, FreeTrainError
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.spec.messages import StopTraining
 from tests.support.programs import run_to_end
-from tests.support.ranks import Ranks, order, ranks
+from tests.support.ranks import KILLED, Ranks, ended, order, ranks, running_fork_server
+from tests.support.template import name as name_of_template
 from tests.support.template import start_by_itself
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -45,22 +46,19 @@ def look_around(ctx: FragmentContext) -> None:
     import tempfile
     import time
 
-    raise LookupError(
-        json.dumps(
-            {
-                'cwd': os.getcwd(),
-                'tmp': tempfile.gettempdir(),
-                'zone': time.tzname[0],
-                'new': os.environ.get('NEW_HERE'),
-                'secret': os.environ.get('OF_THE_TEMPLATE'),
-                'cpus': sorted(os.sched_getaffinity(0)),
-                'module': importlib.import_module('only_of_the_asker').WHO,
-                'threads': os.environ.get('OMP_NUM_THREADS'),
-                'numpy_threads': os.environ['OPENBLAS_NUM_THREADS'],
-                'path': os.environ['PYTHONPATH'].split(':') == sys.path,
-            }
-        )
-    )
+    found = {
+        'cwd': os.getcwd(),
+        'tmp': tempfile.gettempdir(),
+        'zone': time.tzname[0],
+        'new': os.environ.get('NEW_HERE'),
+        'secret': os.environ.get('OF_THE_TEMPLATE'),
+        'cpus': sorted(os.sched_getaffinity(0)),
+        'module': importlib.import_module('only_of_the_asker').WHO,
+        'threads': os.environ.get('OMP_NUM_THREADS'),
+        'numpy_threads': os.environ['OPENBLAS_NUM_THREADS'],
+        'path': os.environ['PYTHONPATH'].split(':') == sys.path,
+    }
+    raise LookupError(json.dumps(found))
 
 
 def stat(pid: int) -> list[str]:
@@ -171,16 +169,12 @@ def test_forked_parents_depend_on_their_owners_alone(
         # A terminal's and a scheduler's signals to the template do no harm.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(template.pid, number)
-        # A node dies: its ranks and what they have forked go, and no zombie stays with the
-        # template.
+        # A node dies: its ranks and what they have forked go; no zombie stays with the template.
         one_session = session_of(one.pid)
         assert len(one_session) == 3
         end(one_node)
         wait_until(lambda: not stat(one.pid or 0), 'a server outlives its owner, or is a zombie')
-        wait_until(
-            lambda: not any(map(runs, one_session)),
-            'a rank, or what it has forked, outlives its server',
-        )
+        wait_until(lambda: not any(map(runs, one_session)), 'a rank outlives its server')
         assert runs(other_rank)
         # The submitter dies: the template goes, the servers stay.
         other_session = session_of(other.pid)
@@ -188,13 +182,11 @@ def test_forked_parents_depend_on_their_owners_alone(
         end(submitter)
         wait_until(lambda: not runs(template.pid or 0), 'the template outlives its owner')
         other.wait_ready(LIMIT_S)
-        with ranks(other, order(tmp_path), 1, tmp_path / 'more', look_around) as gang:
-            assert "No module named 'only_of_the_asker'" in gang.run()[0].error.message
+        (found,) = ended(other, order(tmp_path), 1, tmp_path / 'more', look_around)
+        assert "No module named 'only_of_the_asker'" in found.error.message
         assert all(map(runs, other_session))
         end(other_node)
-        wait_until(
-            lambda: not any(map(runs, other_session)), 'something of a node outlives its manager'
-        )
+        wait_until(lambda: not any(map(runs, other_session)), 'a node outlives its manager')
     finally:
         for gang in gangs:
             gang.close()
@@ -244,46 +236,38 @@ print(parent.pid, stat[1], os.getpid(), flush=True)
 os._exit(0)
 """
     environment = {k: v for k, v in os.environ.items() if k != 'OF_THE_TEMPLATE'}
-    answer = run_to_end(
-        [sys.executable, '-c', program],
-        cwd=folder,
-        env={
-            **environment,
-            'PYTHONPATH': str(Path(__file__).parents[3]),
-            'TMPDIR': str(folder),
-            **env,
-        },
-    )
+    own = {'PYTHONPATH': str(Path(__file__).parents[3]), 'TMPDIR': str(folder)}
+    command = [sys.executable, '-c', program]
+    answer = run_to_end(command, cwd=folder, env={**environment, **own, **env})
     assert answer.returncode == 0, answer.stderr
     pid, ppid, asker = map(int, answer.stdout.split())
     assert (folder / log).exists()
-    with ranks(
-        ForkClient(name, str(folder / log)), order(folder), 1, folder / 'ranks', look_around
-    ) as gang:
-        message = gang.run()[0].error.message
-    return {**json.loads(message), 'pid': pid, 'forked': ppid == template.pid, 'own': ppid == asker}
+    server = ForkClient(name, str(folder / log))
+    (outcome,) = ended(server, order(folder), 1, folder / 'ranks', look_around)
+    return {
+        **json.loads(outcome.error.message),
+        'pid': pid,
+        'forked': ppid == template.pid,
+        'own': ppid == asker,
+    }
 
 
 def test_a_forked_parent_is_as_if_the_asker_had_started_it(
     template: ForkClient, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     owner = processes()
-    found = ask(template, tmp_path / 'node', owner.pid, NEW_HERE='yes', TZ='XYZ-3')
-    own = ask(
-        template, tmp_path / 'other', owner.pid, NEW_HERE='yes', TZ='XYZ-3', OMP_NUM_THREADS='3'
-    )
+    given = {'NEW_HERE': 'yes', 'TZ': 'XYZ-3'}
+    found = ask(template, tmp_path / 'node', owner.pid, **given)
+    own = ask(template, tmp_path / 'other', owner.pid, **given, OMP_NUM_THREADS='3')
     assert found.pop('forked') and not found.pop('own')
     # What cannot be taken over by a process that has started is a reason to start one.
     assert own.pop('own') and not own.pop('forked')
     assert 'OMP_NUM_THREADS is' in Path(template.log).read_text()
     for node, said in (('node', found), ('other', own)):
         assert runs(said.pop('pid'))
-        assert (
-            said.pop('threads') == {'node': os.environ.get('OMP_NUM_THREADS'), 'other': '3'}[node]
-        )
-        assert (
-            said.pop('path') or node == 'other'
-        )  # one that Python has started has the standard library twice
+        assert said.pop('threads') == ('3' if node == 'other' else os.environ['OMP_NUM_THREADS'])
+        # One that Python has started has the standard library twice.
+        assert said.pop('path') or node == 'other'
         assert said == {
             'cwd': str(tmp_path / node),
             'tmp': str(tmp_path / node),
@@ -300,15 +284,13 @@ def test_who_does_not_wait_any_more_gets_none(template: ForkClient, tmp_path: Pa
     assert template.pid is not None
     os.kill(template.pid, signal.SIGSTOP)
     try:
-        gone = ForkClient.start(
-            fresh(), os.getpid(), str(tmp_path / 'fork_server.log'), template.name
-        )
+        log = str(tmp_path / 'fork_server.log')
+        gone = ForkClient.start(fresh(), os.getpid(), log, template.name)
         gone.stop()
     finally:
         os.kill(template.pid, signal.SIGCONT)
     with pytest.raises(FreeTrainError, match='does not listen'):
-        # A template answers in order, so that what was asked before it said 'ready' here was dealt
-        # with.
+        # A template answers in order, so what was asked before 'ready' here was dealt with.
         template.wait_ready(LIMIT_S)
         gone.wait_ready(0.1)
 
@@ -330,3 +312,75 @@ def test_what_a_rank_needs_is_imported_before_the_rank_is_forked() -> None:
     )
     done = run_to_end([sys.executable, '-P', '-c', program], check=True)
     assert done.stdout.split() == []
+
+
+def at_once(ctx: FragmentContext) -> None:
+    raise LookupError('at once')
+
+
+def test_an_owner_that_is_gone_already(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, '-c', ''])
+    process.wait()
+    log, own = str(tmp_path / 'fork_server.log'), secrets.token_hex(8)
+    parent = ForkClient.start(own, process.pid, log, name_of_template())
+    with pytest.raises(FreeTrainError, match='ended'):
+        parent.wait_ready(60)
+
+
+def test_a_parent_that_cannot_start_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'torch.py').write_text('raise ImportError("no torch today")')
+    monkeypatch.syspath_prepend(tmp_path)
+    parent = ForkClient.start(secrets.token_hex(8), os.getpid(), str(tmp_path / 'fork_server.log'))
+    with pytest.raises(FreeTrainError, match=r'fork_server\.log(.|\n)*no torch today'):
+        parent.wait_ready(60)
+    parent.stop()
+    assert (tmp_path / 'fork_server.log').stat().st_mode & 0o777 == 0o600
+
+
+def test_the_end_of_the_parent_is_the_end_of_its_ranks(tmp_path: Path) -> None:
+    with running_fork_server(tmp_path) as parent:
+        assert parent.pid is not None
+        with ranks(parent, order(tmp_path), 1, tmp_path, forever) as gang:
+            os.kill(parent.pid, signal.SIGTERM)  # a notice, which goes to all processes
+            parent.wait_ready(LIMIT_S)
+            os.kill(parent.pid, signal.SIGKILL)
+            wait_until(lambda: not runs(gang.ranks[0].process.pid))
+            with pytest.raises(EOFError):
+                gang.run()
+        with pytest.raises(FreeTrainError, match='does not listen'):
+            parent.launch(order(tmp_path), gang.ranks[0].place, b'', {})
+
+
+def test_a_rank_nobody_listens_to_is_ended(fork_server: ForkClient, tmp_path: Path) -> None:
+    gang = Ranks(fork_server, order(tmp_path), 1, tmp_path, forever)
+    gang.close()
+    wait_until(lambda: not runs(gang.ranks[0].process.pid))
+
+
+def test_kill_is_reported(fork_server: ForkClient, tmp_path: Path) -> None:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, forever) as gang:
+        gang.ranks[0].process.kill()
+        assert gang.run() == [KILLED]
+        assert gang.ranks[0].status == -signal.SIGKILL
+        with pytest.raises(EOFError):
+            gang.ranks[0].process.recv()
+        assert not gang.ranks[0].process.send(StopTraining('too late'))
+        gang.ranks[0].process.kill()
+
+
+def test_many_fragments_at_once(fork_server: ForkClient, tmp_path: Path) -> None:
+    gangs = [Ranks(fork_server, order(tmp_path), 1, tmp_path / str(i), at_once) for i in range(4)]
+    for gang in gangs:
+        (outcome,) = gang.run()
+        assert (outcome.how, outcome.error.message, gang.ranks[0].status) == ('error', 'at once', 1)
+        gang.close()
+
+
+def test_a_large_payload_arrives(fork_server: ForkClient, tmp_path: Path) -> None:
+    def check(ctx: FragmentContext, data: bytes) -> None:
+        raise LookupError(str(len(data)))
+
+    (outcome,) = ended(fork_server, order(tmp_path), 1, tmp_path, check, bytes(20_000_000))
+    assert outcome.error.message == '20000000'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain import FragmentContext
 from tests.support.programs import run_to_end
 from tests.support.ranks import all_finish, order, running_fork_server
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from parsl_freetrain.host.processes import is_stopped
 from parsl_freetrain.testing import with_faults
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -30,7 +28,6 @@ HANG_S = 4.0
 PEER = """
 import sys, time, torch
 from torch.distributed import TCPStore
-from parsl_freetrain import Samples
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, RankGroup
@@ -119,12 +116,9 @@ def test_only_tcp_connections_are_guarded() -> None:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-@pytest.mark.parametrize(
-    'busy', [pytest.param(True, marks=pytest.mark.long), False], ids=['in-exchange', 'one-computes']
-)
-def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
+def test_a_cut_network_ends_all_ranks_in_time() -> None:
     """Packets vanish and no connection is closed; rank 1, which only waits, also notices."""
-    with computers(2) as hosts, peers_on(hosts, 0 if busy else 1) as peers:
+    with computers(2) as hosts, peers_on(hosts, 1) as peers:
         hosts[1].cut_off()
         # gloo's own limit is ten minutes.
         said = [peer.communicate(timeout=under_load(HANG_S + 4.0))[0] for peer in peers]
@@ -170,16 +164,10 @@ def test_a_long_step_is_no_hang(fork_server: ForkClient, tmp_path: Path) -> None
     all_finish(fork_server, order(tmp_path, total_samples=50, hang_s=6.0), 2, tmp_path, slow)
 
 
-@pytest.mark.parametrize(
-    'bad', [False, pytest.param(True, marks=pytest.mark.long)], ids=['good-line', 'bad-line']
-)
-def test_ranks_on_three_computers_go_on_after_a_short_cut(bad: bool) -> None:
-    """Lost packets and an interruption shorter than the limit only take time."""
-    with computers(3) as hosts:
-        if bad:
-            hosts[2].bad_line(delay_ms=50, loss_percent=5)
-        with peers_on(hosts, 0.2, steps=10) as peers:
-            hosts[1].cut_off()
-            time.sleep(0.5)
-            hosts[1].join_again()
-            assert [peer.communicate(timeout=LIMIT_S)[0] for peer in peers] == ['done\n'] * 3
+def test_ranks_on_three_computers_go_on_after_a_short_cut() -> None:
+    """An interruption shorter than the limit only takes time."""
+    with computers(3) as hosts, peers_on(hosts, 0.2, steps=5) as peers:
+        hosts[1].cut_off()
+        time.sleep(0.5)
+        hosts[1].join_again()
+        assert [peer.communicate(timeout=LIMIT_S)[0] for peer in peers] == ['done\n'] * 3

@@ -20,7 +20,6 @@ from tests.support import template
 from tests.support.programs import Program, run_to_end
 from tests.support.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[3]
 AGENT = [sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent']
 # What a manager is to it: says its notice address, then lives until its input ends.
 COMMAND = (
@@ -136,13 +135,6 @@ def gone(pid: int) -> bool:
         return bool(select.select([fd], [], [], 20)[0])
     finally:
         os.close(fd)
-
-
-def test_a_node_without_work_ends_on_sigterm_with_all_of_it() -> None:
-    with running() as (process, _, pid):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
-        assert gone(pid)
 
 
 def test_a_member_is_told_and_the_node_waits_for_it() -> None:

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import BadInput, FragmentContext, Reproducible, Scaled, Throughput
+from parsl_freetrain import BadInput, FragmentContext, Reproducible, Samples, Scaled, Throughput
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.debugging import train_here
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.training import Samples, TrainingSpec
-from tests.support.ranks import order, ranks
+from parsl_freetrain.training.spec.training import TrainingSpec
+from tests.support.ranks import all_finish, ended, order
 
 SIZE, BATCH, TOTAL = 37, 10, 74
 
@@ -124,11 +124,7 @@ def test_on_several_ranks_the_steps_are_those_of_whole_batches(
     for micro_batch in (None, 2):
         folder = tmp_path / str(micro_batch)
         ordered = order(folder, total_samples=TOTAL, **mode)
-        with ranks(fork_server, ordered, world_size, folder, alone, micro_batch) as gang:
-            outcomes = gang.run()
-            assert {outcome.how for outcome in outcomes} == {'finished'}, [
-                rank.log.read_text() for rank in gang.ranks
-            ]
+        outcomes = all_finish(fork_server, ordered, world_size, folder, alone, micro_batch)
         found.append(read_state(outcomes[0].path))
     for name, tensor in found[0].models[0].items():
         torch.testing.assert_close(tensor, found[1].models[0][name], rtol=1e-4, atol=1e-6, msg=name)
@@ -256,17 +252,13 @@ def accumulates(ctx: FragmentContext, by_hand: bool = False) -> list[float]:
     return [float(value) for value in model.weight.detach().flatten()]
 
 
-@pytest.mark.parametrize(
-    ('mode', 'count'), [('reproducible', 2), ('throughput', 1), ('throughput', 2)]
-)
+@pytest.mark.parametrize(('mode', 'count'), [('reproducible', 2), ('throughput', 2)])
 def test_accumulated_batches(
     fork_server: ForkClient, tmp_path: Path, mode: str, count: int
 ) -> None:
     """Steps of three batches each; by hand, what a fragment would drop at its end is refused."""
     ordered = order(tmp_path / '1', mode=mode, shards=3, total_samples=2 * SIZE)
-    with ranks(fork_server, ordered, count, tmp_path, accumulates) as gang:
-        outcome = gang.run()[0]
-    assert outcome.how == 'finished', outcome.error
+    outcome = all_finish(fork_server, ordered, count, tmp_path, accumulates)[0]
     torch.manual_seed(3)
     model, (x, y) = nn.Linear(5, 3), data().tensors
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -275,9 +267,7 @@ def test_accumulated_batches(
         nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
         optimizer.step()
     assert torch.tensor(json.loads(outcome.result)).allclose(model.weight.flatten(), atol=1e-5)
-    with ranks(
-        fork_server, order(tmp_path / '2', mode=mode, total_samples=SIZE), count, tmp_path,
-        accumulates, True,
-    ) as gang:  # fmt: skip
-        errors = [one.error.message for one in gang.run()]
+    ordered = order(tmp_path / '2', mode=mode, total_samples=SIZE)
+    outcomes = ended(fork_server, ordered, count, tmp_path, accumulates, True)
+    errors = [one.error.message for one in outcomes]
     assert any('say ctx.loop(..., accumulate=n)' in said for said in errors)

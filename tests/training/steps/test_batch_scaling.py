@@ -1,5 +1,5 @@
 """Scaled mode: what the batch, the learning rate and the order of samples are for any number of
-ranks.
+ranks. Adasum: the rule's properties, and its tree against a reference in double precision.
 """
 
 from __future__ import annotations
@@ -10,48 +10,37 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
-from parsl_freetrain import BadInput, FragmentContext, Scaled
+from parsl_freetrain import BadInput, FragmentContext, Scaled, load_weights
 from parsl_freetrain.training.data.sample_order import GlobalOrder
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from parsl_freetrain.training.steps.adasum import combine, pair, pair_all
+from tests.support.properties import holds_for
+from tests.support.ranks import all_finish, ended, order
+from tests.support.waiting import LIMIT_S
 
 SIZE = 53  # no multiple of any batch below
 
 
-@pytest.mark.parametrize(
-    ('rule', 'ranks_', 'factor'),
-    [
+def test_learning_rates() -> None:
+    for rule, ranks_, factor in (
         ('linear', 8, 4.0),
         ('sqrt', 8, 2.0),
         ('none', 8, 1.0),
         (None, 6, 3.0),
         ('linear', 1, 0.5),
         ('sqrt', 2, 1.0),
-    ],
-)
-def test_learning_rates(rule: Any, ranks_: int, factor: float) -> None:
-    assert Scaled(reference_ranks=2, lr=rule).lr_factor(ranks_, 0) == factor
-
-
-def test_warm_up_goes_from_1_to_the_full_factor_in_samples() -> None:
+    ):
+        assert Scaled(reference_ranks=2, lr=rule).lr_factor(ranks_, 0) == factor  # type: ignore[arg-type]
     scaled = Scaled(reference_ranks=1, lr='linear', warmup_samples=1000)
-    assert [scaled.lr_factor(5, samples) for samples in (0, 250, 500, 1000, 10**6)] == [
-        1.0,
-        2.0,
-        3.0,
-        5.0,
-        5.0,
-    ]
+    factors = [scaled.lr_factor(5, samples) for samples in (0, 250, 500, 1000, 10**6)]
+    assert factors == [1.0, 2.0, 3.0, 5.0, 5.0]
     assert Scaled(reference_ranks=4, lr='linear', warmup_samples=1000).lr_factor(2, 0) == 0.5
-
-
-def test_adasum_leaves_the_learning_rate_alone() -> None:
     assert Scaled(reference_ranks=1, combine='adasum').lr_factor(64, 0) == 1.0
 
 
@@ -116,11 +105,9 @@ def test_every_sample_once_per_epoch_over_rescales_and_uneven_batches(
     epochs = 3
     for fragment, (world_size, stop_at) in enumerate([(1, 8), (3, 40), (2, 100), (3, None)], 1):
         ordered = order(tmp_path, fragment, mode='scaled', total_samples=epochs * SIZE)
-        with ranks(fork_server, ordered, world_size, tmp_path, train, tmp_path, stop_at) as gang:
-            hows = {outcome.how for outcome in gang.run()}
-        assert hows == {'finished' if stop_at is None else 'stopped'}, [
-            rank.log.read_text() for rank in gang.ranks
-        ]
+        outcomes = ended(fork_server, ordered, world_size, tmp_path, train, tmp_path, stop_at)
+        how = 'finished' if stop_at is None else 'stopped'
+        assert {outcome.how for outcome in outcomes} == {how}, outcomes
     batches: dict[int, list[float]] = {}
     for path in sorted(tmp_path.glob('seen-*')):
         for line in path.read_text().splitlines():
@@ -161,6 +148,117 @@ def test_the_step_is_scaled_and_what_is_saved_is_not(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, mode='scaled', total_samples=32, scaled=Scaled(warmup_samples=16))
-    with ranks(fork_server, ordered, 2, tmp_path, lrs) as gang:
-        outcomes = gang.run()
-    assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+    all_finish(fork_server, ordered, 2, tmp_path, lrs)
+
+
+def vectors(seed: int, count: int, size: int = 7) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The published rule, term by term."""
+    dot, one, other = float(a @ b), float(a @ a), float(b @ b)
+    return (1.0 if one == 0 else 1 - dot / (2 * one)) * a + (
+        1.0 if other == 0 else 1 - dot / (2 * other)
+    ) * b
+
+
+def tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The documented order: what is beyond a power of two first goes to the first ones, then
+    neighbours.
+    """
+    core = 1 << (len(parts).bit_length() - 1)
+    parts = [
+        reference(p, parts[core + i]) if core + i < len(parts) else p
+        for i, p in enumerate(parts[:core])
+    ]
+    while len(parts) > 1:
+        parts = [reference(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def test_orthogonal_gradients_are_added_equal_ones_stay_and_opposite_ones_vanish() -> None:
+    a, b = torch.tensor([3.0, 0, 0]), torch.tensor([0, 0, -2.0])
+    assert torch.equal(pair(a, b), a + b)
+    (a,) = vectors(0, 1)
+    zero = torch.zeros_like(a)
+    torch.testing.assert_close(pair(a, a), a)
+    torch.testing.assert_close(pair(a, -a), zero)
+    assert torch.equal(pair(a, zero), a) and torch.equal(pair(zero, zero), zero)
+    half = torch.full((1000,), 300.0, dtype=torch.float16)  # its square is beyond half precision
+    assert torch.equal(pair(half, half), half) and pair(half, half).dtype == torch.float16
+
+
+@holds_for(tries=50, seed=st.integers(0, 10_000), exponent=st.integers(-20, 20))
+def test_symmetric_and_equivariant_under_scaling(seed: int, exponent: int) -> None:
+    a, b = vectors(seed, 2)
+    torch.testing.assert_close(pair(a, b), pair(b, a))
+    scale = 2.0**exponent
+    torch.testing.assert_close(pair(scale * a, scale * b), scale * pair(a, b), rtol=1e-12, atol=0)
+    torch.testing.assert_close(pair(a, b), reference(a, b))
+
+
+def test_each_tensor_has_its_own_dot_product() -> None:
+    a, b = vectors(1, 2, 5)
+    torch.testing.assert_close(
+        pair_all(a, b, [2, 3]), torch.cat([reference(a[:2], b[:2]), reference(a[2:], b[2:])])
+    )
+    assert not torch.allclose(pair_all(a, b, [2, 3]), reference(a, b))
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 3, 6, 8])
+def test_every_rank_gets_the_tree_over_all(world_size: int) -> None:
+    """Ranks in threads, which meet at each exchange."""
+    from concurrent.futures import ThreadPoolExecutor
+    from queue import SimpleQueue
+
+    parts = vectors(world_size, world_size)
+    wires: dict[tuple[int, int], SimpleQueue[torch.Tensor]] = {
+        (a, b): SimpleQueue() for a in range(world_size) for b in range(world_size)
+    }
+
+    def run(rank: int) -> torch.Tensor:
+        def sendrecv(row: torch.Tensor, partner: int) -> torch.Tensor:
+            wires[rank, partner].put(row.clone())
+            return wires[partner, rank].get(timeout=LIMIT_S)
+
+        return combine(parts[rank], [parts[rank].numel()], rank, world_size, sendrecv)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        got = list(pool.map(run, range(world_size)))
+    assert all(torch.equal(got[0], other) for other in got)
+    torch.testing.assert_close(got[0], tree(parts), rtol=1e-12, atol=1e-12)
+
+
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def one_step(ctx: FragmentContext) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for x in ctx.loop(X, 6, shuffle=False):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+
+def test_a_step_of_real_ranks(fork_server: ForkClient, tmp_path: Path) -> None:
+    world_size, scaled = 3, Scaled(combine='adasum')
+    ordered = order(tmp_path, mode='scaled', scaled=scaled, total_samples=6 * world_size)
+    outcomes = all_finish(fork_server, ordered, world_size, tmp_path, one_step)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    gradients = []
+    for rank in range(world_size):
+        model.zero_grad()
+        model(X[6 * rank : 6 * rank + 6]).pow(2).mean().backward()
+        own = [p.grad.flatten().clone() for p in model.parameters() if p.grad is not None]
+        gradients.append(own)
+    trained = load_weights(outcomes[0].path)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        step = tree([own[i] for own in gradients]).view_as(parameter)
+        torch.testing.assert_close(
+            trained[name], parameter.detach() - 0.5 * step, rtol=1e-12, atol=1e-12
+        )

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain import BadInput, Reproducible
-from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain import BadInput, FragmentContext, Reproducible, same_weights
 from parsl_freetrain.training.checkpoint.folder_claim import claim
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from tests.support.ranks import all_finish, order, ranks
 
 
 def train(ctx: FragmentContext) -> None:
@@ -69,12 +67,10 @@ def test_a_compiled_model_has_the_same_bits_on_any_number_of_ranks(
     for count in (1, 3):
         folder = tmp_path / str(count)
         ordered = order(folder, total_samples=48, shards=3)
-        with ranks(fork_server, ordered, count, folder, compiled) as gang:
-            outcomes = gang.run()
-            assert outcomes[0].how == 'finished', gang.ranks[0].log.read_text()
+        outcomes = all_finish(fork_server, ordered, count, folder, compiled)
         assert not outcomes[0].metrics['any_shape']
-        found.append(load_weights(outcomes[0].path))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        found.append(outcomes[0].path)
+    assert same_weights(*found)
 
 
 def test_a_checkpoint_records_that_operations_need_not_be_deterministic(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain import BadInput
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 
 

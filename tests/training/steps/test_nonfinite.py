@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain import BadInput, FragmentContext, load_weights
 from parsl_freetrain.core.model.events import CheckpointSaved
-from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.mode import (
     MOST_ROLLBACKS,
@@ -25,7 +23,7 @@ from parsl_freetrain.training.spec.mode import (
 from parsl_freetrain.training.steps.nonfinite import Watch, all_finite
 from tests.support.ranks import all_finish, order, ranks
 
-TOTAL, BATCH = 480, 8
+TOTAL, BATCH = 240, 8
 
 
 def turned(ctx: FragmentContext) -> list[float]:
@@ -44,12 +42,12 @@ def turned(ctx: FragmentContext) -> list[float]:
 def test_complex_numbers(fork_server: ForkClient, tmp_path: Path, mode: str) -> None:
     """They are summed as pairs, with the result of a plain loop; NaN in them is noticed."""
     found: dict[int, list[float]] = {}
-    for count in (1, 2, 3):
+    for count in (1, 3):
         ordered = order(tmp_path / str(count), total_samples=48, mode=mode)
         outcome = all_finish(fork_server, ordered, count, tmp_path, turned)[0]
         found[count] = json.loads(outcome.result)
     if mode == 'reproducible':
-        assert found[1] == found[2] == found[3]
+        assert found[1] == found[3]
     torch.manual_seed(0)
     model = nn.Linear(3, 2, dtype=torch.complex64)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -59,7 +57,7 @@ def test_complex_numbers(fork_server: ForkClient, tmp_path: Path, mode: str) -> 
         (model(batch) - batch.sum(1, keepdim=True) * 1j).abs().pow(2).mean().backward()
         optimizer.step()
     plain = torch.view_as_real(model.weight.detach()).flatten()
-    assert torch.allclose(torch.tensor(found[2]), plain, atol=1e-5)
+    assert torch.allclose(torch.tensor(found[3]), plain, atol=1e-5)
     watch = Watch(Prepared(models=(model,)))
     assert not watch.spoilt()
     torch.nn.init.constant_(model.weight.data.imag, float('nan'))
@@ -111,20 +109,11 @@ def run(
     on_nan: str = 'stop',
     **options: Any,
 ) -> list[Any]:
-    settings: dict[str, Any] = {
-        'total_samples': TOTAL,
-        'checkpoint_every_s': 1e-9,
-        'mode': mode,
-        'on_nan': on_nan,
-        'shards': 2,
-    }
-    with ranks(
-        fork_server, order(folder, **settings), world_size, folder, train, *args, **options
-    ) as gang:
+    settings: dict[str, Any] = {'mode': mode, 'on_nan': on_nan, 'shards': 2}
+    ordered = order(folder, total_samples=TOTAL, checkpoint_every_s=1e-9, **settings)
+    with ranks(fork_server, ordered, world_size, folder, train, *args, **options) as gang:
         outcomes = gang.run()
-        assert all(outcome.how in ('finished', 'error', 'peer-lost') for outcome in outcomes), (
-            outcomes
-        )
+        assert {outcome.how for outcome in outcomes} <= {'finished', 'error', 'peer-lost'}, outcomes
         for checkpoint in (saved.checkpoint for saved in gang.ranks[0].said(CheckpointSaved)):
             if Path(checkpoint.path).exists():  # older ones are removed
                 assert all_finite(load_weights(checkpoint.path).values()), checkpoint
@@ -134,40 +123,20 @@ def run(
 @pytest.mark.parametrize(
     ('mode', 'world_size', 'how', 'where'),
     [
-        ('reproducible', 2, {}, 'samples from 160 to 168, on rank 1;'),
-        ('reproducible', 2, {'late': True, 'bad': (160,)}, 'samples from 160 to 168, on rank 1;'),
-        (
-            'reproducible',
-            1,
-            {'late': True, 'bad': (TOTAL - BATCH,)},
-            f'samples from {TOTAL - BATCH} to {TOTAL}, on rank 0;',
-        ),
+        ('reproducible', 2, {'late': True}, 'samples from 80 to 88, on rank 1;'),
+        ('reproducible', 1, {'bad': (TOTAL - BATCH,)}, f'to {TOTAL}, on rank 0;'),
         ('throughput', 2, {}, r'samples from \d+ to \d+, on rank 1;'),
-        ('throughput', 1, {}, 'samples from '),
     ],
 )
 def test_stop_is_a_sentence_and_the_last_checkpoint_is_good(
-    fork_server: ForkClient,
-    tmp_path: Path,
-    mode: str,
-    world_size: int,
-    how: dict[str, Any],
-    where: str,
+    fork_server: ForkClient, tmp_path: Path, mode: str, world_size: int, how: Any, where: str
 ) -> None:
-    outcomes = run(
-        fork_server,
-        tmp_path,
-        world_size,
-        mode=mode,
-        culprit=world_size - 1,
-        pause_s=0.01,
-        **{'bad': (160,), **how},
-    )
+    given = {'bad': (80,), 'culprit': world_size - 1, 'pause_s': 0.01, **how}
+    outcomes = run(fork_server, tmp_path, world_size, mode=mode, **given)
     error = outcomes[0].error
     assert (outcomes[0].how, error.type) == ('error', 'BadInput'), error
-    assert re.search(
-        f'a gradient was infinite or not a number in training on the {where}', error.message
-    ), error.message
+    said = f'a gradient was infinite or not a number in training on the .*{where}'
+    assert re.search(said, error.message), error.message
     assert "Trainer 'digits', fragment 1" in error.message
     assert '\n' not in error.message
     assert outcomes[0].path is not None
@@ -175,36 +144,20 @@ def test_stop_is_a_sentence_and_the_last_checkpoint_is_good(
 
 @pytest.mark.parametrize(
     ('mode', 'on_nan', 'world_size'),
-    [
-        ('reproducible', 'skip', 2),
-        ('reproducible', 'rollback', 1),
-        ('throughput', 'skip', 2),
-        ('throughput', 'rollback', 2),
-        ('throughput', 'rollback', 1),
-    ],
+    [('reproducible', 'skip', 2), ('throughput', 'skip', 2), ('throughput', 'rollback', 2)],
 )
 def test_the_result_is_as_if_the_batch_had_not_been_trained(
     fork_server: ForkClient, tmp_path: Path, mode: str, on_nan: str, world_size: int
 ) -> None:
-    first, *_ = run(fork_server, tmp_path / 'clean', world_size, mode=mode, left_out=(160, 320))
-    outcomes = run(
-        fork_server,
-        tmp_path / 'bad',
-        world_size,
-        mode=mode,
-        on_nan=on_nan,
-        bad=(160, 320),
-        culprit=world_size - 1,
-        pause_s=0.005,
-    )
+    first, *_ = run(fork_server, tmp_path / 'clean', world_size, mode=mode, left_out=(80, 160))
+    given: dict[str, Any] = {'bad': (80, 160), 'culprit': world_size - 1, 'pause_s': 0.005}
+    outcomes = run(fork_server, tmp_path / 'bad', world_size, mode=mode, on_nan=on_nan, **given)
     assert [outcome.how for outcome in outcomes] == ['finished'] * world_size, outcomes
     assert {outcome.samples for outcome in outcomes} == {TOTAL}
     metrics = outcomes[0].metrics
     if mode == 'throughput' and on_nan == 'rollback':
-        assert metrics['rollbacks'] in (
-            1,
-            2,
-        )  # 1: both bad batches were trained before it was noticed
+        # 1: both bad batches were trained before it was noticed.
+        assert metrics['rollbacks'] in (1, 2)
         # Without a checkpoint in between, the second time goes back before the first bad batch too.
         assert metrics['skipped_steps'] in ((2,) if metrics['rollbacks'] == 1 else (2, 3))
     else:
@@ -218,14 +171,11 @@ def test_the_result_is_as_if_the_batch_had_not_been_trained(
             torch.testing.assert_close(trained[name], tensor)
 
 
-@pytest.mark.parametrize(
-    ('on_nan', 'mode'),
-    [('skip', 'throughput'), ('rollback', 'throughput'), ('skip', 'reproducible')],
-)
+@pytest.mark.parametrize(('on_nan', 'mode'), [('rollback', 'throughput'), ('skip', 'reproducible')])
 def test_what_is_never_finite_again_ends(
     fork_server: ForkClient, tmp_path: Path, on_nan: str, mode: str
 ) -> None:
-    outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=160)
+    outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=80)
     assert outcomes[0].error.type == 'BadInput', outcomes
     assert 'lower the learning rate' in outcomes[0].error.message
 
@@ -253,29 +203,14 @@ def test_a_good_step_between_resets_the_count() -> None:
         policy.kept_back(8, 9, '')
 
 
-@pytest.mark.parametrize(
-    ('values', 'finite'),
-    [
-        ([1.0, 2.0], True),
-        ([1.0, float('nan')], False),
-        ([float('inf'), 0.0], False),
-        ([3e38, 3e38], True),
-        ([], True),
-    ],
-)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_finite(values: list[float], finite: bool, dtype: torch.dtype) -> None:
-    assert (
-        all_finite(
-            [
-                None,
-                torch.tensor([1, 2]),
-                torch.tensor(values, dtype=dtype),
-                torch.ones(3, dtype=torch.float16),
-            ]
-        )
-        is finite
-    )
+def test_what_is_finite(dtype: torch.dtype) -> None:
+    rest = [None, torch.tensor([1, 2]), torch.ones(3, dtype=torch.float16)]
+    nan, inf = float('nan'), float('inf')
+    for values in ([1.0, 2.0], [3e38, 3e38], []):
+        assert all_finite([*rest, torch.tensor(values, dtype=dtype)])
+    for values in ([1.0, nan], [inf, 0.0]):
+        assert not all_finite([*rest, torch.tensor(values, dtype=dtype)])
 
 
 def test_masks_with_infinities_are_left_alone() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn, optim
 
-from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain import FragmentContext, Throughput, load_weights
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from tests.support.examples import refused_here
+from tests.support.ranks import all_finish, order
 
 TOTAL, BATCH = 24, 4
 LAST = torch.channels_last
@@ -101,10 +101,7 @@ def result(
     path = ''
     for fragment, total in enumerate(totals, 1):
         ordered = order(folder, fragment, mode=mode, total_samples=total)
-        with ranks(fork_server, ordered, 1, folder, train, reproducible) as gang:
-            (outcome,) = gang.run()
-            assert outcome.how == 'finished', gang.ranks[0].log.read_text()
-            path = outcome.path
+        path = all_finish(fork_server, ordered, 1, folder, train, reproducible)[0].path
     weights = load_weights(path)
     return [
         {
@@ -187,9 +184,7 @@ def test_clipping_and_skipped_steps_are_the_same_for_a_fused_optimizer_with_a_sc
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, mode='throughput', total_samples=TOTAL, on_nan='skip')
-    with ranks(fork_server, ordered, 1, tmp_path, scales) as gang:
-        (outcome,) = gang.run()
-    assert outcome.how == 'finished', outcome.error
+    (outcome,) = all_finish(fork_server, ordered, 1, tmp_path, scales)
     assert 'skipped_steps' not in outcome.metrics
 
 
@@ -202,33 +197,12 @@ def forgets_an_optimizer(ctx: FragmentContext) -> None:
         others[0].step()
 
 
-@pytest.mark.parametrize(
-    ('function', 'arguments', 'sentence'),
-    [
-        (scales, (False,), 'scalers[0] is a gradient scaler and was not given to ctx.prepare'),
-        (
-            forgets_an_optimizer,
-            (),
-            'others[0] is an optimizer of a prepared model and was not given',
-        ),
-    ],
-)
-def test_what_would_be_lost_between_fragments_is_refused(
-    fork_server: ForkClient, tmp_path: Path, function: Any, arguments: Any, sentence: str
-) -> None:
-    ordered = order(tmp_path, mode='throughput', total_samples=TOTAL)
-    with ranks(fork_server, ordered, 1, tmp_path, function, *arguments) as gang:
-        (outcome,) = gang.run()
-    assert sentence in outcome.error.message
-
-
-@pytest.mark.parametrize('prepare_scaler', [True, False])
-def test_reproducible_mode_refuses_a_scaler_wherever_it_is_used(
-    fork_server: ForkClient, tmp_path: Path, prepare_scaler: bool
-) -> None:
-    with ranks(
-        fork_server, order(tmp_path, total_samples=TOTAL), 1, tmp_path, scales, prepare_scaler
-    ) as gang:
-        (outcome,) = gang.run()
-    assert outcome.how == 'error'
-    assert 'A gradient scaler decides by the numbers of each rank' in outcome.error.message
+def test_what_would_be_lost_between_fragments_is_refused() -> None:
+    throughput: dict[str, Any] = {'mode': Throughput(), 'total_samples': TOTAL}
+    said = refused_here(lambda ctx: scales(ctx, prepare_scaler=False), **throughput)
+    assert 'scalers[0] is a gradient scaler and was not given to ctx.prepare' in said
+    said = refused_here(forgets_an_optimizer, **throughput)
+    assert 'others[0] is an optimizer of a prepared model and was not given' in said
+    for prepare in (True, False):
+        said = refused_here(lambda ctx, given=prepare: scales(ctx, given), total_samples=TOTAL)
+        assert 'A gradient scaler decides by the numbers of each rank' in said

@@ -11,14 +11,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain import FragmentContext, load_weights
 from parsl_freetrain.training.data.sample_order import shards_of_rank
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
-from tests.support.properties import holds_for
-from tests.support.ranks import order, ranks
+from tests.support.ranks import all_finish, order
 
 
 def plus(a: str, b: str) -> str:
@@ -57,40 +55,6 @@ def test_the_sum_does_not_depend_on_the_ranks(
 def put(sums: ShardSums, own: Contribution, indices: Sequence[int], weight: float) -> None:
     gradients = [sums.parameters[i].grad for i in indices]
     sums.put(own, range(indices[0], indices[-1] + 1) if indices else range(0), gradients, weight)
-
-
-@holds_for(tries=20, seed=st.integers(0, 1000), half=st.booleans(), flat=st.booleans())
-def test_what_was_put_in_is_taken_out(seed: int, half: bool, flat: bool) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    # Its memory is not in the order of its dimensions.
-    weight = torch.nn.Parameter(
-        torch.randn(2, 3, generator=generator).to(torch.bfloat16 if half else torch.float32).t()
-    )
-    unused = torch.nn.Parameter(torch.zeros(5))
-    model = torch.nn.BatchNorm1d(2, dtype=torch.float64)
-    sums = ShardSums([weight, unused], [model], torch.device('cpu'), ranks=3)
-    sums.buffers.remember()
-    gradient = torch.randn(3, 2, generator=generator).to(weight.dtype)
-    weight.grad = torch.empty_like(weight).copy_(gradient)
-    assert model.running_mean is not None
-    assert model.running_var is not None
-    model.running_mean += 1
-    own = sums.empty()
-    put(sums, own, (0, 1), 0.25)
-    sums.put_buffers(own, 0.25)
-    if flat:
-        own = sums.unpack(sums.pack(own), [True, False])
-    sums.mean(own, 4.0)
-    sums.buffers.undo()
-    with torch.no_grad():
-        sums.give(own)
-        sums.buffers.settle(own.buffers)
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, gradient)
-    assert weight.grad.stride() == weight.stride()
-    assert unused.grad is None
-    assert model.running_mean.tolist() == [1.0, 1.0]
-    assert model.running_var.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize('flat', [False, True])
@@ -203,17 +167,15 @@ def test_what_a_rank_receives_does_not_grow_with_the_ranks(
 ) -> None:
     """On one computer it reads the others' sums in their memory. The bits are the same."""
     weights: list[dict[str, torch.Tensor]] = []
-    for world_size, apart in ((1, True), (2, True), (3, True), (4, True), (3, False)):
+    for world_size, apart in ((1, True), (3, True), (4, True), (3, False)):
         folder = tmp_path / f'{world_size} {apart}'
         ordered = order(folder, shards=8, total_samples=32)
         function = counts_what_it_receives, 20_000, apart
-        with ranks(fork_server, ordered, world_size, folder, *function) as gang:
-            outcomes = gang.run()
-        assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+        outcomes = all_finish(fork_server, ordered, world_size, folder, *function)
         weights.append(load_weights(outcomes[0].path))
-        # A slice of the sums of all nodes, and the others' slices of the total. Of 8 shards, two
-        # and four ranks have one node each, and three have five nodes together.
-        nodes = {1: 0, 2: 2, 3: 5, 4: 4}[world_size]
+        # A slice of the sums of all nodes, and the others' slices of the total. Of 8 shards, four
+        # ranks have one node each, and three have five nodes together.
+        nodes = {1: 0, 3: 5, 4: 4}[world_size]
         expected = (nodes + world_size - 1) / world_size if apart else 0.0
         assert outcomes[0].metrics['received'] == pytest.approx(expected, rel=0.02, abs=0.02)
         assert all(torch.equal(weights[0][name], weights[-1][name]) for name in weights[0])
