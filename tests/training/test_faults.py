@@ -41,9 +41,7 @@ def hows(gang: Ranks) -> list[str | None]:
     return [outcome.how for rank in gang.ranks for outcome in rank.said(Outcome) or [KILLED]]
 
 
-def test_it_fails_at_that_step_of_that_rank_in_that_fragment_alone(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_it_fails_at_that_step_of_that_rank_alone(fork_server: ForkClient, tmp_path: Path) -> None:
     gang = run(fork_server, tmp_path, fail_at(1, STEP))
     assert hows(gang) == ['peer-lost', 'error']
     assert gang.ranks[1].outcome.error.type == 'InjectedFault'
@@ -107,9 +105,7 @@ def test_it_kills_between_writing_and_committing(
     assert hows(run(fork_server, tmp_path, world_size=1, fragment=2)) == ['finished']
 
 
-def test_a_full_disk_ends_the_fragment_with_a_sentence_and_costs_only_what_was_not_saved(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_full_disk_costs_only_what_was_not_saved(fork_server: ForkClient, tmp_path: Path) -> None:
     gang = run(fork_server, tmp_path, disk_full_at(1000, checkpoint=2), world_size=1)
     error = gang.ranks[0].outcome.error
     assert 'cannot be written' in error.message

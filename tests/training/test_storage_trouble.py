@@ -24,6 +24,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 PROGRAM = """
 import sys
 from pathlib import Path
+from parsl_freetrain import Checkpoints, LocalSite, Reproducible, freetrain_app
 from tests.support.training import fit, freetrain
 with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
     train = freetrain_app(
@@ -31,29 +32,28 @@ with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
     )(fit)
     print(train(pause_s=0.01, trainer_name='aa').result().samples)
 """
-TROUBLES = [
-    pytest.param(fs.WRITE | fs.SYNC, errno.ENOSPC, '/aa/ckpt', id='full'),
-    pytest.param(fs.ALL, errno.EIO, '/aa/', id='gone'),
-]
+TROUBLES = [(fs.WRITE | fs.SYNC, errno.ENOSPC, '/aa/ckpt'), (fs.ALL, errno.EIO, '/aa/')]
+"""It is full, and it is gone."""
 
 
 @pytest.mark.skipif(fs.compiler() is None, reason='needs a C compiler')
-@pytest.mark.parametrize(('calls', 'error', 'path'), TROUBLES)
-def test_a_training_waits_for_its_file_system(
-    tmp_path: Path, calls: int, error: int, path: str
-) -> None:
+def test_a_training_waits_for_its_file_system(tmp_path: Path) -> None:
     shim = fs.Shim(tmp_path)
     store = tmp_path / 'checkpoints' / 'aa'
     with (tmp_path / 'output').open('wb') as output:
         program, own = [sys.executable, '-c', PROGRAM, tmp_path], shim.environment
         process = Program(program, more_env=own, stdout=output, stderr=output)
     try:
-        wait_until(lambda: process.poll() or any(map(is_committed, store.glob('ckpt-*'))))
-        with shim.trouble(calls, error, path):
-            said = wait_until(lambda: process.poll() is not None or _waits(tmp_path))
-            assert isinstance(said, str), (tmp_path / 'output').read_text()
-            time.sleep(3.0)
-        assert os.strerror(error) in said
+        for calls, error, path in TROUBLES:
+            before = {*store.glob('ckpt-*')}
+            wait_until(lambda: process.poll() or any(map(is_committed, store.glob('ckpt-*'))))
+            wait_until(lambda: process.poll() or {*store.glob('ckpt-*')} - before)  # noqa: B023
+            with shim.trouble(calls, error, path):
+                said = wait_until(lambda: process.poll() is not None or _waits(tmp_path))
+                assert isinstance(said, str), (tmp_path / 'output').read_text()
+                time.sleep(1.0)
+            assert os.strerror(error) in said
+            wait_until(lambda: process.poll() is not None or not _waits(tmp_path))
         status = process.wait(LIMIT_S)
     finally:
         process.kill()

@@ -92,9 +92,9 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 @pytest.fixture(scope='module')
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trainer's folder with three checkpoints."""
+    """A trainer's folder with two checkpoints."""
     folder = tmp_path_factory.mktemp('matrix') / 'aa'
-    for samples in (10, 20, 30):
+    for samples in (10, 20):
         torch.manual_seed(samples)
         saved(folder, nn.Linear(3, 2), samples=samples)
     PosixCheckpointStore(folder, 'net').fence(1)
@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_damage_unless_the_moment_is_to_blame(
         with pytest.raises(FreeTrainError, match='Stale.* none was set aside'):
             restart(tmp_path / 'aa')
     else:
-        assert restart(tmp_path / 'aa') == digest(load_weights(sorted(trainer.glob('ckpt-*'))[1]))
+        assert restart(tmp_path / 'aa') == digest(load_weights(min(trainer.glob('ckpt-*'))))
 
 
 def test_a_pipe_in_place_of_the_trainers_file_names_the_cure(trainer: Path, tmp_path: Path) -> None:

@@ -115,9 +115,7 @@ def test_checkpoints_have_the_size_of_what_is_trained(
     assert tuple(load_weights(whole.path)['base.weight'].shape) == (WIDTH, WIDTH)
 
 
-def test_what_a_function_changes_by_itself_is_saved(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_what_a_function_changes_itself_is_saved(fork_server: ForkClient, tmp_path: Path) -> None:
     changed = fragment(fork_server, tmp_path, 1, change_at=32)
     first, *_, last = sorted((tmp_path / 'store').glob('ckpt-*'))
     before, after = (load_weights(one)['base.weight'] for one in (first, last))
@@ -158,9 +156,7 @@ def test_a_damaged_file_is_written_anew_of_what_the_function_makes(
     assert max(sizes(cut)) < BASE / 4
 
 
-def test_the_file_goes_with_the_last_checkpoint_that_refers_to_it(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_the_file_goes_with_its_last_checkpoint(fork_server: ForkClient, tmp_path: Path) -> None:
     fragment(fork_server, tmp_path, 1, stop=True, keep=1)
     assert len(frozen(tmp_path)) == 1
     fragment(fork_server, tmp_path, 2, keep=1, change_at=64)

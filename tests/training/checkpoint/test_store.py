@@ -319,7 +319,7 @@ def test_readers_always_find_a_checkpoint_while_others_save_and_prune(
     for thread in threads:
         thread.start()
     try:
-        for samples in range(2, 40):
+        for samples in range(2, 25):
             saved(store, samples, fragment=samples)
             store.prune(Retention(1))
     finally:

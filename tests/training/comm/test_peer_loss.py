@@ -18,9 +18,7 @@ def all_have_begun(ctx: FragmentContext, folder: Path) -> None:
     wait_until(lambda: len([*folder.glob('begun-*')]) == ctx.world_size)
 
 
-def test_an_error_of_the_own_exchange_is_not_a_lost_rank(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_an_error_of_its_own_is_not_a_lost_rank(fork_server: ForkClient, tmp_path: Path) -> None:
     """It would be repeated in fragment after fragment, and nobody would hear of it."""
 
     def train(ctx: FragmentContext) -> None:
@@ -34,9 +32,7 @@ def test_an_error_of_the_own_exchange_is_not_a_lost_rank(
     assert outcomes[0].error.type != 'PeerLost'
 
 
-def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_rank_behind_the_next_one_notices_it(fork_server: ForkClient, tmp_path: Path) -> None:
     """And not when that one has left its state and ended."""
 
     def train(ctx: FragmentContext, noticed: Path, late: Path) -> None:
@@ -73,9 +69,7 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
     assert not late.exists()
 
 
-def test_a_rank_whose_exchange_does_not_end_when_the_other_one_is_gone_ends(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_an_exchange_that_does_not_end_is_ended(fork_server: ForkClient, tmp_path: Path) -> None:
     """gloo forgets now and then to wake who waits for a connection that breaks."""
 
     def train(ctx: FragmentContext) -> None:
@@ -96,9 +90,7 @@ def test_a_rank_whose_exchange_does_not_end_when_the_other_one_is_gone_ends(
         assert 'waits in gather for one that is gone' in gang.ranks[1].log.read_text()
 
 
-def test_a_rank_ends_while_a_thread_of_gloo_still_works(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_rank_ends_while_gloo_still_works(fork_server: ForkClient, tmp_path: Path) -> None:
     """The last owner of a process group waits in C++ for gloo's threads, and holds Python's lock.
     One of the threads may wait for that lock: it needs it to drop the last reference to a tensor.
     """

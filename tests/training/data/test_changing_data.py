@@ -51,9 +51,7 @@ def grow(ctx: FragmentContext, at: int, workers: int) -> None:
             step(ctx, at, model, optimizer, x)
 
 
-def test_workers_see_a_dataset_that_is_changed_before_an_epoch(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_workers_see_that_a_dataset_was_changed(fork_server: ForkClient, tmp_path: Path) -> None:
     weights = [
         whole_and_cut(fork_server, tmp_path / str(workers), grow, workers, at=24, **EPOCHS)
         for workers in (0, 2)
@@ -88,9 +86,7 @@ def test_a_sampler_may_follow_the_losses_of_the_epoch_before(
     assert equal(*whole_and_cut(fork_server, tmp_path, by_loss, workers, 'epoch', **options))
 
 
-def test_a_sampler_that_changes_within_an_epoch_is_refused(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_sampler_that_changes_early_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match='the order of the samples has changed from sampled'):
         whole_and_cut(fork_server, tmp_path, by_loss, 0, 'body', at=24, total_samples=64)
 

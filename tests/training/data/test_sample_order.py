@@ -81,7 +81,11 @@ def test_shards_are_contiguous_and_near_equal(size: int, shards: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 1.7, 40.0]), min_size=1, max_size=3))
+@holds_for(
+    st.integers(1, 9),
+    st.lists(st.sampled_from([0.5, 1.0, 1.7, 40.0]), min_size=1, max_size=3),
+    tries=30,
+)
 def test_shards_are_dealt_by_speed(shards: int, speeds: list[float]) -> None:
     ranks = [shards_of_rank(shards, len(speeds), r, speeds) for r in range(len(speeds))]
     assert [s for rank in ranks for s in rank] == list(range(shards))

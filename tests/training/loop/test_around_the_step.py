@@ -189,9 +189,7 @@ def test_what_would_depend_on_the_nodes_is_refused(function: Callable[..., None]
     assert REFUSED[function] in refused_here(function, total_samples=32)
 
 
-def test_throughput_mode_refuses_only_what_would_be_lost(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_throughput_mode_refuses_what_is_lost(fork_server: ForkClient, tmp_path: Path) -> None:
     (outcome,) = run(fork_server, tmp_path / 'lost', averages_around, mode='throughput')
     assert 'would be lost at the end of the fragment' in outcome.error.message
     for function in (clips_in_the_loop, clamps_weights):
@@ -273,9 +271,7 @@ def test_what_would_be_called_is_a_function_and_is_added_before_the_loop(name: s
     assert f'ctx.{name} was given a NoneType; it takes a function' in said
 
 
-def test_random_numbers_at_the_end_of_an_epoch_are_those_of_all_ranks(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_random_numbers_at_the_end_of_an_epoch(fork_server: ForkClient, tmp_path: Path) -> None:
     """In throughput mode too, where the ranks draw numbers of their own in the loop."""
 
     def draws(ctx: FragmentContext) -> list[float]:

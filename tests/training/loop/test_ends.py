@@ -97,9 +97,7 @@ def test_the_same_script_twice(fork_server: ForkClient, tmp_path: Path) -> None:
     assert not rank.said(CheckpointSaved)
 
 
-def test_a_kill_behind_the_loop_repeats_the_last_batch_alone(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_kill_behind_the_loop_repeats_one_batch(fork_server: ForkClient, tmp_path: Path) -> None:
     (undisturbed,), _ = run(fork_server, tmp_path / 'one', as_documented)
     outcomes, rank = run(fork_server, tmp_path / 'cut', as_documented, 1)
     assert outcomes == [KILLED]

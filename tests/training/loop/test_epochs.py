@@ -183,9 +183,7 @@ def steps_by_epochs(ctx: FragmentContext, cut: bool = False) -> str:
     return 'behind'
 
 
-def test_what_is_done_by_epoch_is_the_same_for_any_cuts(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_what_is_done_by_epoch_for_any_cuts(fork_server: ForkClient, tmp_path: Path) -> None:
     (outcome,) = run(fork_server, tmp_path / 'one', steps_by_epochs, total_samples=95)
     assert (outcome.how, outcome.samples) == ('finished', 66), outcome.error
     folder = tmp_path / 'cut'
@@ -214,9 +212,7 @@ def test_the_best_checkpoint_is_kept(fork_server: ForkClient, tmp_path: Path) ->
     assert all(found[samples] == value for samples, value in best.items())
 
 
-def test_after_a_kill_only_the_judged_checkpoints_have_a_value(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_only_judged_checkpoints_have_a_value(fork_server: ForkClient, tmp_path: Path) -> None:
     """Not the later ones of a fragment that began with a judged one."""
     store = PosixCheckpointStore(tmp_path / 'store', 'digits')
 
@@ -456,9 +452,7 @@ def by_means(ctx: FragmentContext, at: int, folder: Path) -> None:
         cut(ctx, at)
 
 
-def test_means_over_an_epoch_depend_on_neither_nodes_nor_cuts(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_means_over_an_epoch_for_any_cuts(fork_server: ForkClient, tmp_path: Path) -> None:
     options = {'total_samples': None, 'total_epochs': 3}
     assert equal(*whole_and_cut(fork_server, tmp_path, by_means, tmp_path, at=27, **options))
     means = (tmp_path / 'means-0').read_text()
@@ -477,9 +471,7 @@ def counts(ctx: FragmentContext, where: str) -> None:
             ctx.state['n'] += len(x)
 
 
-def test_a_state_that_differs_between_ranks_is_refused(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_state_that_differs_by_rank_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
     options = {'world_size': 2, 'total_samples': 21, 'shards': 2}
     said = refused(fork_server, tmp_path, counts, 'body', **options)
     assert "ctx.state['n'] is 11 on rank 0 and 10 on rank 1" in said and 'ctx.epoch_means' in said

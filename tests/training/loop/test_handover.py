@@ -292,9 +292,7 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
     assert equal(final(tmp_path), undisturbed)
 
 
-def test_a_fragment_commits_what_it_began_with_before_it_leaves_more_in_memory(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_one_state_at_most_is_uncommitted(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks(fork_server, ordered, 1, tmp_path, large) as gang:
         left = left_uncommitted(gang)
@@ -414,9 +412,7 @@ def test_a_rank_that_nobody_wants_ends(fork_server: ForkClient, tmp_path: Path) 
         assert not (tmp_path / 'ahead-0.log').exists()
 
 
-def test_what_differs_is_not_taken_over_and_a_second_one_replaces_the_first(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_only_the_last_rank_ahead_is_taken_over(fork_server: ForkClient, tmp_path: Path) -> None:
     given: dict[str, Any] = {'at_prepare': str(tmp_path / 'prepared')}
     ordered, ahead = order(tmp_path, total_samples=128), list[int]()
     for _ in range(2):
@@ -443,9 +439,7 @@ def reads_first(ctx: FragmentContext, where: str, data: bytes) -> None:
     raise LookupError(f'fragment {ctx.fragment}')
 
 
-def test_a_rank_that_still_runs_ahead_is_taken_at_once(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_rank_that_still_runs_ahead_is_taken(fork_server: ForkClient, tmp_path: Path) -> None:
     # More than a socket holds for somebody who does not read.
     given: dict[str, Any] = {'where': str(tmp_path), 'data': bytes(5_000_000)}
     ordered = order(tmp_path)

@@ -169,9 +169,7 @@ def test_counters_count_steps_wherever_shards_are_trained(
     assert log.count('it counts steps') == 1 + 2 * by_epochs
 
 
-def test_what_enumerates_goes_on_in_throughput_mode(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_enumerate_goes_on_in_throughput_mode(fork_server: ForkClient, tmp_path: Path) -> None:
     cut, _ = trained(fork_server, tmp_path, [2, 2], 'throughput', False, 8)
     assert json.loads(cut.result)[:4] == [10 * STEPS, 10 * STEPS, 10 * STEPS - 1, 10 * STEPS]
 

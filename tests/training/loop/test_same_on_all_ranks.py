@@ -110,9 +110,7 @@ def test_what_differs_between_ranks_is_refused(
         assert '\n' not in outcome.error.message
 
 
-def test_what_does_not_depend_on_the_ranks_is_the_same_on_one_and_on_three(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_what_does_not_depend_on_the_ranks(fork_server: ForkClient, tmp_path: Path) -> None:
     """Also where a rank has no part of a short batch, and for buffers that are replaced."""
     paths = []
     for world_size in (1, 3):

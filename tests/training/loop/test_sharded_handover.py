@@ -208,9 +208,7 @@ def deep(ctx: FragmentContext, blocks: int) -> None:
         optimizer.step()
 
 
-def test_a_rank_needs_memory_for_its_part_of_the_state(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_rank_needs_memory_for_its_part(fork_server: ForkClient, tmp_path: Path) -> None:
     """Of two depths with the same blocks, so that libraries, exchanges and the block that is
     gathered cancel out: parameters, gradients, two moments, and the copy that a checkpoint makes of
     all but gradients.

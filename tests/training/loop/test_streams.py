@@ -102,9 +102,7 @@ def test_a_stream_goes_on_where_it_stopped(
     assert same_weights(whole.path, outcomes[0].path)
 
 
-def test_a_stream_that_does_not_give_the_same_samples_again_is_refused(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_stream_of_other_samples_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
     (outcome,) = run(fork_server, tmp_path, Divided(), None, 16)
     assert outcome.how == 'stopped', outcome.error
     (outcome,) = run(fork_server, tmp_path, Divided(), fragment=2)
@@ -140,9 +138,7 @@ def uses_workers(ctx: FragmentContext) -> None:
     ctx.loop(Stream(), BATCH, num_workers=2)
 
 
-def test_streams_that_cannot_be_positioned_are_refused(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_streams_without_positions_are_refused(fork_server: ForkClient, tmp_path: Path) -> None:
     outcomes = run(fork_server, tmp_path / '1', Divided(), world_size=2)
     assert 'is not the same on all ranks' in outcomes[0].error.message
     said = refused_here(lambda ctx: train(ctx, Stream()), total_epochs=2)

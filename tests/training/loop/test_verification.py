@@ -133,9 +133,7 @@ def test_an_honest_training_is_verified(
     assert 'Not verified' not in log
 
 
-def test_a_step_that_takes_longer_than_the_checkpoint_is_not_computed_ahead(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_long_step_is_not_computed_ahead(fork_server: ForkClient, tmp_path: Path) -> None:
     def slow(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
         timing = ctx._run.checkpointer.timing
         plain = timing.step_took

@@ -164,9 +164,7 @@ def compare_gradients(ctx: FragmentContext, stages: list[list[Any]]) -> None:
     finish(ctx)
 
 
-def test_stages_may_have_no_parameters_or_complex_ones(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_stages_without_parameters_or_complex_ones(fork_server: ForkClient, tmp_path: Path) -> None:
     linear = partial(layer, 6, 3)
     stages = [[linear, nn.Tanh], [nn.Tanh, linear], [Spectrum, Filter]]
     all_finish(fork_server, order(tmp_path), 2, tmp_path, compare_gradients, stages)
@@ -269,9 +267,7 @@ def train_one_stage(ctx: FragmentContext, bad: int, *, scaler: bool = False) -> 
         optimizer.step()
 
 
-def test_copies_of_one_stage_leave_a_bad_step_out_together(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_copies_of_a_stage_leave_a_bad_step_out(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=32, mode='throughput', on_nan='skip')
     outcomes = all_finish(fork_server, ordered, 2, tmp_path, train_one_stage, 16)
     assert [outcome.metrics for outcome in outcomes] == [{'skipped_steps': 1.0}] * 2

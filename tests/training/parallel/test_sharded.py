@@ -201,9 +201,7 @@ def saved_without_exchange(ctx: FragmentContext) -> None:
     assert gathered == [[4], [6], [6]]  # the whole model's own, and each block's
 
 
-def test_every_rank_writes_its_part_without_exchange_and_copies_share_the_work(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_every_rank_writes_its_part_alone(fork_server: ForkClient, tmp_path: Path) -> None:
     run(fork_server, tmp_path, Shape(data=2, shard=2), function=saved_without_exchange)
     folder = max((tmp_path / 'store').glob('ckpt-*'))
     sizes = [(folder / f'rank-{rank}.safetensors').stat().st_size for rank in range(4)]
@@ -221,9 +219,7 @@ def sharded_by_hand(ctx: FragmentContext) -> None:
     steps(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_model_sharded_by_hand_has_the_same_bits(fork_server: ForkClient, tmp_path: Path) -> None:
     one_and_more(fork_server, tmp_path, 2, function=sharded_by_hand)
 
 
@@ -235,9 +231,7 @@ def sharded_or_whole(ctx: FragmentContext) -> None:
     steps(ctx, model, torch.optim.AdamW(model.parameters()))
 
 
-def test_a_trainer_without_shapes_goes_on_sharded_and_back(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_whole_model_goes_on_sharded_and_back(fork_server: ForkClient, tmp_path: Path) -> None:
     """Its optimizer's state is by number there, and by name here."""
     shape, function = Shape(shard=2), sharded_or_whole
     for number, stated in enumerate((False, True, False), 1):
@@ -321,9 +315,7 @@ def in_bfloat16(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
-def test_mixed_precision_has_the_bits_of_one_process(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_mixed_precision_has_the_same_bits(fork_server: ForkClient, tmp_path: Path) -> None:
     one, _ = one_and_more(fork_server, tmp_path, 2, function=in_bfloat16)
     assert all(tensor.dtype == torch.float32 for tensor in one.models[0].values())
 
@@ -345,9 +337,7 @@ def on_a_plateau(ctx: FragmentContext) -> None:
         scheduler.step(loss)
 
 
-def test_empty_shards_and_schedulers_by_loss_have_the_bits_of_one_process(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_empty_shards_and_schedulers_by_loss(fork_server: ForkClient, tmp_path: Path) -> None:
     one, four = one_and_more(fork_server, tmp_path, 4, function=on_a_plateau, total_samples=66)
     assert four.schedulers == one.schedulers
     assert one.optimizers[0]['param_groups'][0]['lr'] < 0.1

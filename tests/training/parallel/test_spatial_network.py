@@ -197,8 +197,6 @@ def measure(ctx: FragmentContext) -> None:
     finish(ctx)
 
 
-def test_memory_is_a_part_and_the_halo_is_what_is_sent(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_memory_is_a_part_and_the_halo_is_sent(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=4, mode='throughput', shape=Shape(spatial=(4, 1, 1)))
     all_finish(fork_server, ordered, 4, tmp_path, measure)

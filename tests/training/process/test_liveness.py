@@ -28,6 +28,7 @@ HANG_S = 4.0
 PEER = """
 import sys, time, torch
 from torch.distributed import TCPStore
+from parsl_freetrain import Samples
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, RankGroup
@@ -125,9 +126,7 @@ def test_a_cut_network_ends_all_ranks_in_time() -> None:
     assert all('Another rank is gone' in words for words in said)
 
 
-def test_a_rank_whose_client_is_stopped_does_not_go_on(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_rank_of_a_stopped_client_does_not_go_on(fork_server: ForkClient, tmp_path: Path) -> None:
     """A member that is stopped cannot end its ranks; the fork server does."""
     starter = f"""
 import sys, time

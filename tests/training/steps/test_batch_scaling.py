@@ -99,9 +99,7 @@ def train(ctx: FragmentContext, folder: Path, stop_at: int | None) -> None:
     assert before is None or torch.equal(before, model.weight)
 
 
-def test_every_sample_once_per_epoch_over_rescales_and_uneven_batches(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_every_sample_once_per_epoch_over_rescales(fork_server: ForkClient, tmp_path: Path) -> None:
     epochs = 3
     for fragment, (world_size, stop_at) in enumerate([(1, 8), (3, 40), (2, 100), (3, None)], 1):
         ordered = order(tmp_path, fragment, mode='scaled', total_samples=epochs * SIZE)
@@ -144,9 +142,7 @@ def lrs(ctx: FragmentContext) -> None:
     assert moved == [0.25, 0.375, 0.5, 0.5], moved
 
 
-def test_the_step_is_scaled_and_what_is_saved_is_not(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_the_step_is_scaled_but_not_what_is_saved(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, mode='scaled', total_samples=32, scaled=Scaled(warmup_samples=16))
     all_finish(fork_server, ordered, 2, tmp_path, lrs)
 

@@ -59,14 +59,12 @@ def compiled(ctx: FragmentContext) -> None:
     ctx.report(any_shape=config.automatic_dynamic_shapes)
 
 
-def test_a_compiled_model_has_the_same_bits_on_any_number_of_ranks(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_a_compiled_model_on_any_number_of_ranks(fork_server: ForkClient, tmp_path: Path) -> None:
     """Each shape has kernels of its own: the ranks see different ones, as 8 samples in 3 shards."""
     found = []
-    for count in (1, 3):
+    for count in (1, 2):
         folder = tmp_path / str(count)
-        ordered = order(folder, total_samples=48, shards=3)
+        ordered = order(folder, total_samples=24, shards=3)
         outcomes = all_finish(fork_server, ordered, count, folder, compiled)
         assert not outcomes[0].metrics['any_shape']
         found.append(outcomes[0].path)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from parsl_freetrain import FragmentContext, Shape
+from parsl_freetrain import Shape
+from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.host_limit import HostLimit
 from tests.support.ranks import order, ranks

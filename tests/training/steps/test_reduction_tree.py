@@ -162,9 +162,7 @@ def counts_what_it_receives(ctx: FragmentContext, elements: int, apart: bool) ->
     ctx.report(received=sum(received) / (2 * 4 * elements))
 
 
-def test_what_a_rank_receives_does_not_grow_with_the_ranks(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_what_a_rank_receives_does_not_grow(fork_server: ForkClient, tmp_path: Path) -> None:
     """On one computer it reads the others' sums in their memory. The bits are the same."""
     weights: list[dict[str, torch.Tensor]] = []
     for world_size, apart in ((1, True), (3, True), (4, True), (3, False)):

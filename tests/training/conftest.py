@@ -1,0 +1,3 @@
+"""The tests here write many checkpoints."""
+
+from tests.support.in_memory import tmp_path_factory  # noqa: F401
