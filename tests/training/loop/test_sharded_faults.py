@@ -75,7 +75,7 @@ def committed(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ('rank', 'stage', 'kept'),
-    [(0, 'part-written', 1), (0, 'committed', 2), (1, 'part-data', 1), (1, 'part-written', 2)],
+    [(0, 'before-commit', 1), (0, 'committed', 2), (1, 'part-data', 1), (1, 'part-written', 2)],
 )
 def test_a_kill_leaves_the_checkpoint_before(
     fork_server: ForkClient, tmp_path: Path, rank: int, stage: str, kept: int
