@@ -54,6 +54,13 @@ def half_write_checkpoint(folder: Path) -> None:
         target.write_bytes(data[: len(data) // 2] if path == files[-1] else data)
 
 
+def flip(file: Path, at: int = -1) -> None:
+    """One bit of a byte of a file is another one."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
 @contextlib.contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
     """Fill the small file system of ``folder``, to the last byte, until the block ends."""

@@ -221,6 +221,20 @@ def ended(*given: Any, **options: Any) -> list[Any]:
         return gang.run()
 
 
+def in_ranks(
+    parent: ForkClient,
+    folder: Path,
+    function: Callable[..., object],
+    *args: Any,
+    fragment: int = 1,
+    world_size: int = 1,
+    **options: Any,
+) -> list[Any]:
+    """The outcomes of a fragment, whose order has these ``options``."""
+    ordered = order(folder, fragment, **options)
+    return ended(parent, ordered, world_size, folder, function, *args)
+
+
 def all_finish(*given: Any, **options: Any) -> list[Any]:
     """The outcomes of :func:`ranks` that all finish."""
     with ranks(*given, **options) as gang:

@@ -17,6 +17,7 @@ from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from tests.support.damage import flip
 from tests.support.examples import equal
 
 
@@ -98,10 +99,7 @@ def test_what_is_no_good_checkpoint_is_refused(tmp_path: Path) -> None:
         load_weights(tmp_path)
     with pytest.raises(BadInput, match='cannot be written to .*No such file'):
         export_weights(checkpoint, tmp_path / 'nowhere' / 'x.safetensors')
-    data = checkpoint / 'rank-0.safetensors'
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip(checkpoint / 'rank-0.safetensors')
     with pytest.raises(BadInput, match=r'is damaged \(rank-0.safetensors does not have the digest'):
         export_weights(checkpoint, tmp_path / 'x.safetensors')
     with pytest.raises(BadInput, match='holds no usable checkpoint'):

@@ -19,6 +19,7 @@ from parsl_freetrain.training.checkpoint.parts import (
     write_part,
 )
 from parsl_freetrain.training.checkpoint.transport import Disk
+from tests.support.damage import flip
 
 SHAPES = {'rows': (13, 5), 'cube': (6, 7, 4), 'bias': (9,), 'number': (), 'none': (0, 3)}
 BLOCK = 100
@@ -102,12 +103,10 @@ def test_a_reader_reads_the_rows_that_it_needs(tmp_path: Path) -> None:
 def test_a_flipped_byte_is_found_by_who_reads_its_block_and_by_nobody_else(tmp_path: Path) -> None:
     full = written(tmp_path, 1)
     file = tmp_path / 'rank-0.safetensors'
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file)
     reader = reader_of(tmp_path)[0]
     assert torch.equal(reader.whole('rows'), full['rows'])
-    last = (len(content) - 1) // BLOCK
+    last = (file.stat().st_size - 1) // BLOCK
     names = [name for name in SHAPES if name not in ('rows', 'none')]
     with pytest.raises(Damaged, match=rf'block {last} of rank-0\.safetensors does not have'):
         for name in names:

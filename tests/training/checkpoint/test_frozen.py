@@ -23,6 +23,7 @@ from parsl_freetrain import (
 from parsl_freetrain.training.checkpoint.frozen import fingerprints
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.damage import flip
 from tests.support.ranks import ended, order
 
 WIDTH, SIZE, BATCH, TOTAL = 200, 16, 8, 64
@@ -125,12 +126,6 @@ def test_what_a_function_changes_itself_is_saved(fork_server: ForkClient, tmp_pa
     assert [size > BASE for size in sizes(tmp_path)][-3:] == [True] * 3
 
 
-def flip(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize('how', ['bytes', 'missing'])
 def test_a_damaged_file_is_written_anew_of_what_the_function_makes(
     fork_server: ForkClient, tmp_path: Path, how: str
@@ -140,7 +135,7 @@ def test_a_damaged_file_is_written_anew_of_what_the_function_makes(
     assert fragment(fork_server, cut, 1, stop=True).how == 'stopped'
     (file,) = frozen(cut)
     content, store = file.read_bytes(), PosixCheckpointStore(cut / 'store', 'digits')
-    file.unlink() if how == 'missing' else flip(file, -1)
+    file.unlink() if how == 'missing' else flip(file)
     newest = store.latest(shared=False)
     assert newest is not None
     with pytest.raises(BadInput, match=r'f000001-r0.* put the file back, or train on'):

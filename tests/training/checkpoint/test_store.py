@@ -21,6 +21,7 @@ from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.identity import JSON
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
+from tests.support.damage import flip
 from tests.support.ranks import order
 
 STEPS = ('begin', 'written', 'manifest', 'before-commit', 'committed')
@@ -155,9 +156,7 @@ def test_names_of_the_store_and_links_are_refused(store: PosixCheckpointStore) -
 
 
 def flip_a_byte(path: Path) -> None:
-    content = bytearray((path / 'parts' / '0').read_bytes())
-    content[7] ^= 1
-    (path / 'parts' / '0').write_bytes(content)
+    flip(path / 'parts' / '0', 7)
 
 
 def swap_the_trainer(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from parsl_freetrain import FragmentContext, Reproducible, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import made
 from tests.support.examples import refused_here
-from tests.support.ranks import all_finish, ended, order
+from tests.support.ranks import all_finish, in_ranks, order
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
 
@@ -40,16 +41,7 @@ def train(
         inside(model)
 
 
-def run(
-    fork_server: ForkClient,
-    folder: Path,
-    function: Callable[..., object],
-    *,
-    world_size: int = 1,
-    **options: Any,
-) -> list[Any]:
-    ordered = order(folder, **{'total_samples': 32, **options})
-    return ended(fork_server, ordered, world_size, folder, function)
+run = partial(in_ranks, total_samples=32)
 
 
 def averages_around(ctx: FragmentContext) -> None:

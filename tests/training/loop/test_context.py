@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import made
 from tests.support.examples import refused_here
-from tests.support.ranks import ended, order
+from tests.support.ranks import in_ranks
 
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
 
@@ -93,17 +94,7 @@ def keeps_a_list(ctx: FragmentContext) -> None:
     ctx.state = [1, 2]  # type: ignore[assignment]
 
 
-def run(
-    fork_server: ForkClient,
-    folder: Path,
-    function: Callable[..., None],
-    *args: Any,
-    fragment: int = 1,
-    world_size: int = 1,
-    **options: Any,
-) -> list[Any]:
-    ordered = order(folder, fragment, **{'total_samples': 16, **options})
-    return ended(fork_server, ordered, world_size, folder, function, *args)
+run = partial(in_ranks, total_samples=16)
 
 
 MISTAKES: dict[str, Callable[[Any], object]] = {

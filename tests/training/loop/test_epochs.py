@@ -27,7 +27,7 @@ from parsl_freetrain.training.steps.notes import mean
 from tests.support.cuts import cut, refused, whole_and_cut
 from tests.support.cuts import made as small
 from tests.support.examples import equal, in_this_process, refused_here
-from tests.support.ranks import ended, order
+from tests.support.ranks import in_ranks
 from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.arange(44.0).reshape(22, 2) / 44)
@@ -103,17 +103,7 @@ def train_by_epochs(ctx: FragmentContext, stop_at: int | None = None) -> None:
         ctx.checkpoint(best=found['loss'])
 
 
-def run(
-    fork_server: ForkClient,
-    folder: Path,
-    function: Callable[..., object],
-    *args: Any,
-    fragment: int = 1,
-    world_size: int = 1,
-    **options: Any,
-) -> list[Any]:
-    ordered = order(folder, fragment, **{'total_samples': 66, 'shards': 3, **options})
-    return ended(fork_server, ordered, world_size, folder, function, *args)
+run = partial(in_ranks, total_samples=66, shards=3)
 
 
 def last(folder: Path) -> tuple[Any, Any]:

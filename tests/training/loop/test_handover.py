@@ -45,6 +45,7 @@ from parsl_freetrain.training.spec.messages import (
     StopTraining,
     Waiting,
 )
+from tests.support.damage import flip
 from tests.support.examples import equal
 from tests.support.ranks import Ranks, all_finish, channel_pair, order, ranks
 from tests.support.waiting import LIMIT_S, wait_until
@@ -138,10 +139,7 @@ def left_uncommitted(gang: Ranks, heir: int = 0) -> Handover:
 
 def spoil(path: str) -> None:
     """Whoever reads the tensors of this checkpoint from the disk notices."""
-    file = Path(path, 'rank-0.safetensors')
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(Path(path, 'rank-0.safetensors'))
 
 
 def read_nothing(gang: Ranks) -> bool:

@@ -20,7 +20,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from tests.chaos.disks import small_disk
-from tests.support.damage import full_disk
+from tests.support.damage import flip, full_disk
 from tests.support.faults import kill_between
 from tests.support.ranks import KILLED, order, ranks
 
@@ -157,9 +157,7 @@ def test_damage_to_a_part_is_found_and_the_checkpoint_before_used(
     if damage == 'lost':
         file.unlink()
     else:
-        content = bytearray(file.read_bytes())
-        content[-3] ^= 4
-        file.write_bytes(content)
+        flip(file, -3)
         outcomes, logs = struck(fork_server, tmp_path, train, 3, 3 * BATCH)
         assert [outcome.how for outcome in outcomes] == ['peer-lost'] * 2, logs
         assert 'rank-1.safetensors' in ''.join(logs)

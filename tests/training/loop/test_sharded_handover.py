@@ -23,6 +23,7 @@ from parsl_freetrain.training.checkpoint.manifest import MARKER
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, Handover
 from parsl_freetrain.training.spec.messages import StateUsed, StopTraining
+from tests.support.damage import flip
 from tests.support.ranks import KILLED, Ranks, all_finish, ended, order, ranks
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
@@ -101,10 +102,7 @@ def spoil(folder: Path, *writers: int) -> None:
     """Whoever reads these ranks' files of the newest checkpoint from the disk notices."""
     newest = max((folder / 'store').glob('ckpt-*'))
     for writer in writers:
-        file = newest / f'rank-{writer}.safetensors'
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(newest / f'rank-{writer}.safetensors')
 
 
 def sources(gang: Ranks) -> list[tuple[bool, bool, bool]]:

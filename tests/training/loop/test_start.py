@@ -15,6 +15,7 @@ from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.start import find_start
 from parsl_freetrain.training.spec.fragment_order import RankPlace
+from tests.support.damage import flip
 from tests.support.ranks import order
 
 
@@ -36,9 +37,7 @@ def test_a_damaged_file_is_found_while_it_is_read(
     tmp_path: Path, store: PosixCheckpointStore, file: str
 ) -> None:
     before, newest = save(store, 8), save(store, 16)
-    content = bytearray((path := Path(newest.path, file)).read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path := Path(newest.path, file), path.stat().st_size // 2)
     latest, saved = find_start(order(tmp_path, 2), RankPlace(0, 1, 0, 1, ''), store, Peers())
     assert saved is not None
     assert (latest, saved.position.samples) == (before, 8)

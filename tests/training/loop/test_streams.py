@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from parsl_freetrain.training.data.stream import NumberedStream
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import made, step
 from tests.support.examples import refused_here
-from tests.support.ranks import ended, order
+from tests.support.ranks import in_ranks
 
 SIZE, TOTAL, BATCH = 22, 50, 8
 
@@ -70,17 +71,7 @@ def trained(seen: Path) -> list[int]:
     return sorted(n for fragment, samples, n in rows if last[samples] == fragment)
 
 
-def run(
-    fork_server: ForkClient,
-    folder: Path,
-    *args: Any,
-    fragment: int = 1,
-    world_size: int = 1,
-    function: Callable[..., None] = train,
-    **options: Any,
-) -> list[Any]:
-    ordered = order(folder, fragment, **{'total_samples': TOTAL, **options})
-    return ended(fork_server, ordered, world_size, folder, function, *args)
+run = partial(in_ranks, total_samples=TOTAL)
 
 
 @pytest.mark.parametrize(('stream', 'stop_at'), [(Stream(), 32), (Seekable(), 8)])
@@ -88,24 +79,24 @@ def test_a_stream_goes_on_where_it_stopped(
     fork_server: ForkClient, tmp_path: Path, stream: Any, stop_at: int
 ) -> None:
     one = tmp_path / 'one'
-    (whole,) = run(fork_server, one, stream, one / 'seen')
+    (whole,) = run(fork_server, one, train, stream, one / 'seen')
     assert whole.how == 'finished', whole.error
     numbers = trained(one / 'seen')
     assert numbers[: 2 * 6] == [n for n in range(SIZE) for _ in range(numbers.count(n))][:12]
     assert len(numbers) == TOTAL and set(numbers) == set(range(SIZE))
     cut = tmp_path / 'cut'
-    outcomes = run(fork_server, cut, stream, cut / 'seen', stop_at, world_size=3)
+    outcomes = run(fork_server, cut, train, stream, cut / 'seen', stop_at, world_size=3)
     assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-    outcomes = run(fork_server, cut, stream, cut / 'seen', fragment=2, world_size=2)
+    outcomes = run(fork_server, cut, train, stream, cut / 'seen', fragment=2, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     assert trained(cut / 'seen') == numbers
     assert same_weights(whole.path, outcomes[0].path)
 
 
 def test_a_stream_of_other_samples_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
-    (outcome,) = run(fork_server, tmp_path, Divided(), None, 16)
+    (outcome,) = run(fork_server, tmp_path, train, Divided(), None, 16)
     assert outcome.how == 'stopped', outcome.error
-    (outcome,) = run(fork_server, tmp_path, Divided(), fragment=2)
+    (outcome,) = run(fork_server, tmp_path, train, Divided(), fragment=2)
     assert 'is not the one that was read before' in outcome.error.message
 
 
@@ -139,7 +130,7 @@ def uses_workers(ctx: FragmentContext) -> None:
 
 
 def test_streams_without_positions_are_refused(fork_server: ForkClient, tmp_path: Path) -> None:
-    outcomes = run(fork_server, tmp_path / '1', Divided(), world_size=2)
+    outcomes = run(fork_server, tmp_path / '1', train, Divided(), world_size=2)
     assert 'is not the same on all ranks' in outcomes[0].error.message
     said = refused_here(lambda ctx: train(ctx, Stream()), total_epochs=2)
     assert 'a stream, which has no epochs' in said

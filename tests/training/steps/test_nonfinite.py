@@ -175,7 +175,7 @@ def test_the_result_is_as_if_the_batch_had_not_been_trained(
 def test_what_is_never_finite_again_ends(
     fork_server: ForkClient, tmp_path: Path, on_nan: str, mode: str
 ) -> None:
-    outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=80)
+    outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=40)
     assert outcomes[0].error.type == 'BadInput', outcomes
     assert 'lower the learning rate' in outcomes[0].error.message
 
