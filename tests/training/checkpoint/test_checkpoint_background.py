@@ -454,7 +454,7 @@ def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
 
 
 def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> None:
-    """Take ten steps of 80 ms, after much to prepare, or where a checkpoint is said to take 5 s."""
+    """Take ten steps of 80 ms, after much to prepare, or where a checkpoint is said to take long."""
     time.sleep(prepares_s / 2)
     dataset, model = TensorDataset(torch.ones(20, 5)), nn.Linear(5, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
@@ -462,7 +462,7 @@ def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> 
         for (x,) in ctx.loop(dataset, 4):
             if not ctx.samples:
                 time.sleep(prepares_s / 2)
-                ctx._run.checkpointer.timing.wrote(0.0 if prepares_s else 5.0)
+                ctx._run.checkpointer.timing.wrote(0.0 if prepares_s else 500.0)
             optimizer.zero_grad()
             model(x).mean().backward()
             optimizer.step()

@@ -38,6 +38,13 @@ def forever(ctx: FragmentContext) -> None:
         signal.pause()
 
 
+def waits(ctx: FragmentContext) -> None:
+    import signal
+
+    while True:
+        signal.pause()
+
+
 def look_around(ctx: FragmentContext) -> None:
     import importlib
     import json
@@ -342,7 +349,7 @@ def test_a_parent_that_cannot_start_shows_its_log(
 def test_the_end_of_the_parent_is_the_end_of_its_ranks(tmp_path: Path) -> None:
     with running_fork_server(tmp_path) as parent:
         assert parent.pid is not None
-        with ranks(parent, order(tmp_path), 1, tmp_path, forever) as gang:
+        with ranks(parent, order(tmp_path), 1, tmp_path, waits) as gang:
             os.kill(parent.pid, signal.SIGTERM)  # a notice, which goes to all processes
             parent.wait_ready(LIMIT_S)
             os.kill(parent.pid, signal.SIGKILL)
@@ -354,13 +361,13 @@ def test_the_end_of_the_parent_is_the_end_of_its_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_nobody_listens_to_is_ended(fork_server: ForkClient, tmp_path: Path) -> None:
-    gang = Ranks(fork_server, order(tmp_path), 1, tmp_path, forever)
+    gang = Ranks(fork_server, order(tmp_path), 1, tmp_path, waits)
     gang.close()
     wait_until(lambda: not runs(gang.ranks[0].process.pid))
 
 
 def test_kill_is_reported(fork_server: ForkClient, tmp_path: Path) -> None:
-    with ranks(fork_server, order(tmp_path), 1, tmp_path, forever) as gang:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, waits) as gang:
         gang.ranks[0].process.kill()
         assert gang.run() == [KILLED]
         assert gang.ranks[0].status == -signal.SIGKILL
