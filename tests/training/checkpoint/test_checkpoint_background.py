@@ -454,7 +454,7 @@ def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
 
 
 def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> None:
-    """Take ten steps of 80 ms, after much to prepare, or where a checkpoint is said to take long."""
+    """Take ten steps of 80 ms, after much to prepare, or where a checkpoint would take long."""
     time.sleep(prepares_s / 2)
     dataset, model = TensorDataset(torch.ones(20, 5)), nn.Linear(5, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
