@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, load_weights
@@ -25,7 +24,7 @@ from tests.support.ranks import order, ranks
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
 from workflows.ffn_flood import FOUND, flood, overlaps, segmented, segmented_by_brightness
-from workflows.ffn_network import BLANK, INSIDE, OUTSIDE, START, Examples, View, centres_in, follow
+from workflows.ffn_network import Examples, View, centres_in
 from workflows.tubes import tubes
 
 VIEW = View(extent=5, delta=2, moves=26)
@@ -54,73 +53,6 @@ def test_a_volume_that_is_too_small() -> None:
         BadInput, match='No voxel of an object lies 4 voxels or more inside of the 1 volumes'
     ):
         centres_in(torch.zeros(1, 12, 12, 12), 5, VIEW, seed=1)
-
-
-def test_examples_are_turned_with_their_truth_and_have_their_moves() -> None:
-    image, labels = bars()
-    examples = Examples(
-        image[None], labels[None], [(0, 12, 4, 4), (0, 10, 9, 9)], replace(VIEW, moves=7)
-    )
-    torch.manual_seed(0)
-    turned = [examples[1] for _ in range(20)]
-    assert all(
-        torch.equal(seen > 0.5, truth > 0.5) for seen, truth, _ in turned
-    )  # only bar 2 is in reach
-    assert len({tuple(seen.flatten().tolist()) for seen, *_ in turned}) > 3
-    assert all(
-        len({tuple(step) for step in moves.tolist()}) == 7 and moves.abs().max() == 2
-        for *_, moves in turned
-    )
-    truth = examples[0][1]
-    assert set(truth.unique().tolist()) == {
-        torch.tensor(INSIDE).item(),
-        torch.tensor(OUTSIDE).item(),
-    }
-    torch.manual_seed(3)
-    one = examples[0]
-    torch.manual_seed(3)
-    assert all(torch.equal(a, b) for a, b in zip(one, examples[0], strict=True))
-
-
-def test_it_moves_where_the_seed_says_so_and_finds_there_what_it_left() -> None:
-    """Along the object and nowhere else; the loss is that of all places, those of an example
-    counting as one.
-    """
-    seen: list[Tensor] = []
-
-    def network(image: Tensor, seed: Tensor) -> Tensor:
-        seen.append(seed.clone())
-        return sees_all(image, seed)
-
-    image, labels = bars()
-    target = torch.where(labels == 1, INSIDE, OUTSIDE)
-    around = (slice(6, 15), slice(0, 9), slice(0, 9))  # middle: (10, 4, 4), in bar 1
-    offsets = torch.tensor([[2, 0, 0], [0, 2, 0], [-2, 0, 0], [0, -2, 0]])
-    image, target = (part[around][None, None] for part in (image, target))
-    loss, places = follow(network, image, target, offsets[None], VIEW)
-    # The middle, up and down along the bar, and back to (10, 2, 4), which is in the bar; (10, 6, 4)
-    # is not.
-    assert places == 3 + 1
-    first, second = seen[0][0, 0], seen[1][0, 0]
-    assert first[2, 2, 2] == START and (first == BLANK).sum() == 5**3 - 1
-    assert (
-        second[0, 2, 2] == 4.0 and (second[3:] == BLANK).all()
-    )  # what the first place has left, and what it has not reached
-    one = [
-        F.binary_cross_entropy(
-            torch.sigmoid(torch.where(VIEW.cut(image, at) > 0.5, 4.0, -4.0)), VIEW.cut(target, at)
-        ).item()
-        for at in ((4, 4, 4), (6, 4, 4), (2, 4, 4), (4, 2, 4))
-    ]
-    assert loss.item() == pytest.approx(sum(one) / 4)
-    # An example that goes nowhere beside it counts as much.
-    image, target = (
-        torch.cat([image, torch.zeros_like(image)]),
-        torch.cat([target, torch.full_like(target, OUTSIDE)]),
-    )
-    both, places = follow(sees_all, image, target, offsets.expand(2, -1, -1), VIEW)
-    nothing = F.binary_cross_entropy(torch.sigmoid(torch.tensor(-4.0)), torch.tensor(OUTSIDE))
-    assert places == 5 and both.item() == pytest.approx((loss.item() + nothing.item()) / 2)
 
 
 def test_one_object_is_filled_and_no_other() -> None:

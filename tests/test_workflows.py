@@ -37,13 +37,6 @@ def test_a_smaller_search_over_architectures(
     assert 'best: {' in capsys.readouterr().out
 
 
-def test_it_is_a_search_over_thirty_that_keeps_the_better_third() -> None:
-    assert len(hpo.GRID) == 30 == hpo.ROUNDS[0][0] and len({hpo.name_of(s) for s in hpo.GRID}) == 30
-    assert [kept for kept, _ in hpo.ROUNDS] == [30, 10, 3, 1] and [
-        epochs for _, epochs in hpo.ROUNDS
-    ] == [1, 3, 9, 27]
-
-
 @pytest.mark.long
 def test_a_smaller_search_over_settings(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -11,8 +10,6 @@ from parsl_freetrain.core.model.fold import fold
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
 from parsl_freetrain.journal.kept_metrics import KeptMetrics, MetricPoint, began_in
-from parsl_freetrain.journal.read import Journal
-from tests.support.journals import demo_journal
 from tests.support.properties import holds_for
 
 
@@ -137,13 +134,3 @@ def test_a_training_begins_where_the_trainer_had_no_samples() -> None:
     for run, first in ((1, 0), (2, 40), (3, 0), (4, 30), (5, 60)):
         begin(history, f'r{run}', first)
     assert [began_in(history, 't', run) for run in range(1, 6)] == [1, 1, 3, 3, 3]
-
-
-def test_a_journal_is_followed_while_it_is_written(tmp_path: Path) -> None:
-    journal = Journal(demo_journal(tmp_path / 'l', seconds=40.0, runs=2))
-    metrics = KeptMetrics('cnn', 1)
-    first = metrics.new(journal.history())
-    assert metrics.new(journal.history()) == []
-    assert {p.run for p in first} == {1, 2}
-    samples = [p.samples for p in first]
-    assert samples == sorted(set(samples))

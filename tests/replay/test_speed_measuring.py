@@ -63,16 +63,6 @@ def test_other_counts_are_tried_where_the_pool_does_not_change() -> None:
     assert sum(map(len, counts.values())) <= 4 * len(counts)
 
 
-def test_bad_numbers_get_a_sentence() -> None:
-    for learning, says in (
-        ({'noise': -0.1}, 'noise is -0.1; it must be a number from 0 to 1'),
-        ({'measure_s': 0.0}, 'measure_s is 0.0'),
-        ({'seed': -1}, 'seed is -1'),
-    ):
-        with pytest.raises(BadInput, match=says):
-            CurveLearning(**learning)
-
-
 def test_the_objective_of_the_file_would_tell_the_curves() -> None:
     with pytest.raises(BadInput, match='name one, such as objective = "speedup" in a study'):
         structs.replace(SCENARIO, by_file=True)

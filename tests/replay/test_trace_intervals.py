@@ -40,10 +40,6 @@ def rows_of(found: Trace, known_ends: bool | None = None) -> list[Row]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def plain(change: PoolChange) -> tuple[float, list[int], list[int], list[float]]:
-    return change.at, change.joined.tolist(), change.left.tolist(), change.known_until.tolist()
-
-
 def back(changes: tuple[PoolChange, ...], until: float) -> list[Row]:
     """The intervals that changes tell of."""
     since: dict[int, tuple[float, float]] = {}
@@ -105,17 +101,6 @@ def test_two_windows_have_what_the_whole_has(found: Trace, cut: float, nodes: in
             continue
     kept = found.nodes < nodes
     assert total == pytest.approx(float((found.ends - found.starts)[kept].sum()))
-
-
-def test_changes_of_one_instant_are_one_change() -> None:
-    found = trace([(0, 5, 0, math.inf), (5, 9, 0, math.inf), (5, 100, 1, 200), (2, 5, 3, math.inf)])
-    assert [plain(change) for change in found.changes()] == [
-        (0, [0], [], [math.inf]),
-        (2, [3], [], [math.inf]),
-        (5, [0, 1], [0, 3], [math.inf, math.inf]),
-        (9, [], [0], []),
-    ]
-    assert plain(found.changes(known_ends=True)[2]) == (5, [0, 1], [0, 3], [math.inf, 200])
 
 
 def test_a_promise_that_ran_out_and_was_renewed_is_an_end_only_for_one_who_knows_of_it() -> None:

@@ -1,29 +1,16 @@
 """Node-seconds: interval arithmetic against counting second by second."""
 
-from itertools import pairwise
-
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.state import Fragment, History, RunState
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.report.timeline import (
-    Interval,
-    clip,
-    intersect,
-    length,
-    merge,
-    node_seconds_of,
-    struck_nodes,
-    subtract,
-)
+from parsl_freetrain.report.timeline import node_seconds_of, struck_nodes
 from tests.support.properties import holds_for
 from tests.support.told import Told
 
 LAST = 30
 seconds = st.integers(0, LAST)
 maybe = st.none() | seconds
-pairs = st.tuples(seconds, seconds).map(lambda ab: (float(ab[0]), float(ab[1])))
-spans = st.lists(pairs, max_size=6)
 
 
 @st.composite
@@ -138,22 +125,6 @@ def test_every_offered_second_counts_once_in_the_right_class(
     found = node_seconds_of(history, now)
     assert found == counted(history, now)
     assert found['offered'] == sum(v for k, v in found.items() if k != 'offered')
-
-
-@holds_for(spans, spans, tries=100)
-def test_interval_sets_behave_as_sets_of_seconds(
-    left: list[Interval], right: list[Interval]
-) -> None:
-    def seconds_in(intervals: list[Interval]) -> set[int]:
-        return {t for a, b in intervals for t in range(int(a), int(b))}
-
-    one, two = merge(left), merge(right)
-    assert seconds_in(one) == seconds_in(left) and length(one) == len(seconds_in(left))
-    assert seconds_in(intersect(one, two)) == seconds_in(left) & seconds_in(right)
-    assert seconds_in(subtract(one, two)) == seconds_in(left) - seconds_in(right)
-    assert seconds_in(clip(left, 5.0, 20.0)) == seconds_in(left) & set(range(5, 20))
-    for found in (one, intersect(one, two), subtract(one, two)):
-        assert all(a < b for a, b in found) and all(a[1] <= b[0] for a, b in pairwise(found))
 
 
 def test_what_survivors_keep_in_memory_is_not_lost() -> None:

@@ -186,18 +186,6 @@ def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count() -> N
         assert "'a'" in str(caught.value)
 
 
-def test_what_changes_as_time_passes_is_known() -> None:
-    for text, follows in (
-        ('throughput', False),
-        ('goodput', False),
-        ('deadline', True),
-        ('rate * priority', False),
-        ('rate * (1 + waited_s)', True),
-        ('rate / remaining_samples', True),
-    ):
-        assert follows_time(text) is follows
-
-
 @holds_for(
     st.dictionaries(st.integers(1, 9), st.just(0.0) | st.floats(1e-3, 1e6), min_size=1, max_size=4),
     st.integers(1, 4),

@@ -31,13 +31,6 @@ def test_each_shape_is_tried_once_and_the_fastest_is_kept() -> None:
     assert (choice.next(4), choice.next(3)) == (0, 0)  # each count for itself
 
 
-def test_a_shape_that_does_not_fit_is_left_out() -> None:
-    choice = ShapeChoice(NAMES)
-    assert choice.exclude(4, 0) and choice.next(4) == 1
-    assert not choice.exclude(4, 1)
-    assert not choice.exclude(1, 0)
-
-
 def test_what_is_left_without_a_count() -> None:
     for sizes, nodes, trained, left in (
         ((), 1, False, [2, 3, 4]),
