@@ -92,17 +92,14 @@ def test_what_a_machine_needs_is_asked_for_in_a_sentence(
     assert site_on(machine).options.account == 'mine'
 
 
-@pytest.mark.parametrize('machine', PBS)
-def test_file_systems_are_those_of_the_machine(machine: str) -> None:
-    with pytest.raises(BadInput, match='takes no job without its file systems; give filesystems='):
-        site_on(machine, account='p', filesystems=())
-    with pytest.raises(BadInput, match="has no file system 'eagel'; give .* of home, "):
-        site_on(machine, account='p', filesystems=('home', 'eagel'))
-
-
-def test_perlmutter_needs_a_partition() -> None:
+def test_what_some_machines_need_besides() -> None:
     with pytest.raises(BadInput, match='Perlmutter takes no job without its partition; give'):
         site_on('perlmutter', account='p', partition=None)
+    for machine in PBS:
+        with pytest.raises(BadInput, match='no job without its file systems; give filesystems='):
+            site_on(machine, account='p', filesystems=())
+        with pytest.raises(BadInput, match="has no file system 'eagel'; give .* of home, "):
+            site_on(machine, account='p', filesystems=('home', 'eagel'))
 
 
 def test_what_a_block_costs() -> None:

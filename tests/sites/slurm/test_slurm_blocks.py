@@ -180,14 +180,6 @@ def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_a
         slurm.run('scontrol', 'delete', 'reservationname=course')
 
 
-def test_somebody_else_cancels_a_block(slurm: Cluster, blocks: Make) -> None:
-    mine = blocks()
-    job = mine.running()
-    slurm.run('scancel', job)
-    slurm.wait(lambda: mine.status(job).terminal)
-    assert mine.status(job).state is JobState.CANCELLED
-    assert 'somebody else' in str(mine.status(job).message)
-
 
 def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, blocks: Make) -> None:
     mine = blocks(poll_s=3.0, waiting_poll_s=0.2, shrink_blocks=True)
@@ -432,14 +424,6 @@ def test_a_submission_without_an_answer_leaves_no_block_behind(
     assert len(mine.site.find_blocks()) == 1
     slurm.wait(lambda: mine.site.holes() is not None and not mine.site.find_blocks())
 
-
-def test_blocks_are_found_by_the_name_of_their_run(slurm: Cluster, blocks: Make) -> None:
-    mine, other = blocks(run='my run/1'), blocks(run='my run/2')
-    job = mine.running()
-    other.running()
-    again = slurm_site(run='my run/1')  # another process, later
-    assert [found.job_id for found in again.find_blocks()] == [job]
-    assert [found.job_id for found in again.find_blocks('my run/2')] == other.jobs
 
 
 def test_it_is_polite(slurm: Cluster, blocks: Make) -> None:
