@@ -188,6 +188,19 @@ def test_partly_used_nodes_serve_a_job_as_far_as_they_go() -> None:
         assert sum(d.nodes for d in found.demands) == (lacks or 0)
 
 
+def test_a_job_on_several_nodes_has_all_that_it_can_of_the_first_ones() -> None:
+    """As Slurm gives them: 7 tasks are 4 and 3; 6 are 3 and 3 only if the job says so."""
+    nodes, jobs = shared(0, 0)
+    for has, step, wants, lacks in ((7, 1, 5, 1), (7, 1, 6, 2), (6, 1, 2, 0), (6, 3, 2, 1)):
+        there = replace(running('5', 'c', 'd'), cpus=has, step=step)
+        found = needs(
+            nodes,
+            [jobs[0], there, waiting('7', 1, cpus=wants, step=1 + (wants == 2))],
+            *((), frozenset({'mine'}), NOW),
+        )
+        assert sum(d.nodes for d in found.demands) == lacks, (has, step, wants)
+
+
 def test_partly_used_nodes_serve_until_a_planned_job_takes_them() -> None:
     nodes, jobs = shared(1, 1, 1)
     first = waiting('8', 5, 600.0, priority=9.0, cpus=20)

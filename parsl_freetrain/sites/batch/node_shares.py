@@ -139,12 +139,14 @@ class NodeShares:
         self._used[places, bits] += amounts
 
     def _amounts(self, job: BatchJob, bits: NDArray[np.int64], caps: Caps | None) -> Amounts:
-        """What a job uses of its nodes: as evenly as ``caps`` allows."""
-        cpus = np.full(len(bits), job.cpus / max(1, len(bits)))
-        if caps is not None:
-            cpus = np.minimum(caps[bits], cpus)
-            for place, bit in enumerate(bits):
-                cpus[place] += min(caps[bit] - cpus[place], job.cpus - cpus.sum())
+        """What a job uses of its nodes: all it can of each, but something of every one."""
+        if caps is None:  # it has them already: what those before it leave
+            caps = np.floor(self._total[:, 0] - self._used[0, :, 0] + 1e-6)
+        cpus = np.zeros(len(bits))
+        for place, bit in enumerate(bits):
+            most = job.cpus - cpus.sum() - job.step * (len(bits) - 1 - place)
+            cpus[place] = max(0.0, min(caps[bit] - caps[bit] % job.step, most))
+        cpus[-1:] += job.cpus - cpus.sum()
         memory = np.maximum(job.memory, cpus * job.memory_per_cpu)
         # More than a node has: it was not asked for each CPU.
         memory = np.where(memory > self._total[bits, 1], job.memory, memory)
