@@ -14,6 +14,7 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 import hole_to_fragment  # noqa: E402
 import pipeline_schedules  # noqa: E402
+import two_schedulers  # noqa: E402
 import zero_delay  # noqa: E402
 
 from tests.benchmarks.versus.tables import columns_of, picture  # noqa: E402
@@ -29,6 +30,8 @@ def main() -> None:
 
     hole_to_fragment.draw(STATIC / 'hole-to-fragment.png')
     pipeline_schedules.draw(STATIC / 'pipeline-schedules.png')
+    found = json.loads((DOCS / 'two-schedulers.json').read_text())
+    two_schedulers.draw(found, STATIC / 'two-schedulers.png')
     zero_delay.draw(measured('zero-delay'), STATIC / 'zero-delay.png')
     picture(columns_of(measured('versus')), STATIC / 'versus.png')
     for workflow in (chimera_gpt, cosmoflow, ffn, unet3d):

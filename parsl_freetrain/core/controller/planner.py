@@ -212,13 +212,12 @@ def pieces_in_order(
         return place.trainer.left_of_round(place.samples)
 
     for names in alike.values():
-        granted = sorted((name for name in names if answer.allocation[name]), key=worth)
-        chosen = sorted(names, key=left)[: len(granted)]
-        others = [name for name in names if not answer.allocation[name]]
-        chosen.sort(key=lambda name: left(name)[1])
-        instead |= zip(chosen, granted, strict=True)
-        instead |= zip([n for n in names if n not in chosen], others, strict=True)
-    if all(one == other for one, other in instead.items()):
+        granted = sorted(filter(answer.allocation.get, names), key=worth)
+        first, count = sorted(names, key=left), len(granted)
+        chosen = sorted(first[:count], key=lambda name: left(name)[1])
+        others = [name for name in names if name not in granted]
+        instead |= zip(chosen + first[count:], granted + others, strict=True)
+    if not instead:
         return answer
     allocation = {name: answer.allocation[instead.get(name, name)] for name in answer.allocation}
     by_block = {name: answer.by_block[instead.get(name, name)] for name in answer.by_block}
