@@ -367,8 +367,10 @@ def same_bits(needs: str, function: Any, fork_server: ForkClient, tmp_path: Path
         pytest.skip(f'needs {needs}')
     cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
 
-    def ended(folder: str, fragment: int, count: int, **options: Any) -> Any:
-        ordered = order(tmp_path / folder, fragment, total_epochs=2, total_samples=None)
+    def ended(
+        folder: str, fragment: int, count: int, mode: str = 'reproducible', **options: Any
+    ) -> Any:
+        ordered = order(tmp_path / folder, fragment, total_epochs=2, total_samples=None, mode=mode)
         with ranks(
             fork_server, ordered, count, tmp_path, run, function, str(tmp_path), **options
         ) as gang:
@@ -385,6 +387,10 @@ def same_bits(needs: str, function: Any, fork_server: ForkClient, tmp_path: Path
             {key: value for key, value in load_weights(one.path).items() if torch.is_tensor(value)}
             for one in (whole, cut)
         )
+    )
+    fast = ended('fast', 1, 2, 'throughput')
+    assert fast.how == ('error' if function.__name__ == 'mace_run_train' else 'finished'), (
+        fast.error
     )
 
 
