@@ -134,7 +134,7 @@ def trl_sft_command(ctx: FragmentContext) -> None:
     }  # fmt: skip
     said = [part for name, value in how.items() for part in (f'--{name}', str(value))]
     run_script(ctx, 'trl', 'sft', *said)
-    assert Path('o/model.safetensors').exists()
+    assert not ctx.is_main or Path('o/model.safetensors').exists()
 
 
 @row('trl', ROWS)
@@ -398,7 +398,7 @@ def mace_run_train(ctx: FragmentContext) -> None:
     ctx._run.peers.all_reduce_max((0,))()
     command = example('mace_command')
     command.run_script(ctx, '--config', 'config.yaml', '--work_dir', where)
-    assert Path(where, 'tiny_stagetwo.model').exists()
+    assert not ctx.is_main or Path(where, 'tiny_stagetwo.model').exists()
 
 
 @pytest.mark.parametrize('name', sorted(ROWS))

@@ -31,9 +31,7 @@ class Replica:
     def __init__(self, model: torch.nn.Module, **options: Any) -> None:
         # DDP cannot exchange buffers that are sparse, or have grown on one rank.
         model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
-            f'{name}.{key}' if name else key
-            for name, inner in model.named_modules()
-            for key in inner._buffers
+            name for name, _ in model.named_buffers(remove_duplicate=False)
         ]
         self.ddp = DistributedDataParallel(model, **options)
         self.trained = [p for p in model.parameters() if p.requires_grad]
