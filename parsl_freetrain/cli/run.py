@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, value
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, of_user
 
 
 def run(
@@ -116,13 +116,8 @@ def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
     path = Path(given)
     if path.suffix == '.py' and path.is_file() and not _has_main(path):
         return lambda config: _as_script(path, arguments, config)
-    try:
+    with of_user(f'The workflow {given} cannot be imported'):
         module = _file(path) if path.suffix == '.py' else _module(given)
-    except BadInput:
-        raise
-    except Exception as error:  # the user's own code
-        why = f'{type(error).__name__}: {error}'
-        raise BadInput(f'The workflow {given} cannot be imported: {why}.') from error
     main = getattr(module, 'main', None)
     if not callable(main):
         raise BadInput(

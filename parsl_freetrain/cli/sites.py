@@ -7,7 +7,7 @@ from typing import Any
 
 from parsl.config import Config
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_user
 from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.local import LocalSite
@@ -56,14 +56,8 @@ def _executor(config: Config, given: str) -> tuple[FreeTrainExecutor, BackfillPr
 
 def _configured(path: Path) -> Config:
     module = load_site_file(path)
-    try:
+    with of_user(f'The site file {path} gives no configuration'):
         config = module.config()
-    except BadInput:
-        raise
-    except Exception as error:  # the user's own code
-        raise BadInput(
-            f'The site file {path} gives no configuration: {type(error).__name__}: {error}.'
-        ) from error
     if not isinstance(config, Config):
         raise BadInput(
             f'The site file {path} gives no configuration: its config() returns {config!r}; it '

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from parsl_freetrain.core.model.checked_settings import read_settings
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, of_user
 from parsl_freetrain.sites.batch.options import read_table
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -34,14 +34,8 @@ def load_site_file(path: Path) -> ModuleType:
             f'The site file {path} cannot be read; name a Python file with a function config().'
         )
     module = importlib.util.module_from_spec(spec)
-    try:
+    with of_user(f'The site file {path} gives no configuration'):
         spec.loader.exec_module(module)
-    except BadInput:
-        raise
-    except Exception as error:  # the user's own code
-        raise BadInput(
-            f'The site file {path} gives no configuration: {type(error).__name__}: {error}.'
-        ) from error
     return module
 
 
@@ -103,10 +97,6 @@ def site_described(described: str | Mapping[str, Any]) -> Site:
         if not hasattr(module, 'site'):
             raise BadInput(f'{where} has no function site(); give provider=, or use its config().')
         make = module.site
-    try:
+    with of_user(f'{where} gives no site'):
         site: Site = make(**settings)
-    except FreeTrainError:
-        raise
-    except Exception as error:  # the user's own code
-        raise BadInput(f'{where} gives no site: {type(error).__name__}: {error}.') from error
     return site

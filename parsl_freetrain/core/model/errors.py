@@ -38,6 +38,17 @@ def needs(what: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def of_user(what: str) -> Iterator[None]:
+    """Around code of the user's: BadInput says ``what``, and then how it failed."""
+    try:
+        yield
+    except FreeTrainError:
+        raise
+    except Exception as error:
+        raise BadInput(f'{what}: {type(error).__name__}: {error}.') from error
+
+
 def shown(value: object) -> str:
     """A value for a sentence, without control characters and not too long."""
     text = repr(value)

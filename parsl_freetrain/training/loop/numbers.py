@@ -12,6 +12,7 @@ import ctypes
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
@@ -37,11 +38,11 @@ from parsl_freetrain.training.loop.changes import (
 from parsl_freetrain.training.loop.held import HELD, ITEMS, Held, held_in, memory
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
-from parsl_freetrain.training.loop.places import Places, live_names, names_in_loop
+from parsl_freetrain.training.loop.places import OF_TORCH, Places, live_names, names_in_loop
 from parsl_freetrain.training.loop.unknown_state import among, set_variables
 
 _OTHER, _NONE = object(), object()  # what does not follow; what is not there
-_STATE, _ONES, _MOST, _SHOWN = 'ctx.state', '', 500, 6
+_STATE, _ONES, _MODULES, _MOST, _SHOWN = 'ctx.state', '', '.', 500, 6
 _SENT = 10**5, 2**24  # elements and bytes at most
 _FOLLOWED = *HELD, *SCALARS, *VALUES, np.generic
 Values = Mapping[Any, Any]
@@ -93,15 +94,29 @@ def _ones(ones: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]) -
     def values() -> Values:
         found = {}
         for name, (get, _) in ones.items():
-            try:
+            with suppress(KeyError, ValueError):  # it is gone
                 found[name] = get()
-            except (KeyError, ValueError):  # it is gone
-                continue
         return found
 
     def put(values: Values) -> None:
         for name in values.keys() & ones.keys():
             ones[name][1](values[name])
+
+    return values, put
+
+
+def _set_in_modules(modules: Mapping[str, torch.nn.Module], names: AbstractSet[str]) -> _Space:
+    """Attributes that functions set: some are first there behind a forward pass."""
+
+    def values() -> Values:
+        both = ((path, vars(module)) for path, module in modules.items())
+        return {f'{path}.{name}': own[name] for path, own in both for name in names & own.keys()}
+
+    def put(values: Values) -> None:
+        for path, value in values.items():
+            of, _, name = path.rpartition('.')
+            own = vars(modules[of]) if of in modules else {}
+            own.pop(name, None) if value is _NONE else own.update({name: value})
 
     return values, put
 
@@ -133,14 +148,14 @@ class Numbers:
             for place, value in places
             if _is_followed(value)
             and (
-                isinstance(value, HELD[:-1])
-                or not isinstance(place.holder, torch.nn.Module)
-                or place.name in places.stored
+                not isinstance(place.holder, torch.nn.Module)
+                or (isinstance(value, HELD[:-1]) and place.name not in places.stored)
             )
         }
         for i, one in enumerate(counts):
             ones[f'enumerate {i + 1}'] = partial(number_of, one), partial(set_number, one)
         self._spaces[_ONES] = _ones(ones)
+        self._spaces[_MODULES] = _set_in_modules(places.modules, places.stored - OF_TORCH)
         self._spaces.update(_objects(values, how.known))
         self._marks: dict[str, tuple[Any, ...]] = {}
         modules = [*among(values, torch.nn.Module).values()]
@@ -222,10 +237,9 @@ class Numbers:
                 self._spaces[path][1]({**come, **dict.fromkeys(gone, _NONE)})
         if said and not self._said:
             self._said = True
-            names = [[p] if p in self._held else [*said[p][1]] for p in said]
-            shown = [*chain(*names)][:_SHOWN]
+            names = islice(chain(*([p] if p in self._held else said[p][1] for p in said)), _SHOWN)
             print(
-                f'What the body of ctx.loop changes ({", ".join(shown)}) is that of the first '
+                f'What the body of ctx.loop changes ({", ".join(names)}) is that of the first '
                 'virtual shard of each global batch: it counts steps. ctx.report takes means.'
             )
 

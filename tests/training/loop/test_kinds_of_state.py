@@ -885,10 +885,7 @@ def test_the_weights_depend_on_neither_cuts_nor_ranks(
     fork_server: ForkClient, tmp_path: Path, function: Callable[..., Any], mode: str
 ) -> None:
     one = trained(fork_server, tmp_path / 'one', function, [1], mode=mode)
-    # What a forward pass makes first counts passes in the first step, hence on as many ranks.
-    alone = function is made_in_forward and mode == 'reproducible'
-    sizes = [1, 1] if alone else [3, 2]
-    two = trained(fork_server, tmp_path / 'two', function, sizes, mode=mode, trainer='cut')
+    two = trained(fork_server, tmp_path / 'two', function, [3, 2], mode=mode, trainer='cut')
     assert one.result == two.result
     first, second = load_weights(one.path), load_weights(two.path)
     assert first.keys() == second.keys()
