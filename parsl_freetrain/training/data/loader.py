@@ -193,7 +193,8 @@ class _SeededDataset(Dataset[Any]):
         return items
 
     def _items(self, micro_batch: MicroBatch) -> list[Any]:
-        seed_everything(micro_batch.seed(self._seed, 'data'))
+        if not isinstance(self._dataset, _Rows):  # which draws nothing
+            seed_everything(micro_batch.seed(self._seed, 'data'))
         indices, together = list(micro_batch.indices), getattr(self._dataset, '__getitems__', None)
         return list(together(indices)) if together else [self._dataset[i] for i in indices]
 

@@ -46,6 +46,7 @@ _STATE, _ONES, _MODULES, _MOST, _SHOWN = 'ctx.state', '', '.', 500, 6
 _SENT = 10**5, 2**24  # elements and bytes at most
 _FOLLOWED = *HELD, *SCALARS, *VALUES, np.generic
 Values = Mapping[Any, Any]
+_Differing = tuple[str, dict[Any, Any], tuple[Any, ...]]  # where, what is there now, and its mark
 _Space = tuple[Callable[[], Values], Callable[[Values], object]]
 """Where there are values: what gives them by name, and what sets some."""
 
@@ -90,10 +91,15 @@ def set_number(one: Any, number: int) -> None:
         there.value = number
 
 
-def _ones(ones: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]) -> _Space:
+def _ones(
+    ones: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]],
+    named: Mapping[str, tuple[Mapping[str, Any], str]],
+) -> _Space:
+    others = {name: get for name, (get, _) in ones.items() if name not in named}
+
     def values() -> Values:
-        found = {}
-        for name, (get, _) in ones.items():
+        found = {name: own[key] for name, (own, key) in named.items() if key in own}
+        for name, get in others.items():
             with suppress(KeyError, ValueError):  # it is gone
                 found[name] = get()
         return found
@@ -152,9 +158,11 @@ class Numbers:
                 or (isinstance(value, HELD[:-1]) and place.name not in places.stored)
             )
         }
+        named = {p.path: (p.holder, p.name) for p, _ in places if isinstance(p.holder, dict)}
+        named = {path: named[path] for path in named.keys() & ones.keys()}
         for i, one in enumerate(counts):
             ones[f'enumerate {i + 1}'] = partial(number_of, one), partial(set_number, one)
-        self._spaces[_ONES] = _ones(ones)
+        self._spaces[_ONES] = _ones(ones, named)
         self._spaces[_MODULES] = _set_in_modules(places.modules, places.stored - OF_TORCH)
         self._spaces.update(_objects(values, how.known))
         self._marks: dict[str, tuple[Any, ...]] = {}
@@ -180,13 +188,16 @@ class Numbers:
         self._held = {one.path: one for one in found}
         self._last, self.here = self.here, self._state.samples
 
-    def undo(self) -> None:
+    def undo(self, *, first: bool = False) -> None:
         """Call after each shard: all begin alike, but for ``position = ctx.samples``."""
-        for held in self._held.values():
-            if held.changed():
-                self._moving.add(held.path)
-                held.put_back(self._is_place)
-        for path, now, _ in self._differing():
+        differing = [*self._differing()]
+        changed = [held for held in self._held.values() if held.changed()]
+        if first:
+            self._note_first(differing, changed)
+        for held in changed:
+            self._moving.add(held.path)
+            held.put_back(self._is_place)
+        for path, now, _ in differing:
             before, back = self._before[path], dict[Any, Any]()
             for name, then in before.items():
                 if name not in now and path not in self._fixed:
@@ -205,19 +216,18 @@ class Numbers:
         numbers = type(now) is int and isinstance(then, (int, type(None)))
         return numbers and now == self.here and then in (self._last, None)
 
-    def note_first(self) -> None:
+    def _note_first(self, differing: Sequence[_Differing], changed: Sequence[Held]) -> None:
         first: dict[str, tuple[list[Any], Any]] = {}
-        for path, now, _ in self._differing():
+        for path, now, _ in differing:
             then = self._before[path]
             new = {n: v for n, v in now.items() if v is not then.get(n, _NONE)}
             new = {n: v for n, v in new.items() if self._follows(path, n, v)}
             gone = [] if path in self._fixed else [n for n in then if n not in now]
             if new or gone:
                 first[path] = gone, new
-        for path, held in self._held.items():
-            if held.changed():
-                first[path] = held.difference(held.now())
-                held.refuse_weights(first[path][1], self._names)
+        for held in changed:
+            first[held.path] = held.difference(held.now())
+            held.refuse_weights(first[held.path][1], self._names)
         self._first, self.changed = first, bool(first)
 
     def take_firsts(self, peers: Peers, first: int, *, changed: bool) -> None:
@@ -243,7 +253,7 @@ class Numbers:
                 'virtual shard of each global batch: it counts steps. ctx.report takes means.'
             )
 
-    def _differing(self) -> Iterator[tuple[str, dict[Any, Any], tuple[Any, ...]]]:
+    def _differing(self) -> Iterator[_Differing]:
         """Where something is not as it was at the beginning of the step, and what is there now."""
         for path, (get, _) in self._spaces.items():
             values = get()

@@ -97,7 +97,6 @@ class Buffers:
             rows = peers.all_gather(torch.cat([own, own.new_empty(-len(own) % 8)]))
             self._unpack(rows[first, : len(own)], here)
 
-    @torch.no_grad()
     def take(self) -> None:
         """Call after a forward pass: copy tensors that are in the places of buffers into them.
         Raises BadInput if such a tensor has another shape or type. Where the buffer is not
@@ -109,7 +108,8 @@ class Buffers:
                 continue
             kind, own = _kind(now), _kind(buffer)
             if kind == own and buffer is not None and now is not None and is_plain(buffer):
-                buffer.copy_(now)
+                with torch.no_grad():
+                    buffer.copy_(now)
                 buffers[name] = buffer
             elif name in module._non_persistent_buffers_set:
                 self._places = [one for one in self._places if one is not place]

@@ -170,7 +170,8 @@ class GradientGuard:
                 self._left = [i for i, _ in kept], [version for _, version in kept if version >= 0]
             if self._on:
                 self._hide(self._parameters, gradients)
-                self._note_norms()
+                if self._done:
+                    self._note_norms()
                 self._held[:] = gradients if self._all_hidden else ()
 
         return after
@@ -184,9 +185,7 @@ class GradientGuard:
 
 
 def in_graphs() -> bool:
-    """Whether gradients may be in the memory of CUDA graphs of compiled models: the next pass
-    overwrites them.
-    """
+    """Whether gradients may be in memory of torch.compile's CUDA graphs, to be overwritten."""
     return 'torch._inductor.cudagraph_trees' in sys.modules
 
 

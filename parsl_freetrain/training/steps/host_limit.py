@@ -59,10 +59,8 @@ class HostLimit:
             self._events[1].record()
         elif self._number > _LOOKED_AT and self._events[1].query():
             self._on = False
-            python_s, device_s = (
-                min(self._took),
-                self._events[0].elapsed_time(self._events[1]) / 1e3,
-            )
+            python_s = min(self._took)
+            device_s = self._events[0].elapsed_time(self._events[1]) / 1e3
             if python_s > _FACTOR * device_s:
                 self._tell(python_s, device_s, passes, samples)
 

@@ -174,10 +174,8 @@ class ReproducibleSteps:
         self._buffers.take()
         if self._waiting and not self._alone:
             self._buffers.note_first()
-            if self.numbers is not None:
-                self.numbers.note_first()
         if self.numbers is not None:
-            self.numbers.undo()
+            self.numbers.undo(first=self._waiting and not self._alone)
         self._waiting = False
         if not self._alone:
             self._put_buffers(self._own, self._sum.weight(micro_batch.part))

@@ -92,20 +92,16 @@ class ShardSums:
         weight: float,
     ) -> None:
         """Enter the gradients of some parameters, which are its own from now on, times a weight."""
-        given, copied = gradients, in_graphs()
-        kinds = {(self._dtype, _STRIDED)}
-        if copied or not (self._plain or (not self._divided and self._kinds(given) == kinds)):
-            given = self._made_plain(into, indices, given, copied)
+        given, kinds = gradients, {(self._dtype, _STRIDED)}
+        plain = self._plain or (not self._divided and self._kinds(given) == kinds)
+        if not plain or in_graphs():
+            given = self._made_plain(into, indices, given)
         into.gradients[indices.start : indices.stop] = given
         if weight != 1:
             self.scale([gradient for gradient in given if gradient is not None], weight)
 
     def _made_plain(
-        self,
-        into: Contribution,
-        indices: range,
-        gradients: Sequence[torch.Tensor | None],
-        copied: bool,
+        self, into: Contribution, indices: range, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Gradients of other kinds, or of parameters that are divided, as tensors to be added."""
         plain, others = [*gradients], []
@@ -115,7 +111,7 @@ class ShardSums:
             if gradient.layout is not _STRIDED:
                 raise BadInput(_SPARSE)
             own = plain[place] = real(local(gradient).detach())
-            if copied or own.dtype is not self._dtype:
+            if own.dtype is not self._dtype or in_graphs():
                 into.flat = into.flat or self.memory()
                 plain[place] = into.flat.pieces[i]
                 others.append((into.flat.pieces[i], own))
@@ -145,9 +141,8 @@ class ShardSums:
                     earlier.gradients[i] = only
                     single.append(only)
         if ours:
-            self._added += 1
-            thorough = self._added & (self._added - 1) == 0
-            refuse_overwritten(ours, theirs, None if thorough else self._added % len(ours))
+            self._added = n = self._added + 1
+            refuse_overwritten(ours, theirs, n % len(ours) if n & (n - 1) else None)
             torch._foreach_add_(ours, theirs)
         if single:
             # As where a rank sends zeros for it: -0.0 becomes 0.0.
