@@ -8,10 +8,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.loop.loop_state import LoopState
@@ -19,6 +21,9 @@ from parsl_freetrain.training.loop.numbers import Numbers, counts, number_of, se
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
 from parsl_freetrain.training.loop.places import GLOBAL, Places, live_names
 from parsl_freetrain.training.loop.unknown_state import frames, set_variables
+from parsl_freetrain.training.steps.buffers import is_plain
+
+_COPY = object()
 
 
 class Carried:
@@ -30,7 +35,7 @@ class Carried:
     def __init__(
         self, saved: Mapping[str, Any] | None, device: torch.device, live: list[torch.Tensor]
     ) -> None:
-        self._saved = dict(saved or {})
+        self._fresh, self._saved = not saved, dict(saved or {})
         self._frames: list[FrameType] = []
         self._places, self._others = Places((), ()), list[Any]()
         self._said = set[str]()
@@ -57,10 +62,27 @@ class Carried:
         self._how.live = prepared.tensors()
         if self._marks is None:
             self._marks = {
-                path: changes.mark(one)
+                # Behind a cut, it would be a copy of other weights: it is saved, changed or not.
+                path: _COPY if self._fresh and self._is_copy(one) else changes.mark(one)
                 for path, one in self._variables(all_of=True)
                 if changes.may_be_saved(one) or changes.is_data(one) or isinstance(one, Iterator)
             }
+
+    def _is_copy(self, one: Any) -> bool:
+        """Whether it holds a copy of what is trained (Lookahead, L2-SP, distillation)."""
+        if isinstance(one, torch.nn.Module):
+            one = [*one.parameters(), *one.buffers()]
+        leaves = tree_leaves(changes.attributes(one) or one)
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not is_lazy(t)]
+        if not (inner := list(filter(is_plain, tensors))):
+            return False
+        live = [t for t in self._how.live if is_plain(t) and not is_divided(t) and t.numel()]
+        known, all_of = {t.data_ptr() for t in live}, sum(t.numel() for t in live)
+        return any(
+            t.numel() == all_of or any(t.shape == o.shape and _same(t, o) for o in live)
+            for t in inner
+            if not is_divided(t) and t.data_ptr() not in known
+        )
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
@@ -298,6 +320,11 @@ def _refused(path: str, why: str) -> BadInput:
         f'it {why}: keep numbers, texts, tensors and containers of them, fewer of them if there '
         'are very many, or let it depend on ctx.samples.'
     )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.device == other.device and one.dtype == other.dtype
+    return not alike or torch.equal(one, other)
 
 
 def _state_of(one: Any) -> Any:

@@ -219,6 +219,29 @@ def set_before_the_loop(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
+def copies_of_the_model(ctx: FragmentContext) -> None:
+    """Made before the loop, unchanged at the cut, and used only later."""
+    torch.manual_seed(3)
+    model = nn.Linear(4, 1)
+    model, optimizer = ctx.prepare(model, sgd(model))
+    start, first = (
+        copy.deepcopy(model.state_dict()),
+        [p.detach().clone() for p in model.parameters()],
+    )
+    old, flat = copy.deepcopy(model), nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        if ctx.samples > CUT + 12:
+            now = nn.utils.parameters_to_vector(model.parameters())
+            loss = loss + (now - flat).pow(2).sum() + (model(x) - old(x).detach()).pow(2).mean()
+            for one, then, too in zip(model.parameters(), first, start.values(), strict=True):
+                loss = loss + (2 * one - then - too).pow(2).sum()
+        return loss
+
+    fit(ctx, loss_of, optimizer)
+
+
 def by_methods(ctx: FragmentContext) -> None:
     model = Net()
     model, optimizer = ctx.prepare(model, sgd(model))
@@ -858,6 +881,7 @@ def made_in_forward(ctx: FragmentContext) -> None:
                 group_added_later,
                 settings_by_epoch,
                 made_in_forward,
+                copies_of_the_model,
             )
             for mode in ('reproducible', 'throughput')
         ),
