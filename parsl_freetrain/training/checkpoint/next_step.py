@@ -34,23 +34,13 @@ class NextStep(msgspec.Struct, frozen=True):
 
 
 def write(
-    store: Path,
-    samples: int,
-    fragment: int,
-    what: NextStep,
-    of: str = '',
-    *,
-    all_kept: bool = False,
+    store: Path, samples: int, fragment: int, it: NextStep, of: str = '', *, all_kept: bool = False
 ) -> None:
-    """Write it for a fragment and samples, or a part ``of`` it; a failure is logged. Old ones go
-    unless ``all_kept``.
-    """
+    """Write it, or a part ``of`` it; a failure is logged. Old ones go unless ``all_kept``."""
     folder = store / FOLDER
     try:
         make_dir(folder)
-        replace(
-            folder / (_name(samples, fragment) + of), msgspec.msgpack.encode(what), durable=False
-        )
+        replace(folder / (_name(samples, fragment) + of), msgspec.msgpack.encode(it), durable=False)
         for name in () if all_kept else sorted(names(folder))[:-_KEPT]:
             (folder / name).unlink(missing_ok=True)
     except OSError:

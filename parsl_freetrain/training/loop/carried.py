@@ -74,13 +74,12 @@ class Carried:
             one = [*one.parameters(), *one.buffers()]
         leaves = tree_leaves(changes.attributes(one) or one)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not is_lazy(t)]
-        if not (inner := list(filter(is_plain, tensors))):
-            return False
         live = [t for t in self._how.live if is_plain(t) and not is_divided(t) and t.numel()]
         known, all_of = {t.data_ptr() for t in live}, sum(t.numel() for t in live)
         return any(
-            t.numel() == all_of or any(t.shape == o.shape and _same(t, o) for o in live)
-            for t in inner
+            t.numel() == all_of
+            or any(t.shape == o.shape and (t.device != o.device or t.equal(o)) for o in live)
+            for t in filter(is_plain, tensors)
             if not is_divided(t) and t.data_ptr() not in known
         )
 
@@ -320,11 +319,6 @@ def _refused(path: str, why: str) -> BadInput:
         f'it {why}: keep numbers, texts, tensors and containers of them, fewer of them if there '
         'are very many, or let it depend on ctx.samples.'
     )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.device == other.device and one.dtype == other.dtype
-    return not alike or torch.equal(one, other)
 
 
 def _state_of(one: Any) -> Any:

@@ -31,16 +31,13 @@ log = logging.getLogger(__name__)
 _FEWEST_S = 1.0
 _TIMES = 10  # a part that takes this many times as long as any before is not waited for
 LARGE_BYTES = 50_000_000
-"""From this size on, a state that is left in memory is committed by the next fragment, if that is
-ready. Smaller ones take little time.
-"""
+"""From this size on, a state left in memory is committed by the next fragment, if that is ready."""
 Collect = Callable[[], State | None]  # the state, or this rank's part; None where no rank writes
 
 
 class Checkpointer:
-    """Saves a fragment's checkpoints: one thread at a time writes a copy; errors are raised at the
-    next step. ``sender`` leaves the state in memory at the stop; ``writers`` write together (None:
-    rank 0); ``last``: the last committed one.
+    """Saves checkpoints: a thread writes a copy, and errors are raised at the next step. ``sender``
+    leaves the state in memory at the stop; ``writers`` write together (None: rank 0).
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Checkpointer:
         self._save = 0
         self._on_disk: State | None = None  # the copy that was written last
         self._begun_with_uncommitted = self._only_in_memory = False
-        self.last = last
+        self.last = last  # committed one
 
     def patience_s(self) -> float:
         """Seconds that rank 0 waits for the other ranks' parts after its own is written."""
@@ -152,10 +149,9 @@ class Checkpointer:
         self, collect: Collect, samples: int, metrics: Mapping[str, float], *, wanted: bool = False
     ) -> None:
         """Leave the state in memory, and begin to commit it as the fragment's last checkpoint
-        (:meth:`stopped` waits); otherwise as :meth:`save_now`. All ranks call it together. If the
-        next fragment is ready, committing a large state is left to it, as deleting is: a kill
-        before that falls back to the previous checkpoint. Not if the user wants this one
-        (``wanted``), or what this fragment began with is not committed.
+        (:meth:`stopped` waits). If the next fragment is ready, committing a large state is left to
+        it, as deleting is, unless the user wants this one (``wanted``), or what this fragment began
+        with is not committed: a kill before that falls back to the previous checkpoint.
         """
         began, sender, numbers = time.monotonic(), self._sender, dict(metrics)
         if sender is not None:

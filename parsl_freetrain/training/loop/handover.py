@@ -23,15 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class StateSender:
-    """A rank's share in leaving a stopping fragment's state on nodes that stay; ``left``:
-    uncommitted.
-    """
+    """A rank's share in leaving a stopping fragment's state on nodes that stay."""
 
     def __init__(self, trainer: str, peers: Peers, inbox: Inbox, owners: Sequence[int]) -> None:
         self._trainer, self._peers, self._inbox = trainer, peers, inbox
         self._owners = owners
         self._answer: Callable[[], tuple[int, ...]] | None = None
-        self.left: StateLeft | None = None
+        self.left: StateLeft | None = None  # uncommitted
 
     def agree(self) -> None:
         """Begin to find out which nodes stay. All ranks call this; it does not wait."""

@@ -74,12 +74,10 @@ class _End:
 
 
 class LastStep:
-    """Knows whether the models still are what they were at the end of a global batch, and puts back
-    what surrounds them. The function changes models only when optimizers step and in functions
-    after the step; a rank that loses another one in between has no state to go on from. PyTorch
-    counts changes of tensors, except those of ``parameter.data``. ``possible``: a rank can tell,
-    and others hold what is lost (a failed exchange raises before its result is used: gloo).
-    ``needs``: samples of the last checkpoint that the user has asked for; 0: none.
+    """Knows whether models still are as at the end of a global batch (PyTorch counts changes of
+    tensors, except those of ``parameter.data``), and puts back what surrounds them. ``possible``: a
+    rank can tell, and others hold what is lost (a failed exchange raises before its result is used:
+    gloo). ``needs``: samples of the last checkpoint that the user has asked for; 0: none.
     """
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:

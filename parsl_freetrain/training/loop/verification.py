@@ -1,8 +1,6 @@
 """Verified resumes: a fragment proves by its first step that it continues the training that it was
-given; state that the context does not know, and a cut loses, shows there. For each checkpoint the
-digest of the following step is kept (:class:`NextStep`): of the summed gradients and of what the
-step makes of parameters and buffers; it must be the same on any nodes in reproducible mode. In the
-others, the state before the step and the samples must be.
+given. For each checkpoint the digest of the following step is kept (:class:`NextStep`), which must
+be the same on any nodes in reproducible mode; in others, the state before it and the samples.
 """
 
 from __future__ import annotations
@@ -43,6 +41,7 @@ _HELP = (
     'Give ctx.prepare what has a state, keep numbers in ctx.state, and try it with train.rehearse '
     "(docs/your-script.md); Reproducible(on_difference='warn') goes on all the same."
 )
+_NOT_VERIFIED = 'Not verified: the step after {} samples was not computed before.'
 _LAST_S = 1.0  # maximum seconds for which the end of a rank waits for its digests
 
 
@@ -95,8 +94,8 @@ class Verification:
         self._state.resumes, self._state.verified = there.resumes + 1, there.verified
         if '-' in found and self._steps is not None:
             self._steps.looks = True
-        elif not self._proves:
-            self._not_verified()
+        elif not (self._proves or self._rank):
+            print(_NOT_VERIFIED.format(there.samples))
 
     def saved(self) -> None:
         """The state is that of a checkpoint: the digests of the next step are kept."""
@@ -141,8 +140,8 @@ class Verification:
             own = msgspec.msgpack.encode(self._digests())
             parts = dict(ChainMap(*map(msgspec.msgpack.decode, gather_bytes(self._peers, own))))
             self._proves = not self._shards.isdisjoint(parts)
-            if not self._proves:
-                self._not_verified()
+            if not (self._proves or self._rank):
+                print(_NOT_VERIFIED.format(batch.samples_before))
         self._state.verified += resumes and self._proves
         state, *step = self._read()
         if self._rank:
@@ -170,11 +169,6 @@ class Verification:
             where = self._store, samples, self._fragment
             self._writer.start(partial(next_step.write, *where, step, f'-{self._rank}'))
             self._writer.wait(_LAST_S)
-
-    def _not_verified(self) -> None:
-        if self._rank == 0:
-            at = self._from.samples
-            print(f'Not verified: the step after {at} samples was not computed before.')
 
     def settle(self) -> None:
         self._writer.wait()

@@ -74,10 +74,9 @@ class ShardTree:
 
 
 class SumOverShards:
-    """The sum of the contributions of all shards. ``mine``: of this rank; ``most``: the largest
-    number of a rank. ``sizes``: of the global batch's shards; sums are of shares of the largest.
-    ``spoilt``: 0 if the last sum was finite; ``bad``: of this rank's sums, before that over
-    several. ``looks``: take ``digests`` of the gradients of all nodes that this rank has.
+    """The sum over all shards. ``mine``: this rank's; ``most``: the largest number of a rank.
+    ``sizes``: of the global batch's shards. ``spoilt``: 0 if the last sum was finite; ``bad``: of
+    this rank's, before. ``looks``: take ``digests`` of the gradients of this rank's nodes.
     """
 
     def __init__(

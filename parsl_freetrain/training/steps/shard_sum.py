@@ -46,10 +46,9 @@ class Contribution:
 
 
 class ShardSums:
-    """Adds up contributions: gradients as backward() has left them, without a copy. For exchanges
-    they are copied into one flat tensor. Sums have at least single precision, so that those of half
-    precision lose none. All operations are on all tensors together. ``parameters``: all with
-    gradients, frozen or not: the function may unfreeze some in another rank's micro-batch.
+    """Adds up gradients as backward() has left them; for exchanges they are copied into one flat
+    tensor. Sums have at least single precision, so that those of half precision lose none.
+    ``parameters``: frozen or not, as others may unfreeze some in their micro-batches.
     """
 
     def __init__(
