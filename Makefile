@@ -20,13 +20,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOWEST := .venv-lowest
 PACKAGES := .venv-packages
 
-.PHONY: help venv system-packages demo test test-long test-all test-lowest test-packages few-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest test-packages few-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 5 minutes, more on busy cores)'
-	@echo 'make test    all promises, in their short forms (options: TEST_ARGS; 6 minutes)'
-	@echo 'make test-long  the long forms: workloads, whole clusters, other environments (options: TEST_ARGS)'
-	@echo 'make test-all  both at once, as continuous integration does'
+	@echo 'make test    all promises, in their short forms (options: TEST_ARGS; LONG=yes: the long forms in the same session)'
+	@echo 'make test-long  the long forms alone: workloads, whole clusters, other environments (options: TEST_ARGS)'
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make test-packages  trainings with the packages of scientists, in an environment of their own (options: TEST_ARGS)'
@@ -66,16 +65,11 @@ system-packages:
 WORKERS := --workers 9 --durations=10
 test: $(INSTALLED)
 	@.ci/system-packages || true
-	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'not long' $(WORKERS))
+	$(if $(LONG),ALL_EXAMPLES=1) $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),$(if $(LONG),,-m 'not long') $(WORKERS))
 
 test-long: $(INSTALLED)
 	@.ci/system-packages || true
 	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'long or properties' $(WORKERS))
-
-# In one session, which has work for the processors while clusters are waited for.
-test-all: $(INSTALLED)
-	@.ci/system-packages || true
-	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),$(WORKERS))
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/journal tests/executor/test_interchange.py \
