@@ -22,9 +22,8 @@ from parsl_freetrain.sites.batch.shared_answers import shared
 logger = logging.getLogger(__name__)
 
 RESERVATIONS_EVERY_S = NODES_EVERY_S = 120.0
-"""Maximum time between two questions about reservations, and about nodes. Reservations are asked
-for at once when the first job begins to wait. Which nodes are free between two questions about
-nodes, jobs tell.
+"""Maximum time between two questions about reservations (which are asked for at once when the first
+job begins to wait), and about nodes; in between, jobs tell which nodes are free.
 """
 RESERVATIONS_WAITING_S, NODES_WAITING_S = 60.0, 15.0
 """The same while jobs of others wait for nodes that blocks hold."""

@@ -231,10 +231,8 @@ class BlockTracker:
         watch.poll_s = fast if self._waiting else slow
         # A reservation decides which nodes of ours serve a job, and may keep a block from starting.
         late = any(b.submitted_s < at - self.start_s for b in self._blocks.waiting())
-        watch.nodes_s, watch.reservations_s = (
-            min(qw.NODES_EVERY_S, 10 * slow),
-            qw.RESERVATIONS_EVERY_S,
-        )
+        watch.nodes_s = min(qw.NODES_EVERY_S, 10 * slow)
+        watch.reservations_s = qw.RESERVATIONS_EVERY_S
         if self._waiting or late:
             watch.nodes_s = min(qw.NODES_WAITING_S, 4 * fast)
             watch.reservations_s = min(qw.RESERVATIONS_WAITING_S, 15 * fast)
