@@ -61,6 +61,9 @@ def with_shares(
 
 def _refuse_left_out(batch: Any, samples: int) -> None:
     """Raises BadInput if all tensors of a batch plainly have fewer rows than it has samples."""
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch
+    if isinstance(first, torch.Tensor) and first.shape[:1] >= (samples,):
+        return
     tensors = [one for _, one in [('', batch), *parts_of(batch)] if isinstance(one, torch.Tensor)]
     rows = {len(one) for one in tensors if one.dim()}
     if len(rows) == 1 and samples > (left := rows.pop()):
