@@ -46,9 +46,12 @@ class Shim:
         finally:
             self._page[:4] = bytes(4)
 
-    def set_clock(self, node: str, ahead_s: int) -> None:
-        """The clock of one node (FREETRAIN_NODE) differs by whole seconds, from now on."""
-        self._page[_CLOCK_AT : _CLOCK_AT + _CLOCK.size] = _CLOCK.pack(ahead_s, node.encode())
+    def set_clock(self, node: str, ahead_s: int, place: int = 0) -> None:
+        """The clock of a node (FREETRAIN_NODE) differs by whole seconds, from now on; there is
+        ``place`` for four.
+        """
+        at = _CLOCK_AT + place * _CLOCK.size
+        self._page[at : at + _CLOCK.size] = _CLOCK.pack(ahead_s, node.encode())
 
     @property
     def struck(self) -> int:
