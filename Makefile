@@ -24,8 +24,8 @@ PACKAGES := .venv-packages
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 5 minutes, more on busy cores)'
-	@echo 'make test    all promises, in their short forms (options: TEST_ARGS; LONG=yes: the long forms in the same session)'
-	@echo 'make test-long  the long forms alone: workloads, whole clusters, other environments (options: TEST_ARGS)'
+	@echo 'make test    all promises, in their short forms (options: TEST_ARGS)'
+	@echo 'make test-long  the long forms: workloads, whole clusters, other environments (options: TEST_ARGS)'
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make test-packages  trainings with the packages of scientists, in an environment of their own (options: TEST_ARGS)'
@@ -65,7 +65,7 @@ system-packages:
 WORKERS := --workers 9 --durations=10
 test: $(INSTALLED)
 	@.ci/system-packages || true
-	$(if $(LONG),ALL_EXAMPLES=1) $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),$(if $(LONG),,-m 'not long') $(WORKERS))
+	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'not long' $(WORKERS))
 
 test-long: $(INSTALLED)
 	@.ci/system-packages || true
