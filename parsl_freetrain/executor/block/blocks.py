@@ -298,6 +298,8 @@ class BlockManager:
         """Count nodes as unusable whose first task does not return; it may do so later."""
         for manager in [m for m, sent in block.answering.items() if at - sent > self._join_s]:
             del block.answering[manager]
+            if block_id not in self.blocks:  # the one before was its last
+                continue
             why = f'its worker has not answered its first task within {self._join_s:g} s'
             self._unusable(block_id, manager, TimeoutError(why), at)
 

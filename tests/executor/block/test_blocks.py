@@ -193,12 +193,14 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
 
 
 def test_a_node_whose_worker_never_answers_holds_no_block() -> None:
-    """Its manager has registered: a worker is stopped, or a file system of the node hangs."""
+    """Its manager has registered: a worker is stopped, or a file system of the node hangs. With it
+    a second one, which is not asked any more behind the block's end.
+    """
     told, site = Told(), Shared()
     blocks = managed(site, told, b1='7')
     block, runs = blocks.blocks['b1'], {'b1': JobStatus(JobState.RUNNING)}
-    block.greeted.add('n1')
-    block.answering['n1'] = 100.0
+    block.greeted |= {'n1', 'n2'}
+    block.answering.update(n1=100.0, n2=100.0)
     blocks.poll(runs, 160.0)
     assert not site.cancelled
     blocks.poll(runs, 161.0)
