@@ -48,7 +48,7 @@ STOPPED_BY = """
 the scheduler to answer a command | sites/tracker | a_silent_scheduler_is_asked_again_soon_while_blo
 the scheduler to answer at all | executor/endings | a_scheduler_that_does_not_answer_ends_nothing
 a block to get its nodes | sites/tracker | whatever_runs_for_parsl_has_an_end
-a cancelled job to be accepted as such | executor/block/blocks | a_cancellation_that_fails_is_repeat
+a cancelled job to be accepted as such | executor/block/blocks | jobs_have_a_second_to_end_by_themse
 the first node of a block that runs | executor/block/blocks | a_block_whose_nodes_say_nothing_is_giv
 a node's worker to answer its first task | chaos/waits | a_worker_that_is_stopped_before_its_first_t
 the first step of a fragment | chaos/waits | a_task_that_parsl_never_passes_on_ends_with_a_sentence
@@ -63,13 +63,13 @@ a fragment that was asked to stop | chaos/waits | a_fragment_that_does_not_stop_
 ranks that are to run ahead | executor/fragment/standby | why_no_rank_runs_ahead_on_a_free_node_is_l
 files beside its ledger | chaos/waits | a_file_system_that_stalls_holds_up_no_training
 Parsl's interchange | executor/endings | without_an_interchange_all_futures_fail_with_a_sentence_and
-its fork server | training/process/fork_client | a_parent_that_cannot_start_shows_its_log
-the executor to take a message | training/process/liveness | a_rank_whose_client_is_stopped_does_not
+its fork server | training/process/fork_server | a_parent_that_cannot_start_shows_its_log
+the executor to take a message | training/process/liveness | a_rank_of_a_stopped_client_does_not_go
 a rank that is stopped | executor/hangs | a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is
 a new run, when the submitting process is gone | training/process/block_lease | a_node_that_nobody_c
 the address of rank 0 | chaos/waits | a_rank_that_is_not_told_where_to_meet_ends_with_a_sentence
 the acknowledgement of what it has sent | training/process/liveness | a_cut_network_ends_all_ranks_i
-another rank in an exchange | training/comm/peer_loss | a_rank_that_waits_for_one_that_has_lost_anot
+another rank in an exchange | training/comm/peer_loss | a_rank_behind_the_next_one_notices_it
 all others, which wait as well | executor/hangs | ranks_that_wait_for_each_other_for_ever_are_ended
 a file system in trouble | training/storage_trouble | trouble_that_lasts_ends_a_trainer_with_its_sen
 another run that begins in the same folder | executor/run_lock | a_run_that_was_killed_as_it_began_c

@@ -194,7 +194,8 @@ def refuse_overwritten(
 ) -> None:
     """Raises BadInput if gradients of two passes are in the same memory; ``only`` of one place."""
     for i in range(len(earlier)) if only is None else (only,):
-        if earlier[i].data_ptr() == later[i].data_ptr() != 0:
+        one, other = local(earlier[i]), local(later[i])
+        if one.layout is torch.strided and one.numel() and one.data_ptr() == other.data_ptr() != 0:
             raise BadInput(
                 'A gradient is in memory that the next backward pass overwrites, as with '
                 'torch.cuda.make_graphed_callables, so those of several virtual shards or '
