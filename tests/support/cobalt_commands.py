@@ -46,6 +46,10 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
             'longest_s', 1e9
         ):
             return complain('Walltime or nodecount greater than the limits of the queue', 1)
+        # Before the job, whose end is written behind it.
+        Path(given.debuglog).write_text(
+            f'{time.strftime(DATE)} submitted with cwd set to: {Path.cwd()}\n'
+        )
         number = machine.submit(
             state,
             name=given.jobname,
@@ -61,9 +65,6 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
             account=given.A,
             wants={name: attrs[name] for name in ('mcdram', 'numa') if name in attrs},
         )
-    Path(given.debuglog).write_text(
-        f'{time.strftime(DATE)} submitted with cwd set to: {Path.cwd()}\n'
-    )
     print('WARNING: no filesystems requested', file=sys.stderr)
     print(f'Job routed to queue "{given.q}".\n{number}')
     return 0
