@@ -136,7 +136,7 @@ class PosixCheckpointStore:
 
     def prune(self, keep: Retention, rounds: int = 0) -> None:
         """Remove what ``keep`` does not keep, after verifying the newest, and incomplete ones. The
-        ends of two rounds before it stay, each of ``rounds`` samples (0: there are none).
+        ends of the last two rounds stay, each of ``rounds`` samples (0: there are none).
         """
         newest = self.newest()
         if newest is not None and self._superfluous(keep, newest, rounds):
@@ -175,8 +175,7 @@ class PosixCheckpointStore:
     def _superfluous(self, keep: Retention, newest: Checkpoint, rounds: int) -> list[Path]:
         committed = self._committed()
         last = newest.samples // rounds * rounds if rounds else -1
-        first = (newest.samples - 1) // rounds * rounds - rounds if rounds else -1
-        ends = [path for path in committed if dirs.key(path)[0] in (last, last - rounds, first)]
+        ends = [path for path in committed if dirs.key(path)[0] in (last, last - rounds)]
         kept = keep.kept(self.checkpoints()) | {newest.path}
         # The newest fragment's last state is kept, whatever a late process has committed.
         current = max(committed, key=lambda path: (dirs.key(path)[1], dirs.key(path)), default=None)

@@ -53,12 +53,6 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     there = saved.position
     length = diloco.steps * there.batch_size
     weights = _weights(order)
-    at = (there.samples - 1) // length * length
-    lost = parts.peers.broadcast_object('lost', lambda: _lost(order, at)) if diloco.overlap else ''
-    if lost:
-        print(f'{lost}: going back')
-        state.phase = Phase.STOPPED
-        raise FragmentEnd
     if not there.round_ended:
         state.round_from = there.round_from
         if parts.place.rank == 0:
@@ -98,25 +92,6 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     return found
 
 
-def _lost(order: FragmentOrder, samples: int) -> str:
-    """Put aside what a replica has trained since the end of a round if its state there is lost, and
-    no weights were made from it: it must go on from an earlier one. Empty: nothing is lost.
-    """
-    store = PosixCheckpointStore(Path(order.store), order.trainer)
-    if samples <= 0 or _weights(order).find(samples):
-        return ''
-    try:
-        if end_of_round(store, samples) is not None:
-            return ''
-    except EndDamaged:
-        pass
-    lost = f'the state after {samples} samples, at the end of a round, is lost'
-    for one in store.checkpoints():
-        if one.samples >= samples:
-            store.put_aside(Path(one.path), lost)
-    return lost
-
-
 def _after(
     weights: outer.OuterWeights,
     order: FragmentOrder,
@@ -134,20 +109,16 @@ def _after(
     for _ in range(_TRIES):
         if found := weights.find(samples):
             return str(found)
-        reached = [one.samples if (one := store.newest()) else -1 for store in stores]
-        if min(reached) < samples:
+        newest = [store.newest() for store in stores]
+        if not all(one is not None and one.samples >= samples for one in newest):
             return ''
         if diloco.overlap and begun > 0 and weights.find(begun) is None:  # nobody has begun a round
             _after(weights, order, diloco, begun, length)
         try:
-            each = [end_of_round(store, samples) for store in stores]
-            if len(ends := [end for end in each if end is not None]) == len(stores):
+            ends = [end for store in stores if (end := end_of_round(store, samples))]
+            if len(ends) == len(stores):
                 with_them = diloco.begins_with(begun, length)
                 weights.step(ends, samples, diloco.outer, length, with_them)
-            elif diloco.overlap and all(
-                end or there <= samples + length for end, there in zip(each, reached, strict=True)
-            ):
-                return ''  # these go back
         except EndDamaged as damaged:
             (store,) = [one for one in stores if one.folder == damaged.path.parent]
             store.put_aside(damaged.path, str(damaged))
