@@ -26,11 +26,11 @@ def wait_until(
 
 
 def looks(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Moments to look at a condition, for ``limit_s``, for a twentieth of a processor at most."""
+    """Moments to look at a condition, for ``limit_s``, for a tenth of a processor at most."""
     end = time.monotonic() + limit_s
     while (begun := time.monotonic()) < end:
         yield
-        pause_s = min(max(0.02, 19.0 * (time.monotonic() - begun)), 1.0)
+        pause_s = min(max(0.02, 9.0 * (time.monotonic() - begun)), 1.0)
         threading.Event().wait(pause_s)  # lets this process's other threads run and signals arrive
 
 
