@@ -72,6 +72,8 @@ class Carried:
         """Whether it holds a copy of what is trained (Lookahead, L2-SP, distillation)."""
         if isinstance(one, torch.nn.Module):
             one = [*one.parameters(), *one.buffers()]
+        elif changes.is_large(one):
+            return False
         leaves = tree_leaves(changes.attributes(one) or one)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not is_lazy(t)]
         live = [t for t in self._how.live if is_plain(t) and not is_divided(t) and t.numel()]
