@@ -1,6 +1,4 @@
-"""What holds for every test: it has a home folder of its own, and fails if a process, thread, port
-or file is left behind after some time. A variable marks its processes.
-"""
+"""Every test has a home folder of its own, and fails if a process, thread, port or file is left."""
 
 import contextlib
 import gc
@@ -70,9 +68,7 @@ class _Session:
 
 
 def _mark() -> None:
-    """Mark what this process starts from now on. A session within a session (a test that runs
-    pytest) keeps the outer one's mark.
-    """
+    """Mark what this process starts. A session within a session keeps the outer one's mark."""
     _Session.mark = f':{uuid.uuid4().hex}'
     os.environ[MARKER] = os.environ.get(MARKER, '') + _Session.mark
 
@@ -182,9 +178,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_determinism_for_later_processes() -> Iterator[None]:
-    """A training in this process leaves this variable to what it starts. Executors of later tests
-    could not fork from the session's template then, and would import torch once each.
-    """
+    """With it, executors of later tests could not fork from the session's template."""
     yield
     os.environ.pop('TORCHINDUCTOR_DETERMINISTIC', None)
 
@@ -237,9 +231,7 @@ def _pids() -> set[int]:
 
 
 def _ours(before: Set[int] = frozenset()) -> set[psutil.Process]:
-    """Return the processes that descend from this one or carry its mark, except zombies and those
-    that were there ``before``.
-    """
+    """Processes that descend from this one or carry its mark, but zombies and those ``before``."""
     mark = _Session.mark.encode()
     found = set()
     for pid in _pids() - before - {os.getpid()}:
@@ -301,9 +293,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _listening(before: Set[str]) -> set[tuple[str, int]]:
-    """Return the ports on which this process listens with sockets that were not there ``before``;
-    those of others end with them.
-    """
+    """The ports on which this process listens with sockets that were not there ``before``."""
     sockets = {number: name for number, name in _sockets().items() if name not in before}
     if not sockets:
         return set()  # the kernel's lists of ports are those of the whole computer, and long
@@ -315,9 +305,7 @@ def _listening(before: Set[str]) -> set[tuple[str, int]]:
 
 
 def _files(home: Path) -> set[Path]:
-    """Return what should not appear: anything in the home folder, and things beside the sources,
-    such as Parsl's runinfo.
-    """
+    """What should not appear: anything in the home folder, and things beside the sources."""
     return set(home.iterdir()) | {
         path
         for path in ROOT.iterdir()

@@ -1,6 +1,4 @@
-"""``@freetrain_app``: bad input gets a sentence before anything starts, and functions reach the
-nodes from wherever they are.
-"""
+"""``@freetrain_app``: bad input gets a sentence at once; functions reach the nodes."""
 
 from __future__ import annotations
 
@@ -390,9 +388,7 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
 
 
 def test_names_are_taken_once(executor: FreeTrainExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that was refused takes no name; two that were not cannot share one. That of a trainer
-    that cannot start when its arguments are there is free again.
-    """
+    """A refused call takes no name; two others cannot share one; a failed start frees it."""
     with pytest.raises(BadInput):
         app()(threading.Lock(), trainer_name='mine')
     first = app()(trainer_name='mine')
@@ -577,9 +573,7 @@ def test_debugging_in_the_own_process() -> None:
 
 
 def test_debugging_begins_with_the_function(tmp_path: Path) -> None:
-    """What takes long, apart from torch and Parsl, is not imported before its first line, and no
-    process is started.
-    """
+    """What takes long is not imported before its first line, and no process is started."""
     script = tmp_path / 'my first lines.py'
     script.write_text(
         'import sys, psutil\n'

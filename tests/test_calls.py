@@ -1,6 +1,4 @@
-"""What a call of a trainer needs: settings and seeds of its own, the arguments of before, the best
-checkpoint, and a clean end of the program that submits.
-"""
+"""What a call needs: settings, seeds, the arguments of before, the best checkpoint, an end."""
 
 from __future__ import annotations
 
@@ -19,22 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    BadInput,
-    Checkpoint,
-    Checkpoints,
-    Epochs,
-    LocalSite,
-    Reproducible,
-    Samples,
-    Shape,
-    Throughput,
-    TrainerFailed,
-    TrainingFuture,
-    export_weights,
-    freetrain_app,
-    load_weights,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.executor.trainer.arguments import compare
 from parsl_freetrain.host.processes import StopSignals
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
@@ -48,7 +31,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 16)
 
 
-@freetrain_app(max_nodes=2, total_epochs=2, mode=Reproducible(shards=4))
+@ft.freetrain_app(max_nodes=2, total_epochs=2, mode=ft.Reproducible(shards=4))
 def train(ctx: Any, lr: float = 0.1, grows: bool = False) -> list[float]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -68,24 +51,26 @@ def train(ctx: Any, lr: float = 0.1, grows: bool = False) -> list[float]:
 
 
 def test_other_settings_of_the_same_function() -> None:
-    spec = train.with_options(total_samples=8, mode=Throughput(), name='other').spec
-    assert (spec.goal, spec.mode, spec.max_nodes) == (Samples(8), Throughput(), 2)
+    spec = train.with_options(total_samples=8, mode=ft.Throughput(), name='other').spec
+    assert (spec.goal, spec.mode, spec.max_nodes) == (ft.Samples(8), ft.Throughput(), 2)
     assert train.with_options(name='other').name == 'other' and train.name == 'train'
     assert train.with_options(name='other').spec == train.spec
-    shaped = train.with_options(sizes={2: Shape(data=2)}, total_epochs=3)
-    assert shaped.spec.min_nodes == 2 and shaped.spec.goal == Epochs(3)
+    shaped = train.with_options(sizes={2: ft.Shape(data=2)}, total_epochs=3)
+    assert shaped.spec.min_nodes == 2 and shaped.spec.goal == ft.Epochs(3)
     assert shaped.with_options(max_nodes=4).spec.shapes == {}
-    assert shaped.with_options(mode=Reproducible(seed=4)).spec.shapes == shaped.spec.shapes
-    with pytest.raises(BadInput, match='total_epoch'):
+    assert shaped.with_options(mode=ft.Reproducible(seed=4)).spec.shapes == shaped.spec.shapes
+    with pytest.raises(ft.BadInput, match='total_epoch'):
         train.with_options(total_epoch=3)
-    with pytest.raises(BadInput, match='The seed given to train is 0.5; it must be a whole number'):
+    with pytest.raises(
+        ft.BadInput, match='The seed given to train is 0.5; it must be a whole number'
+    ):
         train.debug(seed=0.5)
 
 
 def test_data_order_and_dropout_follow_the_seed_of_the_call() -> None:
     runs = [train.debug(seed=seed) for seed in (3, 3, 4)]
     assert runs[0].result == runs[1].result != runs[2].result
-    gets_it = freetrain_app(total_epochs=1)(lambda ctx, seed: seeds(ctx, seed))
+    gets_it = ft.freetrain_app(total_epochs=1)(lambda ctx, seed: seeds(ctx, seed))
     assert gets_it.debug(seed=5).result == [5, 5] and gets_it.debug(5).result == [5, 0]
 
 
@@ -101,19 +86,19 @@ def seeds(ctx: Any, seed: int) -> list[int]:
 def test_the_best_checkpoint_and_other_arguments(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = train.with_options(total_epochs=4, checkpoints=Checkpoints(keep=1))
-    with freetrain(tmp_path, LocalSite(nodes=1)):
+    app = train.with_options(total_epochs=4, checkpoints=ft.Checkpoints(keep=1))
+    with freetrain(tmp_path, ft.LocalSite(nodes=1)):
         result = app(lr=0.1, trainer_name='a').result(LIMIT_S)
     assert result.best is not None and result.best.metrics['best'] == 0 < result.metrics['accuracy']
     folder = Path(result.path).parent
     for source in (folder, result):
-        best = load_weights(source, best=True)
-        assert all(torch.equal(best[k], v) for k, v in load_weights(result.best).items())
-    export_weights(folder, tmp_path / 'best.safetensors', best=Retention(best='accuracy'))
+        best = ft.load_weights(source, best=True)
+        assert all(torch.equal(best[k], v) for k, v in ft.load_weights(result.best).items())
+    ft.export_weights(folder, tmp_path / 'best.safetensors', best=Retention(best='accuracy'))
     assert (tmp_path / 'best.safetensors').stat().st_size
-    with pytest.raises(BadInput, match="no checkpoint with the metric 'loss'"):
-        load_weights(folder, best=Retention(best='loss'))
-    with freetrain(tmp_path, LocalSite(nodes=1)), caplog.at_level(logging.WARNING):
+    with pytest.raises(ft.BadInput, match="no checkpoint with the metric 'loss'"):
+        ft.load_weights(folder, best=Retention(best='loss'))
+    with freetrain(tmp_path, ft.LocalSite(nodes=1)), caplog.at_level(logging.WARNING):
         app.with_options(total_epochs=5)(lr=0.01, trainer_name='a').result(LIMIT_S)
     said = [record.getMessage() for record in caplog.records]
     assert [one for one in said if 'lr was 0.1 and is 0.01' in one and 'learning rates' in one]
@@ -131,17 +116,17 @@ def test_other_arguments_hold_from_a_checkpoint_on(tmp_path: Path) -> None:
         ('c3', 0.3, False),
     ]
     for path, lr, changed in steps:
-        checkpoint = None if path is None else Checkpoint('a', path, 8, 1)
+        checkpoint = None if path is None else ft.Checkpoint('a', path, 8, 1)
         assert compare(tmp_path, checkpoint, {'lr': lr}) is changed, (path, lr)
 
 
 def test_a_schedule_that_is_over_fails_who_waits_and_may_repeat(tmp_path: Path) -> None:
     schedule = Schedule([IdleInterval(0.0, 1.0, 'a')])
-    site = LocalSite(nodes=1, schedule=schedule)
-    with freetrain(tmp_path, site), pytest.raises(TrainerFailed, match='repeat=True'):
+    site = ft.LocalSite(nodes=1, schedule=schedule)
+    with freetrain(tmp_path, site), pytest.raises(ft.TrainerFailed, match='repeat=True'):
         train.with_options(total_epochs=10**6)().result(LIMIT_S)
     now = [100.0]
-    again = LocalSite(nodes=1, schedule=Schedule([IdleInterval(2, 4, 'a')]), repeat=True)
+    again = ft.LocalSite(nodes=1, schedule=Schedule([IdleInterval(2, 4, 'a')]), repeat=True)
     again._clock = lambda: now[0]
     again.start()
     idle = []
@@ -153,7 +138,7 @@ def test_a_schedule_that_is_over_fails_who_waits_and_may_repeat(tmp_path: Path) 
 
 
 def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: Path) -> None:
-    site = LocalSite(nodes=1, schedule=Schedule([IdleInterval(1e6, 1e6 + 1.0, 'a')]))
+    site = ft.LocalSite(nodes=1, schedule=Schedule([IdleInterval(1e6, 1e6 + 1.0, 'a')]))
     with freetrain(tmp_path, site), cProfile.Profile() as profile:
         profile.disable()
         train(), train()  # the first call imports modules
@@ -191,7 +176,7 @@ def test_a_signal_that_comes_as_the_wait_begins_ends_it(number: signal.Signals) 
     noting.start()
     try:
         with pytest.raises(SystemExit):
-            TrainingFuture('t').result()
+            ft.TrainingFuture('t').result()
     finally:
         noting.join()
         stopping.end()
@@ -217,4 +202,4 @@ def test_a_program_that_is_ended_by_a_signal_goes_on_when_it_is_started_again(
     ended = run_to_end([*words, epochs])
     assert ended.returncode == 0, ended.stderr
     _, alone = in_this_process(fit, total_epochs=epochs)
-    assert equal(load_weights(ended.stdout.split()[-1]), alone)
+    assert equal(ft.load_weights(ended.stdout.split()[-1]), alone)

@@ -16,9 +16,7 @@ EPOCHS = 4
 
 @pytest.mark.long
 def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
-    """One node is killed again and again, the others stay; the summary has the promised shape, adds
-    up, and the weights are equal.
-    """
+    """One node is killed again and again; the summary adds up, and the weights are equal."""
     schedule = tmp_path / 'holes.csv'
     # Twice as long each time: a busy computer starts no block in a hole shorter than its start.
     killed = ''.join(f'{start},{2 * start},a\n' for start in (15, 30, 60, 120, 240, 480, 960))

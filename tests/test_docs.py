@@ -1,6 +1,4 @@
-"""The documentation's two scripts run and differ as it says. Its blocks of code are run by
-tests/docs; ``make docs`` builds it, and every warning is an error.
-"""
+"""The documentation's two scripts run and differ as it says; tests/docs runs its blocks."""
 
 import difflib
 import re
@@ -14,9 +12,7 @@ EXAMPLES = ROOT / 'docs' / 'examples'
 
 
 def changed_lines(plain: str, changed: str) -> int:
-    """Lines added, removed or replaced; without blank lines and those that only moved to the
-    left.
-    """
+    """Lines added, removed or replaced; no blank ones, nor those that only moved to the left."""
     one, other = (
         [line.strip() for line in text.splitlines() if line.strip()] for text in (plain, changed)
     )

@@ -1,6 +1,4 @@
-"""Flood-filling networks: what they see, how they move, what they find, and that they learn the
-same on any number of nodes.
-"""
+"""Flood-filling networks: what they see, find and learn, on any number of nodes."""
 
 from __future__ import annotations
 
@@ -107,9 +105,7 @@ def trained(
     threads: int = 1,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """The weights after fragments with these numbers of ranks, which die at these numbers of
-    samples.
-    """
+    """The weights after fragments on so many ranks, which die at these numbers of samples."""
     place, centres = volumes
     for number, (count, dies_at) in enumerate(fragments, 1):
         ordered = order(
@@ -132,9 +128,7 @@ def trained(
 def test_any_cuts_and_any_nodes_give_the_same_network(
     fork_server: ForkClient, volumes: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    """On two ranks until one is killed, on three until one is killed, then on one: bit for bit what
-    one rank gives alone.
-    """
+    """On two ranks until one is killed, on three likewise, then on one: bit for bit as one."""
     cut = trained(fork_server, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
     alone = trained(fork_server, tmp_path / 'alone', volumes, ((1, None),), threads=2)
     assert cut.keys() == alone.keys() and all(torch.equal(cut[key], alone[key]) for key in cut)
@@ -147,9 +141,7 @@ def test_any_cuts_and_any_nodes_give_the_same_network(
 def test_a_batch_that_grows_with_the_nodes(
     fork_server: ForkClient, volumes: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    """Ranks go to different numbers of places, and yet agree; the batch and the learning rate are
-    those of two ranks.
-    """
+    """Ranks go to different numbers of places, and yet agree on the batch of two ranks."""
     scaled = Scaled(lr='sqrt', warmup_samples=48)
     weights = trained(
         fork_server, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled
@@ -161,9 +153,7 @@ def test_a_batch_that_grows_with_the_nodes(
 
 @pytest.mark.long
 def test_through_kills_and_on_other_nodes(run_dir: Path) -> None:
-    """As its user runs it with ``--small``; the network finds tubes that it has not been trained
-    on.
-    """
+    """As with ``--small``; the network finds tubes that it has not been trained on."""
     out = run_dir / 'out'
     assert ffn.main(['--small', '--out', str(out)]) == 0
     summary = json.loads((out / 'summary.json').read_text())

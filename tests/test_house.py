@@ -1,6 +1,4 @@
-"""The house is in order: files, dependencies, links, and what the README promises. ``make lint``
-checks style, types and layers.
-"""
+"""The house is in order: files, dependencies, links, what the README promises."""
 
 import ast
 import os
@@ -239,9 +237,7 @@ def test_make_commands_in_the_texts_exist() -> None:
 def test_ci_checks_all_and_runs_what_failed_once_more(
     tmp_path: Path, failing: str, status: int, packages: int
 ) -> None:
-    """Tests run also where style or documentation fail, which decides in the end; a second run has
-    nothing else than what failed.
-    """
+    """Tests run also where style or documentation fail; a second run has only what failed."""
     fake, calls = tmp_path / 'make', tmp_path / 'calls'
     fake.write_text(
         f'#!/bin/bash\necho "$*" >> "{calls}"\nfor word in "$@"; do\n'

@@ -26,9 +26,7 @@ EPOCHS = 2
 
 
 class Demo:
-    """``python -m workflows.digits`` on two nodes that stay, as a shell would start it: in a
-    process group of its own. It is held up until it may end.
-    """
+    """``python -m workflows.digits`` on two nodes, as a shell starts it, held up to its end."""
 
     def __init__(self, folder: Path, *more: str) -> None:
         self.out = folder / 'out'

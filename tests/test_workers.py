@@ -1,6 +1,4 @@
-"""``--workers``: every test runs once, on a worker of its file's, and nothing that goes wrong there
-is lost.
-"""
+"""``--workers``: every test runs once, on a worker of its file's, and nothing is lost."""
 
 import os
 import re

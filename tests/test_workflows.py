@@ -1,6 +1,4 @@
-"""``workflows/`` in small: searches over fewer settings, and networks that lose ranks and nodes and
-change their shapes. test_demo.py, test_divided.py and test_ffn.py have the others.
-"""
+"""``workflows/`` in small: searches, and networks that lose ranks and nodes."""
 
 import itertools
 import json

@@ -1,7 +1,4 @@
-"""Plain DDP (or FSDP2), the same again (with a fragment's micro-batches, if it has several), and a
-fragment in turns, in the same processes under torchrun, so that the machine meets all alike; rank 0
-prints one line of JSON.
-"""
+"""Plain DDP or FSDP2 and a fragment in turns, in the same processes; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -180,9 +177,7 @@ def seconds(steps: Callable[[], None], count: int) -> tuple[float, float]:
 def main(
     width: int, blocks: int, steps: int, mode: str, on_nan: str, *, sharded: bool = False
 ) -> None:
-    """``mode`` is a trainer's, such as 'reproducible/4' with four virtual shards. ``sharded``:
-    FSDP2 in place of DDP.
-    """
+    """``mode``: such as 'reproducible/4' with four shards. ``sharded``: FSDP2 in place of DDP."""
     torch.set_num_threads(1)
     if not ON_CPU:
         torch.accelerator.set_device_index(DEVICE.index)

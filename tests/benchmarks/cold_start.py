@@ -1,6 +1,4 @@
-"""A training that is started by torchrun and goes on from a checkpoint if one is named, as a plain
-script; each rank prints when it had come how far.
-"""
+"""A training under torchrun, from a checkpoint if one is named; ranks print their times."""
 
 import time
 

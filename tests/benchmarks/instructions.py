@@ -1,6 +1,5 @@
-"""Instructions of a step in reproducible mode, and of a plain loop with the same micro-batches and
-deterministic algorithms: ``python -m tests.benchmarks.instructions NETWORK SHARDS`` prints a line
-of JSON. callgrind counts them, so what else the machine does changes nothing. Needs valgrind.
+"""Instructions (callgrind's count; needs valgrind) of a step in reproducible mode and of a plain
+loop with the same micro-batches: ``python -m tests.benchmarks.instructions NETWORK SHARDS``, JSON.
 """
 
 from __future__ import annotations

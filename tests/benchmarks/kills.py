@@ -1,7 +1,4 @@
-"""SIGKILL of one of four ranks and of one of four nodes, again and again: ``make kills``.
-
-The training is that of ``make versus``. Its bits are compared with those of an undisturbed one.
-"""
+"""SIGKILL of one of four ranks and of one of four nodes, again and again: ``make kills``."""
 
 import argparse
 import json
@@ -13,23 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.benchmarks.versus import measures
 from tests.benchmarks.versus.constants import BATCH
 from tests.benchmarks.versus.machine import Machine, Step, kill, machine
-from tests.benchmarks.versus.measures import (
-    ARRIVAL,
-    BLOCK,
-    NODE,
-    RANK,
-    Event,
-    Run,
-    next_step,
-    same_bits,
-)
 from tests.benchmarks.versus.plan import NothingTrained, undisturbed, until
 from tests.benchmarks.versus.systems.ours import Ours
 
 NODES = 4
-KINDS = (RANK, NODE, BLOCK)
+KINDS = (measures.RANK, measures.NODE, measures.BLOCK)
 LIMIT_S = 120.0
 GAP_S = 0.5, 1.5  # of training on all nodes before a kill
 _REST = 'the rest of a block killed'
@@ -42,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix='kills-', dir=options.folder))
     chance = random.Random(options.seed)
-    runs: list[Run] = []
+    runs: list[measures.Run] = []
     left = options.times
     while left > 0:
         times = min(left, options.per_run)
@@ -52,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     farthest = max(runs, key=lambda run: max(step.position for step in run.steps))
     reference = undisturbed(Ours('reproducible'), folder / 'undisturbed', farthest, 10 * LIMIT_S)
     found = {kind: figures(runs, kind) for kind in KINDS}
-    same = [same_bits(run.steps, reference) for run in runs]
+    same = [measures.same_bits(run.steps, reference) for run in runs]
     print(table(found))
     print(f'Same bits as undisturbed, by run: {same}')
     (folder / 'kills.json').write_text(json.dumps({**found, 'same bits': same}, indent=1))
@@ -70,11 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> Run:
-    """Train on four nodes (two are one block), kill each so often, and let all come back.
-    NothingTrained if the training does not go on within :data:`LIMIT_S`.
-    """
-    system, events = Ours('reproducible', ahead=ahead), list[Event]()
+def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> measures.Run:
+    """Train on four nodes (two are one block), kill each so often, and let all come back."""
+    system, events = Ours('reproducible', ahead=ahead), list[measures.Event]()
     with machine(folder) as here:
         commanded = time.time()
         system.start(here, [f'node{i}' for i in range(NODES)])
@@ -100,42 +86,42 @@ def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> Run:
             for node in nodes:
                 system.leave(here, node)
             kill(processes)
-            events.append(Event(kind, time.time(), NODES - len(nodes)))
+            events.append(measures.Event(kind, time.time(), NODES - len(nodes)))
             until(lambda: _went_on(here, events[-1]), LIMIT_S)
 
         def come(nodes: Sequence[str]) -> None:
-            events.append(Event(ARRIVAL, time.time(), NODES))
+            events.append(measures.Event(measures.ARRIVAL, time.time(), NODES))
             for node in nodes:
                 system.join(here, node)
 
         for _ in range(times):
             steady()
-            strike(RANK)
+            strike(measures.RANK)
             steady()
             lone = f'node{chance.choice((2, 3))}'
-            strike(NODE, [lone])
+            strike(measures.NODE, [lone])
             come([lone])
             steady()
             pair = chance.sample(['node0', 'node1'], 2)
-            strike(BLOCK, pair[:1])
+            strike(measures.BLOCK, pair[:1])
             strike(_REST, pair[1:])  # only a new block has both again
             come(pair)
         steady()
-        return Run(commanded, time.time(), NODES, tuple(events), tuple(here.steps()))
+        return measures.Run(commanded, time.time(), NODES, tuple(events), tuple(here.steps()))
 
 
-def _went_on(here: Machine, event: Event) -> bool:
+def _went_on(here: Machine, event: measures.Event) -> bool:
     return any(step.begun > event.at for step in here.steps())
 
 
-def repeated(steps: Sequence[Step], event: Event, until_s: float) -> int:
+def repeated(steps: Sequence[Step], event: measures.Event, until_s: float) -> int:
     """Steps that some rank had ended before an event, and that were trained again after it."""
     done = max((s.position for s in steps if s.ended <= event.at), default=-BATCH)
     again = min((s.position for s in steps if event.at < s.begun < until_s), default=done + BATCH)
     return max(0, (done - again) // BATCH + 1)
 
 
-def figures(runs: Sequence[Run], kind: str) -> dict[str, float | int | None]:
+def figures(runs: Sequence[measures.Run], kind: str) -> dict[str, float | int | None]:
     """Seconds from a kill to the end of the next step, and steps repeated, of all kills."""
     seconds: list[float | None] = []
     again: list[int] = []
@@ -143,7 +129,7 @@ def figures(runs: Sequence[Run], kind: str) -> dict[str, float | int | None]:
         ends = [*(event.at for event in run.events[1:]), run.ended]
         for event, end in zip(run.events, ends, strict=True):
             if event.kind == kind:
-                seconds.append(next_step(run, event))
+                seconds.append(measures.next_step(run, event))
                 again.append(repeated(run.steps, event, end))
     known = [s for s in seconds if s is not None]
     return {

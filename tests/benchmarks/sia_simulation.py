@@ -1,6 +1,5 @@
-"""Runs Sia's simulator (SOSP 2023) with its policies or our exact allocation: ``python
-sia_simulation.py FOLDER WORKLOAD POLICY`` with cvxpy, cylp, autograd, pandas and rich; prints mean
-job completion hours and CPU seconds by solver as JSON.
+"""Sia's simulator with its policies or ours: ``python sia_simulation.py FOLDER WORKLOAD POLICY``
+prints mean job completion hours and CPU seconds by solver as JSON.
 """
 
 import contextlib

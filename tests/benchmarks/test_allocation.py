@@ -1,6 +1,4 @@
-"""How long decisions take: ``make bench BENCH_ARGS='-k allocation'``. Only that exact solvers agree
-is asserted.
-"""
+"""How long decisions take: ``make bench BENCH_ARGS='-k allocation'``."""
 
 import gc
 import math
@@ -35,9 +33,7 @@ def curve(draw: random.Random) -> ScalingCurve:
 def problem(
     draw: random.Random, trainers: int, nodes: int, ends: int = 0, spans: bool = True
 ) -> Problem:
-    """A third of the trainers wait, the others hold up to 64 nodes; costs and horizon as on the
-    Summit trace.
-    """
+    """A third of the trainers wait, others hold up to 64 nodes; costs as on the Summit trace."""
     sizes = [nodes // (ends + 1)] * ends + [nodes - nodes // (ends + 1) * ends]
     blocks = tuple(
         Capacity(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
@@ -179,9 +175,7 @@ def test_allocation_with_many_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_allocation_of_node_classes() -> None:
-    """CPU time for 3 classes of 64 nodes and 60 trainers: everything new, and in the course of a
-    run, when three trainers have ended since the last decision and three have come.
-    """
+    """3 classes of 64 nodes, 60 trainers: all new, and after three ended and three came."""
     solver = ColumnAllocator(10.0)
     solver.allocate(class_problem(random.Random(0), 5, 8))  # imports
     new = [class_problem(random.Random(seed), 60, 64) for seed in range(100)]

@@ -1,6 +1,4 @@
-"""From the first instruction of a block to the first training step, on a real Slurm cluster, beside
-what Python and torch themselves need; run by ``make bench``.
-"""
+"""From a block's first instruction to the first step, on a real Slurm cluster; ``make bench``."""
 
 import math
 import statistics

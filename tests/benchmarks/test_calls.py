@@ -1,6 +1,4 @@
-"""What a call of a trainer costs its caller, while trainers run, beside the call of a plain Parsl
-app on the same executor; run by ``make bench``.
-"""
+"""What the call of a trainer costs, beside that of a plain Parsl app; ``make bench``."""
 
 from __future__ import annotations
 

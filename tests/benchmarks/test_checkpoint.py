@@ -1,6 +1,4 @@
-"""How long a checkpoint holds up training, beside torch.distributed.checkpoint's plain save; run by
-``make bench``.
-"""
+"""How long a checkpoint holds up training, beside torch's own plain save; ``make bench``."""
 
 import os
 import shutil

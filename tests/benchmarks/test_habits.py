@@ -1,6 +1,5 @@
-"""What habits of nodes give, and what decisions that know every end would; run by ``make bench
-BENCH_ARGS='-k habits'``. Habits are learned from the first 20 hours of the record of Summit and
-used in the other 6 days. Nothing is asserted here; replays have no noise.
+"""What habits of nodes give, and what decisions that know every end would: ``-k habits``. Learned
+from the first 20 hours of the record of Summit, used in the other 6 days.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""How much learned scaling curves cost against known ones; ``make bench BENCH_ARGS='-k learned'``.
-Saturating curves are made up: n / (1 + (n - 1) / h), 1 <= h <= 100, a fifth slower beyond 16 nodes.
-The published ones are of the public Summit trace. Nothing is asserted here.
+"""What learned scaling curves cost against known ones: ``-k learned``. Saturating ones are made up:
+n / (1 + (n - 1) / h), 1 <= h <= 100, a fifth slower beyond 16 nodes.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""A trainer on a fast and a slow node at once, live; ``make bench BENCH_ARGS='-k mixed'``. A sample
-takes 10 ms of a free processor, twice as much there. Speed is not asserted.
-"""
+"""A trainer on a fast and a slow node at once, live; ``make bench BENCH_ARGS='-k mixed'``."""
 
 from __future__ import annotations
 
@@ -12,14 +10,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    FragmentContext,
-    LocalSite,
-    Reproducible,
-    Scaling,
-    freetrain_app,
-    same_weights,
-)
+import parsl_freetrain as ft
 from tests.benchmarks.workload import MACHINE, data, network, optimizer_of
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
@@ -29,7 +20,7 @@ CLASSES = {'slot00': 'fast', 'slot01': 'slow'}
 RATES = {'fast': {1: 1.0, 2: 2.0}, 'slow': {1: 0.5, 2: 1.0}}
 
 
-def workload(ctx: FragmentContext) -> None:
+def workload(ctx: ft.FragmentContext) -> None:
     torch.manual_seed(0)
     model = network()
     optimizer = optimizer_of(model)
@@ -48,7 +39,7 @@ def workload(ctx: FragmentContext) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize('shards', [6, 12])
 def test_mixed_classes(tmp_path: Path, shards: int) -> None:
-    site = LocalSite(2, node_classes=CLASSES, class_speeds={'slow': 0.5})
+    site = ft.LocalSite(2, node_classes=CLASSES, class_speeds={'slow': 0.5})
     found: dict[str, list[float]] = {}
     results = []
     with freetrain(tmp_path, site):
@@ -58,18 +49,18 @@ def test_mixed_classes(tmp_path: Path, shards: int) -> None:
                 ('slow', ['slow'], 1),
                 ('both', RATES, 2),
             ):
-                scaling = Scaling(class_rates={c: RATES[c] for c in classes}, mixed=nodes > 1)
-                train = freetrain_app(
+                scaling = ft.Scaling(class_rates={c: RATES[c] for c in classes}, mixed=nodes > 1)
+                train = ft.freetrain_app(
                     min_nodes=nodes,
                     max_nodes=nodes,
                     total_samples=BATCH * BATCHES,
-                    mode=Reproducible(shards=shards),
+                    mode=ft.Reproducible(shards=shards),
                     scaling=scaling,
                 )(workload)
                 results.append(train(trainer_name=f'{name}-{i}').result(LIMIT_S))
                 found.setdefault(name, []).append(results[-1].metrics['rate'])
     fast, slow, both = (median(found[name]) for name in ('fast', 'slow', 'both'))
-    assert all(same_weights(result, results[0]) for result in results)
+    assert all(ft.same_weights(result, results[0]) for result in results)
     print(
         f'\nSamples/s, {shards} shards ({MACHINE}): fast {fast:.1f}, slow {slow:.1f} '
         f'({slow / fast:.3f}), both {both:.1f}: {both / fast:.3f} of the fast one alone, '

@@ -23,9 +23,7 @@ WAYS = {'each': 'every rank reads', 'one': 'one reads and sends to the others'}
 
 
 def read_in_turns(ctx: FragmentContext, path: str, rounds: int) -> None:
-    """Raises an error whose message has what all ranks together have read, in bytes, their CPU
-    time and the time it took, in seconds, by way.
-    """
+    """Raises an error that says what ranks have read (bytes), their CPU time and time (s)."""
     import time
 
     import torch.distributed as dist

@@ -1,6 +1,4 @@
-"""How long a replay of a trace from a seed, and of a Summit week, takes: ``make bench``. Asserted
-is only that no node stands idle beside a trainer that could start on it.
-"""
+"""How long replays take, from a seed and of a Summit week; no node stands idle beside a trainer."""
 
 import multiprocessing
 import resource

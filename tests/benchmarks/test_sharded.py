@@ -1,6 +1,4 @@
-"""Checkpoints of a sharded state by several writers, restoring it on other numbers of ranks, and
-what a step costs beside plain FSDP2; run by ``make bench``. test_start.py has rescales.
-"""
+"""Checkpoints and steps of a sharded state, beside plain FSDP2; test_start.py has rescales."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 
 
 def train(ctx: FragmentContext) -> None:
-    """Four steps; reports how long the model took to be read and the bytes that this rank read, and
-    prints the CPU time of writing and reading its part.
-    """
+    """Four steps; reports what reading took, prints the CPU time of writing and reading."""
     at: dict[str, float] = {}
 
     def reached(stage: str) -> None:
@@ -60,9 +56,7 @@ def train(ctx: FragmentContext) -> None:
 def save(
     fork_server: ForkClient, folder: Path, number: int, writers: int
 ) -> tuple[Checkpoint, float, float]:
-    """A checkpoint that is written beside training, and the CPU time of all ranks for reading the
-    one before and for writing it. The next fragment reads the last one.
-    """
+    """CPU time of all ranks for reading a checkpoint and writing the next one meanwhile."""
     ordered = order(
         folder,
         number,

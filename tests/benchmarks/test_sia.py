@@ -1,9 +1,6 @@
-"""Sia's problem (SOSP 2023): its simulator with its own policies and with ours; run by
-``make bench BENCH_ARGS=tests/benchmarks/test_sia.py``. Nothing is asserted.
-
-``SIA_SIMULATOR`` is the folder of the simulator (github.com/siasosp23/artifacts), ``SIA_WORKLOAD``
-a workload in it, and ``SIA_PACKAGES`` a folder with cvxpy, cylp, ecos, autograd, pandas and rich:
-``pip install --target FOLDER``.
+"""Sia's problem (SOSP 2023), with its own policies and ours. ``SIA_SIMULATOR``: folder of the
+simulator (github.com/siasosp23/artifacts); ``SIA_WORKLOAD``: a workload in it; ``SIA_PACKAGES``:
+``pip install --target FOLDER cvxpy cylp ecos autograd pandas rich``.
 """
 
 import os

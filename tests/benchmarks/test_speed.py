@@ -55,9 +55,8 @@ def test_what_a_step_of_a_fragment_costs() -> None:
 
 
 def in_turns(what: str, width: int, blocks: int, steps: int, *how: str) -> None:
-    """Print the fragment's speed relative to the plain training: the median ratio over the blocks,
-    with its 95 % interval, and the ratio of the CPU time of all blocks; then the same of the plain
-    training relative to itself.
+    """Print the fragment's speed relative to the plain training (median, 95 % interval, CPU time),
+    and that of the plain training relative to itself.
     """
     found = under_torchrun(RANKS, 'alternating', width, blocks, steps, *how)
     (low, high), (plain, (from_, to)) = found['interval'], found['plain_speed']

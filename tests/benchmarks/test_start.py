@@ -1,6 +1,4 @@
-"""Of what the start of a fragment consists, beside a cold start by torchrun, and what a rescale
-costs; run by ``make bench``.
-"""
+"""What the start of a fragment consists of, beside torchrun's, and what a rescale costs."""
 
 from __future__ import annotations
 
@@ -20,15 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    Checkpoints,
-    FragmentContext,
-    LocalSite,
-    Scaling,
-    Shape,
-    Throughput,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.executor.fragment.members import StandbyLauncher
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -41,9 +31,7 @@ PARTS = ('process', 'rendezvous', 'restore', 'first step')
 
 
 class Timed:
-    """When the function is unpickled the rank is there; from then on it notes when it meets the
-    others.
-    """
+    """When the function is unpickled the rank is there; then it notes when it meets the others."""
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
@@ -72,7 +60,7 @@ def timing() -> Timed:
     return noted
 
 
-def restored(ctx: FragmentContext, noted: Timed) -> None:
+def restored(ctx: ft.FragmentContext, noted: Timed) -> None:
     model = network()
     optimizer = optimizer_of(model)
     model, optimizer = ctx.prepare(model, optimizer)
@@ -134,7 +122,7 @@ def test_of_what_a_start_consists(tmp_path: Path) -> None:
                 )
 
 
-def loads(ctx: FragmentContext, load_s: float, width: int, sharded: bool = False) -> None:
+def loads(ctx: ft.FragmentContext, load_s: float, width: int, sharded: bool = False) -> None:
     time.sleep(load_s)  # as a data set that is read
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
     if sharded:
@@ -153,31 +141,31 @@ def loads(ctx: FragmentContext, load_s: float, width: int, sharded: bool = False
     [
         (64, '0.8 MB', (1, 2)),
         (1024, '210 MB', (1, 2)),
-        (1024, '210 MB, sharded', {1: Shape(), 2: Shape(shard=2)}),
+        (1024, '210 MB, sharded', {1: ft.Shape(), 2: ft.Shape(shard=2)}),
     ],
 )
 def test_what_a_rescale_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str, sizes: Any
 ) -> None:
-    """A trainer alternates between one node and two as another one comes and goes, with and without
-    ranks that run ahead.
-    """
+    """A trainer alternates between one node and two, with and without ranks that run ahead."""
     send = StandbyLauncher.send
     found: dict[str, list[tuple[str, float]]] = {}
     for way in ('in-flight', 'stop-and-start'):
         monkeypatch.setattr(
             StandbyLauncher, 'send', send if way == 'in-flight' else lambda *_: False
         )
-        with freetrain(tmp_path / way, LocalSite(nodes=2, poll_s=0.2), horizon_s=600.0) as executor:
-            long = freetrain_app(
+        with freetrain(
+            tmp_path / way, ft.LocalSite(nodes=2, poll_s=0.2), horizon_s=600.0
+        ) as executor:
+            long = ft.freetrain_app(
                 sizes=sizes,
                 total_epochs=10**6,
-                scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
-                mode=Throughput(),
-                checkpoints=Checkpoints(every_s=1000.0),
+                scaling=ft.Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
+                mode=ft.Throughput(),
+                checkpoints=ft.Checkpoints(every_s=1000.0),
             )(loads)
-            short = freetrain_app(
-                max_nodes=1, total_epochs=10**6, scaling=Scaling(rate={1: 1.0, 2: 1.9})
+            short = ft.freetrain_app(
+                max_nodes=1, total_epochs=10**6, scaling=ft.Scaling(rate={1: 1.0, 2: 1.9})
             )(loads)
             training = long(2.0, width, isinstance(sizes, dict), trainer_name='long')
             for i in range(ROUNDS):

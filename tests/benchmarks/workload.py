@@ -1,6 +1,4 @@
-"""What the benchmarks train, a network of 0.35 million weights (2.3 million with width 1,024) on
-random data, and what they are compared with.
-"""
+"""What the benchmarks train, a network of 0.35 million weights (2.3 million with width 1,024)."""
 
 import json
 import os

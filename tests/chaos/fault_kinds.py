@@ -90,9 +90,7 @@ def _full_inodes(run: Run, draw: random.Random) -> None:
 
 
 def _ordered(run: Run, draw: random.Random, kind: str) -> None:
-    """Leave a file for whoever causes the fault, and wait until it is taken. Nodes go, so that
-    there are fragments that begin and hand over their state.
-    """
+    """Leave a file for whoever causes the fault, and wait until it is taken."""
     order = run.orders / kind
     order.touch()
     place = points.FAULTS[kind][0] if kind in points.FAULTS else ''

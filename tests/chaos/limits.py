@@ -35,9 +35,7 @@ def possible() -> bool:
 
 @contextlib.contextmanager
 def limited(kind: str, most: int, pids: Iterable[int]) -> Iterator[None]:
-    """These processes and those that they start are in a group with a limit, until the block ends.
-    ``most``: bytes that they add to what they have, or processes and threads beside theirs.
-    """
+    """A group with a limit for these processes: ``most`` more bytes, or processes and threads."""
     mount, limit = _mount(kind)
     group = mount / f'freetrain-chaos-{os.getpid()}-{time.monotonic_ns()}'
     group.mkdir()

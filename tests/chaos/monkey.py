@@ -1,8 +1,5 @@
-"""Chaos: a training that is struck at random moments until it has had enough, and then has to give
-the undisturbed run's weights.
-
-``python -m tests.chaos.monkey --fragments 200 --seed 1`` prints its counts, and ends with status 1
-if anything was lost, doubled or changed.
+"""Chaos: a training struck at random moments gives the undisturbed run's weights: ``python -m
+tests.chaos.monkey --fragments 200 --seed 1``; status 1 if anything was lost or changed.
 """
 
 import argparse
@@ -163,9 +160,7 @@ class Monkey:
         self.say, self.pairs = say, pairs
 
     def strike_until(self, fragments: int, faults: int, epochs: int) -> None:
-        """Strike until this number of fragments has run and this number of faults was caused; the
-        trainer must recover from each fault before the next but one.
-        """
+        """Strike until there were so many fragments and faults; the trainer recovers from each."""
         order = list(self.kinds)  # each kind once, then at random
         self.draw.shuffle(order)
         self.run.start(epochs)

@@ -1,9 +1,5 @@
-"""Strikes a sharded training again and again, and compares its weights with those of an undisturbed
-run: ``python -m tests.chaos.sharded --faults 100 --seed 1``.
-
-Each fragment has another shape (1, 2 or 4 ranks, or two copies of 2). One of its ranks is killed at
-a step or at a stage of a save, or has a full disk; or the newest checkpoint loses a part or a bit
-between two fragments. With a C compiler, calls on its files fail meanwhile, in some of its ranks.
+"""Strikes a sharded training, in another shape each time, and compares its weights with those of an
+undisturbed run: ``python -m tests.chaos.sharded --faults 100 --seed 1``.
 """
 
 from __future__ import annotations

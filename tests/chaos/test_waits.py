@@ -1,6 +1,4 @@
-"""Every wait of the table is for somebody that a test stops; and partners that are stopped one
-after the other hold up no training for longer than the table says.
-"""
+"""Every wait of the table is for somebody that a test stops, and none is longer than it says."""
 
 from __future__ import annotations
 

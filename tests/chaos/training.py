@@ -15,19 +15,7 @@ from typing import Any
 import parsl
 from parsl.config import Config
 
-from parsl_freetrain import (
-    BackfillProvider,
-    Checkpoints,
-    FragmentContext,
-    FreeTrainExecutor,
-    HtexOptions,
-    LocalSite,
-    Policy,
-    Reproducible,
-    Scaling,
-    Timeouts,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.model.errors import FreeTrainError
 from tests.chaos.points import with_ordered_faults
 from tests.support.damage import scheduler_silent_for
@@ -40,10 +28,10 @@ SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses', *CLOCK_STEPS_S), 3
 
 NAME = 'chaos'
 HANG_S = 8.0
-MODE = Reproducible(shards=4)
+MODE = ft.Reproducible(shards=4)
 
 
-def counted(ctx: FragmentContext, pause_s: float = 0.0) -> None:
+def counted(ctx: ft.FragmentContext, pause_s: float = 0.0) -> None:
     """Fit a small network with dropout and momentum, and count every sample."""
     import time
 
@@ -88,16 +76,16 @@ def orders_in(folder: str | Path) -> Path:
 
 
 def app(epochs: int, nodes: int, orders: Path) -> Any:
-    return freetrain_app(
+    return ft.freetrain_app(
         max_nodes=nodes,
         total_epochs=epochs,
-        scaling=Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
-        checkpoints=Checkpoints(every_s=0.2),
+        scaling=ft.Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
+        checkpoints=ft.Checkpoints(every_s=0.2),
         mode=MODE,
     )(with_ordered_faults(counted, orders))
 
 
-def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
+def watch_scheduler(provider: ft.BackfillProvider, orders: Path) -> None:
     """Let the site answer no questions, or open no blocks, for a while when that is wanted."""
     site: Any = provider.site
     open_block, now = site.open_block, time.time
@@ -127,17 +115,17 @@ def main(folder: str, epochs: str, nodes: str, pause_s: str) -> None:
     faulthandler.register(signal.SIGUSR2)  # to see what it waits for, should it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored
     names = nodes.split(',')
-    site = Computers(names, poll_s=0.2) if names[1:] else LocalSite(nodes=int(nodes), poll_s=0.2)
+    site = Computers(names, poll_s=0.2) if names[1:] else ft.LocalSite(nodes=int(nodes), poll_s=0.2)
     most = len(names) if names[1:] else int(nodes)
-    provider = BackfillProvider(site=site, min_hole_s=1.0)
+    provider = ft.BackfillProvider(site=site, min_hole_s=1.0)
     orders = orders_in(folder)
     threading.Thread(target=watch_scheduler, args=(provider, orders), daemon=True).start()
-    executor = FreeTrainExecutor(
+    executor = ft.FreeTrainExecutor(
         provider=provider,
         checkpoint_dir=f'{folder}/checkpoints',
-        policy=Policy(horizon_s=20.0, retries=10_000),
-        timeouts=Timeouts(hang_s=HANG_S, stop_grace_s=2.0, join_s=60.0),
-        htex=HtexOptions(heartbeat_period=1, heartbeat_threshold=4),
+        policy=ft.Policy(horizon_s=20.0, retries=10_000),
+        timeouts=ft.Timeouts(hang_s=HANG_S, stop_grace_s=2.0, join_s=60.0),
+        htex=ft.HtexOptions(heartbeat_period=1, heartbeat_threshold=4),
         max_workers_per_node=0,
     )
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=f'{folder}/runinfo')):

@@ -1,6 +1,4 @@
-"""``freetrain allocate``: the contract, constraints as users state them, and sentences for whatever
-cannot be used.
-"""
+"""``freetrain allocate``: the contract, constraints, and sentences for what cannot be used."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""``freetrain holes`` and ``freetrain plan`` on a real cluster: everything is shown, nothing is
-sent.
-"""
+"""``freetrain holes`` and ``freetrain plan`` on a real cluster: all is shown, nothing is sent."""
 
 import json
 from pathlib import Path

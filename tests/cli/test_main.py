@@ -1,6 +1,4 @@
-"""The program ``freetrain`` itself: help, verbs, what it says when something is wrong, and which
-ledger, run and trainer a command line means.
-"""
+"""The program ``freetrain`` itself: help, verbs, errors; which ledger, run and trainer is meant."""
 
 import json
 import sys

@@ -18,16 +18,9 @@ from parsl_freetrain.core.model.events import Action, Rescaled, StartFragment, S
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.replay.forecast import trainers_at
+from parsl_freetrain.report import metrics
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs, scalings
-from parsl_freetrain.report.metrics import (
-    MOST_POINTS,
-    CurvePoint,
-    Curves,
-    MetricView,
-    smoothed,
-    thinned,
-)
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.svg import linear, logarithmic, seconds
 from tests.support.browser import DESKTOP, PHONE, tab
@@ -45,9 +38,7 @@ def read(path: Path, run: str | None = None, now: float = 2e9) -> Figures:
 
 def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
     """One trainer, 10 samples/s a node: 1 node from 0 to 100 s, told to take 2 at 100 s, preempted
-    at 200 s after a checkpoint at 150 s.
-
-    ``more`` goes into its spec; ``fails``: whether it fails in the end.
+    at 200 s after a checkpoint at 150 s. ``more``: of its spec; ``fails``: in the end.
     """
     ledger = Told(path)
     ledger.begin_run('r', at=1000.0, command='python x.py')
@@ -167,9 +158,7 @@ def test_predictions_are_told_beside_what_came_true(small: Path) -> None:
 
 
 def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: Path) -> None:
-    """First another trainer has to stop; in the middle of it the pool changes, and the trainer's
-    own share does not.
-    """
+    """Another trainer has to stop first; the pool changes, but not the trainer's share."""
     ledger = small_ledger(tmp_path / 'ledger.journal')
     ledger.submitted('t-2', at=1200.0)
     start = StartFragment('t-2', 1, ('b0/n0',), None, 0)
@@ -186,9 +175,7 @@ def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: 
 
 
 def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Path) -> None:
-    """Nothing is stated. What is assumed at first is followed by a start and a checkpoint, and by a
-    rescale.
-    """
+    """Nothing is stated: what is assumed is followed by a start, a checkpoint and a rescale."""
     ledger = small_ledger(tmp_path / 'ledger.journal', fails=False, stated_costs=())
     ledger.fragment_progress('t', 3, at=1210.0, samples=1850, rate=10.0)
     decide(ledger, 1220.0, {'t': 1}, {'t': 2})
@@ -297,7 +284,7 @@ def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_num
         ledger.fragment_progress('t', 1, at=float(i), samples=i, rate=None, metrics={'loss': loss})
     ledger.close()
     [line] = read(path).losses['t'].fragments
-    assert len(line) <= MOST_POINTS + 2 and (line[0].samples, line[-1].samples) == (0, 4999)
+    assert len(line) <= metrics.MOST_POINTS + 2 and (line[0].samples, line[-1].samples) == (0, 4999)
     assert {(p.samples, p.loss) for p in line} >= {(1234, 99.0), (4321, -5.0)}
     assert all(abs(p.loss) < 100 for p in line)
     assert 'nan' not in report_page(read(path))
@@ -374,7 +361,7 @@ def test_metrics_of_all_trainers_in_one_picture(tmp_path: Path, axis: str) -> No
     history = Journal(demo_journal(tmp_path / 'l', runs=2, seconds=60.0)).history()
     for one in history.trainings:
         one.submitted = structs.replace(one.submitted, total_epochs=6)
-    text = report_page(figures(history, 2e9, None), MetricView(axis, 0.8))
+    text = report_page(figures(history, 2e9, None), metrics.MetricView(axis, 0.8))
     _, _, chart = text.partition(f'aria-label="loss over {axis}"')
     lines = re.findall(r'<polyline class="line (.*?)"', chart.partition('</section>')[0])
     assert len(lines) == 4 and sum('raw' in kind for kind in lines) == 2  # of cnn and mlp
@@ -396,7 +383,7 @@ def test_a_stated_curve_meets_the_speed_on_the_smallest_number_of_nodes() -> Non
 
 def test_the_page_says_each_thing_once_and_plainly(small: Path) -> None:
     found = read(small)
-    once: Curves = {'accuracy': {'t': (CurvePoint(920, None, 100.0, 0.97),)}}
+    once: metrics.Curves = {'accuracy': {'t': (metrics.CurvePoint(920, None, 100.0, 0.97),)}}
     page = report_page(replace(found, metrics=once))
     assert '>accuracy</td>' in page and '>0.97</td>' in page  # and no chart with one dot
     assert 'accuracy over samples' not in page
@@ -418,8 +405,8 @@ def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:
         assert any(f.ending == 'preempted' for f in found.history.fragments if f.trainer == trainer)
     assert as_document(found)['metrics']['loss'].keys() == {'cnn', 'mlp'}
     # The first values count no more than others.
-    assert smoothed([(0, 4.0), (1, 2.0)], 0.5) == [(0, 4.0), (1, pytest.approx(8 / 3))]
-    assert [p.value for p in thinned(curve, 10)][-1] == curve[-1].value
+    assert metrics.smoothed([(0, 4.0), (1, 2.0)], 0.5) == [(0, 4.0), (1, pytest.approx(8 / 3))]
+    assert [p.value for p in metrics.thinned(curve, 10)][-1] == curve[-1].value
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Parsl's own conftest.py as a pytest plugin, without the hook whose signature pytest 9 no longer
-accepts.
-"""
+"""Parsl's own conftest.py as a plugin, without the hook whose signature pytest 9 refuses."""
 
 from parsl.tests import conftest
 

@@ -1,6 +1,4 @@
-"""Parsl's own test suite, as its wheel ships it, against FreeTrainExecutor and against Parsl's
-HighThroughputExecutor.
-"""
+"""Parsl's own test suite against FreeTrainExecutor and against its HighThroughputExecutor."""
 
 import os
 import sys
@@ -21,9 +19,7 @@ fails with Parsl's own executor too."""
 
 
 def run_suite(config: str, folder: Path) -> dict[str, bool]:
-    """Run the suite with a configuration; whether each test passed, those that were skipped left
-    out.
-    """
+    """Run the suite with a configuration; whether each test that was not skipped passed."""
     folder.mkdir()
     report = folder / 'report.xml'
     command = [

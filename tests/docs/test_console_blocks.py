@@ -65,9 +65,7 @@ HERE = [command for command in COMMANDS if not elsewhere(command)]
 
 
 def text_commands() -> list[Command]:
-    """Lines of plain blocks that call ``freetrain`` or a workflow: shown because they need another
-    machine, and checked as words only.
-    """
+    """Lines of plain blocks that call ``freetrain`` or a workflow: checked as words only."""
     return [
         Command(block.page, block.line, line, '')
         for block in all_blocks('text')
@@ -79,9 +77,7 @@ def text_commands() -> list[Command]:
 def perform(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str]:
-    """Run ``freetrain`` in this process, anything else in one of its own; exit status, and what was
-    said.
-    """
+    """Run ``freetrain`` here, anything else in a process; exit status, and what was said."""
     if '<' in words:
         at = words.index('<')
         monkeypatch.setattr(
@@ -139,9 +135,7 @@ def test_verbs_and_options_exist(
 def test_options_of_workflows_exist(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``[--size small|large] [--site NAME|FILE]``: the options, and what they take where it is one
-    of some words, or of some kinds.
-    """
+    """Of ``[--size small|large] [--site NAME|FILE]``: the options, and what they take."""
     monkeypatch.setenv('COLUMNS', '400')
     workflow = importlib.import_module(command.words[2])
     with pytest.raises(SystemExit, match='^0$'):

@@ -1,6 +1,4 @@
-"""JSON, TOML and SQL in the documentation: it can be read, and what ``freetrain allocate`` is shown
-to answer is what it answers.
-"""
+"""JSON, TOML and SQL of the documentation can be read; ``freetrain allocate`` answers as shown."""
 
 import json
 import sqlite3

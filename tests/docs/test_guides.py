@@ -1,6 +1,4 @@
-"""The guides, from their first commands to their last: a first site, on a real Slurm cluster, and
-rehearsing a preemption, on a training of this computer.
-"""
+"""The guides, from first to last command: a first site on a real Slurm, a rehearsed preemption."""
 
 import sys
 from pathlib import Path

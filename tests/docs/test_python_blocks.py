@@ -1,6 +1,5 @@
-"""Every Python block of the documentation runs: a page's in order, in one namespace, on slots of
-this computer; those that speak to ``ctx`` in a fragment. Functions are called, too, but for
-NOT_CALLED.
+"""Every Python block of the documentation runs: a page's in order, in one namespace; those that
+speak to ``ctx`` in a fragment. Functions are called, too, but for NOT_CALLED.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def trained(page: str, names: dict[str, Any]) -> None:
 
 
 def train_with(page: str, names: dict[str, Any], folder: Path) -> None:
-    """Train an epoch with the function that a page defines, where it says how training is done and
-    not only how an app is declared.
-    """
+    """Train an epoch with the function that a page defines, where it says how to train."""
     if page == 'parallel.md':
         np.save(folder / 'volumes.npy', np.ones((16, 1, 4, 4, 4), dtype=np.float32))
         given: tuple[Any, ...] = (str(folder / 'volumes.npy'),)
@@ -77,9 +74,7 @@ def run(block: Block, names: dict[str, Any]) -> None:
 
 
 def run_in_a_fragment(block: Block) -> None:
-    """Run a block that speaks to ``ctx`` in a fragment that then trains an epoch with what the
-    block has prepared.
-    """
+    """Run a block that speaks to ``ctx`` in a fragment, which then trains an epoch."""
 
     def fragment(ctx, code):  # type: ignore[no-untyped-def]
         import torch
@@ -123,9 +118,7 @@ def speaks_to_ctx(block: Block) -> bool:
 
 
 def digits() -> dict[str, Any]:
-    """What the pages call ``train``, ``images``, ``labels`` and ``model``: the app of
-    docs/examples, and a small one here.
-    """
+    """What the pages call ``train``, ``images``, ``labels`` and ``model``."""
 
     def train(ctx, images, labels):  # type: ignore[no-untyped-def]
         import torch

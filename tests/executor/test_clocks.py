@@ -27,9 +27,7 @@ def with_another_clock(ctx: FragmentContext, ahead_s: float) -> None:
 def test_a_training_goes_on_in_hole_after_hole_whatever_its_nodes_clock_says(
     tmp_path: Path,
 ) -> None:
-    """Ahead, the end of a hole seemed to have come, and starts took an hour; behind, the last
-    checkpoint before the end was missed.
-    """
+    """Ahead, holes seemed to have ended; behind, the checkpoint before the end was missed."""
     holes, at, spells = tmp_path / 'holes.csv', 0, ''
     for long_s in (8, 8, 16, 16, 32, 32, 64, 64, 128, 128):  # on a busy computer, starts take long
         spells += ''.join(f'{at},{at + long_s},{node}\n' for node in ('n0', 'n1'))

@@ -11,14 +11,7 @@ import pytest
 from parsl.app.app import python_app
 from parsl.jobs.states import JobState, JobStatus
 
-from parsl_freetrain import (
-    BackfillProvider,
-    Checkpoints,
-    LocalSite,
-    TrainerFailed,
-    TrainingFuture,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
@@ -26,7 +19,7 @@ from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, slowness, wait_until
 
 
-def until_training(future: TrainingFuture) -> None:
+def until_training(future: ft.TrainingFuture) -> None:
     while future.progress().samples == 0:
         assert not future.done()
         threading.Event().wait(0.05)
@@ -34,15 +27,13 @@ def until_training(future: TrainingFuture) -> None:
 
 @pytest.mark.parametrize('taken', ['known', pytest.param('notice', marks=pytest.mark.long)])
 def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
-    """The fragment stops by itself before its node is killed; the next one, on another node,
-    repeats nothing.
-    """
+    """The fragment stops before its node is killed; the next one, elsewhere, repeats nothing."""
     slow = slowness()  # a save that takes longer than the notice would be lost
     schedule = Schedule([IdleInterval(0, 9 * slow, 'a'), IdleInterval(7 * slow, 900 * slow, 'b')])
-    site = LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=3 * slow, poll_s=0.2)
+    site = ft.LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=3 * slow, poll_s=0.2)
     epochs = round(35 * slow)
-    trainer = freetrain_app(
-        max_nodes=1, total_epochs=epochs, checkpoints=Checkpoints(every_s=1000.0)
+    trainer = ft.freetrain_app(
+        max_nodes=1, total_epochs=epochs, checkpoints=ft.Checkpoints(every_s=1000.0)
     )(fit)
     with freetrain(tmp_path, site, min_hole_s=3.0) as executor:
         future = trainer(pause_s=0.03)
@@ -63,22 +54,20 @@ def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> N
 def test_a_scheduler_that_does_not_answer_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is silent, and while it knows nothing of the job, the block counts as running: one
-    block, one fragment, to the end.
-    """
+    """While it is silent, or knows nothing of the job, the block counts as running, to the end."""
     silent_until = [0.0]
     asked = threading.Event()
-    answer = BackfillProvider.status
+    answer = ft.BackfillProvider.status
 
-    def status(self: BackfillProvider, job_ids: list[str]) -> list[JobStatus]:
+    def status(self: ft.BackfillProvider, job_ids: list[str]) -> list[JobStatus]:
         if time.monotonic() < silent_until[0]:
             asked.set()
             return [JobStatus(JobState.UNKNOWN) for _ in job_ids]
         return answer(self, job_ids)
 
-    monkeypatch.setattr(BackfillProvider, 'status', status)
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)) as executor:
-        future = freetrain_app(max_nodes=1, total_epochs=10)(fit)(pause_s=0.03)
+    monkeypatch.setattr(ft.BackfillProvider, 'status', status)
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2)) as executor:
+        future = ft.freetrain_app(max_nodes=1, total_epochs=10)(fit)(pause_s=0.03)
         until_training(future)
         silent_until[0] = time.monotonic() + 3.0
         assert asked.wait(LIMIT_S)
@@ -101,9 +90,9 @@ def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflo
     mark = tmp_path / 'runs'
     # A site that is asked so seldom does not delay the news.
     with freetrain(
-        tmp_path, LocalSite(nodes=1, poll_s=300.0), stop_grace_s=1.0, max_workers_per_node=1
+        tmp_path, ft.LocalSite(nodes=1, poll_s=300.0), stop_grace_s=1.0, max_workers_per_node=1
     ) as executor:
-        future = freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.03)
+        future = ft.freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.03)
         running = ordinary(str(mark))
         until_training(future)
         wait_until(mark.exists)
@@ -115,8 +104,8 @@ def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflo
         interchange.kill()
         later = ordinary(str(mark))  # nobody takes it any more
         said = r'interchange has ended.*interchange\.log'
-        for training in (future, freetrain_app(total_epochs=1)(fit)(trainer_name='later')):
-            with pytest.raises(TrainerFailed, match=said):
+        for training in (future, ft.freetrain_app(total_epochs=1)(fit)(trainer_name='later')):
+            with pytest.raises(ft.TrainerFailed, match=said):
                 training.result(LIMIT_S)
         for app_future in (running, later, ordinary(str(mark))):
             assert re.search(said, str(app_future.exception(LIMIT_S)))
@@ -124,19 +113,19 @@ def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflo
 
 def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path) -> None:
     budgets = {'trainer fit': 3.0}
-    trainer = freetrain_app(max_nodes=1, total_epochs=1000)(fit)
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor:
+    trainer = ft.freetrain_app(max_nodes=1, total_epochs=1000)(fit)
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor:
         future = trainer(pause_s=0.02)
-        with pytest.raises(TrainerFailed, match='the budget of trainer fit, 3 node-seconds, is'):
+        with pytest.raises(ft.TrainerFailed, match='the budget of trainer fit, 3 node-seconds, is'):
             future.result(LIMIT_S)
     with (
-        freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor,
-        pytest.raises(TrainerFailed, match='budget of trainer fit'),
+        freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor,
+        pytest.raises(ft.TrainerFailed, match='budget of trainer fit'),
     ):
         trainer(pause_s=0.02).result(LIMIT_S)
     with (
         pytest.raises(BadInput, match='budget of all trainers is 3 node-seconds, and earlier runs'),
-        freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets={'total': 3.0}),
+        freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), budgets={'total': 3.0}),
     ):
         pass
     with Journal(executor.ledger_path) as ledger:

@@ -1,6 +1,4 @@
-"""Nothing hangs: ranks, workers and managers that are killed or stopped, on the local site, with
-real signals.
-"""
+"""Nothing hangs: ranks, workers and managers that are really killed or stopped."""
 
 from __future__ import annotations
 
@@ -18,19 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from parsl_freetrain import (
-    BadInput,
-    Checkpoints,
-    FragmentContext,
-    FreeTrainExecutor,
-    LocalSite,
-    Ranks,
-    Scaling,
-    Throughput,
-    Timeouts,
-    TrainingFuture,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.testing import kill_at, with_faults
 from tests.support.faults import slow_rank, stop_at
@@ -42,7 +28,7 @@ HANG_S = 6.0
 EVER = 100_000  # epochs
 
 
-def fragments(executor: FreeTrainExecutor) -> list[Any]:
+def fragments(executor: ft.FreeTrainExecutor) -> list[Any]:
     with Journal(executor.ledger_path) as ledger:
         return list(ledger.history().fragments)
 
@@ -57,22 +43,22 @@ def training(
     function: Any = fit,
     ahead: bool = False,
     **settings: Any,
-) -> Iterator[tuple[FreeTrainExecutor, TrainingFuture]]:
+) -> Iterator[tuple[ft.FreeTrainExecutor, ft.TrainingFuture]]:
     """A training on all nodes that goes on until it is left."""
-    trainer = freetrain_app(
+    trainer = ft.freetrain_app(
         min_nodes=min(nodes, settings.pop('min_nodes', nodes)),
         max_nodes=nodes,
         total_epochs=epochs,
-        checkpoints=Checkpoints(every_s=0.3),
-        ranks=Ranks(ahead=ahead),
-        scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
+        checkpoints=ft.Checkpoints(every_s=0.3),
+        ranks=ft.Ranks(ahead=ahead),
+        scaling=ft.Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
     )
-    site = LocalSite(nodes=nodes, poll_s=0.2)
+    site = ft.LocalSite(nodes=nodes, poll_s=0.2)
     with freetrain(folder, site, **{'hang_s': HANG_S, 'stop_grace_s': 1.0, **settings}) as executor:
         yield executor, trainer(with_faults(function, *faults))(pause_s=pause_s, trainer_name='fit')
 
 
-def dies_when_the_next_ranks_are_there(ctx: FragmentContext, **options: Any) -> None:
+def dies_when_the_next_ranks_are_there(ctx: ft.FragmentContext, **options: Any) -> None:
     class Struck:
         def __getattr__(self, name: str) -> Any:
             return getattr(ctx, name)
@@ -153,9 +139,7 @@ def started() -> Started:
 
 
 def of_node(started: Started, node: str) -> list[psutil.Process]:
-    """A node's first process, its manager, and the manager's children, in this order, without ranks
-    and fork servers.
-    """
+    """A node's first process, manager and the manager's children; no rank or fork server."""
     found = []
     for process in started.processes():
         with contextlib.suppress(psutil.Error):
@@ -187,9 +171,7 @@ def rank(started: Started, node: str) -> psutil.Process:
 def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
     tmp_path: Path, started: Started, victim: Pick
 ) -> None:
-    """SIGSTOP to what runs the node's share: its fragment ends, the good node trains on, and no
-    rank is left on the bad one.
-    """
+    """SIGSTOP to what runs the node: its fragment ends, the good node trains on."""
     with training(tmp_path, min_nodes=1, nodes=2, heartbeat_period=1) as (executor, future):
         wait_until(
             lambda: (
@@ -281,7 +263,7 @@ def test_a_signal_ends_a_fragment_at_a_boundary_and_costs_no_work(
     assert future.progress().preempted == 0
 
 
-def never_ends(ctx: FragmentContext) -> None:
+def never_ends(ctx: ft.FragmentContext) -> None:
     class Stuck:
         def __getattr__(self, name: str) -> Any:
             return getattr(ctx, name)
@@ -294,15 +276,15 @@ def never_ends(ctx: FragmentContext) -> None:
 
 
 def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> None:
-    trainer = freetrain_app(
+    trainer = ft.freetrain_app(
         min_nodes=2,
         max_nodes=2,
         total_epochs=1,
-        mode=Throughput(),
-        scaling=Scaling(rate={1: 1.0, 2: 1.9}),
+        mode=ft.Throughput(),
+        scaling=ft.Scaling(rate={1: 1.0, 2: 1.9}),
     )(never_ends)
     with freetrain(
-        tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0, step_s=2.0
+        tmp_path, ft.LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0, step_s=2.0
     ) as executor:
         trainer()
         wait_until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
@@ -311,7 +293,7 @@ def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> No
     assert 'no training step ended within 2 s: its function is in an endless loop' in first.error
 
 
-def leaves_an_exchange_out(ctx: FragmentContext) -> None:
+def leaves_an_exchange_out(ctx: ft.FragmentContext) -> None:
     """Rank 0 waits for what rank 1 never sends, and rank 1 for the next sum."""
     import torch
 
@@ -328,10 +310,10 @@ def leaves_an_exchange_out(ctx: FragmentContext) -> None:
 
 
 def test_ranks_that_wait_for_each_other_for_ever_are_ended_and_named(tmp_path: Path) -> None:
-    trainer = freetrain_app(
-        min_nodes=2, max_nodes=2, total_epochs=50, scaling=Scaling(rate={1: 1.0, 2: 1.9})
+    trainer = ft.freetrain_app(
+        min_nodes=2, max_nodes=2, total_epochs=50, scaling=ft.Scaling(rate={1: 1.0, 2: 1.9})
     )(leaves_an_exchange_out)
-    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0) as executor:
+    with freetrain(tmp_path, ft.LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0) as executor:
         trainer()
         wait_until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
         first = fragments(executor)[0]
@@ -347,5 +329,5 @@ def test_ranks_that_wait_for_each_other_for_ever_are_ended_and_named(tmp_path: P
 
 @pytest.mark.parametrize('hang_s', [0.0, 1.9, math.inf, math.nan])
 def test_a_limit_that_cannot_be_kept_is_refused(hang_s: float) -> None:
-    with pytest.raises(BadInput, match='hang_s is'):
-        Timeouts(hang_s=hang_s)
+    with pytest.raises(ft.BadInput, match='hang_s is'):
+        ft.Timeouts(hang_s=hang_s)

@@ -1,6 +1,4 @@
-"""The pinning interchange against the Parsl that is installed: the one place that leans on Parsl's
-private parts.
-"""
+"""The pinning interchange against the installed Parsl, on whose private parts it leans."""
 
 import ast
 import inspect
@@ -136,9 +134,7 @@ def send(executor: FreeTrainExecutor, manager: str | None = None, **arguments: s
 def two_busy_nodes(
     folder: Path,
 ) -> Iterator[tuple[FreeTrainExecutor, dict[str, Path], list[Future[str]]]]:
-    """Two nodes of one ordinary worker each, which is held up until the file exists that is given
-    beside its manager.
-    """
+    """Two nodes of one plain worker each, held up until the file beside its manager exists."""
     folder.mkdir(exist_ok=True)
     releases = [folder / f'release{i}' for i in range(2)]
     with freetrain(folder, LocalSite(nodes=2, poll_s=0.2), max_workers_per_node=1) as executor:

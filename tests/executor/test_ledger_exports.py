@@ -1,6 +1,4 @@
-"""The ledger beside the tables of Parsl's monitoring, and for loggers: what it has, once, from the
-submitting process.
-"""
+"""The ledger beside the tables of Parsl's monitoring, and for loggers: all of it, once."""
 
 import sqlite3
 import time

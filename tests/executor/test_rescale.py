@@ -1,6 +1,4 @@
-"""Rescaling while training goes on: the next ranks are ready and the state is in memory, and what
-it costs is measured and used.
-"""
+"""Rescaling while training goes on: the next ranks are ready, the state is in memory."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ SCALING = {1: 1.0, 2: 1.9}
 
 
 def loads_first(ctx: FragmentContext, go: str) -> None:
-    """As ``fit``, but says when it has loaded its data, and trains slowly until there is a file
-    ``go``. Its state counts as a large one.
-    """
+    """As ``fit``, but says when it has its data, and is slow until ``go``; a large state."""
     from parsl_freetrain.training.loop import checkpointer
 
     vars(checkpointer)['LARGE_BYTES'] = 0

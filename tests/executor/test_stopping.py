@@ -1,6 +1,4 @@
-"""A fragment that is to stop for a rescale and is told of a rehearsed preemption: whichever comes
-first, the preemption's grace holds.
-"""
+"""A fragment that stops for a rescale and is preempted: the preemption's grace holds."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future

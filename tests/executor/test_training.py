@@ -1,6 +1,4 @@
-"""Trainers on the local site, with real processes and real ranks. Kills and rescales are in
-tests/test_demo.py.
-"""
+"""Trainers on the local site, real processes. Kills and rescales are in tests/test_demo.py."""
 
 from __future__ import annotations
 
@@ -18,18 +16,7 @@ from typing import Any
 import pytest
 from parsl.app.app import python_app
 
-from parsl_freetrain import (
-    Checkpoint,
-    Checkpoints,
-    FragmentContext,
-    FreeTrainError,
-    LocalSite,
-    Recording,
-    Scaling,
-    TrainerFailed,
-    freetrain_app,
-    same_weights,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger, OpenLog
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.summary import summary
@@ -40,20 +27,20 @@ from tests.support.waiting import LIMIT_S, wait_until
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
 
 
-def site(nodes: int, schedule: Schedule | None = None, **settings: object) -> LocalSite:
-    return LocalSite(nodes=nodes, schedule=schedule, poll_s=0.2, **settings)  # type: ignore[arg-type]
+def site(nodes: int, schedule: Schedule | None = None, **settings: object) -> ft.LocalSite:
+    return ft.LocalSite(nodes=nodes, schedule=schedule, poll_s=0.2, **settings)  # type: ignore[arg-type]
 
 
 def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=2, total_epochs=2, scaling=Scaling(rate=SCALING))(fit)
+    trainer = ft.freetrain_app(max_nodes=2, total_epochs=2, scaling=ft.Scaling(rate=SCALING))(fit)
 
     @python_app
-    def samples(one: Checkpoint, other: Checkpoint) -> int:
+    def samples(one: ft.Checkpoint, other: ft.Checkpoint) -> int:
         return one.samples + other.samples
 
     slowness = [0.0]
 
-    @freetrain_app(max_nodes=1, total_epochs=1)
+    @ft.freetrain_app(max_nodes=1, total_epochs=1)
     def closure(ctx, bonus: float = 1.0):  # type: ignore[no-untyped-def]
         fit(ctx, pause_s=slowness[0])
         ctx.report(bonus=bonus)
@@ -64,7 +51,7 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
         assert samples(first, second).result(LIMIT_S) == 2 * 192
         assert (first.name, first.state, first.progress().total_samples) == ('fit', 'finished', 192)
         assert first.result().metrics.keys() == {'loss'}
-        assert same_weights(first.result(), second.result())
+        assert ft.same_weights(first.result(), second.result())
         assert all(f.result().samples <= 192 for f in first.checkpoints)
         assert closure(bonus=2).result(LIMIT_S).metrics['bonus'] == 2
     found = summary(Journal(executor.ledger_path).history())
@@ -89,7 +76,7 @@ def held(gate: str, process: int) -> ValueError:
     return ValueError('held')
 
 
-def raises(ctx: FragmentContext, gate: str, process: int) -> None:
+def raises(ctx: ft.FragmentContext, gate: str, process: int) -> None:
     raise Held(gate, process)
 
 
@@ -97,9 +84,7 @@ _LOOPS = ('FreeTrain-EventLoop', 'FreeTrain-Output', 'FreeTrain-Loggers')
 
 
 class Stuck(io.StringIO, logging.Handler, MetricLogger):
-    """A terminal, a handler of logging, and a logger of metrics, none of which returns when the
-    event loop, or what works for it, calls.
-    """
+    """A terminal, a handler and a logger that do not return when our threads call."""
 
     def __init__(self, over: threading.Event) -> None:
         logging.Handler.__init__(self)
@@ -136,14 +121,16 @@ def test_what_is_the_users_never_runs_on_the_event_loop(
     """Callbacks of futures, exceptions that are loaded, loggers and the terminal: each may take for
     ever, or wait for the next training. Other trainers, and other people's jobs, wait for the loop.
     """
-    over, found, gate = threading.Event(), Queue[Checkpoint](), tmp_path / 'gate'
+    over, found, gate = threading.Event(), Queue[ft.Checkpoint](), tmp_path / 'gate'
     stuck = Stuck(over)
     if what == 'terminal':
         monkeypatch.setattr('sys.stderr', stuck)
     monkeypatch.setattr('parsl_freetrain.executor.ledger_exports.LAST_S', 0.1)
-    train = freetrain_app(max_nodes=1, total_epochs=1)(fit)
+    train = ft.freetrain_app(max_nodes=1, total_epochs=1)(fit)
     try:
-        with freetrain(tmp_path, site(1), recording=Recording(loggers=[stuck]), min_rescale_s=0.0):
+        with freetrain(
+            tmp_path, site(1), recording=ft.Recording(loggers=[stuck]), min_rescale_s=0.0
+        ):
             if what == 'handler':
                 logging.getLogger('parsl').addHandler(stuck)
 
@@ -156,7 +143,7 @@ def test_what_is_the_users_never_runs_on_the_event_loop(
             for future in (first, first.checkpoints[0]):
                 future.add_done_callback(then)
             assert {found.get(timeout=LIMIT_S).trainer for _ in range(2)} == {'fit', 'fit-2'}
-            bad = freetrain_app(max_nodes=1, total_epochs=1)(raises)(str(gate), os.getpid())
+            bad = ft.freetrain_app(max_nodes=1, total_epochs=1)(raises)(str(gate), os.getpid())
             wait_until(lambda: bad.state == 'failed', 'it did not fail')
             assert not bad.done()
             train(trainer_name='last').result(LIMIT_S)
@@ -169,21 +156,21 @@ def test_what_is_the_users_never_runs_on_the_event_loop(
         logging.getLogger('parsl').removeHandler(stuck)
 
 
-def leave(ctx: FragmentContext) -> None:
+def leave(ctx: ft.FragmentContext) -> None:
     """Leave the process as scripts do."""
     sys.exit(f'enough after {ctx.samples}')
 
 
 def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
     """At once: Parsl's retries are for its own tasks; ours is Policy(retries=). So does an exit."""
-    trainer = freetrain_app(max_nodes=1, total_epochs=3, scaling=Scaling(rate=SCALING))(fit)
+    trainer = ft.freetrain_app(max_nodes=1, total_epochs=3, scaling=ft.Scaling(rate=SCALING))(fit)
     with freetrain(tmp_path, site(2), parsl_retries=2):
         bad, good = trainer(fail_at=40, trainer_name='bad'), trainer(trainer_name='good')
         with pytest.raises(ValueError, match='no more after 40 samples') as caught:
             bad.result(LIMIT_S)
-        left = freetrain_app(max_nodes=1, total_epochs=2)(leave)()
+        left = ft.freetrain_app(max_nodes=1, total_epochs=2)(leave)()
         said = r"called sys\.exit\('enough after 0'\); let it return instead"
-        with pytest.raises(FreeTrainError, match=said):
+        with pytest.raises(ft.FreeTrainError, match=said):
             left.result(LIMIT_S)
         assert good.result(LIMIT_S).samples == 288
     [note] = caught.value.__notes__
@@ -199,11 +186,11 @@ def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
 def test_cancel_and_leaving_stop_with_a_checkpoint_and_the_same_call_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = freetrain_app(
+    trainer = ft.freetrain_app(
         max_nodes=1,
         total_epochs=20,
-        scaling=Scaling(rate=SCALING),
-        checkpoints=Checkpoints(every_s=0.2),
+        scaling=ft.Scaling(rate=SCALING),
+        checkpoints=ft.Checkpoints(every_s=0.2),
     )(fit)
     with freetrain(tmp_path, site(1)):
         future = trainer(pause_s=0.05)
@@ -219,18 +206,18 @@ def test_cancel_and_leaving_stop_with_a_checkpoint_and_the_same_call_continues(
         assert 0 < future.checkpoint.samples < 20 * 96
         left = trainer.with_options(total_epochs=1000)(pause_s=0.05, trainer_name='left')
         wait_until(lambda: left.progress().samples > 0)
-    with pytest.raises(TrainerFailed, match=r'interrupted at .* the same call continues'):
+    with pytest.raises(ft.TrainerFailed, match=r'interrupted at .* the same call continues'):
         left.result(0)
     assert left.checkpoint is not None and left.checkpoint.samples > 0
     with freetrain(tmp_path, site(1), resume='require'):
         resumed = trainer()
         assert resumed.result(LIMIT_S).samples == 20 * 96
         assert resumed.progress().fragments >= 1
-        undisturbed = freetrain_app(
-            max_nodes=1, total_epochs=20, checkpoints=Checkpoints(resume='never')
+        undisturbed = ft.freetrain_app(
+            max_nodes=1, total_epochs=20, checkpoints=ft.Checkpoints(resume='never')
         )(fit)
         alone = undisturbed(trainer_name='alone')
-        assert same_weights(resumed.result(), alone.result(LIMIT_S))
+        assert ft.same_weights(resumed.result(), alone.result(LIMIT_S))
     assert 'by an earlier run' not in caplog.text
     with freetrain(tmp_path, site(1)):
         assert trainer().result(LIMIT_S).path == resumed.result().path

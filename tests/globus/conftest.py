@@ -1,6 +1,4 @@
-"""An environment with Globus Compute, which needs older packages. Where it is installed beside the
-tests, ``endpoint/`` is collected; else ``test_in_its_environment.py`` makes one.
-"""
+"""An environment with Globus Compute: the tests' own, or ``test_in_its_environment.py``'s."""
 
 import hashlib
 import importlib.util
@@ -23,9 +21,7 @@ collect_ignore = ['test_in_its_environment.py'] if HERE else ['endpoint']
 
 @pytest.fixture(scope='session')
 def globus_python(pytestconfig: pytest.Config) -> Path:
-    """The Python of the environment; kept in pytest's cache until the constraints change. Skips
-    where nothing can be installed.
-    """
+    """The environment's Python; kept in pytest's cache. Skips where nothing can be installed."""
     assert pytestconfig.cache is not None
     key = hashlib.sha256(CONSTRAINTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     folder = pytestconfig.cache.mkdir('globus') / key

@@ -1,6 +1,4 @@
-"""A FreeTrainClient and an endpoint of one computer: everything but Globus Compute itself, which
-``endpoint/`` has.
-"""
+"""FreeTrainClient and an endpoint of one computer, without Globus Compute (``endpoint/``)."""
 
 from __future__ import annotations
 

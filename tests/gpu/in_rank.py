@@ -30,18 +30,13 @@ Steps = Callable[[], None]
 
 
 class Meter:
-    """Measures steps: those of a training, and in turns with them those of another one. What else
-    the machine does meets both alike: the speed of a Python thread differs by half within minutes.
-    """
+    """Measures the steps of a training and of another one, in turns on the same machine."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device, self._seconds = device, seconds
 
     def figures(self, steps: Steps, beside: Steps | None) -> Iterator[dict[str, Any]]:
-        """More and more figures: milliseconds of a step and the speed relative to ``beside``; on a
-        device also how long it works in a step, how often the host waits for it, and what Python
-        does.
-        """
+        """Figures: ms of a step, speed relative to ``beside``; on a device its work and waits."""
         began = time.perf_counter()
         steps()
         found: dict[str, Any] = {'first_step_s': time.perf_counter() - began}
@@ -108,9 +103,7 @@ class Meter:
         }
 
     def _python(self, steps: Steps) -> list[str]:
-        """The functions that take most of the time of the Python thread, in ms a step, by
-        themselves; and ours, with what they call.
-        """
+        """The functions that take most of the Python thread's time, in ms a step; and ours."""
         with cProfile.Profile() as profile:
             self._run(steps, PROFILED_IN_PYTHON)
         rows = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
@@ -138,9 +131,8 @@ def speed(
     seconds: float,
     out: str,
 ) -> None:
-    """Measure steps, write the figures to the file ``out``, and end. ``plain``: a loop without this
-    package, with so many micro-batches (negative: with deterministic algorithms); 0: ours, in turns
-    with the plain loop ``beside``.
+    """Measure steps, and write the figures to ``out``. ``plain``: a loop without this package, with
+    so many micro-batches (negative: deterministic); 0: ours, in turns with ``beside``.
     """
     of, device = WORKLOADS[workload], ctx.device
     steps = (_plain(device, of, plain, compiled) if plain else _ours(ctx, of, compiled)).__next__

@@ -1,6 +1,5 @@
-"""What the runs on a device train: a GPT of 124 million weights, a ResNet of 50 layers with batch
-norm and dropout, and a small network of every kind of operation whose bits are compared. ``tiny``
-ones, with as many layers, stand for them on CPUs.
+"""What the runs on a device train: a GPT of 124 million weights, a ResNet of 50 layers, and a
+network of every kind of operation whose bits are compared; ``tiny`` ones on CPUs.
 """
 
 from collections.abc import Callable
@@ -117,9 +116,7 @@ def resnet_of(width: int, depths: tuple[int, ...], size: int, batch: int) -> Wor
 
 
 class Mixed(nn.Module):
-    """Attention, an embedding and a convolution, whose backward passes are not deterministic unless
-    torch is told so; batch norm and dropout, which have a state.
-    """
+    """Attention, an embedding, a convolution: not deterministic by themselves; norm, dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -166,9 +163,7 @@ _POOLS: dict[Any, Tensor] = {}
 
 
 def _pool(count: int, shape: tuple[int, ...], device: torch.device, words: int = 0) -> Tensor:
-    """Samples that stay on the device, so that what is measured is the step: numbers below
-    ``words``, or else floating-point ones.
-    """
+    """Samples that stay on the device: numbers below ``words``, or else floating-point ones."""
     key = (count, shape, device, words)
     if key not in _POOLS:
         drawn = torch.Generator().manual_seed(1)

@@ -190,9 +190,7 @@ def same_bits(machine: Machine) -> Figures:
 
 
 def graph_bits(machine: Machine) -> Figures:
-    """With CUDA graphs: a killed training has the bits of an undisturbed one, and both nearly the
-    weights that there are without graphs.
-    """
+    """With CUDA graphs, killed and undisturbed have the same bits, nearly those without."""
     whole, killed, without = (
         final_weights(machine, 'mixed', 1, killed=k, compiled=c, mode='reproducible', shards=4)
         for k, c in ((False, in_rank.GRAPH), (True, in_rank.GRAPH), (False, 'default'))
@@ -226,9 +224,7 @@ def other_seed_other_bits(machine: Machine) -> Figures:
 
 
 def checkpoints_and_kill(machine: Machine) -> Figures:
-    """The pauses of the first, the next and the last checkpoint of the GPT's state; a kill, what
-    becomes of the device's memory, and the first step after it.
-    """
+    """Pauses of the first, next and last checkpoint; a kill, memory after it, the next step."""
     folder, name = machine.new_folder(), machine.tiny + 'gpt'
     how = {'mode': 'throughput', 'checkpoint_every_s': 2.0 if machine.devices else 0.1}
     free = _free(machine)
@@ -279,9 +275,7 @@ def page_locked(machine: Machine) -> Figures:
 
 
 def _apart(what: Callable[[], object]) -> str:
-    """What a process of its own finds of the devices: this one must not start their runtime, which
-    does not survive forks.
-    """
+    """In a process of its own: this one must not start the devices' runtime."""
     reads, writes = os.pipe()
     if (pid := os.fork()) == 0:
         try:

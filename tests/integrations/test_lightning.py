@@ -1,6 +1,4 @@
-"""LightningModules in fragments: the figures of Lightning itself, and sentences for what is not
-supported.
-"""
+"""LightningModules in fragments: Lightning's own figures, and sentences for the rest."""
 
 from __future__ import annotations
 

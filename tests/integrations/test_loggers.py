@@ -103,9 +103,7 @@ def records(content: bytes) -> Iterator[bytes]:
 
 
 def test_wandb(tmp_path: Path) -> None:
-    """Offline: what was logged is in files, one for each process; W&B itself joins those of a run
-    by its id when they are synchronised, and drops steps that it has.
-    """
+    """Offline, a file for each process; W&B joins a run by its id, and drops steps that it has."""
     pytest.importorskip('wandb', reason='needs the extra wandb')
     from wandb.proto import wandb_internal_pb2
 

@@ -1,6 +1,4 @@
-"""Streams of torchdata, Hugging Face's datasets and WebDataset: the examples of the documentation,
-killed and rescaled.
-"""
+"""Streams of torchdata, datasets and WebDataset: the documentation's, killed and rescaled."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def trains(
     seen: Path,
     dies_at: int | None = None,
 ) -> None:
-    """Train, and write down which sample was trained in which global batch. At ``dies_at`` samples
-    or more, and when it has a checkpoint, the rank kills itself.
-    """
+    """Train, and note each sample's batch; at ``dies_at`` samples, with a checkpoint, die."""
     loop = ctx.loop
 
     def noting(*args: Any, **options: Any) -> Iterator[Any]:

@@ -1,6 +1,4 @@
-"""Hugging Face's Trainer in fragments: the figures of transformers itself, and sentences for what
-is not supported.
-"""
+"""Hugging Face's Trainer in fragments: its own figures, and sentences for the rest."""
 
 from __future__ import annotations
 

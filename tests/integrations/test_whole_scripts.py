@@ -1,6 +1,4 @@
-"""The scripts of docs/your-script.md in one executor: a rank of each is killed, and then every
-node; the weights are those of an undisturbed run on one rank.
-"""
+"""The scripts of docs/your-script.md in one executor; ranks and all nodes are killed."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ SCRIPTS = ('transformers', 'lightning', 'images')
 
 
 def struck(function: Callable[..., Any], folder: Path) -> Callable[[FragmentContext], Any]:
-    """The function; a rank of its first fragment is killed, and the second one waits, after some
-    steps, for a file ``go``.
-    """
+    """A rank of its first fragment is killed; the second one waits for a file ``go``."""
 
     def train(ctx: FragmentContext) -> Any:
         def after_step() -> None:

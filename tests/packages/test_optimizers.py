@@ -1,6 +1,4 @@
-"""All optimizers of pytorch_optimizer: a training that is cut goes on with the bits of one that is
-not, or what its state holds is refused.
-"""
+"""All optimizers of pytorch_optimizer: a cut training has the same bits, or is refused."""
 
 from __future__ import annotations
 

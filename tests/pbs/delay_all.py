@@ -1,6 +1,5 @@
-"""How much later jobs start on a real PBS, for every seed of a range: ``python -m
-tests.pbs.delay_all FILE [FIRST LAST]``. A short form of ``tests.slurm.delay_all``: three nodes for
-each run, and jobs within two minutes.
+"""How much later jobs start on a real PBS: ``python -m tests.pbs.delay_all FILE [FIRST LAST]``;
+three nodes for each run, jobs within two minutes.
 """
 
 import sys

@@ -1,6 +1,4 @@
-"""No job starts later than a stop takes on a real PBS: the same untidy mix of jobs without
-FreeTrain, and with it filling every hole, between the jobs and preemptible.
-"""
+"""No job starts later than a stop takes on a real PBS, between the jobs and preemptible."""
 
 from dataclasses import replace
 

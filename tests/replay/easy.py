@@ -21,9 +21,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Promise:
-    """What the scheduler had reserved after all that happened at ``at``: the head, its shadow time,
-    and how many nodes it leaves then.
-    """
+    """What the scheduler had reserved at ``at``: the head, its time, how many nodes it leaves."""
 
     at: int
     head: int

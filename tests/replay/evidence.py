@@ -1,6 +1,4 @@
-"""Every row of docs/evidence/replay.md, done again: ``python -m tests.replay.evidence FOLDER``;
-what ``make evidence`` runs.
-"""
+"""Every row of docs/evidence/replay.md, done again: ``python -m tests.replay.evidence FOLDER``."""
 
 import csv
 import gzip
@@ -25,9 +23,7 @@ SHUFFLENET = 'hpo-shufflenet-1000'
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: the trainers' file, the options that the row names, and its first figure,
-    U to three digits.
-    """
+    """A row of a table: the trainers' file, its options, its first figure, U to three digits."""
 
     section: str
     trainers: str

@@ -1,6 +1,4 @@
-"""The table of what replays show is true: rows of it, done again. ``make evidence`` does all of
-them again.
-"""
+"""Rows of the table of what replays show, done again; ``make evidence`` does all."""
 
 import re
 from pathlib import Path

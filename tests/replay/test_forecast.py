@@ -97,9 +97,7 @@ def test_when_trainers_come_and_what_they_are_worth_is_as_their_file_says() -> N
 def test_plan_tells_of_the_blocks_that_would_be_submitted(
     pbs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody wants the nodes and nothing preempts the block: it takes what its walltime says, on
-    one site's terms.
-    """
+    """Nobody wants the nodes, nothing preempts the block: it takes what its walltime says."""
     trainers = tmp_path / 'trainers.json'
     trainers.write_text(
         '[{"name": "cnn", "max_nodes": 4, "total_samples": 1000000, "nodes": [1, 4], '

@@ -1,6 +1,4 @@
-"""Sweeps: all combinations, in order, the same answers in several processes, and what is refused
-before anything is replayed.
-"""
+"""Sweeps: all combinations, the same answers in several processes, and what is refused."""
 
 import json
 import stat

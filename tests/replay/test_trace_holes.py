@@ -81,9 +81,7 @@ def test_what_jobs_do_not_use_is_idle(made: tuple[list[Simulated], list[Promise]
 
 @holds_for(schedules(exact=False), tries=80)
 def test_promises_are_those_of_the_scheduler(made: tuple[list[Simulated], list[Promise]]) -> None:
-    """A promise follows the reservation that the scheduler had at that moment, and covers the nodes
-    that this reservation leaves alone.
-    """
+    """A promise follows the reservation of that moment, and covers the nodes that it leaves."""
     jobs, promised = made
     found = traced(jobs)
     if found is None:

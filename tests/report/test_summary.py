@@ -1,6 +1,4 @@
-"""The summary of a history whose numbers are known; budgets and minimum shares in ``freetrain
-status``.
-"""
+"""The summary of a history whose numbers are known; budgets and shares in ``freetrain status``."""
 
 from io import StringIO
 from pathlib import Path
@@ -23,9 +21,7 @@ SPEC = {'min_nodes': 1, 'max_nodes': 4, 'curve': {'nodes': [0, 1, 2, 4], 'rate':
 
 
 def two_fragments(path: Path, *, end: bool = True) -> Path:
-    """100 s on 2 nodes: a fragment on both that is killed after a checkpoint, then one on the node
-    that is left.
-    """
+    """100 s on 2 nodes: a fragment that is killed after a checkpoint, then one on the node left."""
     ledger = Told(path)
     ledger.begin_run('r0', at=1000)
     ledger.offered([('x', 1000, 1100), ('y', 1000, 1050)])

@@ -15,9 +15,7 @@ maybe = st.none() | seconds
 
 @st.composite
 def stories(draw: st.DrawFn) -> History:
-    """Anything a confused writer might say: times in any order, overlaps, unknown nodes, missing
-    ends.
-    """
+    """Anything a confused writer might say: any order, overlaps, unknown nodes, missing ends."""
     told = Told()
     some = st.lists(st.sampled_from(('x', 'y')), max_size=2, unique=True)
     nodes = st.sampled_from(['b0n0', 'b0n1', 'b1n0', 'b1n1', 'x'])

@@ -13,9 +13,8 @@ from tests.simulation.world import FAULTS_S, World
 
 
 def run(seed: int) -> World:
-    """Raises AssertionError, with the journal of the run as a note, if a promise is broken. Of a
-    hundred seeds one has 64 nodes that come at once, and one blocks that end after some seconds; of
-    eight, one learns rates and allocates by them.
+    """Raises AssertionError, with the journal as a note, if a promise is broken. One of 100 seeds
+    has 64 nodes at once, and one blocks that end after some seconds; one of 8 learns rates.
     """
     nodes, stay_s = {0: (64, None), 1: (16, 4.0)}.get(seed % 100, (0, None))
     world = World(seed, nodes, stay_s, quick=seed % 8 != 7)

@@ -1,6 +1,5 @@
-"""A machine in which the event loop, its blocks and its fragments run on a virtual clock: nodes,
-members and the scheduler are played, and a seed decides when messages arrive, and whether they are
-lost, doubled or overtake each other. Nothing waits, and the same seed gives the same run.
+"""A machine on a virtual clock with the real event loop, blocks and fragments: nodes, members and
+the scheduler are played, and a seed decides when messages arrive, are lost or doubled.
 """
 
 from __future__ import annotations
@@ -110,10 +109,9 @@ class Errors(logging.Handler):
 
 
 class World:
-    """One to four trainers on four to sixteen nodes. ``said``: every event of the run. ``nodes``:
-    so many instead, whose managers all come at once. ``stay_s``: there are four trainers, and while
-    there are faults their nodes come one by one, and go after so many seconds. ``quick``: decisions
-    take less time, since rates are stated and nodes are shared equally.
+    """One to four trainers on four to sixteen nodes. ``said``: every event. ``nodes``: so many,
+    which all come at once. ``stay_s``: nodes come one by one, and go after so long. ``quick``:
+    rates are stated and nodes shared equally, so that decisions take less time.
     """
 
     def __init__(
@@ -195,9 +193,7 @@ class World:
         heapq.heappush(self._due, (self.now + seconds, self._count, do))
 
     def arrives(self, way: object, do: Callable[[], None], *, once: bool = False) -> None:
-        """A message takes its time on its way; there, messages keep their order, but now and then
-        one is lost, comes twice (unless ``once``) or is overtaken.
-        """
+        """Later; messages keep their order, but some are lost, doubled (unless ``once``), late."""
         draw = self.draw
         delay = draw.expovariate(1 / 0.01) + (draw.random() < 0.05) * draw.uniform(0, 2.0)
         if not self.calm:

@@ -51,9 +51,7 @@ def folders(*owners: int) -> Iterator[list[Path]]:
 def two_users(
     cluster: RealCluster, site: Callable[[], BatchSite], other: int = OTHER
 ) -> Iterator[None]:
-    """The sites of two users, each with two blocks, that give back what they do not train on: the
-    other user may not read this Python.
-    """
+    """The sites of two users, with two blocks each, that give back what they do not train on."""
     over = Event()
     time.strptime('2026', '%Y')  # imports a module that the other user could not
     with folders(os.geteuid(), other) as (own, theirs), ThreadPoolExecutor() as pool:

@@ -1,6 +1,4 @@
-"""The training of ``make demo``, shortened, on a real PBS: blocks taken away, a node that crashes,
-a server that is silent, the same weights.
-"""
+"""The training of ``make demo``, shortened, on a real PBS that takes blocks, crashes, is silent."""
 
 import sys
 from collections.abc import Callable
@@ -8,17 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain import (
-    Checkpoint,
-    Checkpoints,
-    LocalSite,
-    PbsSite,
-    Reproducible,
-    Scaling,
-    TrainingFuture,
-    freetrain_app,
-    same_weights,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.protocols import Site
@@ -37,25 +25,25 @@ def train(
     folder: Path,
     site: Site,
     max_nodes: int,
-    disturb: Callable[[dict[str, TrainingFuture]], None],
+    disturb: Callable[[dict[str, ft.TrainingFuture]], None],
     address: str = '127.0.0.1',
-) -> list[Checkpoint]:
+) -> list[ft.Checkpoint]:
     """The final checkpoints; the trainings cannot end before ``disturb`` has."""
     folder.mkdir(exist_ok=True)
     go = folder / 'go'
-    trainer = freetrain_app(
+    trainer = ft.freetrain_app(
         min_nodes=1,
         max_nodes=max_nodes,
         total_epochs=EPOCHS,
-        scaling=Scaling(
+        scaling=ft.Scaling(
             rate={1: 1.0, 2: 1.9, 3: 2.0, 4: 3.4}, rescale_up_s=1.0, rescale_down_s=1.0
         ),
-        mode=Reproducible(shards=SHARDS),
-        checkpoints=Checkpoints(every_s=1.0),
+        mode=ft.Reproducible(shards=SHARDS),
+        checkpoints=ft.Checkpoints(every_s=1.0),
     )(held_until(go))
     data = digits()
     with freetrain(folder, site, metric='speedup', address=address):
-        futures: dict[str, TrainingFuture] = {
+        futures: dict[str, ft.TrainingFuture] = {
             name: trainer(name, *data, trainer_name=name) for name in NETWORKS
         }
         disturb(futures)
@@ -63,7 +51,7 @@ def train(
         return [future.result(LIMIT_S) for future in futures.values()]
 
 
-def further(futures: dict[str, TrainingFuture]) -> None:
+def further(futures: dict[str, ft.TrainingFuture]) -> None:
     """Wait until a trainer has trained two further batches."""
     before = {name: future.progress().samples for name, future in futures.items()}
     wait_until(
@@ -84,7 +72,7 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path) -> None:
         with Journal(ledger_path) as ledger:
             return ledger.history()
 
-    def disturb(futures: dict[str, TrainingFuture]) -> None:
+    def disturb(futures: dict[str, ft.TrainingFuture]) -> None:
         further(futures)
         other = openpbs.submit(4, seconds=1)
         openpbs.wait(lambda: openpbs.state(other) == 'F')
@@ -101,16 +89,16 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path) -> None:
             further(futures)
 
     with openpbs.templates() as use_template:
-        site = PbsSite(
+        site = ft.PbsSite(
             queue='preemptable',
             mode='preemptible',
             worker_init=f'export PATH={Path(sys.executable).parent}:$PATH; {use_template}',
             **{**QUICK, 'command_s': 2.0, 'longest_backoff_s': 1.0, 'unreachable_s': 1.0},
         )
         found = train(tmp_path / RUN, site, SHARDS, disturb, ADDRESS)
-    here = LocalSite(len(NETWORKS), poll_s=0.25)
+    here = ft.LocalSite(len(NETWORKS), poll_s=0.25)
     undisturbed = train(tmp_path / 'undisturbed', here, 1, lambda _: None)
-    assert all(same_weights(one, other) for one, other in zip(found, undisturbed, strict=True))
+    assert all(ft.same_weights(one, other) for one, other in zip(found, undisturbed, strict=True))
     assert len(history().fragments) > len(NETWORKS)
     assert all(node.name.startswith('node0') for node in history().nodes)
     assert {'taken', 'lost'} <= {node.how for node in history().nodes}

@@ -1,6 +1,4 @@
-"""The machines of site_configs/: one contract over all. Their scripts are golden files, the limits
-of their queues are kept, what a job needs is asked for in a sentence, and a block has its price.
-"""
+"""The machines of site_configs/, one contract: golden scripts, limits of queues, prices."""
 
 import os
 import subprocess

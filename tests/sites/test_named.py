@@ -57,7 +57,6 @@ def test_what_a_site_needs(
         FreeTrainExecutor(**settings)  # type: ignore[arg-type]
 
 
-
 def test_queues_are_checked_data() -> None:
     with pytest.raises(BadInput, match='is no queue'):
         QueueLimits(nodes=(4, 2), walltime_s=(1, 2), jobs=1)

@@ -1,6 +1,4 @@
-"""An environment that nodes unpack to their own disk. The tests pack a small one, which has the
-packages of the tests' own by reference.
-"""
+"""An environment that nodes unpack to their disk; a small one, which refers to the tests'."""
 
 from __future__ import annotations
 

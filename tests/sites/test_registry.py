@@ -31,7 +31,6 @@ def test_another_package_adds_a_type(tmp_path: Path) -> None:
     assert type(made) is site_types()['lsf'].make
 
 
-
 def test_a_type_that_cannot_be_loaded_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,14 +99,10 @@ def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
     wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
 
 
-
-
 def test_each_block_is_one_call_with_a_job_of_its_own(
     site: Site, provider: BackfillProvider, tmp_path: Path
 ) -> None:
-    """Its worker_init runs once, its command on each node; a second block has another job id. When
-    they have ended by themselves, their nodes are back.
-    """
+    """worker_init runs once, the command on each node; when they have ended the nodes are back."""
     before = sum(hole.nodes for hole in first_holes(site))
     jobs: list[str] = []
 

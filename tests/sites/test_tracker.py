@@ -136,9 +136,7 @@ def test_a_slow_database_holds_nothing_up(
 def test_a_job_that_cannot_be_cancelled_is_tried_less_and_less_often(
     scheduler: Scripted, stray: bool
 ) -> None:
-    """A block that has not started in time, or that comes from a submission without an answer: a
-    try may take as long as ``command_s``, in which nothing else happens.
-    """
+    """A block that did not start in time, or whose submission got no answer in ``command_s``."""
     options = BatchOptions()
     unanswered = {'lost'} if stray else set()
     tracker = BlockTracker(cast(Any, scheduler), options, scheduler.clock, unanswered)

@@ -1,6 +1,4 @@
-"""The zoo: what schedulers of several releases were heard to say of one scene, the same cluster in
-every form, and answers that are damaged.
-"""
+"""What schedulers of several releases said of one scene, and answers that are damaged."""
 
 import json
 import math

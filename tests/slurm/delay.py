@@ -12,16 +12,12 @@ def later_s(one: Outcome, other: Outcome) -> list[float]:
 
 
 def scatter_s(*alone: Outcome) -> float:
-    """The largest difference between starts of one job in runs without FreeTrain, in seconds: what
-    the scheduler does by itself.
-    """
+    """The largest difference between starts of one job without FreeTrain, in seconds."""
     return max(max(map(abs, later_s(one, other))) for one, other in combinations(alone, 2))
 
 
 def delays_s(alone: list[Outcome], filled: Outcome) -> list[float]:
-    """How much later each ordinary job started with FreeTrain than in the later of the runs
-    without, in seconds.
-    """
+    """How much later each job started than in the later run without FreeTrain, in seconds."""
     return [min(each) for each in zip(*(later_s(one, filled) for one in alone), strict=True)]
 
 
@@ -30,13 +26,9 @@ LONG_S = 60.0
 
 @dataclass(frozen=True)
 class Idle:
-    """Node-seconds that ordinary jobs and reservations left idle between the first submission and
-    the end of the last job, and what became of them.
-
-    The first parts add up to ``idle``: ``outside`` was in no block (the hole was too short, the
-    block was waiting, minutes were rounded down), ``other`` was in a block without a fragment: its
-    start and its end, Slurm's own included. ``long`` are the times for which a node was idle for
-    more than :data:`LONG_S` seconds, ``in_long`` what fragments had of these.
+    """Node-seconds that jobs and reservations left idle, and what became of them. The first parts
+    add up to ``idle``: ``outside`` was in no block, ``other`` in a block without a fragment.
+    ``long``: idle for more than :data:`LONG_S` seconds, ``in_long`` what fragments had of it.
     """
 
     idle: float

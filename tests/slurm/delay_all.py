@@ -1,7 +1,6 @@
 """How much later jobs start, for every seed of a range: ``python -m tests.slurm.delay_all FILE
-[FIRST LAST]``; ``make delay-all`` runs it. Each seed is a mix, on three clusters without FreeTrain
-and once with it, with default settings; even seeds share nodes. Lines of seeds that are there are
-not run again. At the end: the distribution, and the cause of each delay beyond the spread.
+[FIRST LAST]``. A seed is a mix, on three clusters without FreeTrain and once with it; even ones
+share nodes. At the end: the distribution, and the cause of each delay.
 """
 
 import json
@@ -89,9 +88,7 @@ def run(seed: int, fillings: dict[str, Filling], on: Run) -> dict[str, Any]:
 
 
 def causes(alone: Sequence[Outcome], filled: Outcome, delays: Iterable[float]) -> list[list[Any]]:
-    """Each job that is late by more than any was without FreeTrain: its place in the mix, by how
-    many seconds, and why, by the journal.
-    """
+    """Each job that is late by more than any without FreeTrain: its place, seconds, and why."""
     own_s = max(0.0, *delays_s(list(alone[:2]), alone[2]), *later_s(alone[0], alone[1]))
     told = []
     for place, delay_s in enumerate(delays):

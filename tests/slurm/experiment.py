@@ -1,6 +1,4 @@
-"""The same mix of ordinary jobs on nodes of a real scheduler, with FreeTrain filling the holes or
-without.
-"""
+"""The same mix of ordinary jobs on a real scheduler, with FreeTrain in the holes or without."""
 
 import json
 import os
@@ -92,9 +90,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A job as the queue shows it; times in seconds of ``time.time()``, 0 where there is none;
-    ``names`` are ``node01`` and so on.
-    """
+    """A job as the queue shows it; times as of ``time.time()``, 0: none; names ``node01`` ..."""
 
     job: str
     start: float
@@ -269,10 +265,9 @@ class Filler:
 def run(
     mix: Mix, machine: Machine, folder: Path, filling: Filling, ready: Barrier, blocks_first: bool
 ) -> Outcome:
-    """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it; or of
-    several runs of FreeTrain, of which all but the last have two nodes each. The mix begins when
-    all runs are ready, and every node trains; or, without ``blocks_first``, FreeTrain begins when
-    all jobs have been submitted.
+    """One run of the mix, or of several runs of FreeTrain, of which all but the last have two nodes
+    each; ``filling``: the settings of its site, None: without it. The mix begins when every node
+    trains; or, without ``blocks_first``, FreeTrain begins when all jobs are submitted.
     """
     folder.mkdir(parents=True)
     each = [] if filling is None else [filling] if isinstance(filling, dict) else [*filling]
@@ -361,9 +356,7 @@ def side_by_side(
     blocks_first: bool = True,
     machines: Callable[[str, int], AbstractContextManager[Machine]] = own_cluster,
 ) -> dict[str, Outcome]:
-    """Several runs of one mix, or of one each, at once, each on nodes of its own: what slows one of
-    them down slows down all. By name: the settings of FreeTrain's site, None: without it.
-    """
+    """Several runs at once, each on nodes of its own: what slows one down slows down all."""
     ready = Barrier(len(runs))
     mixes = dict.fromkeys(runs, mix) if isinstance(mix, Mix) else mix
 

@@ -84,9 +84,7 @@ def untidy(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) ->
 
 
 def sharing(seed: int, mix: Mix, cpus: int) -> Mix:
-    """The mix on nodes of so many CPUs, with two thirds of the jobs sharing them, and some of one
-    node asking for it by name.
-    """
+    """The mix on nodes of so many CPUs: two thirds of the jobs share them, some name one."""
     draw = random.Random(seed)
     jobs = []
     for job in mix.jobs:

@@ -1,6 +1,4 @@
-"""A submitting process that dies, and the next one that goes on with its blocks: a real cluster, a
-real SIGKILL.
-"""
+"""A submitting process that is killed, and the next one that goes on with its blocks."""
 
 import json
 import signal

@@ -1,6 +1,4 @@
-"""What the scheduler is asked to do: every command counted, by programs in front of Slurm's own,
-those of blocks included.
-"""
+"""What the scheduler is asked to do: every command counted, those of blocks included."""
 
 import shutil
 import time

@@ -28,10 +28,7 @@ def shared(
 
 @pytest.mark.parametrize(
     ('shared', 'asked', 'gives'),
-    [
-        (0, '--ntasks=9', 2),
-        (1, '--ntasks=1 --cpus-per-task=8', 1),
-    ],
+    [(0, '--ntasks=9', 2), (1, '--ntasks=1 --cpus-per-task=8', 1)],
     indirect=['shared'],
 )
 def test_a_job_gets_as_few_whole_nodes_as_the_others_leave_it(

@@ -1,6 +1,4 @@
-"""A whole training on the real Slurm 24.11, with unlike nodes, a preemption and a reservation: the
-same result as undisturbed.
-"""
+"""A training on the real Slurm 24.11: unlike nodes, a preemption, a reservation; same result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The main job on a real cluster whose nodes are taken, killed, and whose scheduler goes away: same
-weights as undisturbed.
-"""
+"""The main job on a real cluster whose nodes and scheduler go away: the same weights."""
 
 import contextlib
 import json
@@ -43,9 +41,7 @@ longest_backoff_s = 2.0
 
 
 class Run:
-    """``python -m workflows.digits --site FILE`` in a process of its own, held up until
-    it may end.
-    """
+    """``python -m workflows.digits --site FILE`` in a process, held up until it may end."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[str], output: Path) -> None:
         self.process = process

@@ -1,6 +1,4 @@
-"""No job starts later than a stop takes: the same untidy mix of jobs on a real cluster, without
-FreeTrain and with it filling every hole, between the jobs and preemptible.
-"""
+"""No job starts later than a stop takes, between the jobs and preemptible."""
 
 from dataclasses import replace
 from statistics import median

@@ -1,13 +1,7 @@
-"""The long form of the experiment: ``python -m tests.slurm.zero_delay FOLDER [SEED ...]``; ``make
-delay`` runs it.
-
-Writes ``zero-delay.json``, from which ``docs/zero_delay.py`` draws, and prints a table and which
-aims are reached: a median delay of at most one interval of the scheduler's backfill, at most 10 s
-and the scheduler's wait before it kills for every job, and in each mode training in 60 % of all
-node-seconds that are idle for more than a minute.
-
-Mixes in which the scheduler by itself takes jobs in another order if some come or end a second
-later cannot show that nobody waits; they are left out of ``SEEDS``.
+"""The long form of the experiment: ``python -m tests.slurm.zero_delay FOLDER [SEED ...]`` writes
+``zero-delay.json`` and prints which aims are reached: a median delay of one backfill interval, at
+most 10 s and the kill wait for every job, training in 60 % of long idle times. ``SEEDS`` leaves out
+mixes in which the scheduler by itself takes jobs in another order.
 """
 
 import json

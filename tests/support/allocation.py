@@ -1,6 +1,4 @@
-"""Allocation problems for tests: random and recorded ones, and all allocations that the rules
-allow.
-"""
+"""Allocation problems, random and recorded, and all allocations that the rules allow."""
 
 import gzip
 import itertools
@@ -135,9 +133,7 @@ def by_hand(problem: Problem, allocation: dict[str, int]) -> float:
 
 
 def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -> float:
-    """The objective with blocks, by stepping through the horizon from one block end to the next for
-    each trainer.
-    """
+    """The objective with blocks, from one block end to the next for each trainer."""
     total = 0.0
     for b in problem.bids:
         way = dict(enumerate(allocation[b.name]))
@@ -176,9 +172,7 @@ def class_curve(b: Bid, node_class: str) -> ScalingCurve:
 
 
 def running(problem: Problem, b: Bid, way: dict[int, int], *, allowed: bool = False) -> float:
-    """Rate at the largest allowed count of the available nodes, of several classes or of one;
-    ``allowed``: all of them may be used.
-    """
+    """Rate at the largest allowed count of the nodes there are; ``allowed``: all may be used."""
     there = sum(way.values())
     counts = [
         n
@@ -200,9 +194,7 @@ def running(problem: Problem, b: Bid, way: dict[int, int], *, allowed: bool = Fa
 
 
 def dealt(parts: int, speeds: list[float]) -> float:
-    """The best rate of any way to divide equal parts among nodes: the first time at which all can
-    be done.
-    """
+    """The best rate of any division of equal parts among nodes, when all are done."""
     times = sorted(n / speed for speed in speeds for n in range(1, parts + 1))
     for time in times:
         if sum(math.floor(time * speed * (1 + 1e-12)) for speed in speeds) >= parts:
@@ -220,9 +212,7 @@ def linear(points: dict[int, float], n: int) -> float:
 
 
 def rounding(problem: Problem) -> float:
-    """Tolerance for sums in another order: terms that cancel are exact only relative to their own
-    size.
-    """
+    """Tolerance for sums in another order: exact only relative to the size of their terms."""
     return 1e-14 * sum(
         (problem.horizon_s + b.rescale_up_s + b.rescale_down_s)
         * max(max(curve.rate) for curve in (b.curve, *dict(b.class_curves).values()))
@@ -231,9 +221,7 @@ def rounding(problem: Problem) -> float:
 
 
 def assert_valid(problem: Problem, answer: Answer) -> None:
-    """Check that the answer obeys all rules, and that its objective is the worth of the
-    allocation.
-    """
+    """The answer obeys all rules, and its objective is the worth of the allocation."""
     nodes = by_place(problem, answer)
     assert objections(problem, nodes) == []
     assert {name: sum(counts) for name, counts in nodes.items()} == answer.allocation
@@ -256,9 +244,7 @@ def assert_not_worse_than_staying(problem: Problem, answer: Answer) -> None:
 
 @st.composite
 def curves(draw: st.DrawFn) -> ScalingCurve:
-    """Curves of any shape: convex, with dips, flat, without a point at 0, ending before or beyond
-    the pool; in large and small units.
-    """
+    """Of any shape: convex, with dips, flat, without a point at 0, short, long; any units."""
     counts = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True).map(sorted))
     unit = draw(st.sampled_from([1e-3, 1.0, 2831.0, 1e6]))
     rates = draw(st.lists(st.integers(0, 40), min_size=len(counts), max_size=len(counts)))
@@ -276,11 +262,7 @@ SECONDS_UP, SECONDS_DOWN = (
 
 @st.composite
 def problems(draw: st.DrawFn, constrained: bool = False) -> Problem:
-    """Problems without blocks; current counts may be above the pool, below the minimum or above the
-    maximum.
-
-    ``constrained``: with sizes, fixed trainers, and limits on one trainer or on all.
-    """
+    """Current counts may be impossible. ``constrained``: with sizes, fixed trainers and limits."""
     nodes = draw(st.integers(0, 8))
     bids = []
     for j in range(draw(st.integers(1, 4))):

@@ -1,6 +1,4 @@
-"""The daemon of one job on a test machine: runs the script, passes SIGTERM to its session as PBS
-does, kills what is left, and writes how it ended.
-"""
+"""The daemon of one job: runs the script, passes SIGTERM on as PBS does, says how it ended."""
 
 import contextlib
 import json

@@ -1,6 +1,4 @@
-"""mpiexec and aprun of a test machine: one process for each node of the job, all on this
-computer.
-"""
+"""mpiexec and aprun of a test machine: a process for each node of the job, on this computer."""
 
 import contextlib
 import os

@@ -30,12 +30,8 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def create(
-        self, nodes: dict[str, dict[str, Any]], queues: dict[str, dict[str, Any]]
-    ) -> None:
-        """Nodes by name with their attributes, queues by name with their limits (``most``,
-        ``longest_s``).
-        """
+    def create(self, nodes: dict[str, dict[str, Any]], queues: dict[str, dict[str, Any]]) -> None:
+        """Nodes with their attributes, queues with their limits ``most``, ``longest_s``."""
         (self.folder / 'jobs').mkdir(parents=True)
         state = {'next': 1, 'nodes': nodes, 'queues': queues}
         self._save({**state, 'jobs': {}, 'reservations': [], 'faults': {}})

@@ -1,6 +1,4 @@
-"""Test machines with Cobalt and LSF, as fixtures: with jobs of other users, faults and failing
-nodes; and the commands of an idle PBS.
-"""
+"""Test machines with Cobalt and LSF, as fixtures, with faults; and the commands of an idle PBS."""
 
 import json
 import os
@@ -45,9 +43,7 @@ class Rehearsal(Machine):
     def reserve(self, nodes: list[str], start: float, end: float) -> None:
         with self.state() as state:
             name = f'R{len(state["reservations"]) + 1}'
-            state['reservations'].append(
-                {'name': name, 'nodes': nodes, 'start': start, 'end': end}
-            )
+            state['reservations'].append({'name': name, 'nodes': nodes, 'start': start, 'end': end})
 
     @contextmanager
     def fault(
@@ -105,9 +101,7 @@ def rehearsal(
 
 @pytest.fixture
 def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of PBS's commands as they answer on four idle nodes, three of them of a small
-    Polaris; one that submits or deletes leaves a file ``called``.
-    """
+    """PBS's commands as on four idle nodes; one that submits or deletes leaves ``called``."""
     queues = {name: {'enabled': 'True', 'started': 'True'} for name in ('batch', 'preemptable')}
     has = [{'ncpus': 8, 'ngpus': 4, 'system': 'polaris'}] * 3 + [{'ncpus': 8, 'ngpus': 2}]
     nodes = {

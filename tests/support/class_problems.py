@@ -13,9 +13,7 @@ POINTS = (1, 2, 4, 8, 16, 32, 64)
 def class_problem(
     draw: random.Random, trainers: int, nodes: int, classes: int = 3, horizon_s: float = 120.0
 ) -> Problem:
-    """``nodes`` nodes of each class; a third of the trainers wait, the others hold a few nodes of
-    one class. Curves are bumpy, as measured ones are.
-    """
+    """``nodes`` of each class; a third of the trainers wait, the others hold a few of one class."""
     names = list(CLASSES)[:classes]
     left, bids = [nodes] * classes, []
     for j in range(trainers):

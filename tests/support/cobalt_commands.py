@@ -1,6 +1,4 @@
-"""qsub, qstat, qdel, nodelist, showres and aprun of a test machine, after Cobalt's source and the
-user guide of Theta.
-"""
+"""The commands of a test machine, after Cobalt's source and the user guide of Theta."""
 
 import argparse
 import os

@@ -45,9 +45,7 @@ class Computer:
         _run('ip', '-n', self._bridge, 'link', 'set', f'to-{self.name}', 'up')
 
     def bad_line(self, delay_ms: int, loss_percent: float) -> None:
-        """Delay what it sends, and lose some of what it sends and receives. Call it before anything
-        runs there.
-        """
+        """Delay and lose some of what it sends and receives. Call it before anything runs there."""
         _run('ip', '-n', self.name, 'link', 'del', INTERFACE)
         inner, outer = _tap(self.name, INTERFACE), _tap(self._bridge, f'to-{self.name}')
         self._connect()
@@ -62,9 +60,7 @@ class Computer:
 
 
 class Wire:
-    """Carries frames between two TAP devices, late and not all of them: few kernels of virtual
-    machines have netem.
-    """
+    """Carries frames between two TAP devices, late and not all: few kernels have netem."""
 
     def __init__(self, inner: int, outer: int, delay_s: float, loss: float) -> None:
         self._ends = {inner: (outer, delay_s), outer: (inner, 0.0)}

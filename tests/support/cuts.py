@@ -49,9 +49,7 @@ def whole_and_cut(
     at: int,
     **options: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights of both. The function gets the context, where to stop, and the arguments; the
-    other one begins on two ranks, and goes on on one.
-    """
+    """The weights undisturbed, and begun on two ranks and gone on with on one."""
     (outcome,) = all_finish(
         fork_server, order(folder / 'whole', **options), 1, folder / 'whole', function, 0, *args
     )

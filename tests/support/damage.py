@@ -16,9 +16,7 @@ from parsl_freetrain.training.checkpoint.manifest import MARKER, is_committed
 
 
 def _newest(folder: Path) -> tuple[Path, list[Path]]:
-    """A trainer's newest committed checkpoint and its files, the largest last. Raises
-    FileNotFoundError if there is none.
-    """
+    """A trainer's newest committed checkpoint and its files, the largest last."""
     found = next((path for path in reversed(directories(folder)) if is_committed(path)), None)
     if found is None:
         raise FileNotFoundError(folder)
@@ -41,9 +39,7 @@ def corrupt_checkpoint(folder: Path, *, seed: int = 0, bits: int = 1) -> None:
 
 
 def half_write_checkpoint(folder: Path) -> None:
-    """Copy a trainer's newest checkpoint without its marker and with half of its largest file, and
-    one sample more in its name, as if a fragment had died while writing it.
-    """
+    """A copy of the newest checkpoint as a fragment leaves it that dies while it writes."""
     newest, files = _newest(folder)
     samples, fragment = key(newest)[:2]
     half = fresh(folder, samples + 1, fragment)

@@ -30,9 +30,7 @@ def example(name: str) -> ModuleType:
 
 
 def in_this_process(function: Callable[..., Any], **options: Any) -> tuple[Checkpoint, Any]:
-    """Train undisturbed on one rank, with the mode of :func:`tests.support.ranks.order`. Returns
-    the checkpoint and the first model's state.
-    """
+    """Train undisturbed on one rank; the checkpoint and the first model's state."""
     kept: list[Any] = []
 
     def train(ctx: FragmentContext) -> Any:

@@ -11,9 +11,7 @@ from parsl_freetrain.training.checkpoint.fault_hooks import SAVING_STAGES
 
 
 def stop_at(rank: int, step: int, *, after_s: float = 0.0, fragment: int | None = 1) -> Fault:
-    """A rank gets SIGSTOP ``after_s`` seconds after a step begins: it keeps its connections but
-    does nothing.
-    """
+    """A rank gets SIGSTOP ``after_s`` seconds after a step begins: it keeps its connections."""
     return Fault(rank, fragment, signalling(signal.SIGSTOP, after_s), step)
 
 
@@ -37,9 +35,7 @@ def kill_between(
     checkpoint: int = 1,
     fragment: int | None = 1,
 ) -> Fault:
-    """A rank that saves gets SIGKILL between two of ``fault_hooks.SAVING_STAGES`` of its n-th
-    checkpoint, right after the first of them.
-    """
+    """A rank gets SIGKILL in its n-th checkpoint, after the first of two ``SAVING_STAGES``."""
     assert SAVING_STAGES.index(after) < SAVING_STAGES.index(before)
     kill = signalling(signal.SIGKILL, 0.0)
     return Fault(rank, fragment, kill, stage=after, checkpoint=checkpoint)

@@ -35,9 +35,7 @@ class Shim:
     def trouble(
         self, calls: int, error: int, path: str, probability: float = 1.0
     ) -> Iterator[None]:
-        """These calls on files whose path has ``path`` fail with ``error`` (an errno); 0: reads and
-        writes move half of the bytes.
-        """
+        """Calls on files of ``path`` fail with ``error``; 0: they move half the bytes."""
         share = int(1e6 * probability)
         self._page[: _RULE.size] = _RULE.pack(0, error, share, 0, path.encode())
         self._page[:4] = struct.pack('<I', calls)
@@ -47,9 +45,7 @@ class Shim:
             self._page[:4] = bytes(4)
 
     def set_clock(self, node: str, ahead_s: int, place: int = 0) -> None:
-        """The clock of a node (FREETRAIN_NODE) differs by whole seconds, from now on; there is
-        ``place`` for four.
-        """
+        """A node's clock differs by whole seconds from now on; there is ``place`` for four."""
         at = _CLOCK_AT + place * _CLOCK.size
         self._page[at : at + _CLOCK.size] = _CLOCK.pack(ahead_s, node.encode())
 

@@ -12,9 +12,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 
 
 def fit(ctx: FragmentContext, pause_s: float = 0.0, fail_at: int | None = None) -> None:
-    """Fit a line with dropout and momentum on 96 samples; it pauses for ``pause_s`` seconds per
-    batch, and raises at sample ``fail_at``.
-    """
+    """Fit a line with dropout and momentum on 96 samples; pauses per batch, can raise."""
     import time
 
     torch.manual_seed(3)

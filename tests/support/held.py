@@ -1,6 +1,4 @@
-"""The demonstration, held up until there is FILE; steps of its second half take longer: ``python -m
-tests.support.held FILE [options of workflows.digits]``
-"""
+"""The demonstration, held up until there is FILE: ``python -m tests.support.held FILE [...]``"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Folders of tests in memory. A disk that is asked to keep what is written takes up to a tenth of a
-second each time, and a checkpoint asks several times.
-"""
+"""Folders in memory: a disk that has to keep what is written takes a tenth of a second."""
 
 import os
 import shutil

@@ -1,6 +1,4 @@
-"""A realistic journal without training: holes open and close, and fragments use them one after the
-other.
-"""
+"""A realistic journal without training: holes open and close, and fragments use them."""
 
 import random
 from collections.abc import Sequence
@@ -8,20 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.types import (
-    BlockRequest,
-    Checkpoint,
-    NodeOffer,
-    ScalingCurve,
-    Trainer,
-)
+from parsl_freetrain.core.model import types
 from parsl_freetrain.executor.stream import Stream, Subscriber
 from parsl_freetrain.journal.append import JournalWriter
 
 TICK_S = 0.25
 BOOT_S = 1.0
 START_S = 0.5
-CURVE = ScalingCurve((0, 1, 2, 4, 8, 64), (0.0, 300.0, 570.0, 1050.0, 1800.0, 9000.0))
+CURVE = types.ScalingCurve((0, 1, 2, 4, 8, 64), (0.0, 300.0, 570.0, 1050.0, 1800.0, 9000.0))
 
 
 @dataclass
@@ -71,9 +63,7 @@ def demo_journal(
     seed: int = 0,
     beside: Sequence[Subscriber] = (),
 ) -> Path:
-    """Write a journal like a run of ``seconds`` on ``nodes`` nodes; with ``ended=False`` the last
-    run counts as running. ``beside``: get the same events.
-    """
+    """As of a run of ``seconds`` on ``nodes``; ``beside`` get its events, too."""
     rng = random.Random(seed)
     jobs = [_Trainer(name, total) for name in trainers]
     for run in range(runs):
@@ -119,10 +109,10 @@ def _one_run(
     end: bool,
 ) -> None:
     blocks = _holes(rng, nodes, start, seconds, hole_s)
-    offers = tuple(NodeOffer(n, b.start, b.end) for b in blocks for n in b.nodes)
+    offers = tuple(types.NodeOffer(n, b.start, b.end) for b in blocks for n in b.nodes)
     stream.emit(ev.OffersSeen(start, offers))
     for job in jobs:
-        trainer = Trainer(job.name, 1, nodes, job.total, CURVE)
+        trainer = types.Trainer(job.name, 1, nodes, job.total, CURVE)
         stream.emit(ev.TrainerSubmitted(start, trainer, job.samples))
     free: list[str] = []
     at = start
@@ -150,7 +140,7 @@ def _move_block(
 ) -> bool:
     if block.state == 'offered' and block.start <= at:
         wall = block.end - at if block.how == 'expired' else None
-        request = BlockRequest(len(block.nodes), wall, names=tuple(block.nodes))
+        request = types.BlockRequest(len(block.nodes), wall, names=tuple(block.nodes))
         stream.emit(ev.BlockOpened(at, block.name, request, '4711'))
         block.state = 'booting'
     elif block.state == 'booting' and block.start + BOOT_S <= at:
@@ -202,7 +192,7 @@ def _train(stream: Stream, job: _Trainer, at: float, rng: random.Random) -> bool
 def _save(stream: Stream, job: _Trainer, running: _Fragment, at: float) -> None:
     running.kept, running.saved_at = int(running.samples), at
     where = f'checkpoints/{job.name}/{running.number}'
-    saved = Checkpoint(
+    saved = types.Checkpoint(
         job.name, where, running.kept, running.number, dict(job.metrics), None, at, 0.2, 0.1
     )
     stream.emit(ev.CheckpointSaved(at, saved))

@@ -5,20 +5,8 @@ import json
 import os
 import time
 
+from tests.support import batch_machine
 from tests.support.batch_launch import launch
-from tests.support.batch_machine import (
-    BLOCK_PRIORITY,
-    ENDING,
-    OVER,
-    RUNNING,
-    WAITING,
-    Command,
-    Job,
-    Machine,
-    complain,
-    on_nodes,
-    user,
-)
 
 LOGIN = 'login1'
 _REASONS = {
@@ -28,9 +16,9 @@ _REASONS = {
 }
 
 
-def bsub(machine: Machine, arguments: list[str]) -> int:
+def bsub(machine: batch_machine.Machine, arguments: list[str]) -> int:
     if arguments == ['-V']:
-        return complain('IBM Spectrum LSF 10.1.0.14', 0)
+        return batch_machine.complain('IBM Spectrum LSF 10.1.0.14', 0)
     parser = argparse.ArgumentParser()
     for option in ('-J', '-o', '-e', '-q', '-n', '-R', '-W', '-P'):
         parser.add_argument(option)
@@ -40,13 +28,13 @@ def bsub(machine: Machine, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     with machine.state() as state:
         if given.q not in state['queues']:
-            return complain(f'{given.q}: No such queue. Job not submitted.', 255)
+            return batch_machine.complain(f'{given.q}: No such queue. Job not submitted.', 255)
         number = machine.submit(
             state,
             name=given.J,
-            user=user(),
+            user=batch_machine.user(),
             queue=given.q,
-            priority=BLOCK_PRIORITY,
+            priority=batch_machine.BLOCK_PRIORITY,
             nodes=int(given.n),
             walltime_s=60.0 * int(given.W),
             script=given.script,
@@ -62,16 +50,20 @@ def answer(records: list[dict[str, str]]) -> int:
     return 0
 
 
-def bjobs(machine: Machine, arguments: list[str]) -> int:
+def bjobs(machine: batch_machine.Machine, arguments: list[str]) -> int:
     assert '-json' in arguments
     now = time.time()
     with machine.state() as state:
         return answer([fields(number, job, now) for number, job in state['jobs'].items()])
 
 
-def fields(number: str, job: Job, now: float) -> dict[str, str]:
-    words = {WAITING: 'PEND', RUNNING: 'RUN', ENDING: 'RUN'}
-    done = job['state'] == OVER and job['exit'] == 0 and not job['how']
+def fields(number: str, job: batch_machine.Job, now: float) -> dict[str, str]:
+    words = {
+        batch_machine.WAITING: 'PEND',
+        batch_machine.RUNNING: 'RUN',
+        batch_machine.ENDING: 'RUN',
+    }
+    done = job['state'] == batch_machine.OVER and job['exit'] == 0 and not job['how']
     return {
         'JOBID': number,
         'STAT': words.get(job['state'], 'DONE' if done else 'EXIT'),
@@ -86,20 +78,20 @@ def fields(number: str, job: Job, now: float) -> dict[str, str]:
     }
 
 
-def bkill(machine: Machine, arguments: list[str]) -> int:
+def bkill(machine: batch_machine.Machine, arguments: list[str]) -> int:
     with machine.state() as state:
         for number in arguments:
-            if state['jobs'][number]['state'] == OVER:
-                return complain(f'Job <{number}>: Job has already finished', 255)
+            if state['jobs'][number]['state'] == batch_machine.OVER:
+                return batch_machine.complain(f'Job <{number}>: Job has already finished', 255)
             machine.end(state, number, 'deleted')
             print(f'Job <{number}> is being terminated')
     return 0
 
 
-def bhosts(machine: Machine, arguments: list[str]) -> int:
+def bhosts(machine: batch_machine.Machine, arguments: list[str]) -> int:
     assert '-json' in arguments
     with machine.state() as state:
-        busy = on_nodes(state)
+        busy = batch_machine.on_nodes(state)
         return answer(
             [
                 {
@@ -112,18 +104,18 @@ def bhosts(machine: Machine, arguments: list[str]) -> int:
         )
 
 
-def bqueues(machine: Machine, arguments: list[str]) -> int:
+def bqueues(machine: batch_machine.Machine, arguments: list[str]) -> int:
     assert '-json' in arguments
     with machine.state() as state:
         return answer([{'QUEUE_NAME': name, 'STATUS': 'Open:Active'} for name in state['queues']])
 
 
-def blaunch(machine: Machine, arguments: list[str]) -> int:
+def blaunch(machine: batch_machine.Machine, arguments: list[str]) -> int:
     hosts = arguments[1].split()
     return launch(os.environ['MACHINE_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
 
 
-COMMANDS: dict[str, Command] = {
+COMMANDS: dict[str, batch_machine.Command] = {
     'blaunch': blaunch,
     'bsub': bsub,
     'bjobs': bjobs,

@@ -44,9 +44,7 @@ class PbsCluster(RealCluster):
         return {'PBS_CONF_FILE': str(self.folder / 'pbs.conf'), 'PATH': path}
 
     def all(self) -> str:
-        """With the logs, which go with the server. What is said for minutes on end is said at the
-        beginning, too.
-        """
+        """With the logs, which go with the server; repeated lines are at the beginning, too."""
         said = [line for job in self.run('qselect').split() for line in self.log_of(job)[:200]]
         return self.run('qstat', '-ans1') + self.run('pbsnodes', '-aS') + '\n'.join(said)
 
@@ -146,9 +144,7 @@ class PbsCluster(RealCluster):
 
     @contextmanager
     def templates(self) -> Iterator[str]:
-        """On each node (they have their own networks) a template with torch for all blocks; yields
-        the shell command by which a block finds it.
-        """
+        """A template with torch on each node for all blocks; yields the command that finds it."""
         name = f'node-{secrets.token_hex(8)}'
         template = (
             'import os, sys; from parsl_freetrain.training.process.fork_client import ForkClient; '
@@ -233,9 +229,7 @@ def why_not() -> str:
 
 @pytest.fixture
 def openpbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
-    """The shared server, without jobs, with PBS's commands configured for it. Skips the test where
-    there can be none.
-    """
+    """The shared server, without jobs; skips the test where there can be none."""
     if why := why_not():
         pytest.skip(why)
     server = SHARED.begin()

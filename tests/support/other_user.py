@@ -15,9 +15,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can become 
 
 @contextlib.contextmanager
 def as_other_user(act: Callable[[], object], user: int = OTHER) -> Iterator[int]:
-    """Run ``act`` in a forked process of another user until it returns, at most to the exit. Yields
-    its process id.
-    """
+    """Run ``act`` in a forked process of another user, to the exit. Yields its process id."""
     pid = os.fork()
     if pid == 0:
         try:

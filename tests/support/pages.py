@@ -1,6 +1,4 @@
-"""The documentation for tests: its pages, their code blocks, and the output that they show for
-commands.
-"""
+"""The documentation for tests: pages, code blocks, and the output shown for commands."""
 
 import re
 import shlex
@@ -67,9 +65,7 @@ def all_blocks(language: str) -> list[Block]:
 
 
 def commands(page: Path) -> list[Command]:
-    """The commands of the page's consoles, in order. A backslash at the end of a line
-    continues it.
-    """
+    """The commands of the page's consoles, in order, continued lines joined."""
     found: list[Command] = []
     for block in blocks(page, 'console'):
         code = re.sub(r'\\\n +', '', block.code)
@@ -86,9 +82,7 @@ def commands(page: Path) -> list[Command]:
 
 
 def as_shown(shown: str, said: str, *, loosely: bool) -> bool:
-    """Whether a program's output is as the page shows it; ``loosely``: with any numbers and any
-    width. A line ``...`` stands for any lines.
-    """
+    """Whether output is as shown, ``...`` for any lines; ``loosely``: any numbers and width."""
     lines = [line.rstrip() for line in shown.strip('\n').splitlines()]
     pattern = '\n'.join(
         r'(?s:.*?)' if line.strip() in ('...', '…') else _pattern(line, loosely) for line in lines

@@ -1,6 +1,4 @@
-"""Imported by the templates of tests, so that ranks and fork servers of a busy computer wait for
-each other longer than usual.
-"""
+"""Imported by templates: ranks and fork servers wait for each other longer than usual."""
 
 from parsl_freetrain.training.checkpoint import transport_memory
 from parsl_freetrain.training.process import standby_slots

@@ -12,9 +12,7 @@ TRAINERS = 12
 
 
 def prepare(folder: Path) -> None:
-    """Write a schedule, a record of idle nodes, trainers for it, the pages' problems, and the
-    ledger of a run.
-    """
+    """Write a schedule, a record of idle nodes, trainers, problems, and the ledger of a run."""
     write_schedule(
         generate(nodes=6, duration_s=600, seed=1, idle_share=0.5), str(folder / 'holes.csv')
     )

@@ -19,9 +19,7 @@ KINDS = {
 
 
 def command_line(process: psutil.Process) -> str:
-    """The command line of a process; empty if it has ended, such as an unreaped child of an earlier
-    test.
-    """
+    """The command line of a process; empty if it has ended."""
     try:
         return ' '.join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -70,9 +68,7 @@ def forks(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def victims(kind: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes of a kind, by process id, so that a seed picks the same one. Of fork servers
-    and ranks, only those forked from another one.
-    """
+    """The processes of a kind, sorted. Of fork servers and ranks, only the forked ones."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):

@@ -14,9 +14,7 @@ FREETRAIN = (sys.executable, '-m', 'parsl_freetrain.cli.main')
 
 
 class Program(subprocess.Popen[str]):
-    """A program that runs, with pipes to and from it and the modules of this repository;
-    ``more_env`` is added to this process's environment.
-    """
+    """A program that runs, with pipes to and from it and the modules of this repository."""
 
     stdin: IO[str]
     stdout: IO[str]
@@ -38,9 +36,7 @@ class Program(subprocess.Popen[str]):
 def run_to_end(
     words: Sequence[object], *, more_env: Mapping[str, str] | None = None, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and return its output as text; ``more_env`` is added to this
-    process's environment.
-    """
+    """Run a program to its end, and return its output as text."""
     if more_env is not None:
         more['env'] = {**os.environ, **more_env}
     if 'input' not in more:

@@ -1,6 +1,4 @@
-"""Properties that hold for whatever is drawn. ``make test`` tries a quarter of the examples, ``make
-test-long`` all.
-"""
+"""Properties that hold for whatever is drawn; ``make test`` tries a quarter of the examples."""
 
 import os
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Starts the ranks of one fragment through a real fork server, and receives their messages, in
-place of a fragment's member.
-"""
+"""Starts the ranks of one fragment through a real fork server, in place of its member."""
 
 from __future__ import annotations
 
@@ -24,27 +22,12 @@ from msgspec import Struct, structs
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    Checkpoints,
-    Epochs,
-    FragmentContext,
-    Reproducible,
-    Samples,
-    Scaled,
-    Throughput,
-)
+import parsl_freetrain as ft
 from parsl_freetrain import Ranks as RankSettings
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import (
-    Decoder,
-    Exit,
-    FromRank,
-    Outcome,
-    Rendezvous,
-    ToRank,
-)
 from parsl_freetrain.training.spec.training import TrainingSpec
 from tests.support import template
 from tests.support.waiting import LIMIT_S
@@ -55,13 +38,11 @@ KILLED: Any = SimpleNamespace(how=None, left=None)
 
 
 def order(folder: Path, fragment: int = 1, **changes: Any) -> FragmentOrder:
-    """An order for tests, with its checkpoints in ``folder/store``. Fields of the specification are
-    given by name, and the mode as text.
-    """
-    modes: dict[str, type[Reproducible | Throughput | Scaled]] = {
-        'reproducible': Reproducible,
-        'throughput': Throughput,
-        'scaled': Scaled,
+    """With its checkpoints in ``folder/store``; fields of the spec by name, the mode as text."""
+    modes: dict[str, type[ft.Reproducible | ft.Throughput | ft.Scaled]] = {
+        'reproducible': ft.Reproducible,
+        'throughput': ft.Throughput,
+        'scaled': ft.Scaled,
     }
     kind = modes[changes.pop('mode', 'reproducible')]
     given = {'shards': 4, 'seed': 7, **changes}
@@ -73,9 +54,9 @@ def order(folder: Path, fragment: int = 1, **changes: Any) -> FragmentOrder:
         min_nodes=1,
         max_nodes=max(changes.get('shapes', (1,))),
         shapes={nodes: (shape,) for nodes, shape in changes.get('shapes', {}).items()},
-        goal=Samples(changes.get('total_samples', 100)) if epochs is None else Epochs(epochs),
+        goal=ft.Samples(changes.get('total_samples', 100)) if epochs is None else ft.Epochs(epochs),
         mode=mode,
-        checkpoints=Checkpoints(
+        checkpoints=ft.Checkpoints(
             every_s=changes.get('checkpoint_every_s', 3600.0), keep=changes.get('keep', 3)
         ),
         ranks=RankSettings(
@@ -105,7 +86,7 @@ class Rank:
     process: RankProcess
     place: RankPlace
     log: Path
-    messages: list[FromRank] = field(default_factory=list)
+    messages: list[msg.FromRank] = field(default_factory=list)
     status: int | None = None
 
     def said(self, kind: type[M]) -> list[M]:
@@ -115,7 +96,7 @@ class Rank:
     @property
     def outcome(self) -> Any:
         """Its final message; fails with its log if there is none."""
-        found = self.said(Outcome)
+        found = self.said(msg.Outcome)
         assert found, f'no outcome, status {self.status}:\n{self.log.read_text()}'
         return found[0]
 
@@ -163,11 +144,9 @@ class Ranks:
                     self._take(rank)
 
     def run(self, timeout_s: float = LIMIT_S) -> list[Any]:
-        """Pass messages on until all ranks have ended; return their outcomes (:data:`KILLED`:
-        none).
-        """
+        """Pass messages on until all ranks have ended; their outcomes (:data:`KILLED`: none)."""
         self.hear(lambda: False, timeout_s)
-        return [(rank.said(Outcome) or [KILLED])[0] for rank in self.ranks]
+        return [(rank.said(msg.Outcome) or [KILLED])[0] for rank in self.ranks]
 
     def close(self) -> None:
         """End all ranks."""
@@ -178,22 +157,22 @@ class Ranks:
         message = rank.process.recv()
         assert message is not None
         rank.messages.append(message)
-        if isinstance(message, Exit):
+        if isinstance(message, msg.Exit):
             rank.status = message.status
-        if isinstance(message, Rendezvous):
+        if isinstance(message, msg.Rendezvous):
             for other in self.ranks[1:]:
                 other.process.send(message)
 
 
-Channels = tuple[Channel[ToRank], Channel[FromRank]]
+Channels = tuple[Channel[msg.ToRank], Channel[msg.FromRank]]
 
 
 def channel_pair() -> Channels:
     """The rank's end and the node agent's end of a channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return (
-        Channel(ours, Decoder[ToRank](ToRank, 'the node agent')),
-        Channel(theirs, Decoder[FromRank](FromRank, 'a rank')),
+        Channel(ours, msg.Decoder[msg.ToRank](msg.ToRank, 'the node agent')),
+        Channel(theirs, msg.Decoder[msg.FromRank](msg.FromRank, 'a rank')),
     )
 
 
@@ -246,9 +225,7 @@ def all_finish(*given: Any, **options: Any) -> list[Any]:
 
 @contextmanager
 def running_fork_server(folder: Path, of: str | None = None) -> Iterator[ForkClient]:
-    """A fork server, forked from ``of`` or else from the session's template, with its log in
-    ``folder``; ended at exit.
-    """
+    """A fork server, forked from ``of`` or the session's template, ended at exit."""
     parent = ForkClient.start(
         f'tests-{secrets.token_hex(8)}',
         os.getpid(),
@@ -278,10 +255,8 @@ def neighbour(
         yield parent
 
 
-def finish(ctx: FragmentContext) -> None:
-    """The calls that a fragment needs to end successfully, for rank functions that test something
-    else.
-    """
+def finish(ctx: ft.FragmentContext) -> None:
+    """The calls that a fragment needs to end, for rank functions that test something else."""
     model = nn.Linear(1, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):

@@ -1,6 +1,4 @@
-"""What the real schedulers on this computer have in common: a program that starts and stops them
-and their nodes, and their own commands.
-"""
+"""What the real schedulers on this computer share: a program that starts and stops them."""
 
 import fcntl
 import os

@@ -6,9 +6,7 @@ from parsl_freetrain.sites.idle_schedule import Schedule
 
 
 def idle_at(schedule: Schedule, at_s: float) -> tuple[str, ...]:
-    """Names of the nodes idle at ``at_s`` seconds, sorted; a node is busy again at the end of its
-    interval.
-    """
+    """The nodes idle at ``at_s`` seconds, sorted; one is busy again at its interval's end."""
     idle = schedule.node_index[(schedule.starts <= at_s) & (at_s < schedule.ends)]
     return tuple(schedule.nodes[i] for i in sorted(idle.tolist()))
 

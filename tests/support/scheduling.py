@@ -1,6 +1,4 @@
-"""In which order test files begin: long ones first; those with a PBS server on one worker, and most
-of those with a Slurm cluster on another.
-"""
+"""In which order test files begin: long ones first; those that share a server on one worker."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,9 +57,7 @@ APART = 'tests/slurm/', 'tests/docs/'
 
 
 def place(unit: str) -> int:
-    """Return the place of a file, or of the files that share a cluster, in the order in which they
-    are begun.
-    """
+    """The place of a file, or of the files that share a cluster, in the order of their begin."""
     return FIRST.index(unit) if unit in FIRST else len(FIRST)
 
 

@@ -36,9 +36,7 @@ class Cluster(RealCluster):
         return self.run('squeue', '-a') + self.run('sinfo', '-a')
 
     def submit(self, *options: str, seconds: float | str = 600) -> str:
-        """Submit an ordinary job of another user, on whole nodes, that takes so many seconds, or as
-        many as a shell finds; return its id.
-        """
+        """Submit another user's job on whole nodes, for so many seconds; return its id."""
         return self.run(
             'sbatch',
             '--parsable',
@@ -93,9 +91,7 @@ class Cluster(RealCluster):
             self.wait(lambda: self.idle_nodes() == NODES)
 
     def resume(self) -> None:
-        """Resume drained nodes, as an administrator does. Slurm may drain a node that crashed with
-        its jobs.
-        """
+        """Resume drained nodes: Slurm may drain a node that crashed with its jobs."""
         for line in self.run(
             'sinfo',
             '--noheader',

@@ -1,7 +1,5 @@
-"""A scene on a Slurm cluster of four nodes: unlike nodes, jobs of all forms, reservations with odd
-text; and what Slurm says of it, recorded with the questions that sites ask.
-
-``python -m tests.support.slurm_scene FOLDER`` with the cluster's programs on the PATH.
+"""A scene on a Slurm cluster of four nodes, and what Slurm says of it, recorded with the questions
+that sites ask: ``python -m tests.support.slurm_scene FOLDER``.
 """
 
 import json

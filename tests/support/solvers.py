@@ -13,9 +13,7 @@ from tests.support.processes import command_line
 
 
 class Wayward:
-    """Fails in the way that the first bid's name says: 'abort', 'hang', 'raise';
-    otherwise it is correct.
-    """
+    """Fails as the first bid's name says: 'abort', 'hang', 'raise'; otherwise it is correct."""
 
     def allocate(self, problem: Problem) -> Answer:
         match problem.bids[0].name:

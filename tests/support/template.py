@@ -27,9 +27,7 @@ OF_RANKS = (
 
 
 class _Session:
-    """The templates of this process's session; the last one is used. ``of_all``: the one
-    from which those of all workers are forked.
-    """
+    """The templates of this session, the last in use. ``of_all``: what workers fork theirs from."""
 
     log = Path(os.devnull)
     templates: list[ForkClient] = []
@@ -76,9 +74,7 @@ def _spawn(*modules: str) -> ForkClient:
 
 @contextmanager
 def of_all_workers() -> Iterator[None]:
-    """One import of torch for all workers, which are forked from this process; it takes place
-    beside what this process does.
-    """
+    """One import of torch for all workers, beside what this process does."""
     started = _Session.of_all = _spawn(*OF_RANKS)
     try:
         yield

@@ -6,25 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model import types
 from parsl_freetrain.core.model.fold import fold
 from parsl_freetrain.core.model.state import History
-from parsl_freetrain.core.model.types import (
-    BlockRequest,
-    Checkpoint,
-    NodeOffer,
-    ScalingCurve,
-    Trainer,
-)
 from parsl_freetrain.journal.append import JournalWriter
 
 
-def trainer(name: str, total_samples: int | None, spec: Mapping[str, Any]) -> Trainer:
+def trainer(name: str, total_samples: int | None, spec: Mapping[str, Any]) -> types.Trainer:
     """A trainer; ``spec``: its further arguments, a curve as lists."""
     given = dict(spec)
     if curve := given.pop('curve', None):
-        given['curve'] = ScalingCurve(tuple(curve['nodes']), tuple(map(float, curve['rate'])))
+        given['curve'] = types.ScalingCurve(tuple(curve['nodes']), tuple(map(float, curve['rate'])))
     least = given.pop('min_nodes', 1)
-    return Trainer(name, least, given.pop('max_nodes', max(least, 4)), total_samples, **given)
+    return types.Trainer(name, least, given.pop('max_nodes', max(least, 4)), total_samples, **given)
 
 
 class Told:
@@ -71,7 +65,8 @@ class Told:
 
     def offered(self, spells: Iterable[tuple[str, float, float | None]]) -> None:
         offers = tuple(
-            NodeOffer(name, start, math.inf if end is None else end) for name, start, end in spells
+            types.NodeOffer(name, start, math.inf if end is None else end)
+            for name, start, end in spells
         )
         self.take(ev.OffersSeen(self.history.runs[-1].last_at, offers))
 
@@ -85,7 +80,7 @@ class Told:
         names: Sequence[str] = (),
         node_class: str = '',
     ) -> None:
-        request = BlockRequest(nodes, walltime_s, names=tuple(names), node_class=node_class)
+        request = types.BlockRequest(nodes, walltime_s, names=tuple(names), node_class=node_class)
         self.take(ev.BlockOpened(at, block, request, '1'))
 
     def joined(self, node: str, *, at: float, block: str, name: str) -> None:
@@ -145,7 +140,7 @@ class Told:
     def checkpoint(
         self, name: str, number: int, *, at: float, samples: int, seconds: float = 0.0, **more: Any
     ) -> None:
-        saved = Checkpoint(name, '', samples, number, at=at, seconds=seconds, **more)
+        saved = types.Checkpoint(name, '', samples, number, at=at, seconds=seconds, **more)
         self.take(ev.CheckpointSaved(at, saved))
 
     def fragment_ended(

@@ -1,6 +1,4 @@
-"""Waiting for conditions, within ``LIMIT_S``, which only a hang reaches; promised times are
-compared with ``under_load(promised_s)``.
-"""
+"""Waiting for conditions, within ``LIMIT_S``; promised times: ``under_load(promised_s)``."""
 
 import os
 import threading
@@ -16,9 +14,7 @@ T = TypeVar('T')
 def wait_until(
     condition: Callable[[], T], what: str = 'it did not come true', limit_s: float = LIMIT_S
 ) -> T:
-    """Return the condition's value as soon as it is true; fail with ``what`` after ``limit_s``
-    seconds.
-    """
+    """The condition's value as soon as it is true; fails with ``what`` after ``limit_s``."""
     for _ in looks(limit_s):
         if found := condition():
             return found
@@ -41,7 +37,5 @@ def slowness() -> float:
 
 
 def under_load(seconds: float) -> float:
-    """Return the limit, in seconds, for an operation that takes at most ``seconds`` on an idle
-    computer.
-    """
+    """The limit, in seconds, for what takes at most ``seconds`` on an idle computer."""
     return 3.0 * seconds * slowness()

@@ -22,9 +22,7 @@ Unit = Sequence[pytest.Item]
 
 @dataclass
 class Worker:
-    """A worker as the collecting process sees it: its last test, and those of its file that are
-    not over.
-    """
+    """As the collecting process sees it: its last test, and those of its file that are not over."""
 
     pid: int
     messages: Connection
@@ -43,9 +41,7 @@ class Worker:
 def run(
     session: pytest.Session, units: Sequence[Unit], count: int, begin: Callable[[], None]
 ) -> None:
-    """Run the units, in this order, on at most ``count`` workers, each of which calls ``begin``
-    first.
-    """
+    """Run the units, in this order, on so many workers, each of which calls ``begin`` first."""
     config = session.config
     terminal = config.pluginmanager.get_plugin('terminalreporter')
     assert terminal is not None

@@ -1,7 +1,5 @@
-"""BFTrainer's published optimiser on problems from standard input; its environment runs this.
-
-``python bftrainer.py FOLDER LIMIT_S``: FOLDER has its progMIP.py. For each problem of ``freetrain
-allocate`` it prints the nodes of each trainer, the status and the CPU time as a line of JSON.
+"""BFTrainer's published optimiser (FOLDER/progMIP.py) on problems of ``freetrain allocate``:
+``python bftrainer.py FOLDER LIMIT_S`` prints nodes, status and CPU time of each as JSON.
 """
 
 import contextlib

@@ -14,9 +14,7 @@ _DONE = PEERS / 'installed.txt'
 
 
 def install() -> None:
-    """Make the environment, if it has not been made from these requirements. What cannot be
-    installed is left out, with pip's reason in a file.
-    """
+    """Make the environment unless it is there; what cannot be installed is left out, and why."""
     wanted = REQUIREMENTS.read_text()
     if _DONE.exists() and _DONE.read_text() == wanted:
         return

@@ -62,9 +62,7 @@ class Machine:
         *,
         python: Path = Path(sys.executable),
     ) -> subprocess.Popen[bytes]:
-        """Start a program, as a process of a node if one is named. A name without a slash is one of
-        ``python``'s environment.
-        """
+        """Start a program (without a slash: ``python``'s own), as a node's if one is named."""
         bin_ = python.parent
         program = command[0] if '/' in command[0] else str(bin_ / command[0])
         given = {

@@ -33,9 +33,7 @@ class Run:
 
 
 def next_step(run: Run, event: Event) -> float | None:
-    """Seconds from an event to the end of the first step begun after it (of an arrival: on all
-    nodes), or None; a step begun before a kill may have exchanged its gradients.
-    """
+    """Seconds from an event to the end of the first step begun after it, or None."""
     until = min((e.at for e in run.events if e.at > event.at), default=run.ended)
     ends = [
         step.ended
@@ -70,9 +68,7 @@ class Work:
 
 
 def work(run: Run) -> Work:
-    """Samples trained, trained again, and the share of what the system's own undisturbed speed on
-    the nodes at hand allows.
-    """
+    """Samples trained, trained again, and their share of what the system's own speed allows."""
     begun = min(step.ended for step in run.steps)
     found = executions(run.steps)
     useful, all_ = BATCH * len(found), BATCH * sum(map(len, found.values()))

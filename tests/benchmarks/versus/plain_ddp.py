@@ -1,6 +1,4 @@
-"""Plain DDP that saves every few seconds and goes on from its last save; the restart loop and
-torchrun start it.
-"""
+"""Plain DDP that saves every few seconds and goes on from its last save."""
 
 import datetime
 import os

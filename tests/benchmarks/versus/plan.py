@@ -94,9 +94,7 @@ def _goes_on(run: Run, event: Event) -> bool:
 
 
 def undisturbed(system: System, folder: Path, disturbed: Run, limit_s: float) -> tuple[Step, ...]:
-    """The steps of an undisturbed training on the first nodes: as far as the digests of the
-    disturbed one go, or until one of them differs.
-    """
+    """The steps of an undisturbed training, up to the first digest that differs."""
     expected = digests(disturbed.steps)
 
     def enough(here: Machine) -> bool:

@@ -36,9 +36,7 @@ ROWS = {
 
 @dataclass
 class Column:
-    """A system's values, by row, one or more for each round. A value that is None: not within the
-    limit.
-    """
+    """A system's values, by row, one or more for each round; None: not within the limit."""
 
     name: str
     not_measured: str = ''

@@ -51,9 +51,7 @@ class Batches:
         self._epoch, self._order = -1, torch.empty(0)
 
     def part(self, position: int, rank: int, world: int) -> tuple[Tensor, Tensor, float]:
-        """A rank's samples, their targets, and the factor that makes the mean of the ranks' losses
-        the mean of the batch.
-        """
+        """A rank's samples, their targets, and the factor that turns its loss into its share."""
         epoch, start = divmod(position, SAMPLES)
         if epoch != self._epoch:
             self._epoch = epoch

@@ -1,6 +1,4 @@
-"""``freetrain doctor``: real measurements, and what is made of measurements that were better not
-seen.
-"""
+"""``freetrain doctor``: real measurements, and what is made of bad ones."""
 
 import copy
 import json

@@ -1,6 +1,4 @@
-"""``freetrain doctor --site``: a site's file that is right and one that is out of date, on a real
-Slurm and a real PBS; and what is made of what nodes see.
-"""
+"""``freetrain doctor --site``: right and outdated files of sites, on a real Slurm and PBS."""
 
 import json
 import sys

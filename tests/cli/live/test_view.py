@@ -50,9 +50,7 @@ def shown(renderable: RenderableType, width: int) -> str:
 
 
 def running(path: Path) -> Told:
-    """Trainer ``cnn`` on both nodes of b0 and one of b1, ``mlp`` waiting; b2 has no node yet. It is
-    1030.
-    """
+    """``cnn`` on both nodes of b0 and one of b1, ``mlp`` waits; b2 has no node yet. It is 1030."""
     ledger = Told(path)
     ledger.begin_run('r0', at=1000)
     ledger.offered((n, 1000, 1100) for n in 'xyz')

@@ -182,9 +182,7 @@ def test_other_users_get_nothing_at_all(page: Page) -> None:
 def test_slow_requests_keep_nobody_out(
     page: Page, monkeypatch: pytest.MonkeyPatch, limit_s: float
 ) -> None:
-    """Each is ended after a time for the whole of it, though it never closes; the oldest, when
-    there are too many. The last one is the owner's.
-    """
+    """Each is ended after a time, the oldest when there are too many; the last is the owner's."""
     monkeypatch.setattr(web, 'REQUEST_S', limit_s)
     address = web.HOST, page.server_port
     slow = [

@@ -1,6 +1,4 @@
-"""Every exact solver against brute force, against each other, and against the known faults of the
-published one.
-"""
+"""Every exact solver against brute force, each other, and known faults of the published one."""
 
 import json
 import math
@@ -324,9 +322,7 @@ class Breaking(MilpAllocator):
 
 
 class Stopped(MilpAllocator):
-    """The solver stops at an answer that takes every node away, as the published one does when time
-    runs out.
-    """
+    """Stops at an answer that takes every node away, as the published one out of time."""
 
     def __init__(self, left: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""The search with prices against the textbook dynamic programme, on problems too large for brute
-force; and a solver that remembers the last problem answers the next one as if it were the first.
-"""
+"""The search with prices against the textbook dynamic programme; a solver that remembers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +15,7 @@ from tests.support.properties import holds_for
 
 
 def textbook(values: Floats, nodes: int) -> float:
-    """The optimum, by the best sum for each number of nodes used so far; minus infinity where
-    nothing fits.
-    """
+    """The best sum for each number of nodes used so far; minus infinity where nothing fits."""
     best = np.zeros(nodes + 1)
     for row in values:
         new = np.full(nodes + 1, -np.inf)

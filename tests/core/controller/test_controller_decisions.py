@@ -1,6 +1,4 @@
-"""Decisions about several events at once, nodes whose end is known, and the settings that hold the
-controller back.
-"""
+"""Decisions about several events at once, known ends, settings that hold the controller back."""
 
 from parsl_freetrain.core.allocation.objectives import Candidate
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -165,9 +163,7 @@ def test_users_and_groups_have_no_more_than_their_caps() -> None:
 
 
 def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -> None:
-    """One node trains 1 sample a second; 300 in 100 s take 3 nodes, and 250 that are left in 50 s
-    take 5.
-    """
+    """A node trains 1 sample/s; 300 in 100 s take 3 nodes, and 250 that are left in 50 s take 5."""
     history = CountingController(metric='deadline', horizon_s=40.0)
     submitted(
         history,

@@ -71,9 +71,7 @@ def timeless(reply: Reply) -> Reply:
 
 
 class World(RuleBasedStateMachine):
-    """Blocks, nodes and fragments as they would be outside; told apart from what the controller
-    believes.
-    """
+    """Blocks, nodes and fragments as they are outside, whatever the controller believes."""
 
     @initialize(
         spans=st.booleans(),
@@ -352,9 +350,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """What is to end ends, until nothing changes: no node is idle that a trainer without any
-        could use.
-        """
+        """What is to end ends, until nothing changes: no node is idle that a trainer could use."""
         for _ in range(20):
             asked = [
                 t

@@ -1,6 +1,4 @@
-"""Which nodes a fragment gets, once its count is known; habits of nodes, what a record teaches of
-them, and which nodes trainers then get.
-"""
+"""Which nodes a fragment gets, once its count is known; habits of nodes."""
 
 import math
 from random import Random

@@ -1,6 +1,4 @@
-"""Which nodes are given back for waiting jobs: the fewest, those that fewer others could use, and
-the cheapest to lose.
-"""
+"""Nodes given back for waiting jobs: the fewest, least wanted, and cheapest to lose."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -113,9 +111,7 @@ def test_the_choice_is_the_best_of_all(
 
 
 class TwoBlocks:
-    """A controller with blocks ``a`` of three nodes, which can be made smaller, and ``b`` of two,
-    which cannot.
-    """
+    """Blocks ``a`` of three nodes, which can be made smaller, and ``b`` of two, which cannot."""
 
     one = BlockNodes('a', ('a1', 'a2', 'a3'), frozenset({'a2', 'a3'}))
     blocks = one, BlockNodes('b', ('b1', 'b2'))

@@ -1,6 +1,4 @@
-"""Words refuse what cannot be meant by a sentence, with its place; a curve is linear between its
-points.
-"""
+"""What cannot be meant is refused by a sentence; a curve is linear between its points."""
 
 import math
 from collections.abc import Mapping, Sequence

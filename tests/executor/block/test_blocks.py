@@ -119,9 +119,7 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
 
 
 def test_jobs_have_a_second_to_end_by_themselves_and_failed_cancellations_are_repeated() -> None:
-    """Those whose nodes have all joined. Otherwise the jobs would go on to their time limits, and
-    take up ``max_blocks``.
-    """
+    """Those whose nodes have all joined. The others would take up ``max_blocks`` to their ends."""
     site, now = Shared(), 2.0
 
     def leaving(silent: bool) -> BlockManager:
@@ -161,9 +159,7 @@ def test_jobs_have_a_second_to_end_by_themselves_and_failed_cancellations_are_re
 
 @pytest.mark.parametrize('heard', ['nothing', 'greeted', 'unusable', 'lost', 'left'])
 def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
-    """Its first process hangs, or a firewall is between: the nodes would be idle to its end. So
-    would they if the others cannot be used, or if it was queued again and others have left it.
-    """
+    """Its first process hangs, a firewall is between, or it was queued again: it would be idle."""
     told, site = Told(), Shared()
     blocks = managed(site, told, nodes=2, b1='7')
     block = blocks.blocks['b1']
@@ -193,9 +189,7 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
 
 
 def test_a_node_whose_worker_never_answers_holds_no_block() -> None:
-    """Its manager has registered: a worker is stopped, or a file system of the node hangs. With it
-    a second one, which is not asked any more behind the block's end.
-    """
+    """A worker is stopped, or a file system hangs, on it and on one that is behind its end."""
     told, site = Told(), Shared()
     blocks = managed(site, told, b1='7')
     block, runs = blocks.blocks['b1'], {'b1': JobStatus(JobState.RUNNING)}

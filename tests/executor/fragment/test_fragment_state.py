@@ -37,19 +37,8 @@ from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import furthest, left_states
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, Watchdog
 from parsl_freetrain.executor.stream import Stream
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.fragment_order import Handover
-from parsl_freetrain.training.spec.messages import (
-    Abandon,
-    Alive,
-    AreYouThere,
-    FromMember,
-    Outcome,
-    RankEnded,
-    RankError,
-    SavingCheckpoint,
-    StateLeft,
-    Stuck,
-)
 from parsl_freetrain.training.spec.messages import RankEnd as Ending_
 from tests.support.parsl_sides import NoParsl
 
@@ -74,15 +63,15 @@ def result(rank: int, node: str = '', **more: Any) -> RankResult:
 
 
 def outcome(rank: int, how: Ending_, node: str = '', **more: Any) -> RankResult:
-    return result(rank, node, outcome=Outcome(how, **more))
+    return result(rank, node, outcome=msg.Outcome(how, **more))
 
 
-def user_error(error: Exception) -> RankError:
+def user_error(error: Exception) -> msg.RankError:
     try:
         raise error
     except Exception as raised:
         trace = tblib.Traceback(sys.exc_info()[2]).as_dict()
-        return RankError(
+        return msg.RankError(
             type(raised).__name__,
             str(raised),
             'Traceback of the node',
@@ -111,9 +100,9 @@ def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
     assert fragment.result().checkpoint == fragment.checkpoint == Checkpoint('cnn', '/c/8', 800, 6)
 
 
-OUT_OF_MEMORY = RankError('OutOfMemoryError', 'CUDA out of memory.', 'Traceback of the node')
+OUT_OF_MEMORY = msg.RankError('OutOfMemoryError', 'CUDA out of memory.', 'Traceback of the node')
 ASSERTION = torch.AcceleratorError('CUDA error: device-side assert triggered\nCompile with ...')
-PEER = RankError('E', 'Connection closed by peer [10.0.0.2]:1', '')
+PEER = msg.RankError('E', 'Connection closed by peer [10.0.0.2]:1', '')
 
 
 @pytest.mark.parametrize(
@@ -226,14 +215,14 @@ def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() ->
 
 def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
     fragment = running_fragment(1)
-    error = RankError('Odd', 'only here', 'Traceback of the node')
+    error = msg.RankError('Odd', 'only here', 'Traceback of the node')
     fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
     load = fragment.result().exception
     assert load is not None and 'Odd: only here' in str(load())
 
 
 def test_which_ends_may_be_for_lack_of_memory() -> None:
-    worker = RankError(
+    worker = msg.RankError(
         'RuntimeError', 'DataLoader worker (pid 7) is killed by signal: Killed. ', ''
     )
     for one, status, may in (
@@ -351,8 +340,8 @@ def test_what_is_left_uncommitted_counts_although_the_checkpoint_is_an_older_one
     fragment = running_fragment(2)
     fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 6)
     fragment.settled = {
-        0: [outcome(0, 'stopped', samples=900, left=StateLeft('d', 900, here=False))],
-        1: [outcome(1, 'stopped', samples=900, left=StateLeft('d', 900, here=True))],
+        0: [outcome(0, 'stopped', samples=900, left=msg.StateLeft('d', 900, here=False))],
+        1: [outcome(1, 'stopped', samples=900, left=msg.StateLeft('d', 900, here=True))],
     }
     verdict = fragment.result()
     assert (verdict.ending, verdict.checkpoint.path) == (Ending.STOPPED, '/c/8')
@@ -374,7 +363,7 @@ def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(
 ) -> None:
     fragment = running_fragment(2)
     there, here = [
-        None if left is None else StateLeft(**{'digest': 'd', 'samples': 900, **left})
+        None if left is None else msg.StateLeft(**{'digest': 'd', 'samples': 900, **left})
         for left in (kept, sent)
     ]
     fragment.settled = {
@@ -396,8 +385,8 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
             member, 'peer-lost', samples=samples, metrics={'skipped_steps': 1.0}, left=left
         )
         for member, samples, left in (
-            (0, 900, StateLeft('d', 900, here=True)),
-            (1, 916, StateLeft('e', 916, here=True)),
+            (0, 900, msg.StateLeft('d', 900, here=True)),
+            (1, 916, msg.StateLeft('e', 916, here=True)),
             (2, 932, None),  # in the middle of a step
         )
     }
@@ -422,7 +411,7 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
     assert found() == []
     fragment.uses_state = False
     fragment.settled[1] = [
-        outcome(1, 'peer-lost', samples=916, left=StateLeft('e', 916, here=True, needs=908))
+        outcome(1, 'peer-lost', samples=916, left=msg.StateLeft('e', 916, here=True, needs=908))
     ]
     assert found() == []  # a checkpoint that the user has asked for is not there
 
@@ -446,7 +435,7 @@ def test_parts_of_a_state_are_handed_over_if_all_are_there_and_of_the_same_step(
                 outcome(
                     member,
                     'peer-lost',
-                    left=StateLeft(f'd{member}', at, here=True, part=member % 2, parts=2),
+                    left=msg.StateLeft(f'd{member}', at, here=True, part=member % 2, parts=2),
                 )
             ]
             for member, at in enumerate(samples)
@@ -483,7 +472,7 @@ def listening() -> tuple[Told, Listener, RunningFragment, Hear]:
     record: Any = SimpleNamespace(checkpoint=None)
 
     def hear(member: int, message: Any, at: float) -> None:
-        listener.heard(FromMember('cnn', 7, member, message), fragment, record, at)
+        listener.heard(msg.FromMember('cnn', 7, member, message), fragment, record, at)
 
     return told, listener, fragment, hear
 
@@ -504,12 +493,12 @@ def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(
     told, _, fragment, hear = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
     for member in range(3):
-        hear(member, Alive(), 10.0)
+        hear(member, msg.Alive(), 10.0)
     assert (watchdog.look([fragment], 10.4), watchdog.within_s([fragment])) == ([], LOOK_S)
-    hear(0, RankEnded(0, ok=False), 10.5)
-    assert [message for _, message in told.messages] == [AreYouThere()] * 3
+    hear(0, msg.RankEnded(0, ok=False), 10.5)
+    assert [message for _, message in told.messages] == [msg.AreYouThere()] * 3
     # Otherwise it is the answer of a rank that computes a long step.
-    hear(1, RankEnded(1, ok=False) if others_ended else Alive(), 10.6)
+    hear(1, msg.RankEnded(1, ok=False) if others_ended else msg.Alive(), 10.6)
     answer_s = ANSWER_S if others_ended else LONE_ANSWER_S
     assert looks(watchdog, fragment, 10.6, 10.5 + answer_s) == []
     (found,) = looks(watchdog, fragment, 10.51 + answer_s, 10.8 + answer_s)
@@ -526,15 +515,15 @@ def test_nodes_whose_connections_have_all_ended_are_lost_at_once() -> None:
     runner = FragmentRunner(told, Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
     runner.running['cnn', 7] = fragment
     for member in range(3):
-        hear(member, Alive(), 10.0)
+        hear(member, msg.Alive(), 10.0)
     for member in (0, 1):
         assert runner.disconnected(MemberDisconnected('cnn', 7, member), 10.1)
     assert watchdog.look([fragment], 10.1) == []  # the last one still trains
-    hear(2, RankEnded(2, ok=False), 10.2)
+    hear(2, msg.RankEnded(2, ok=False), 10.2)
     assert watchdog.within_s([fragment]) == 0.0
     found = watchdog.look([fragment], 10.2)
     assert {lost.node for lost in found if isinstance(lost, NodeSilent)} == {'n0', 'n1'}
-    hear(0, Alive(), 10.2)  # it has connected again
+    hear(0, msg.Alive(), 10.2)  # it has connected again
     assert [lost.node for lost in watchdog.look([fragment], 10.3)] == []  # type: ignore[union-attr]
     assert not watchdog.look([fragment], 10.4)
 
@@ -571,13 +560,13 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
     told, _, fragment, hear = listening()
     hear(2, FragmentStarted(9.0, 'cnn', 7, 0, 2, keeps=keeps), 10.0)
     if saving:
-        hear(0, SavingCheckpoint(), 10.0)
-    hear(1, RankEnded(1, ok=False, died=True), 10.0)
+        hear(0, msg.SavingCheckpoint(), 10.0)
+    hear(1, msg.RankEnded(1, ok=False, died=True), 10.0)
     if saving:
         assert not fragment.given_up.why
         hear(0, CheckpointSaved(10.0, Checkpoint('cnn', '/c', 8, 7, at=10.0)), 10.0)
     assert fragment.given_up.why == 'one of its ranks died'
-    assert [message for _, message in told.messages][-1] == Abandon(
+    assert [message for _, message in told.messages][-1] == msg.Abandon(
         fragment.given_up.why, spare_s=5.0 if keeps else 0.0
     )
     fragment.settled = {
@@ -591,13 +580,13 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
 def test_ranks_wait_for_each_other_only_if_all_say_so() -> None:
     _, _, fragment, hear = listening()
     watchdog = Watchdog(Timeouts())
-    hear(0, Stuck(0, 'gather'), 20.0)
-    hear(1, Stuck(1, 'gather'), 20.0)
+    hear(0, msg.Stuck(0, 'gather'), 20.0)
+    hear(1, msg.Stuck(1, 'gather'), 20.0)
     assert watchdog.look([fragment], 20.0) == []
-    hear(2, Stuck(2, 'receive'), 41.0)  # the others have not said so for a while
+    hear(2, msg.Stuck(2, 'receive'), 41.0)  # the others have not said so for a while
     assert watchdog.look([fragment], 41.0) == []
-    hear(0, Stuck(0, 'gather'), 41.5)
-    hear(1, Stuck(1, 'gather'), 41.5)
+    hear(0, msg.Stuck(0, 'gather'), 41.5)
+    hear(1, msg.Stuck(1, 'gather'), 41.5)
     (found,) = watchdog.look([fragment], 42.0)
     assert isinstance(found, GiveUp)
     assert 'rank 0 in gather, rank 1 in gather, rank 2 in receive' in found.why

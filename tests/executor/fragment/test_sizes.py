@@ -1,6 +1,4 @@
-"""Trainers that run on certain node counts only, in a shape of their own at each, under an
-executor's limits.
-"""
+"""Trainers on certain node counts only, in a shape of their own at each, under limits."""
 
 from __future__ import annotations
 
@@ -131,10 +129,7 @@ def test_fragments_have_allowed_counts_and_shapes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of five nodes three may be used, and one more is kept free. Otto has two of the three; when
-    they are his no more, two are used.
-
-    Otto's trainer would take four, but he may have no more than two. The other one runs on one, two
-    or four.
+    they are his no more, two are used. He may have no more than two at all.
     """
     go = tmp_path / 'go'
     first = freetrain_app(

@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain import (
-    Checkpoint,
-    Ranks,
-    Reproducible,
-    Shape,
-    Throughput,
-    Timeouts,
-    TrainingFuture,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
@@ -31,7 +22,7 @@ from tests.support.training import fit
 
 
 def spec(**settings: Any) -> TrainingSpec:
-    return freetrain_app(total_epochs=1, **settings)(fit).spec
+    return ft.freetrain_app(total_epochs=1, **settings)(fit).spec
 
 
 def test_ranks_per_node() -> None:
@@ -41,10 +32,10 @@ def test_ranks_per_node() -> None:
         ({}, (4, 4), 4),
         ({}, (4, 2), 2),
         ({}, (4, 0), 1),
-        ({'ranks': Ranks(per_node=2)}, (4, 4), 2),
-        ({'mode': Reproducible(shards=4)}, (4, 4), 2),  # 2 nodes share 4 shards
-        ({'mode': Throughput()}, (8,), 8),
-        ({'sizes': {2: Shape(data=4)}, 'max_nodes': None}, (8, 8), 2),
+        ({'ranks': ft.Ranks(per_node=2)}, (4, 4), 2),
+        ({'mode': ft.Reproducible(shards=4)}, (4, 4), 2),  # 2 nodes share 4 shards
+        ({'mode': ft.Throughput()}, (8,), 8),
+        ({'sizes': {2: ft.Shape(data=4)}, 'max_nodes': None}, (8, 8), 2),
     ):
         found = spec(**{'max_nodes': 2, **settings})
         assert found.ranks_on(accelerators) == per_node
@@ -65,7 +56,7 @@ def orders(tmp_path: Path) -> Iterator[tuple[FragmentRunner, list[FragmentOrder]
         control,
         Stream([]),
         ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs'),
-        Timeouts(),
+        ft.Timeouts(),
         NoParsl(submit),
     )
     runner.records['fit'] = TrainerRecord(
@@ -73,8 +64,8 @@ def orders(tmp_path: Path) -> Iterator[tuple[FragmentRunner, list[FragmentOrder]
         settings,
         str(tmp_path),
         lambda specification, previous: Future(),
-        TrainingFuture('fit'),
-        Checkpoint('fit', '', 0, 0),
+        ft.TrainingFuture('fit'),
+        ft.Checkpoint('fit', '', 0, 0),
     )
     yield runner, sent
     control.close()
@@ -104,5 +95,5 @@ def test_a_number_of_shards_that_followed_from_the_nodes_may_be_stated_later(
     tmp_path: Path,
 ) -> None:
     record_or_compare(tmp_path, 'fit', {'function': 'f', **spec(max_nodes=2).mode.identity()})
-    stated = spec(max_nodes=2, mode=Reproducible(shards=8)).mode.identity()
+    stated = spec(max_nodes=2, mode=ft.Reproducible(shards=8)).mode.identity()
     record_or_compare(tmp_path, 'fit', {'function': 'f', **stated})

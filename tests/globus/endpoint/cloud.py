@@ -1,6 +1,4 @@
-"""The Globus Compute web service, real in messages and serializers only; login, REST and AMQP are
-left out. What is on both sides is what users run.
-"""
+"""The Globus Compute web service, real in messages and serializers; no login, REST or AMQP."""
 
 import contextlib
 import json

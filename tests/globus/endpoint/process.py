@@ -1,6 +1,4 @@
-"""Run as a program: a user endpoint process as Globus Compute makes it, behind a socket in place of
-its message broker.
-"""
+"""A user endpoint process as Globus Compute makes it, behind a socket in place of its broker."""
 
 from __future__ import annotations
 

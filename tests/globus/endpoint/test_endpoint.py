@@ -1,6 +1,4 @@
-"""A real endpoint process with Globus Compute's own engine, which knows nothing of FreeTrain; and
-what the errors of Globus's SDK mean to a user.
-"""
+"""A real endpoint process with Globus Compute's own engine; what its SDK's errors mean."""
 
 import json
 import math
@@ -35,9 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[EndpointProcess]:
-    """An endpoint as ``globus-compute-endpoint configure`` makes it, in a folder whose name leaves
-    room for a socket's.
-    """
+    """An endpoint as ``globus-compute-endpoint configure`` makes it; its path is short."""
     config = {
         'engine': {
             'type': 'GlobusComputeEngine',

@@ -1,6 +1,4 @@
-"""What Cobalt's answers say, in the forms of its source and of the user guide of Theta, and the
-scripts for its qsub.
-"""
+"""What Cobalt's answers say, by its source and Theta's guide, and the scripts for its qsub."""
 
 import subprocess
 from pathlib import Path
@@ -9,15 +7,8 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites import cobalt as answers
+from parsl_freetrain.sites.batch import records
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output, shape_for
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    NotUnderstood,
-    Partition,
-)
 from parsl_freetrain.sites.cobalt import Cobalt, CobaltOptions, CobaltSite
 from parsl_freetrain.sites.named import load_site_file, site_files
 
@@ -34,34 +25,34 @@ def test_jobs() -> None:
     nodes = 'nid00020', 'nid00021', 'nid00022', 'nid00024'
     times = 1510232750.0, 1510239950.0
     running, held = answers.parse_jobs(said('qstat'), 'pool')
-    assert running == BatchJob(
-        '104927', JobState.RUNNING, 'pool', 4, *times, (), nodes, 'user1', 'running', 'N/A',
+    assert running == records.BatchJob(
+        '104927', records.JobState.RUNNING, 'pool', 4, *times, (), nodes, 'user1', 'running', 'N/A',
         limit_s=7200.0,
     )  # fmt: skip
-    assert held == BatchJob(
-        '104941', JobState.HELD, 'pool', 2048, None, None, (), (), 'user2', 'dep_hold', 'a: name',
-        limit_s=1200.0,
+    assert held == records.BatchJob(
+        '104941', records.JobState.HELD, 'pool', 2048, None, None, (), (), 'user2', 'dep_hold',
+        'a: name', limit_s=1200.0,
     )  # fmt: skip
     assert answers.parse_jobs('', 'pool') == ()
-    with pytest.raises(NotUnderstood, match='StartTime'):
+    with pytest.raises(records.NotUnderstood, match='StartTime'):
         answers.parse_jobs('JobID: 1\n    State : running\n', 'pool')
 
 
 def test_nodes() -> None:
     flat, cache = ('mcdram=flat', 'numa=quad'), ('mcdram=cache', 'numa=quad')
     assert set(answers.parse_nodes(said('nodelist'), 'default', 1000.0)) == {
-        Nodes('default', ('nid00020',), 'cleanup-pending', '', flat, until_s=18960.0),
-        Nodes('default', ('nid00028', 'nid00029'), 'idle', '', flat, until_s=18960.0),
-        Nodes('default', ('nid00030',), 'idle', '', cache),
+        records.Nodes('default', ('nid00020',), 'cleanup-pending', '', flat, until_s=18960.0),
+        records.Nodes('default', ('nid00028', 'nid00029'), 'idle', '', flat, until_s=18960.0),
+        records.Nodes('default', ('nid00030',), 'idle', '', cache),
     }
-    with pytest.raises(NotUnderstood):
+    with pytest.raises(records.NotUnderstood):
         answers.parse_nodes('failed to connect\n', 'default', 0.0)
 
 
 def test_reservations() -> None:
     nodes = 'nid00000', 'nid00001', 'nid00002', 'nid00007'
     [found] = answers.parse_reservations(said('showres'))
-    assert found == NodeReservation('Monday 13', 1510560000.0, 1510590600.0, nodes)
+    assert found == records.NodeReservation('Monday 13', 1510560000.0, 1510590600.0, nodes)
     assert answers.parse_reservations('') == ()
 
 
@@ -72,8 +63,8 @@ def test_queues() -> None:
         '    State : running\n\nName: default\n    MaxTime : None\n    State : draining\n'
     )
     assert found == {
-        'debug': Partition('debug', True, 3600.0, 0, 8, shortest_s=300.0, most_waiting=1),
-        'default': Partition('default', False),
+        'debug': records.Partition('debug', True, 3600.0, 0, 8, shortest_s=300.0, most_waiting=1),
+        'default': records.Partition('default', False),
     }
 
 

@@ -52,7 +52,6 @@ def test_a_reservation_ends_a_hole(cobalt: Rehearsal, blocks: Make) -> None:
     assert [(hole.nodes, hole.until_s) for hole in mine.holes()] == [(2, None), (2, start - 7)]
 
 
-
 def test_a_command_that_fails_fails_its_block(cobalt: Rehearsal, blocks: Make) -> None:
     mine = blocks()
     job = mine.open(1, command='exit 3')

@@ -1,6 +1,4 @@
-"""An example of a scheduler in a package of its own: one queue of IBM Spectrum LSF (10.1), by its
-documentation only: idle hosts, blocks for a limited time, and how they end.
-"""
+"""A scheduler in a package of its own: one queue of IBM Spectrum LSF (10.1), by its manual."""
 
 import json
 import shlex
@@ -66,9 +64,7 @@ class LsfOptions(BatchOptions, frozen=True, kw_only=True):
 
 
 class Lsf:
-    """Which command answers which question; a
-    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
-    """
+    """Which command answers which question."""
 
     label = 'LSF'
     step_s = 60

@@ -1,6 +1,4 @@
-"""Blocks on a real OpenPBS: what they fit, all the ways in which they end, and that nothing of them
-stays on a node that is somebody else's.
-"""
+"""Blocks on a real OpenPBS: what they fit, how they end, and that nothing of them stays."""
 
 import pwd
 import re
@@ -64,9 +62,7 @@ def at_work(
     walltime_s: float | None = 300.0,
     command: str = WORK,
 ) -> str:
-    """A block whose nodes are all ready. A busy computer may need longer than a short walltime for
-    that: then it is doubled.
-    """
+    """A block whose nodes are all ready; a short walltime is doubled where the computer is slow."""
     before = mine.output().count('ready')
     job = mine.open(nodes, walltime_s, command)
 
@@ -189,9 +185,7 @@ def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blo
 def test_a_preemption_takes_the_nodes_whatever_the_scheduler_does(
     openpbs: PbsCluster, blocks: Make, order: str
 ) -> None:
-    """The same settings for every preempt_order: a block is rerunnable, and what was deleted
-    without us counts as preempted.
-    """
+    """The same for every preempt_order: what was deleted without us counts as preempted."""
     mine = blocks('preemptable', mode='preemptible')
     job = at_work(openpbs, mine, 2, walltime_s=None)
     nodes = openpbs.nodes_of(job)
@@ -234,9 +228,7 @@ def test_an_end_is_told_to_the_nodes(
 
 
 def test_a_block_that_waits_makes_nobody_wait_for_long(openpbs: PbsCluster, blocks: Make) -> None:
-    """Where jobs start strictly in their order, what comes after a block starts after it, although
-    its priority is the lowest; its hole may last for an hour.
-    """
+    """What comes after a block starts after it, although its priority is the lowest."""
     first = openpbs.submit(3, walltime_s=3000)
     mine = blocks(withdraw_s=2.0)
     job = mine.open(2, 3000.0)
@@ -258,9 +250,7 @@ def test_a_block_fits_between_the_jobs_of_others(openpbs: PbsCluster, blocks: Ma
     mine = blocks(margin_s=4.0, ending_s=2.0)
 
     def planned_s() -> float:
-        """When the wide job starts. The server plans anew every few seconds, and the plan moves by
-        a second or so.
-        """
+        """When the wide job starts; the plan is renewed, and moves by a second or so."""
         planned = openpbs.job(wide)['estimated']['start_time']
         return time.mktime(time.strptime(planned, '%a %b %d %H:%M:%S %Y'))
 
@@ -365,7 +355,6 @@ def test_every_node_runs_the_command_with_the_blocks_environment_in_private_file
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in mine.folder.iterdir())
 
 
-
 def test_a_block_that_starts_after_its_hole_ends_at_once(openpbs: PbsCluster, blocks: Make) -> None:
     mine = blocks(shrink=1.0, start_s=0.0, withdraw_s=600.0)
     first = openpbs.submit(4)
@@ -394,9 +383,7 @@ def test_a_block_is_deleted_by_us_or_by_somebody_else(
 
 
 def test_a_job_that_has_vanished_is_not_over(openpbs: PbsCluster, blocks: Make) -> None:
-    """Without a job history the end of a job is unknown: it counts as ended when its time is up,
-    not before.
-    """
+    """Without a job history a job counts as ended when its time is up, not before."""
     mine = blocks()
     job = mine.running()
     with managed(
@@ -430,7 +417,6 @@ def test_a_server_that_does_not_answer_ends_nothing(
     openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-
 def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
     openpbs: PbsCluster, blocks: Make
 ) -> None:
@@ -443,7 +429,6 @@ def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
 
 
 # --- refusals
-
 
 
 def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(

@@ -1,6 +1,4 @@
-"""What PBS's answers say. The documents follow those of PBS 2022.1 on Polaris; nothing
-was recorded there.
-"""
+"""What PBS's answers say, as PBS 2022.1 on Polaris gives them; nothing was recorded there."""
 
 import json
 import math
@@ -17,15 +15,8 @@ from dateutil.rrule import rrulestr  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsl_freetrain.sites.batch import records
 from parsl_freetrain.sites.batch.block_shape import Output
-from parsl_freetrain.sites.batch.records import (
-    BatchJob,
-    JobState,
-    NodeReservation,
-    Nodes,
-    NotUnderstood,
-    Partition,
-)
 from parsl_freetrain.sites.batch.scheduler import NoHistory
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.pbspro import answers
@@ -43,7 +34,7 @@ NOW = 1699535000  # before the estimates below
 NEW, OLD = frozenset({'model=new', 'bigmem=true'}), frozenset({'model=old'})
 
 
-def jobs(known: Collection[str] = (), **job: Any) -> tuple[BatchJob, ...]:
+def jobs(known: Collection[str] = (), **job: Any) -> tuple[records.BatchJob, ...]:
     said = {
         'Job_Name': 'n',
         'Job_Owner': 'eve@login',
@@ -64,9 +55,9 @@ def test_a_running_job_has_nodes_and_an_end() -> None:
         estimated={'start_time': 'Thu Nov  9 13:00:00 2023'},
     )
     times = 1699535150.0, 1699538750.0
-    assert job == BatchJob(
-        '7.polaris', JobState.RUNNING, 'pool', 2, *times, (), ('x1', 'x2'), 'eve', '', 'n', 2,
-        limit_s=3600.0,
+    assert job == records.BatchJob(
+        '7.polaris', records.JobState.RUNNING, 'pool', 2, *times, (), ('x1', 'x2'), 'eve', '',
+        'n', 2, limit_s=3600.0,
     )  # fmt: skip
 
 
@@ -108,7 +99,7 @@ def test_nodes_tell_their_words() -> None:
 
 def test_a_job_whose_nodes_are_made_ready_has_an_end_although_it_has_no_start() -> None:
     [job] = jobs(job_state='R', substate=71, exec_vnode='(x1:ncpus=64)')
-    assert (job.state, job.names, job.end_s) == (JobState.RUNNING, ('x1',), NOW + 3600.0)
+    assert (job.state, job.names, job.end_s) == (records.JobState.RUNNING, ('x1',), NOW + 3600.0)
 
 
 def test_a_planned_job_has_a_start() -> None:
@@ -142,7 +133,7 @@ def test_an_estimate_that_has_gone_by_says_nothing() -> None:
     assert later.start_s == fresh
 
 
-def _planned(said: dict[str, Any]) -> list[BatchJob]:
+def _planned(said: dict[str, Any]) -> list[records.BatchJob]:
     found = answers.parse_jobs(json.dumps(said), 'pool')
     return [job for job in found if 'estimated' in said['Jobs'][job.job_id]]
 
@@ -207,7 +198,7 @@ def test_a_divided_host_is_idle_if_all_of_it_is() -> None:
     other = {'b': natural, 'b[0]': part, 'b[1]': busy}
     assert nodes({**halves, **other}) == {'a': 'idle', 'b': 'job-busy'}
     [group] = answers.parse_nodes(json.dumps({'nodes': halves}), 'prod', {})
-    assert group == Nodes('prod', ('a',), 'idle', gpus=4, cpus=64)
+    assert group == records.Nodes('prod', ('a',), 'idle', gpus=4, cpus=64)
 
 
 def test_only_nodes_with_the_resources_of_a_chunk_count() -> None:
@@ -269,24 +260,26 @@ def test_limits_of_a_queue() -> None:
         'resources_min': {'nodect': 10, 'walltime': '00:05:00'},
     }
     text = json.dumps({'Queue': {'small': small}})
-    assert answers.limits('small', answers.parse_queues(text)['small']) == Partition(
+    assert answers.limits('small', answers.parse_queues(text)['small']) == records.Partition(
         'small', False, 10800.0, 10, 24, shortest_s=300.0, most_waiting=3
     )
-    with pytest.raises(NotUnderstood, match='small'):
+    with pytest.raises(records.NotUnderstood, match='small'):
         answers.limits('small', {'resources_max': {'walltime': 'soon'}})
 
 
 def test_reservations() -> None:
     text = (RECORDED / 'reservations.txt').read_text()
     assert answers.parse_reservations(text) == (
-        NodeReservation('M12.polaris', 1699535150.0, 1699538750.0, ('x1', 'x2')),
+        records.NodeReservation('M12.polaris', 1699535150.0, 1699538750.0, ('x1', 'x2')),
     )
     odd = 'Resv ID: R1\nreserve_start = soon\nresv_nodes = (x3:ncpus=4)\n'
-    assert answers.parse_reservations(odd) == (NodeReservation('R1', 0.0, math.inf, ('x3',)),)
+    assert answers.parse_reservations(odd) == (
+        records.NodeReservation('R1', 0.0, math.inf, ('x3',)),
+    )
     [unread] = answers.parse_reservations(
         f'{text}resv_nodes = (x3:ncpus=4)\nreserve_rrule = FREQ=DAILY;INTERVAL=1;BYMINUTE=0,30\n'
     )[1:]
-    assert unread == NodeReservation('R13.polaris', 1699535150.0, math.inf, ('x3',))
+    assert unread == records.NodeReservation('R13.polaris', 1699535150.0, math.inf, ('x3',))
 
 
 def test_all_occurrences_of_a_reservation() -> None:
@@ -371,7 +364,7 @@ def test_values_that_are_no_json_become_texts() -> None:
 
 @pytest.mark.parametrize('answer', ['', 'qstat: cannot connect', '[]', '{"Jobs":{'])
 def test_what_is_no_document_is_not_understood(answer: str) -> None:
-    with pytest.raises(NotUnderstood):
+    with pytest.raises(records.NotUnderstood):
         answers.parse_jobs(answer, 'pool')
 
 
@@ -448,7 +441,7 @@ def test_a_job_that_cannot_be_read_hides_no_other() -> None:
         found = answers.parse_jobs(json.dumps({'Jobs': queue}), 'pool')
         told = [(job.job_id, job.state.value) for job in found]
         assert told == [('7', 'UNKNOWN'), ('8', 'PENDING')]
-        with pytest.raises(NotUnderstood):
+        with pytest.raises(records.NotUnderstood):
             answers.parse_jobs(json.dumps({'Jobs': {'7': queue['7']}}), 'pool')
 
 
@@ -462,7 +455,7 @@ def test_what_is_no_job_does_not_stand_for_one(value: str) -> None:
 
 def test_a_list_of_jobs_that_is_there_twice_is_no_answer() -> None:
     text = '{"Jobs":{"7":{"job_state":"R"}},"Jobs":{"8":{"job_state":"Q"}}}'
-    with pytest.raises(NotUnderstood):
+    with pytest.raises(records.NotUnderstood):
         answers.parse_jobs(text, 'pool')
     early = '{"timestamp":5,"Jobs":{},"timestamp":9}'
     assert document(early, 'qstat')['timestamp'] == 5, 'what users write comes later'

@@ -109,9 +109,7 @@ def test_a_block_of_a_class_asks_for_its_resources() -> None:
 
 
 def test_one_task_is_spawned_for_each_node_and_none_to_end_the_block(tmp_path: Path) -> None:
-    """At a SIGTERM the first node is told without PBS. The others, which PBS would kill, end when
-    the time of the block is up.
-    """
+    """SIGTERM is told to the first node without PBS; the others end when the block's time is up."""
     fakes = tmp_path / 'bin'
     fakes.mkdir()
     (fakes / 'pbs_tmrsh').write_text(

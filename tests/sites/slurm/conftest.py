@@ -1,6 +1,4 @@
-"""What the tests on a real cluster share: a site that asks often, and blocks that are cancelled at
-the end.
-"""
+"""What tests on a real cluster share: a site that asks often, and an end of its blocks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

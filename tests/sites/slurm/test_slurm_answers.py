@@ -1,6 +1,4 @@
-"""What Slurm's answers say: recorded from 22.05, and as documented for later
-versions.
-"""
+"""What Slurm's answers say: recorded from 22.05, and as documented for later versions."""
 
 import json
 import math

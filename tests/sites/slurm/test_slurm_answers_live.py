@@ -34,9 +34,7 @@ def test_names_with_line_ends_and_forged_records_are_names(slurm: Cluster) -> No
 
 
 def test_jobs_that_ask_for_tasks_or_cpus_need_as_many_nodes_as_slurm_says(slurm: Cluster) -> None:
-    """Its number of nodes for a waiting job is not only the minimum that the job asks for: with one
-    CPU on each node, three tasks need three of them.
-    """
+    """Not only the minimum that the job asks for: three tasks, one CPU on each node."""
 
     def nodes(*options: str) -> int:
         job = slurm.run('sbatch', '--parsable', '--hold', *options, '--wrap=true').strip()

@@ -29,9 +29,7 @@ Make = Callable[..., Blocks]
 
 
 def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -> None:
-    """Three nodes are free until a wide job's turn; a block there does not move that, and Slurm
-    agrees on when it ends.
-    """
+    """Three nodes are free until a wide job's turn; a block does not move that."""
     slurm.submit('--nodes=1', '--time=5')
     wide = slurm.submit('--nodes=4', '--time=5')
     slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').strip() == 'node[01-04]')
@@ -178,7 +176,6 @@ def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_a
         assert demand == NodeDemand(other, 1, frozenset({'node03', 'node04'}))
     finally:
         slurm.run('scontrol', 'delete', 'reservationname=course')
-
 
 
 def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, blocks: Make) -> None:
@@ -423,7 +420,6 @@ def test_a_submission_without_an_answer_leaves_no_block_behind(
         mine.open(1)
     assert len(mine.site.find_blocks()) == 1
     slurm.wait(lambda: mine.site.holes() is not None and not mine.site.find_blocks())
-
 
 
 def test_it_is_polite(slurm: Cluster, blocks: Make) -> None:

@@ -1,6 +1,4 @@
-"""A training on a real Slurm cluster that is preempted; tests/slurm/test_whole_training.py has dead
-nodes, and a scheduler that is gone.
-"""
+"""A preempted training on a real Slurm cluster; slurm/test_whole_training.py has dead nodes."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def until_training(future: TrainingFuture) -> None:
 
 
 def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None:
-    """A wide job takes the nodes; the fragment writes its checkpoint in the grace time, and the
-    next one repeats nothing.
-    """
+    """A wide job takes the nodes; the checkpoint comes in the grace time, nothing is repeated."""
     trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoints=Checkpoints(every_s=1000.0))(
         fit
     )

@@ -1,6 +1,4 @@
-"""Batch scripts: golden files of the site configs, what is asked for which hole, and what a user's
-words cannot do.
-"""
+"""Batch scripts: golden files, what is asked for which hole, and what users' words cannot do."""
 
 import importlib.util
 import subprocess
@@ -110,9 +108,7 @@ def test_nodes_that_a_request_avoids_are_excluded(tmp_path: Path) -> None:
 
 
 def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
-    """Neither a folder nor a command can leave its quotes: bash sees the same words
-    that went in.
-    """
+    """No folder or command can leave its quotes: bash sees the words that went in."""
     marker = tmp_path / 'was run'
     command = f"""echo 'it''s' "$(touch '{marker}')" ; `touch '{marker}'`"""
     place = Output('n', f'/a b/$(touch {marker})/%j.out', "/it's.err")

@@ -1,6 +1,4 @@
-"""Two runs on one partition, of two users: a job that needs nodes of both gets them, and
-one that needs a node of either gets it from one of them.
-"""
+"""Two runs of two users: jobs that need nodes of both get them, or of either from one."""
 
 import pytest
 

@@ -475,9 +475,7 @@ def trains_briefly(ctx: FragmentContext, prepares_s: float, by_epochs: bool) -> 
 def test_a_short_fragment_saves_once(
     fork_server: ForkClient, tmp_path: Path, prepares_s: float, every_s: float, by_epochs: bool
 ) -> None:
-    """Where preparing and the first step take longer than the interval of checkpoints, and where
-    the last checkpoint would wait for those before it.
-    """
+    """Where the first step, or the last checkpoint's wait, takes longer than the interval."""
     ordered = order(tmp_path, total_epochs=2, checkpoint_every_s=every_s, mode='throughput')
     with ranks(fork_server, ordered, 2, tmp_path, trains_briefly, prepares_s, by_epochs) as gang:
         gang.run()

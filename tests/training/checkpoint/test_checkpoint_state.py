@@ -1,6 +1,4 @@
-"""What is in a checkpoint comes back as it was, runs nothing, and fits or is refused with what
-differs.
-"""
+"""What is in a checkpoint comes back as it was, runs nothing, and fits or is refused."""
 
 from __future__ import annotations
 

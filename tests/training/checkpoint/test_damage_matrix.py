@@ -1,6 +1,4 @@
-"""Every file of a trainer's folder with every damage: nothing hangs, no wrong weight is read, and
-what cannot go on says so by a sentence.
-"""
+"""Every file of a trainer's folder with every damage: no hang, no wrong weight, a sentence."""
 
 import errno
 import hashlib

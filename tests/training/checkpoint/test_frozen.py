@@ -12,14 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    BadInput,
-    FragmentContext,
-    Shape,
-    export_weights,
-    load_weights,
-    same_weights,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.training.checkpoint.frozen import fingerprints
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -28,7 +21,7 @@ from tests.support.ranks import ended, order
 
 WIDTH, SIZE, BATCH, TOTAL = 200, 16, 8, 64
 BASE = 4 * WIDTH * WIDTH
-SHAPES = {1: Shape(), 2: Shape(shard=2)}
+SHAPES = {1: ft.Shape(), 2: ft.Shape(shard=2)}
 
 
 class Tuned(nn.Module):
@@ -44,7 +37,7 @@ class Tuned(nn.Module):
 
 
 def train(
-    ctx: FragmentContext,
+    ctx: ft.FragmentContext,
     change_at: int = 0,
     sharded: bool = False,
     stop: bool = False,
@@ -104,22 +97,22 @@ def test_checkpoints_have_the_size_of_what_is_trained(
     assert stopped.how == 'stopped', stopped.error
     following = fragment(fork_server, cut, 2, sharded=sharded)
     assert following.how == 'finished', following.error
-    assert same_weights(whole.path, following.path)
+    assert ft.same_weights(whole.path, following.path)
     for folder in (alone, cut):
         own = sizes(folder)
         assert len(own) >= 4
         assert max(own) < BASE / 4, own
     assert sum(file.stat().st_size for file in frozen(alone)) < 1.1 * BASE
     # Whole again, where it is used without FreeTrain.
-    file = export_weights(whole.path, tmp_path / 'model.safetensors')
+    file = ft.export_weights(whole.path, tmp_path / 'model.safetensors')
     assert file.stat().st_size > BASE
-    assert tuple(load_weights(whole.path)['base.weight'].shape) == (WIDTH, WIDTH)
+    assert tuple(ft.load_weights(whole.path)['base.weight'].shape) == (WIDTH, WIDTH)
 
 
 def test_what_a_function_changes_itself_is_saved(fork_server: ForkClient, tmp_path: Path) -> None:
     changed = fragment(fork_server, tmp_path, 1, change_at=32)
     first, *_, last = sorted((tmp_path / 'store').glob('ckpt-*'))
-    before, after = (load_weights(one)['base.weight'] for one in (first, last))
+    before, after = (ft.load_weights(one)['base.weight'] for one in (first, last))
     assert torch.equal(before.flip(0), after)
     assert not torch.equal(before, after)
     assert str(last) == changed.path
@@ -138,8 +131,8 @@ def test_a_damaged_file_is_written_anew_of_what_the_function_makes(
     file.unlink() if how == 'missing' else flip(file)
     newest = store.latest(shared=False)
     assert newest is not None
-    with pytest.raises(BadInput, match=r'f000001-r0.* put the file back, or train on'):
-        load_weights(newest)
+    with pytest.raises(ft.BadInput, match=r'f000001-r0.* put the file back, or train on'):
+        ft.load_weights(newest)
     count = 2 if how == 'missing' else 1
     other = fragment(fork_server, cut, 2, count, seed=1)
     assert 'What ctx.prepare was given has other values' in other.error.message
@@ -147,7 +140,7 @@ def test_a_damaged_file_is_written_anew_of_what_the_function_makes(
     following = fragment(fork_server, cut, 3, count)
     assert following.how == 'finished', following.error
     assert file.read_bytes() == content
-    assert same_weights(whole.path, following.path)
+    assert ft.same_weights(whole.path, following.path)
     assert max(sizes(cut)) < BASE / 4
 
 

@@ -1,6 +1,4 @@
-"""Accelerators: whose are which, and by what ranks exchange tensors. There is none here, so what
-torch says of devices is replaced; the documentation says what ran on real ones.
-"""
+"""Accelerators: whose are which, and how ranks exchange. What torch says of them is replaced."""
 
 from __future__ import annotations
 

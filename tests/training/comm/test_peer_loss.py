@@ -1,6 +1,4 @@
-"""How ranks end: which errors of an exchange mean that another rank is gone, when the others notice
-it, and with what the threads of gloo are doing at that moment.
-"""
+"""How ranks end: which errors mean a lost rank, who notices, what gloo's threads do."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def test_an_exchange_that_does_not_end_is_ended(fork_server: ForkClient, tmp_pat
 
 
 def test_a_rank_ends_while_gloo_still_works(fork_server: ForkClient, tmp_path: Path) -> None:
-    """The last owner of a process group waits in C++ for gloo's threads, and holds Python's lock.
-    One of the threads may wait for that lock: it needs it to drop the last reference to a tensor.
-    """
+    """The last owner of a group waits in C++, with Python's lock, for threads of gloo."""
 
     def train(ctx: FragmentContext) -> None:
         import threading

@@ -17,9 +17,7 @@ from tests.support.ranks import all_finish, order, ranks
 
 
 def train(ctx: FragmentContext, asked: bool = False, *, unasked: bool = False) -> None:
-    """With a loss as MACE's: it exchanges the number of samples if there are several processes. The
-    set-up exchanges, too.
-    """
+    """A loss as MACE's exchanges the number of samples; the set-up exchanges, too."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     ranks: list[Any] = [0] * ctx.world_size

@@ -1,6 +1,4 @@
-"""Data and samplers that change from epoch to epoch, and random numbers from generators of the
-user's own: the same weights for any nodes and cuts.
-"""
+"""Data, samplers and generators that change from epoch to epoch: the same for any cuts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The data order, with samplers and without: the same samples in the same order for any ranks and
-cuts.
-"""
+"""The data order, with samplers and without, is the same for any ranks and cuts."""
 
 from __future__ import annotations
 
@@ -383,9 +381,7 @@ def by_rank(epoch: int) -> list[int]:
 
 
 def test_training_with_a_sampler_in_fragments(fork_server: ForkClient, tmp_path: Path) -> None:
-    """Weighted, without short batches, with workers: the same samples and bits, on one rank and on
-    three ranks and then two.
-    """
+    """Weighted, no short batches, workers: the same bits on one rank, and on three and then two."""
     weighted = SAMPLERS['weighted']()
 
     def fragment(number: int, world_size: int, folder: str, **options: Any) -> Any:

@@ -206,9 +206,7 @@ class Cached(Dataset[Any]):
 
 
 def collects(ctx: FragmentContext, at: int) -> None:
-    """Predictions for an accuracy, what a hook sees, a batch for a look, a first batch that is left
-    out, and what a dataset caches.
-    """
+    """Predictions, a hook, a batch for a look, a first batch left out, a dataset's cache."""
     model, optimizer = made(ctx)
     seen: dict[str, torch.Tensor] = {}
     model.register_forward_hook(lambda _, __, out: seen.update(out=out.detach()))

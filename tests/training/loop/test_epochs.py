@@ -54,9 +54,7 @@ def measured_until(ctx: Any, stop_at: int | None, model: Any, batch: Any) -> dic
 
 
 def train(ctx: FragmentContext, stop_at: int | None = None) -> None:
-    """Evaluates after each epoch, and keeps the best; asks to stop at ``stop_at`` samples, or, if
-    that is negative, in the first evaluation.
-    """
+    """Evaluates each epoch, keeps the best; stops at ``stop_at``, negative: in an evaluation."""
     model, optimizer, schedule, average = made(ctx)
 
     measured = partial(measured_until, ctx, stop_at)
@@ -131,9 +129,7 @@ def test_each_epoch_is_ended_once_with_the_same_figures(
     function: Callable[..., None],
     stop_at: int,
 ) -> None:
-    """Also if the fragment stops in the last batch of an epoch, or within the evaluation; with
-    ``ctx.each_epoch`` and with ``ctx.epochs``.
-    """
+    """Also if it stops in an epoch's last batch, or within the evaluation."""
     one, whole = undisturbed
     assert [row[:2] for row in whole.position.user['found']] == [[0, 22], [1, 44], [2, 66]]
     outcomes = run(fork_server, tmp_path, function, stop_at, world_size=3)

@@ -35,16 +35,9 @@ from parsl_freetrain.training.process.standby_slots import (
     StandbySlots,
     key_of,
 )
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.fork_messages import Launch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, Handover, RankPlace
-from parsl_freetrain.training.spec.messages import (
-    FromRank,
-    NodeStays,
-    RankPid,
-    StateLeft,
-    StopTraining,
-    Waiting,
-)
 from tests.support.damage import flip
 from tests.support.examples import equal
 from tests.support.ranks import Ranks, all_finish, channel_pair, order, ranks
@@ -90,7 +83,7 @@ def running_ahead(
     wait_s: float = 60.0,
     function: Callable[..., None] = train,
     **options: Any,
-) -> Iterator[list[Channel[FromRank]]]:
+) -> Iterator[list[Channel[msg.FromRank]]]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     payload = cloudpickle.dumps((function, (), options))
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,16 +101,14 @@ def running_ahead(
 def stopped(
     gang: Ranks, heir: int = 0, goes: int | None = None, *, followed: bool = False
 ) -> list[Any]:
-    """Let a fragment train a while, and stop it for the next one; the outcomes.
-
-    The ranks from ``heir`` on are told that they stay; or else rank ``goes`` is told that it goes,
-    and the others nothing.
+    """Train a while, and stop for the next one; the outcomes. The ranks from ``heir`` on are told
+    that they stay; or else rank ``goes`` that it goes, and the others nothing.
     """
     gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
     for rank in gang.ranks[heir:] if goes is None else ():
-        rank.process.send(NodeStays())
+        rank.process.send(msg.NodeStays())
     for i, rank in enumerate(gang.ranks):
-        rank.process.send(StopTraining('test', node_leaves=i == goes, followed=followed))
+        rank.process.send(msg.StopTraining('test', node_leaves=i == goes, followed=followed))
     outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
     assert outcomes[0].samples > 0
@@ -131,7 +122,7 @@ def left_uncommitted(gang: Ranks, heir: int = 0) -> Handover:
     assert sent, gang.ranks[0].log.read_text()
     assert outcomes[0].path is None
     assert (sent.samples, sent.here) == (outcomes[0].samples, heir == 0)
-    kept = StateLeft(sent.digest, sent.samples, here=True)
+    kept = msg.StateLeft(sent.digest, sent.samples, here=True)
     assert [i for i, outcome in enumerate(outcomes) if outcome.left == kept] == [heir]
     assert all(outcome.left is None for i, outcome in enumerate(outcomes) if i not in (0, heir))
     return Handover(((sent.digest,),), sent.samples, outcomes[0].metrics)
@@ -163,7 +154,9 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
         with running_ahead(
             fork_server, ordered, after, tmp_path, at_prepare=mark, endless=1
         ) as asked:
-            assert all(channel.poll(LIMIT_S) and channel.recv() == Waiting() for channel in asked)
+            assert all(
+                channel.poll(LIMIT_S) and channel.recv() == msg.Waiting() for channel in asked
+            )
         last = stopped(gang)[0]
         first = {rank.process.pid for rank in gang.ranks}
     waiting = {int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')} - first
@@ -342,9 +335,9 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks([fork_server, neighbour], ordered, 2, tmp_path, sabotaged, fault) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
-        gang.ranks[1].process.send(NodeStays())
+        gang.ranks[1].process.send(msg.NodeStays())
         for rank in gang.ranks:
-            rank.process.send(StopTraining('test', followed=True))
+            rank.process.send(msg.StopTraining('test', followed=True))
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ends
         assert says in gang.ranks[who].log.read_text()
@@ -505,7 +498,7 @@ def test_only_a_rank_that_is_wanted_and_lives_is_given_to_a_launch(
         slots.add(first)
         slots.add(second)  # so the first one has been killed; it has not been reaped
         assert slots.claim(launch(), ours) == second
-        assert theirs.recv() == RankPid(second.pid, has_payload=True)
+        assert theirs.recv() == msg.RankPid(second.pid, has_payload=True)
         assert slots.claim(launch(), ours) is None
         slots.add(third)
         os.kill(third.pid, 9)

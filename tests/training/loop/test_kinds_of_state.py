@@ -1,6 +1,4 @@
-"""What a training consists of besides models in one piece: each kind is trained as in plain
-PyTorch, for any number of ranks and wherever it is cut, or refused.
-"""
+"""What a training consists of besides models: trained as in plain PyTorch, or refused."""
 
 from __future__ import annotations
 
@@ -426,9 +424,7 @@ def rising() -> tuple[Callable[[], int], Callable[[], None]]:
 
 
 def variables_elsewhere(ctx: FragmentContext) -> list[Any]:
-    """Of the module, of a function that has returned, in objects in objects, beside a model in a
-    dict, in a long list, by two names, and in place of what was the model's.
-    """
+    """Of the module, a closure, objects in objects, a dict, a long list, with two names."""
     global TURNS
     model, optimizer = line(ctx, 0.1)
     things, arguments, penalty = {'model': model, 'scale': 1.0}, Namespace(power=1), Penalty()
@@ -489,9 +485,7 @@ heat.calls = 0  # type: ignore[attr-defined]
 
 
 def state_of_classes_and_functions(ctx: FragmentContext) -> list[Any]:
-    """Attributes of a class and of a function, a default argument, an object that only bound
-    methods have.
-    """
+    """Attributes of a class and a function, a default, an object only bound methods have."""
     model, optimizer = line(ctx, 0.02)
     strength = Strength()
     rise, value = strength.rise, strength.value

@@ -129,9 +129,7 @@ def finish(
     before: Callable[[list[int]], None] = lambda samples: None,
     **changes: Any,
 ) -> tuple[Any, int]:
-    """Train all pieces in an order that the controller allows; the last outcome, and the number of
-    those killed.
-    """
+    """Train all pieces in an allowed order; the last outcome, and how many were killed."""
     overlap = changes.get('diloco', DILOCO).overlap
     samples, fragments, kills, length = [0, 0], [0, 0], 0, STEPS * BATCH
     while True:

@@ -1,6 +1,4 @@
-"""What a body of the loop puts into optimizers, buffers and parameters is the same on all ranks and
-for any number of them, or it is refused.
-"""
+"""What a body of the loop changes is the same on all ranks, or it is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Fragments whose ranks share more than the data: real ranks, in one shape after another, train
-what one process trains.
-"""
+"""Fragments whose ranks share more than the data train what one process trains."""
 
 from __future__ import annotations
 
@@ -182,9 +180,7 @@ def test_any_shapes_in_turn_train_what_one_process_trains(
 
 
 def test_ranks_of_a_group_see_the_same_samples(fork_server: ForkClient, tmp_path: Path) -> None:
-    """Also if the samples are drawn at random, and if one stage draws random numbers that the
-    others don't.
-    """
+    """Also with samples drawn at random, and if only one stage draws random numbers."""
     seen = tmp_path / 'seen'
     seen.mkdir()
     run(fork_server, tmp_path, BOTH, noise=0.5, dropout=0.5, seen=seen)

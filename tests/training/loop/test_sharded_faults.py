@@ -148,9 +148,7 @@ def test_a_rank_that_never_finishes(fork_server: ForkClient, tmp_path: Path) -> 
 def test_damage_to_a_part_is_found_and_the_checkpoint_before_used(
     fork_server: ForkClient, tmp_path: Path, damage: str
 ) -> None:
-    """A lost part is noticed before anything is read, a flipped byte by the rank that reads it,
-    which leaves the rest to the next fragment.
-    """
+    """A lost part is noticed before reading, a flipped byte by its rank; the rest goes on."""
     struck(fork_server, tmp_path, train, 1, BATCH)
     struck(fork_server, tmp_path, train, 2, 2 * BATCH)
     file = max((tmp_path / 'store').glob('ckpt-*')) / 'rank-1.safetensors'

@@ -1,6 +1,4 @@
-"""What stays of a sharded state in the memory of nodes: the parts of the last checkpoint, and of
-the last step where parts have copies; and how much memory ranks need for it.
-"""
+"""What stays of a sharded state in memory: parts of the last checkpoint and of the last step."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def train(
     kill: tuple[int, str] | None = None,
     remembers: bool = False,
 ) -> None:
-    """Fragment 1 saves after its first epoch. If it ``waits``, rank ``kill[0]`` dies when that is
-    saved, or all wait for the end; else it dies at 24 samples, in the midst of a step.
-    """
+    """Rank ``kill[0]`` dies at 24 samples, or, if it ``waits``, at the first checkpoint."""
 
     def die(where: str) -> None:
         if ctx.fragment == 1 and ctx.samples == 24 and (ctx.rank, where) == kill:
@@ -207,9 +203,8 @@ def deep(ctx: FragmentContext, blocks: int) -> None:
 
 
 def test_a_rank_needs_memory_for_its_part(fork_server: ForkClient, tmp_path: Path) -> None:
-    """Of two depths with the same blocks, so that libraries, exchanges and the block that is
-    gathered cancel out: parameters, gradients, two moments, and the copy that a checkpoint makes of
-    all but gradients.
+    """Of two depths, so that libraries, exchanges and the gathered block cancel out: parameters,
+    gradients, two moments, and the copy that a checkpoint makes of all but gradients.
     """
 
     def needed(blocks: int) -> list[int]:

@@ -38,9 +38,7 @@ def train(
     remembers: bool = False,
     forgets: bool = False,
 ) -> None:
-    """Every fragment is struck as ``faults`` says. What the loop sets before it fails, its batch
-    statistics and its settings, must not count twice. ``forgets``: a cut changes the training.
-    """
+    """Each is struck as ``faults`` says; nothing counts twice. ``forgets``: a cut changes it."""
     mine = [
         (samples, point)
         for rank, samples, point in faults.get(ctx.fragment, ())
@@ -307,9 +305,7 @@ def train_by_variables(ctx: FragmentContext, faults: dict[int, list[Fault]], siz
 def test_variables_are_those_at_the_end_of_the_last_batch(
     nodes: list[ForkClient], tmp_path: Path, killed: int, size: int, following: int
 ) -> None:
-    """Where there are too many to copy them in each batch, or rank 0 is lost, whose count, the
-    checkpoint is used.
-    """
+    """Where copies are too many, or rank 0 is lost, whose count, the checkpoint is used."""
     told: dict[str, dict[int, list[Fault]]] = {'without': {}, 'with': {1: [(killed, 40, '')]}}
     found = {}
     for name, faults in told.items():

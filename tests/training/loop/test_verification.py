@@ -1,6 +1,4 @@
-"""Verified resumes: state that the context does not know is found by the first step of the next
-fragment, and an honest training never is.
-"""
+"""Verified resumes: unknown state is found by the next first step; an honest one never."""
 
 from __future__ import annotations
 

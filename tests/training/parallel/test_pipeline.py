@@ -1,6 +1,4 @@
-"""Pipelines of real ranks train what one process trains: by each method, for any sizes, in one
-shape after another.
-"""
+"""Pipelines of real ranks train what one process trains, by any method and size."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ STEPS = 8
 
 
 def layer(given: int, gives: int) -> nn.Module:
-    """Of another width on each side; every second one turns its input over, so that messages are no
-    contiguous memory.
-    """
+    """Another width on each side; every second one sends no contiguous memory."""
     return nn.Sequential(
         nn.Linear(given, gives), nn.Tanh(), Over() if given > gives else nn.Identity()
     ).double()
@@ -62,9 +58,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> None:
-    """Train by each of (method, micro-batches), and the same in this process alone; all that is
-    compared is compared at each step.
-    """
+    """Train by each of (method, micro-batches), and here alone; compare at each step."""
     everybody = dist.group.WORLD
     for method, micro_batches in runs:
         how: Any = {'method': method, 'micro_batches': micro_batches}
@@ -235,9 +229,7 @@ def fragment(
 
 
 def test_a_training_goes_on_in_other_shapes(fork_server: ForkClient, tmp_path: Path) -> None:
-    """Chimera of two stages, of four, two copies of one of two stages, two of all; the last batch
-    of each epoch is smaller.
-    """
+    """Chimera of two and four stages, of two copies; the last batch is smaller."""
     shapes = (Shape(pipeline=2), Shape(pipeline=4), Shape(data=2, pipeline=2), Shape(data=2))
     for number, shape in enumerate(shapes, 1):
         state = fragment(fork_server, tmp_path, number, shape, stop=number < 4)
@@ -254,9 +246,7 @@ def test_when_a_stage_dies_the_others_know(fork_server: ForkClient, tmp_path: Pa
 
 
 def train_one_stage(ctx: FragmentContext, bad: int, *, scaler: bool = False) -> None:
-    """A copy of the whole pipeline at each rank; rank 1's loss is not a number in the batch that
-    begins at ``bad``.
-    """
+    """A copy of the pipeline at each rank; rank 1's loss is not a number at ``bad``."""
     model = Pipeline(MAKERS, F.mse_loss, micro_batches=2)
     things = [model, torch.optim.SGD(model.parameters(), lr=0.1)]
     optimizer = ctx.prepare(*things, *([torch.amp.GradScaler('cpu')] if scaler else []))[1]

@@ -1,6 +1,4 @@
-"""Pipeline schedules as tables: right for all sizes, as long as their formulas say, and told apart
-from wrong ones.
-"""
+"""Pipeline schedules as tables: right for all sizes, and as long as formulas say."""
 
 from dataclasses import replace
 
@@ -78,9 +76,7 @@ def test_both_directions_are_used_and_workers_hold_two_stages() -> None:
 
 
 def test_unequal_passes_are_timed_in_the_schedules_order() -> None:
-    """Backward passes of twice the length: both formulas are known for 1F1B; Chimera still gains
-    with as many micro-batches as stages.
-    """
+    """Backward passes of twice the length; Chimera still gains at few micro-batches."""
     assert makespan(one_f_one_b(4, 8), 1, 2) == 3 * (8 + 3)
     assert makespan(gpipe(4, 8), 0.5, 1) == 1.5 * (8 + 3)
     assert makespan(chimera(4, 4), 1, 2) == 16 < makespan(one_f_one_b(4, 4), 1, 2) == 21
@@ -137,9 +133,7 @@ def test_the_checker_finds_what_is_wrong() -> None:
 
 @pytest.mark.parametrize('method', METHODS)
 def test_receiving_before_sending_is_what_keeps_them_going(method: str) -> None:
-    """The obvious order (receive what a task needs, compute, send what it has made) has neighbours
-    send to each other, and stay there.
-    """
+    """The obvious order has neighbours send to each other, and stay there."""
     schedule = make_schedule(method, 4, 8)
     assert not stuck(actions_of(schedule))
     naive = []

@@ -1,6 +1,4 @@
-"""Models whose parameters are divided among ranks: real ranks, in one shape after another, train
-what one process trains.
-"""
+"""Models whose parameters are divided among ranks train what one process trains."""
 
 from __future__ import annotations
 
@@ -147,9 +145,7 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
 def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
     fork_server: ForkClient, tmp_path: Path, undisturbed: Saved
 ) -> None:
-    """The last batch of an epoch is no multiple of the ranks; every sample counts the same, also in
-    micro-batches.
-    """
+    """An epoch's last batch is no multiple of the ranks; every sample counts the same."""
     shapes = (Shape(shard=2, tensor=2), Shape(data=2, shard=2), Shape(tensor=2), Shape())
     for number, shape in enumerate(shapes, 1):
         how: dict[str, Any] = {'stop': number < len(shapes), 'mode': 'throughput'}
@@ -162,9 +158,7 @@ def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
 
 
 def saved_without_exchange(ctx: FragmentContext) -> None:
-    """Tensors are exchanged for training only: by the main thread, and not while it collects what
-    is to be saved. Blocks are gathered one by one.
-    """
+    """Tensors are exchanged by the main thread only, not for saving, block by block."""
     collecting, collected = False, ctx._run.checkpointer._collected
 
     def only_for_training(plain: Any) -> Any:
@@ -321,9 +315,7 @@ def test_mixed_precision_has_the_same_bits(fork_server: ForkClient, tmp_path: Pa
 
 
 def on_a_plateau(ctx: FragmentContext) -> None:
-    """Last batches that have fewer samples than there are shards, and a scheduler that takes the
-    loss.
-    """
+    """Last batches with fewer samples than shards, and a scheduler that takes the loss."""
     torch.manual_seed(3)
     model = ctx.shard(nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -1,6 +1,4 @@
-"""The positions of an axis in each part, and the exchange between parts: every needed position
-comes from some part.
-"""
+"""The positions of an axis in each part, and the exchange between parts."""
 
 from itertools import pairwise
 
@@ -40,9 +38,7 @@ SPREADS = st.builds(
 
 
 def positions(reach: Reach, bounds: Bounds, out: Bounds) -> list[list[int]]:
-    """What each part has after the exchange, as positions of the axis; those that are padding lie
-    beyond it.
-    """
+    """What each part has after the exchange, as positions; padding lies beyond the axis."""
     found = moves(reach, bounds, out, 'depth')
     made = []
     for part, move in enumerate(found):

@@ -1,6 +1,4 @@
-"""Every layer of divided volumes, on real ranks: output and gradients are those of torch's own
-layer on one.
-"""
+"""Every layer of divided volumes, on real ranks, gives what torch's own gives on one."""
 
 from __future__ import annotations
 

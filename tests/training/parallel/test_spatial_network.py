@@ -1,6 +1,4 @@
-"""Whole networks divided in space, on real ranks: they train as one process does, with a part of
-its memory, and send what is computed.
-"""
+"""Networks divided in space train as one process does, with a part of its memory."""
 
 from __future__ import annotations
 
@@ -17,16 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext, Shape
-from parsl_freetrain.training.parallel.spatial import (
-    BatchNorm3d,
-    Conv3d,
-    ConvTranspose3d,
-    Grid,
-    MaxPool3d,
-    Sharded,
-    concatenate,
-    total,
-)
+from parsl_freetrain.training.parallel import spatial
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import all_finish, finish, order
 
@@ -38,17 +27,17 @@ class Divided(nn.Module):
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
-        self.down = Conv3d(1, channels, 3, padding=1)
-        self.norm = BatchNorm3d(channels, over_data=True)
-        self.pool = MaxPool3d(2)
-        self.deep = Conv3d(channels, channels, 3, padding=1)
-        self.up = ConvTranspose3d(channels, channels, 2, stride=2)
-        self.last = Conv3d(2 * channels, 2, 3, padding=1)
+        self.down = spatial.Conv3d(1, channels, 3, padding=1)
+        self.norm = spatial.BatchNorm3d(channels, over_data=True)
+        self.pool = spatial.MaxPool3d(2)
+        self.deep = spatial.Conv3d(channels, channels, 3, padding=1)
+        self.up = spatial.ConvTranspose3d(channels, channels, 2, stride=2)
+        self.last = spatial.Conv3d(2 * channels, 2, 3, padding=1)
 
-    def forward(self, x: Sharded) -> Sharded:
+    def forward(self, x: spatial.Sharded) -> spatial.Sharded:
         high = self.norm(self.down(x)).apply(F.relu)
         deep = self.deep(self.pool(high)).apply(F.relu)
-        return self.last(concatenate([high, self.up(deep, like=high)]))  # type: ignore[no-any-return]
+        return self.last(spatial.concatenate([high, self.up(deep, like=high)]))  # type: ignore[no-any-return]
 
 
 class Whole(nn.Module):
@@ -77,7 +66,7 @@ def data(extents: tuple[int, int, int], samples: int = STEPS * BATCH) -> tuple[T
     return images, (F.avg_pool3d(images, 3, 1, 1)[:, 0] > 0.1).long()
 
 
-def part_of(tensor: Tensor, grid: Grid, extents: tuple[int, int, int]) -> Tensor:
+def part_of(tensor: Tensor, grid: spatial.Grid, extents: tuple[int, int, int]) -> Tensor:
     return tensor[(..., *grid.own(grid.layout(extents)))].clone()
 
 
@@ -97,7 +86,7 @@ def trained_alone(extents: tuple[int, int, int]) -> tuple[nn.Module, list[float]
 
 def train(ctx: FragmentContext, extents: tuple[int, int, int]) -> None:
     """Steps in this fragment's shape, beside the same ones in one process."""
-    grid = Grid.of(ctx.mesh)
+    grid = spatial.Grid.of(ctx.mesh)
     reference, expected = trained_alone(extents)
     torch.manual_seed(3)
     model = Divided().double()
@@ -108,8 +97,10 @@ def train(ctx: FragmentContext, extents: tuple[int, int, int]) -> None:
     losses = []
     for image, label in ctx.loop(parts, BATCH, shuffle=False):
         optimizer.zero_grad()
-        made = model(Sharded.of(image, extents, grid)).local
-        loss = total(F.cross_entropy(made, label, reduction='sum') / (len(image) * voxels), grid)
+        made = model(spatial.Sharded.of(image, extents, grid)).local
+        loss = spatial.total(
+            F.cross_entropy(made, label, reduction='sum') / (len(image) * voxels), grid
+        )
         loss.backward()
         optimizer.step()
         losses.append(grid.data.add(loss.detach()).item() / grid.data.parts)
@@ -131,17 +122,13 @@ def train(ctx: FragmentContext, extents: tuple[int, int, int]) -> None:
 def test_steps_are_those_of_one_process(
     fork_server: ForkClient, tmp_path: Path, shape: Shape, extents: tuple[int, int, int]
 ) -> None:
-    """Loss curve and weights, with statistics over all samples, odd extents, uneven parts, a skip
-    connection.
-    """
+    """Loss curve and weights: statistics, odd extents, uneven parts, a skip connection."""
     ordered = order(tmp_path, total_samples=STEPS * BATCH, mode='throughput', shape=shape)
     all_finish(fork_server, ordered, 4, tmp_path, train, extents)
 
 
 def kept_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
-    """Bytes that a forward pass keeps for backward, parameters apart; what is kept twice counts
-    once.
-    """
+    """Bytes that a forward pass keeps for backward, each once, without parameters."""
     seen: dict[int, int] = {}
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -158,13 +145,15 @@ def kept_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
 def measure(ctx: FragmentContext) -> None:
     """Memory and traffic of one step; every rank looks at its own."""
     extents, channels, samples = (64, 12, 12), 4, 2
-    grid = Grid.of(ctx.mesh)
+    grid = spatial.Grid.of(ctx.mesh)
     torch.manual_seed(3)
     whole, divided = Whole(channels), Divided(channels)
     x = torch.randn(samples, 1, *extents)
     local = part_of(x, grid, extents)
     alone = kept_bytes(lambda: whole(x).sum(), whole)
-    mine = kept_bytes(lambda: divided(Sharded.of(local, extents, grid)).local.sum(), divided)
+    mine = kept_bytes(
+        lambda: divided(spatial.Sharded.of(local, extents, grid)).local.sum(), divided
+    )
     parts, index = grid.parts, grid.axes[0].index
     beside = (index > 0) + (index < parts - 1)
     # The halos of the three convolutions: one layer of voxels on each side that has a neighbour, at
@@ -184,13 +173,13 @@ def measure(ctx: FragmentContext) -> None:
     dist.batch_isend_irecv = counted  # type: ignore[assignment]
     try:
         local.requires_grad_()
-        made = divided(Sharded.of(local, extents, grid)).local.sum()
+        made = divided(spatial.Sharded.of(local, extents, grid)).local.sum()
         assert sum(sent) == halos
         sent.clear()
         made.backward()
         assert sum(sent) == halos
         sent.clear()
-        Conv3d(1, 3, 1)(Sharded.of(local, extents, grid)).local.sum().backward()
+        spatial.Conv3d(1, 3, 1)(spatial.Sharded.of(local, extents, grid)).local.sum().backward()
         assert not sent  # a halo of width 0
     finally:
         dist.batch_isend_irecv = really

@@ -1,6 +1,4 @@
-"""The holder of the blocks, and a node that passes from one run to the next, with real files and
-processes.
-"""
+"""The holder of the blocks, and a node that passes from one run to the next."""
 
 import signal
 import subprocess

@@ -1,6 +1,4 @@
-"""Fork servers: one per name, ranks that start and end, and none that outlives its owner. The
-template forks servers that behave as if each node had started its own, and share nothing with it.
-"""
+"""Fork servers: one per name, ranks that start and end, none that outlives its owner."""
 
 from __future__ import annotations
 
@@ -223,9 +221,7 @@ def test_a_template_that_dies_before_it_has_answered_is_done_without(
 
 
 def ask(template: ForkClient, folder: Path, owner_pid: int, **env: str) -> dict[str, Any]:
-    """Request from another process with another environment; return what a rank finds, and the
-    parent of its fork server.
-    """
+    """Ask from another process and environment; what a rank finds, and its server's parent."""
     folder.mkdir()
     modules = folder / 'modules'
     modules.mkdir()

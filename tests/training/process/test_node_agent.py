@@ -51,9 +51,7 @@ if __name__ == '__main__':
 
 @contextmanager
 def running(patient: bool = False) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """A node, its address, and the process id of what it runs. A ``patient`` one waits for ever for
-    results to arrive.
-    """
+    """A node, its address, and its process id. A ``patient`` one waits for ever for results."""
     agent = [sys.executable, '-P', '-c', PATIENT] if patient else AGENT
     with Program([*agent, sys.executable, '-c', COMMAND]) as process:
         try:

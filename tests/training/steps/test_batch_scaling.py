@@ -1,6 +1,4 @@
-"""Scaled mode: what the batch, the learning rate and the order of samples are for any number of
-ranks. Adasum: the rule's properties, and its tree against a reference in double precision.
-"""
+"""Scaled mode: batch, learning rate and order for any ranks. Adasum: against a reference."""
 
 from __future__ import annotations
 
@@ -161,9 +159,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The documented order: what is beyond a power of two first goes to the first ones, then
-    neighbours.
-    """
+    """What is beyond a power of two first goes to the first ones, then neighbours."""
     core = 1 << (len(parts).bit_length() - 1)
     parts = [
         reference(p, parts[core + i]) if core + i < len(parts) else p

@@ -1,6 +1,4 @@
-"""Every optimizer of torch: training that is cut into fragments gives the same bits as training
-that is not, whatever the type and the memory layout of the parameters.
-"""
+"""Every optimizer of torch: cut trainings give the same bits, for any type and layout."""
 
 from __future__ import annotations
 

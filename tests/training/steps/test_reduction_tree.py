@@ -120,9 +120,7 @@ def test_a_value_of_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> No
 
 
 def counts_what_it_receives(ctx: FragmentContext, elements: int, apart: bool) -> None:
-    """Reports the number of tensor elements that each exchange brings, relative to the model's.
-    ``apart``: as if each rank were on a computer of its own.
-    """
+    """Reports what each exchange brings, relative to the model. ``apart``: on other computers."""
     import torch.distributed as dist
 
     from parsl_freetrain.training.steps import shared_rows

@@ -75,9 +75,7 @@ def main(folder: str, mode: str, ahead: str = '') -> None:
     from parsl_freetrain.core.model.types import Hole
 
     class Steered(LocalSite):
-        """Nodes are idle while a file has their name. The first two are one hole, so that they
-        become one block; each of the others is a hole of its own.
-        """
+        """Nodes are idle while a file has their name; the first two are one block."""
 
         def _free(self, now: float) -> dict[str, Any]:
             present = {path.name for path in Path(folder, 'nodes').iterdir()}
