@@ -52,22 +52,21 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
         return saved
     there = saved.position
     length = diloco.steps * there.batch_size
-    weights = _weights(order)
+    weights, ends = _weights(order), there.samples == there.total_samples
+    begun = there.samples // length * length
+    at = begun if ends else diloco.begins_with(begun, length)  # the last weights are of all rounds
     if not there.round_ended:
         state.round_from = there.round_from
         if parts.place.rank == 0:
-            begun = there.samples // length * length
-            weights.check(diloco.begins_with(begun, length), there.round_from)
+            weights.check(at, there.round_from)
         return saved
     if parts.place.rank == 0:
         parts.channel.send(RoundKnown(time.time(), order.trainer, length))
         if order.spec.total_epochs is not None:
             parts.channel.send(TotalKnown(time.time(), order.trainer, there.total_samples))
-    if order.spec.replica and there.samples == there.total_samples:
+    if order.spec.replica and ends:
         state.phase = Phase.FINISHED
         raise FragmentEnd
-    ends = there.samples == there.total_samples
-    at = there.samples if ends else diloco.begins_with(there.samples, length)
     what = weights, order, diloco, at, length
     path = parts.peers.broadcast_object('outer', lambda: _after(*what))
     if not path:

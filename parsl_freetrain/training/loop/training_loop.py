@@ -90,7 +90,8 @@ class TrainingLoop:
             self._at_end = state.samples == data.end
             yield from self._end_epoch()
             data.look()
-            self._saver.save_wanted()
+            if not self._at_end:  # else with what the function returns, or before the next loop
+                self._saver.save_wanted()
         if state.round_begins and state.samples < data.end:
             self._saver.make_room()
             self._saver.save(self._checkpointer.save_beside)

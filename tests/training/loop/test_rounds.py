@@ -187,6 +187,16 @@ def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path
         assert torch.equal(tensor, holes.models[0][name]), name
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
+def test_each_fragment_is_killed_once_it_has_committed(
+    fork_server: ForkClient, tmp_path: Path, overlap: int
+) -> None:
+    strikes = killed('committed', train_by_epochs)
+    diloco = structs.replace(DILOCO, overlap=overlap)
+    _, kills = finish(fork_server, tmp_path, trained=strikes, diloco=diloco)
+    assert kills > 2 * ROUNDS
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('overlap', [0, 1])
 def test_many_faults_change_no_bit(fork_server: ForkClient, tmp_path: Path, overlap: int) -> None:
