@@ -23,7 +23,7 @@ from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process import standby_slots as standby
 from parsl_freetrain.training.process.channel import Channel, is_ours, listen
 from parsl_freetrain.training.process.fork_request import obstacle, take_effect
-from parsl_freetrain.training.process.linux import die_with_parent, end_session
+from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.process.rank_children import RankChildren
 from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.messages import Decoder, Outcome, RankError, RankPid, ToRank
@@ -98,6 +98,7 @@ class ForkServer:
         self._poll.register(owner, select.POLLIN)
 
     def serve(self) -> None:
+        adopt_orphans()
         gc.collect()
         # a garbage collection in a rank would copy all pages that it shares with this process
         gc.freeze()
@@ -112,6 +113,9 @@ class ForkServer:
                     self._poll.unregister(fd)
                 else:
                     self._ranks.handle(fd)
+            if self._ranks.killed and not self._ranks:
+                self._ranks.killed = False
+                self._end_orphans()
             self._ranks.end_forsaken()
             self._standby.drop_old_states()
             self._standby.dismiss_forsaken(self._ranks.trainers(), time.monotonic())
@@ -271,12 +275,15 @@ class ForkServer:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         os.waitpid(pid, 0)
+        self._end_orphans()  # its ranks, if it was killed, and what they had started
+
+    def _end_orphans(self) -> None:
+        children = self._servers.values()
+        end_descendants({*children, *self._ranks.pids(), *self._standby.pids()})
 
     def _end_all(self) -> None:
-        self._ranks.kill()
-        self._standby.kill()
-        # Forked by a template, it leads its own session: end what its ranks have started, too.
-        end_session()
+        """With what ranks have started. Fork servers that it has forked have their own owners."""
+        end_descendants(self._servers.values())
 
 
 def _serve_as_asked(channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted) -> int:

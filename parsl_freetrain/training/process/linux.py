@@ -47,29 +47,23 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f'prctl({option}, {value})')
 
 
-def end_descendants() -> None:
-    """SIGKILL all descendants of this process, which adopts orphans; it must not wait for any."""
-    me = os.getpid()
+def end_descendants(spared: Collection[int] = ()) -> None:
+    """SIGKILL all descendants of this process, which adopts orphans; it must not wait for any.
+    ``spared``: children that stay, with all of theirs.
+    """
     until = time.monotonic() + _UNKILLABLE_S
-    parents = {me}
-    while _has_children() and time.monotonic() < until:
+    parents = {os.getpid()}
+    while (found := _descendants(os.getpid(), spared)) and time.monotonic() < until:
         # All at once: a process may take a while to die, and its children become ours only then.
-        for pid in _descendants(me):
+        for pid in found:
             if _kill_if(pid, lambda found: found.parent in parents):
                 parents.add(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.001)
 
 
-def _has_children() -> bool:
-    """Whether there are any that have not ended; reaps all others."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        return True
-    return False
-
-
-def _descendants(pid: int) -> list[int]:
+def _descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Parents before their children. Where the kernel does not list children, only the children."""
     try:
         lists = Path(f'/proc/{pid}/task').glob('[0-9]*/children')
@@ -78,23 +72,9 @@ def _descendants(pid: int) -> list[int]:
         return []
     if not listed and pid == os.getpid():
         every = ((other, processes.status(other)) for other in processes.process_ids())
-        return [other for other, found in every if found and found.parent == pid]
-    return [i for child in map(int, chain(*listed)) for i in (child, *_descendants(child))]
-
-
-def end_session() -> None:
-    """SIGKILL the other processes of this process's session, if it leads one."""
-    me = os.getpid()
-    if os.getsid(0) != me:
-        return
-    killed: set[int] = set()
-    while True:
-        # Between listing and killing, a process may have started another one.
-        found = processes.process_ids() - killed - {me}
-        members = {pid for pid in found if _kill_if(pid, lambda other: other.session == me)}
-        if not members:
-            return
-        killed |= members
+        return [i for i, found in every if found and found.parent == pid and i not in spared]
+    children = set(map(int, chain(*listed))).difference(spared)
+    return [i for child in children for i in (child, *_descendants(child))]
 
 
 def _kill_if(pid: int, condition: Callable[[processes.ProcessStatus], bool]) -> bool:

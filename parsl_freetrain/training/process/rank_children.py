@@ -33,6 +33,7 @@ class RankChildren:
         self._by_channel: dict[int, _Child] = {}
         # Exit statuses that did not fit into the client's full socket yet.
         self._exits: dict[int, tuple[Channel[Any], int]] = {}
+        self.killed = False  # whether a signal has ended one, and what it had started may live
 
     def __bool__(self) -> bool:
         return bool(self._children)
@@ -54,6 +55,9 @@ class RankChildren:
         elif fd in self._exits:
             self._send_exit(fd)
 
+    def pids(self) -> set[int]:
+        return {child.pid for child in self._children.values()}
+
     def trainers(self) -> set[str]:
         return {child.trainer for child in self._children.values()}
 
@@ -62,10 +66,6 @@ class RankChildren:
         for child in self._children.values():
             if child.client.stopped_s() > child.hang_s:
                 os.kill(child.pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        for child in self._children.values():
-            os.kill(child.pid, signal.SIGKILL)
 
     def forget(self) -> None:
         for pidfd, child in self._children.items():
@@ -79,6 +79,7 @@ class RankChildren:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(child.pid, 0)
+        self.killed |= os.WIFSIGNALED(status)
         fd = child.channel.fileno()
         del self._by_channel[fd]
         if child.hung_up:

@@ -59,6 +59,9 @@ class StandbySlots:
     def __bool__(self) -> bool:
         return bool(self._ranks or self._states)
 
+    def pids(self) -> set[int]:
+        return {rank.pid for rank in self._ranks.values()}
+
     def add(self, rank: StandbyRank) -> None:
         """Also kills an earlier one with the same key."""
         self._dismiss(other for other in self._ranks.values() if other.key == rank.key)
@@ -149,11 +152,6 @@ class StandbySlots:
             os.close(rank.pidfd)
         for name in list(self._states):
             self._drop(name)
-
-    def kill(self) -> None:
-        for rank in self._ranks.values():
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
 
     def _dismiss(self, ranks: Iterable[StandbyRank]) -> None:
         """They stay registered until they are reaped."""

@@ -36,6 +36,17 @@ def forever(ctx: FragmentContext) -> None:
         signal.pause()
 
 
+def leaves_behind(ctx: FragmentContext) -> None:
+    """A process in another session, whose parent has ended."""
+    import signal
+    import subprocess
+
+    shell = 'exec 3>&1 >/dev/null 2>&1; sleep 1000 3>&- & echo left $! >&3'
+    subprocess.run(['/bin/sh', '-c', shell], start_new_session=True, check=True)
+    while True:
+        signal.pause()
+
+
 def waits(ctx: FragmentContext) -> None:
     import signal
 
@@ -354,6 +365,24 @@ def test_the_end_of_the_parent_is_the_end_of_its_ranks(tmp_path: Path) -> None:
                 gang.run()
         with pytest.raises(FreeTrainError, match='does not listen'):
             parent.launch(order(tmp_path), gang.ranks[0].place, b'', {})
+
+
+@pytest.mark.parametrize('killed', ['rank', 'fork server'])
+def test_what_a_killed_rank_has_started_ends(
+    template: ForkClient,
+    tmp_path: Path,
+    processes: Callable[[], subprocess.Popen[bytes]],
+    killed: str,
+) -> None:
+    server = ForkClient.start(fresh(), processes().pid, str(tmp_path / 'log'), template.name)
+    server.wait_ready(LIMIT_S)
+    with ranks(server, order(tmp_path), 1, tmp_path, leaves_behind) as gang:
+        log, rank = gang.ranks[0].log, gang.ranks[0].process.pid
+        wait_until(lambda: log.exists() and 'left' in log.read_text(), 'it does not start one')
+        left = int(log.read_text().partition('left')[2].split()[0])
+        assert runs(left)
+        os.kill(rank if killed == 'rank' else server.pid or 0, signal.SIGKILL)
+        wait_until(lambda: not runs(left), 'what a rank has started outlives it')
 
 
 def test_a_rank_nobody_listens_to_is_ended(fork_server: ForkClient, tmp_path: Path) -> None:
