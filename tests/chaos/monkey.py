@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import History
 from parsl_freetrain.core.model.types import Checkpoint
@@ -228,6 +229,24 @@ class Monkey:
             )
 
 
+def unverified(run: Run) -> Counter[str]:
+    """Why resumes were not verified. Broken: training behind the checkpoint had been heard of."""
+    heard, why = Counter[int](), Counter[str]()
+    for journal in run.store.parent.glob('ledger.journal*'):
+        with contextlib.suppress(BadInput):
+            for _, event in Journal(journal).events(ev.FragmentProgressed):
+                assert isinstance(event, ev.FragmentProgressed)
+                heard[event.fragment] = max(heard[event.fragment], event.samples)
+    for log in sorted(run.store.glob('logs/fragment-*-rank-0.log')):
+        text = log.read_text(errors='replace')
+        if found := re.search(r'Not verified: the step after (\d+)', text):
+            saved = re.search(rf'from checkpoint \S*ckpt-0*{found[1]}-f(\d+)', text)
+            why['a checkpoint' if saved else 'what survivors have left'] += 1
+            if saved and heard[int(saved[1])] > int(found[1]):
+                raise Broken(f'{log.name}: {found[0]}, and more had been heard of')
+    return why
+
+
 def final(folder: Path) -> Checkpoint:
     checkpoint = PosixCheckpointStore(folder / 'checkpoints' / NAME, NAME).latest()
     if checkpoint is None:
@@ -295,6 +314,7 @@ def chaos(
         try:
             monkey.strike_until(fragments, faults, 10**6)
             run.kill()
+            why = unverified(run)  # the logs go when the training ends
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
             there = read_state(ended.path).position
@@ -307,7 +327,8 @@ def chaos(
                 f'({dict(endings)}), {run.starts} starts of the workflow, '
                 f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} '
                 f'samples, {time.monotonic() - began:.0f} s; '
-                f'{there.resumes} resumes, {there.verified} verified; '
+                f'{there.resumes} resumes, {there.verified} verified, not verified (those that '
+                f'saved nothing included): {dict(why)}; '
                 f'seed {seed}, {nodes} nodes, faults: {dict(monkey.counts)}.'
             )
             say(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _FEWEST_S = 1.0
 _TIMES = 10  # a part that takes this many times as long as any before is not waited for
+_LONGEST_STEP_S = 10.0  # a longer one is not waited for
 LARGE_BYTES = 50_000_000
 """From this size on, a state left in memory is committed by the next fragment, if that is ready."""
 Collect = Callable[[], State | None]  # the state, or this rank's part; None where no rank writes
@@ -54,6 +56,8 @@ class Checkpointer:
         self.timing = SaveTiming(order)
         self._writers = writers or PartWriters(None, 0, 1, Path(order.store), self.patience_s)
         self._background = Background('checkpoint')
+        self.proves = False  # whether somebody sets ``proof`` when the next step is known
+        self.proof = threading.Event()
         self._snapshots, self._room = Snapshots(), Background('memory for checkpoints')
         self._frozen = Frozen(store, order.fragment, self._writers.rank)
         self._save = 0
@@ -101,7 +105,7 @@ class Checkpointer:
         """Whether one is due and none is being written; FreeTrainError if the last one failed."""
         if self._background.busy:
             return False
-        self._background.wait()
+        self.stopped()
         return self.timing.due(near_end=near_end, steps_left=steps_left)
 
     def save_soon(self) -> None:
@@ -119,17 +123,22 @@ class Checkpointer:
         self._room.start(begin)
 
     def save_beside(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
-        """Copy the state, and commit it while training continues; otherwise as :meth:`save_now`."""
+        """Copy the state, and commit it while training continues, when the digest of the next step
+        is there, which proves later that training goes on as before; otherwise as :meth:`save_now`.
+        """
         began = time.monotonic()
         state, numbers = self._collected(collect), dict(metrics)
         if state is not None:
             copied, save = self._copied(state), self._save
             pause_s = time.monotonic() - began
+            self.proof.clear()
 
             def commit() -> None:
                 since = time.monotonic()
                 _ = copied.image and copied.image.content  # a device copies, and does nothing else
                 self.timing.paused(pause_s + time.monotonic() - since)
+                if self.proves:
+                    self.proof.wait(min(1 + 2 * self.timing.expected_step_s, _LONGEST_STEP_S))
                 self._commit(copied, save, samples, numbers, lambda: pause_s)
 
             self._background.start(commit)
@@ -185,13 +194,15 @@ class Checkpointer:
             if not self._only_in_memory:
                 commit()
 
-    def stopped(self) -> None:
-        self._background.wait()
+    def stopped(self, limit_s: float | None = None) -> None:
+        """Wait for the checkpoint in writing; it does not wait for a step of who waits for it."""
+        self.proof.set()
+        self._background.wait(limit_s)
 
     def settled(self, limit_s: float | None = None) -> Checkpoint | None:
         """The last checkpoint, or the one before if one in writing fails or takes ``limit_s``."""
         try:
-            self._background.wait(limit_s)
+            self.stopped(limit_s)
         except FreeTrainError:
             log.exception('The last checkpoint was not written')
         return self.last
@@ -203,7 +214,7 @@ class Checkpointer:
         return self._snapshots.take(self._frozen.without(state))
 
     def _collected(self, collect: Collect) -> State | None:
-        self._background.wait()
+        self.stopped()
         with exchanges.not_followed():
             self._save = self._writers.begin()
             try:

@@ -148,10 +148,10 @@ class Background:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Wait for the previous job, then start this one. Raises the previous job's exception."""
+    def start(self, *jobs: Callable[[], None]) -> None:
+        """Wait for the previous jobs, then start these. Raises the previous jobs' exception."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=jobs, name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, limit_s: float | None = None) -> None:
@@ -163,8 +163,9 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, *jobs: Callable[[], None]) -> None:
         try:
-            job()
+            for job in jobs:
+                job()
         except BaseException as error:  # the main thread raises it
             self._error = error

@@ -59,6 +59,8 @@ class Verification:
         self._rehearsed = order.rehearsed is not None  # then every step is kept
         self._store, self._peers, self._rank = Path(order.store), parts.peers, parts.place.rank
         self._device, self._prepared = parts.device, model.prepared
+        self._checkpointer = parts.checkpointer
+        self._checkpointer.proves = self._rank == 0
         self._division, self._state = model.division, state
         self._hooks, self._variables = model.hooks, dict[str, Any]()
         self._from, self._path = Position(0, 0, 0, 0, 0, 0), ''
@@ -157,7 +159,8 @@ class Verification:
         )
         if records:
             where = self._store, batch.samples_before, self._fragment
-            self._writer.start(partial(next_step.write, *where, now, all_kept=self._rehearsed))
+            write = partial(next_step.write, *where, now, all_kept=self._rehearsed)
+            self._writer.start(write, self._checkpointer.proof.set)
         if resumes and self._expected is not None:
             self._compare(self._expected, now)
 
