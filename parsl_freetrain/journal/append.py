@@ -182,16 +182,16 @@ class _Remains(Exception):
 
 
 def _open(path: Path) -> tuple[int, int, set[str]]:
-    """As :func:`_opened`. What remains of a journal whose beginning is gone is set aside."""
+    """As :func:`_opened`. What remains of a damaged journal is set aside."""
     try:
         return _opened(path)
-    except _Remains:
+    except _Remains as remains:
         with files.open_regular(path) as old:
             readable = [record(p.content) for p in scan(old, 0) if p.content is not None]
         aside = _put_in_place_of(path, b''.join([HEAD, *readable]))
         log.warning(
-            f'The ledger {path} has lost its beginning; it is kept as {aside}. Reports may lack '
-            'something of earlier runs.'
+            f'The ledger {path} {remains}; it is kept as {aside}. Reports may lack something of '
+            'earlier runs.'
         )
         return _opened(path)
 
@@ -226,12 +226,14 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
             if found.st_size == 0:
                 os.write(fd, HEAD)
             if is_remains(file, path.name == NAME):
-                raise _Remains
+                raise _Remains('has lost its beginning')
             check_head(file, path)
             for piece in scan(file, len(HEAD)):
                 end = piece.end
+                if piece.content is None:  # it may hide what follows
+                    raise _Remains('has places that cannot be read')
                 # Nearly all records have none: they need not be decoded.
-                if piece.content is not None and b'RunBegan' in piece.content:
+                if b'RunBegan' in piece.content:
                     with contextlib.suppress(ValueError):
                         names |= {e.name for e in piece.events() if isinstance(e, ev.RunBegan)}
         os.ftruncate(fd, end)  # a record that its writer has not completed

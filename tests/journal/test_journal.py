@@ -380,6 +380,8 @@ def test_lengths_that_are_none_cost_little_reading(
         file.write(false * 20_000)
         file.truncate(2**40)
     assert of(path) == whole
+    write(path, ev.Tick(10.0), run='r1')  # which the false lengths would hide
+    assert [run.name for run in Journal(path).history().runs] == ['r0', 'r1']
 
 
 def test_a_hole_of_a_terabyte_costs_no_reading(tmp_path: Path) -> None:
