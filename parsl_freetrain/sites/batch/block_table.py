@@ -34,7 +34,7 @@ class BatchBlock:
     nodes: int
     submitted_s: float
     start_by_s: float  #: if it has not started by then, it is withdrawn
-    latest_end_s: float  #: by then it is certainly over
+    latest_end_s: float  #: by then it is certainly over, unless it runs and has a known end
     place: Output
     seen: Seen = field(default_factory=Seen)
     node_class: str = ''  #: of its nodes; empty: any
@@ -142,8 +142,7 @@ class BlockTable:
                     missing=0,
                     shortened=(seen.shortened and not pending) or (running and seen.ran and sooner),
                 )
-                latest_s = max(block.latest_end_s, (running and job.end_s) or 0.0)
-                self._see(block, seen, latest_s)
+                self._see(block, seen)
             elif at > block.submitted_s and not life.is_over(block.life):
                 self._see(block, replace(block.seen, missing=block.seen.missing + 1))
 
@@ -154,9 +153,8 @@ class BlockTable:
                 missing = 0 if state.is_over else block.seen.missing
                 self._see(block, replace(block.seen, state=state, missing=missing))
 
-    def _see(self, block: BatchBlock, seen: Seen, latest_end_s: float | None = None) -> None:
-        latest_s = block.latest_end_s if latest_end_s is None else latest_end_s
-        changed = replace(block, seen=seen, latest_end_s=latest_s)
+    def _see(self, block: BatchBlock, seen: Seen) -> None:
+        changed = replace(block, seen=seen)
         if changed.life is not block.life:
             of = nodes_text(block.nodes)
             logger.info('Block %s of %s %s', block.job_id, of, changed.life.words)

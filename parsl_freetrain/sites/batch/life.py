@@ -115,5 +115,7 @@ def ran_out_of_memory(status: JobStatus) -> bool:
 
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:
     """A block unknown to several answers is over if it must have ended or was deleted here."""
+    if seen.state in (JobState.RUNNING, JobState.ENDING) and seen.end_s is not None:
+        latest_end_s = seen.end_s
     ended = now > latest_end_s or seen.cancelled or seen.withdrawn or seen.taken
     return seen.missing >= answers and ended

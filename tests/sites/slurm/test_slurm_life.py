@@ -30,7 +30,7 @@ def table() -> BlockTable:
             2,
             submitted_s=0.0,
             start_by_s=100.0,
-            latest_end_s=400.0,
+            latest_end_s=1000.0,  # it may have begun later
             place=Output('n', '/o', '/e'),
             needs_s=120.0,
         )
