@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from parsl_freetrain.core.controller.overheads import FLOOR_S
 from parsl_freetrain.training.comm.exchange_watch import exchanges
-from parsl_freetrain.training.comm.peers import EVERY_S
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 ASSUMED_BYTES_PER_S = 200e6  # of a trainer's first checkpoint; most file systems are faster
@@ -21,6 +20,7 @@ written there. The last checkpoint is written when the user's function returns; 
 repeats the work since this one.
 """
 _RARE = 10  # kills are rare, while a wait for a checkpoint is certain
+_AHEAD_S = 1.0  # so long, a stop may take for computing the next step ahead
 _SHORT_S = 0.5  # so long, the last checkpoint may wait for one before it
 
 
@@ -86,7 +86,7 @@ class SaveTiming:
         """Whether there is time to write, or ask, for ``seconds``, and a step, before the end."""
         seconds += self.expected_step_s
         enough = seconds + 2 * self.longest_s + FLOOR_S < self.time_left()
-        return enough and seconds <= max(self.longest_s, EVERY_S)
+        return enough and seconds <= max(self.longest_s, _AHEAD_S)
 
     def must_stop(self, steps_ahead: int, *, writing: bool) -> bool:
         """Whether time may be short after ``steps_ahead`` batches, and a save ``writing`` now."""

@@ -141,8 +141,10 @@ class SumOverShards:
     def total(self, present: Sequence[bool]) -> Contribution:
         """The mean over all samples, on all ranks together; ``present``: gradients that any has."""
         sums, peers = self._sums, self._peers
-        all_of_mine, self._of = self._of, {}
+        all_of_mine = self._of
         mine = {node: own for node, own in all_of_mine.items() if own is not None}
+        # For a look if a rank is lost: of these an exchange changes nothing.
+        self._of = {node: own for node, own in mine.items() if own.flat is None}
         self.bad = []
         if peers.world_size == 1:
             total = self._tree.total(all_of_mine, sums.plus)
@@ -166,6 +168,7 @@ class SumOverShards:
             for own in list(mine.values())[1:]:
                 sums.release(own)
             total = sums.unpack(whole, present)
+        self._of = {}
         self.spoilt = sums.mean(total, max(self.sizes) / sum(self.sizes))
         return total
 
