@@ -118,6 +118,16 @@ def _clock(run: Run, draw: random.Random, sign: int) -> None:
     run.shim.set_clock(node, sign * draw.choice([3, 20, 600, 86_400]))
 
 
+def _cut_off(run: Run, draw: random.Random) -> None:
+    """The network of a node, which is a computer, is lost for some seconds."""
+    node = draw.choice(run.computers[1:])
+    node.cut_off()
+    try:
+        time.sleep(draw.choice([PAUSE_S, 5 * PAUSE_S]))
+    finally:
+        node.join_again()
+
+
 def _limited(run: Run, draw: random.Random, kind: str, most: int) -> None:
     """All processes of the run together get no more than a little for some seconds."""
     with limits.limited(kind, most, [process.pid for process in run.processes()]):
@@ -165,6 +175,7 @@ KINDS: dict[str, tuple[int, Fault]] = {
     'short reads and writes': (1, partial(_trouble, calls=fs.READ | fs.WRITE, error=0)),
     "a node's clock ahead": (1, partial(_clock, sign=1)),
     "a node's clock behind": (1, partial(_clock, sign=-1)),
+    'network cut off': (1, _cut_off),
     'no more processes': (1, partial(_limited, kind='pids', most=2)),
     'little memory': (1, partial(_limited, kind='memory', most=150 << 20)),
     **{kind: (1, partial(_ordered, kind=kind)) for kind in (*SILENCES, *points.FAULTS)},
@@ -172,6 +183,7 @@ KINDS: dict[str, tuple[int, Fault]] = {
 """How often each kind is caused relative to the others, and how."""
 
 ON_SMALL_DISK, IN_GROUPS = ('full disk', 'full inodes'), ('no more processes', 'little memory')
+ON_COMPUTERS = ('network cut off',)
 WITH_SHIM = (
     'file system fails', 'file system full', 'stale handles', 'short reads and writes',
     "a node's clock ahead", "a node's clock behind",

@@ -32,7 +32,7 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos import limits
 from tests.chaos.disks import small_disk
-from tests.chaos.fault_kinds import IN_GROUPS, KINDS, ON_SMALL_DISK, WITH_SHIM, strike
+from tests.chaos.fault_kinds import IN_GROUPS, KINDS, ON_COMPUTERS, ON_SMALL_DISK, WITH_SHIM, strike
 from tests.chaos.training import BATCH, MODE, NAME, SAMPLES, counted, orders_in
 from tests.support import template
 from tests.support.computers import Computer, computers
@@ -309,6 +309,7 @@ def chaos(
         left_out: tuple[str, ...] = () if disk else ON_SMALL_DISK
         left_out += () if shim else WITH_SHIM
         left_out += () if limits.possible() else IN_GROUPS
+        left_out += () if computers else ON_COMPUTERS
         possible = {kind for kind in kinds if kind not in left_out}
         monkey = Monkey(run, seed, possible, say, pairs)
         try:
