@@ -80,7 +80,7 @@ def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
             if not stop:  # so long, a checkpoint waits for the next step
                 run.checkpointer.timing.step_took(30.0)
         if ctx.samples == STOP + BATCH and ctx.fragment == 1 and not stop:
-            fault_hooks.on_saving.append(lambda stage: stage == 'committed' and os._exit(1))
+            fault_hooks.on_saving.append(lambda at: os._exit(1) if at == 'committed' else None)
             time.sleep(0.3)  # else it would be committed by now
         optimizer.zero_grad()
         loss = loss_of(x)
