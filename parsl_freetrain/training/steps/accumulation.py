@@ -14,8 +14,10 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 from parsl_freetrain.training.steps.gradient_guard import (
     GradientGuard,
+    grad_of,
     in_graphs,
     refuse_overwritten,
+    set_grad,
 )
 
 _BUCKET_BYTES = 2**25
@@ -133,9 +135,9 @@ class Accumulation:
     def _take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         found: list[tuple[int, torch.Tensor]] = []
         for parameter in parameters:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
+            if (gradient := grad_of(parameter)) is None:
                 continue
+            set_grad(parameter, None)
             if gradient.layout is not torch.strided:
                 raise BadInput(
                     'ctx.loop was given micro_batch, which cannot add up sparse gradients: make '

@@ -22,8 +22,15 @@ NO_SCALER = (
 class DeferredOptimizer:
     """In the user's loop, hands over gradients; the optimizer itself steps later."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, hand_over: Callable[[], None]) -> None:
-        self._optimizer, self._hand_over = optimizer, hand_over
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hand_over: Callable[[], None],
+        none_left: Callable[[], bool],
+    ) -> None:
+        self._optimizer, self._hand_over, self._none_left = optimizer, hand_over, none_left
+        clear: Any = type(optimizer).zero_grad
+        self._only_clears = clear is torch.optim.Optimizer.zero_grad
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand over this micro-batch's gradient; BadInput if that was done already."""
@@ -35,7 +42,8 @@ class DeferredOptimizer:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none=set_to_none)
+        if not (self._only_clears and self._none_left()):
+            self._optimizer.zero_grad(set_to_none=set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

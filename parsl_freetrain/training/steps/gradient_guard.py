@@ -36,26 +36,32 @@ _Taken = list[tuple[Sequence[torch.nn.Parameter], list[torch.Tensor | None], dic
 
 _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
 """What loops that clear gradients by hand call."""
+_PARAMETER: Any = torch.nn.Parameter
 
 
 class GradientGuard:
-    """Remembers each gradient as backward() left it: what is not linear in one of several
-    micro-batches' (clipping) would give another result. Until the micro-batch ends, parameters have
-    a class that refuses to other packages all but clearing; sharded ones are compared by norms.
+    """Notices whether gradients are as backward() has left them: what is not linear in one of
+    several micro-batches' (clipping) would give another result. In micro-batches, ``grad`` of
+    torch's Parameter asks the guard. It refuses to other packages than torch all but clearing, and
+    remembers the gradients as they were before somebody got hold of one. So nothing is done for
+    each of them where nobody does. Those of other classes, such as sharded ones, are always
+    remembered, and the latter compared by norms.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
         self._taken: _Taken = []
-        self._held: list[torch.Tensor | None] = []  # those of all parameters, if none was set since
-        self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}', self._taken, self._held)
+        self._unreadable = _unreadable(f'{_READ}. {whose}: {_OFFER}')
+        self._grad = property(self._read, self._set, self._set)
         self._watched, self._hooked = dict[int, torch.nn.Parameter](), set[int]()
         self._left: _Seen | None = None
         self._done: list[torch.Tensor] = []  # sharded parameters of a backward()
         self._norms: dict[int, torch.Tensor] = {}
         self._changed: list[torch.Tensor] = []
-        self._unreadable: list[list[torch.nn.Parameter]] = []
-        self._on = self._taken_last = False
+        # On: the batch has other micro-batches. Passed: backward() has run. Known: somebody may
+        # have got hold of a gradient. Some: there may be one.
+        self._on = self._passed = self._known = False
+        self._some = True
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -68,28 +74,27 @@ class GradientGuard:
             self._watched[id(parameter)] = parameter
         self._parameters = [*self._watched.values()]
         self._whole = whole if len(whole) == len(self._parameters) else None
+        asked = _PARAMETER.grad
+        self._others = any(
+            _PARAMETER not in (kind := type(p)).__mro__ or kind.grad is not asked
+            for p in self._parameters
+        )
         backward.watch()
 
     def begin_micro_batch(self, of_several: bool) -> None:
-        """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""
+        """Call before a micro-batch, without gradients; ``of_several``: there are other ones."""
         self._left = None
         self._done.clear()
         self._norms, self._on = {}, of_several
-        self._class.of_several = of_several
-        self._class.was_set = False
-        self._held.clear()
+        self._passed = self._some = False
+        self._known = self._others
         backward.around['gradients'] = self._around
+        _PARAMETER.grad = self._grad
 
     def check(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Call before gradients are taken; BadInput if one was changed after backward()."""
-        self._check(parameters, list(map(grad_of, self._parameters)))
-
-    def _check(
-        self, parameters: Sequence[torch.nn.Parameter], every: list[torch.Tensor | None]
-    ) -> bool:
-        """Also returns whether other gradients than backward() left are there."""
-        left, now = self._left, _seen(every)
-        if left is not None and left != now:
+        left = self._left
+        if left is not None and left != (now := _seen(self._now())):
             taken, each = set(map(id, parameters)), zip(_pairs(left), _pairs(now), strict=True)
             for parameter, (before, after) in zip(self._watched, each, strict=True):
                 known = before[1] >= 0 and after[1] >= 0
@@ -101,40 +106,21 @@ class GradientGuard:
             # Not by their values, as NaN does not equal itself.
             earlier, later = (torch.stack(list(one)).view(torch.int64) for one in norms)
             self._changed.append(earlier.ne(later).any())
-        return left != now
 
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
         """:meth:`check` gradients and take them, unseen by readers until the micro-batch ends."""
         with torch._C.DisableTorchFunctionSubclass():  # else each is asked for its own functions
-            every = [*self._held] or list(map(grad_of, self._parameters))
-            changed = self._check(parameters, every)
-            # The very same ones, but for those of several optimizers.
-            gradients = every if parameters is self._whole else list(map(grad_of, parameters))
+            self.check(parameters)
+            gradients = list(map(grad_of, parameters))
             deque(map(set_grad, parameters, repeat(None)), 0)
-        if changed or not self._on:
-            self._hide(parameters, gradients)
-        self._held.clear()
         self._taken.append((parameters, gradients, {}))
-        self._taken_last = parameters is self._whole
+        self._some &= parameters is not self._whole
         return gradients
 
     @property
     def none_left(self) -> bool:
         """Whether no parameter can have a gradient: all have been taken, and none was set since."""
-        return self._taken_last and self._all_hidden and not self._class.was_set
-
-    @property
-    def _all_hidden(self) -> bool:
-        return sum(map(len, self._unreadable)) == len(self._parameters)
-
-    def _hide(
-        self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        plain = torch.nn.Parameter
-        both = zip(parameters, gradients, strict=True)
-        hidden = [p for p, g in both if p.__class__ is plain and g is not None]
-        deque(map(setattr, hidden, repeat('__class__'), repeat(self._class)), 0)
-        self._unreadable.append(hidden)
+        return not (self._some or self._others)
 
     def changed(self) -> torch.Tensor | None:
         """Whether a sharded gradient has changed since, as a number on the device, or None."""
@@ -145,34 +131,31 @@ class GradientGuard:
         raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
 
     def end_micro_batch(self) -> None:
-        for hidden in self._unreadable:
-            deque(map(setattr, hidden, repeat('__class__'), repeat(torch.nn.Parameter)), 0)
-        self._unreadable.clear()
+        if 'grad' in vars(_PARAMETER):
+            del _PARAMETER.grad
         self._taken.clear()
-        self._held.clear()
+        self._some = True
         backward.around.pop('gradients', None)
+
+    def _now(self) -> list[torch.Tensor | None]:
+        return list(map(grad_of, self._parameters))
 
     def _around(self) -> Callable[[], None]:
         """Before a backward(); what it returns comes after it."""
-        left, before = self._left, None
-        self._taken_last = False
-        self._held.clear()
-        if left is not None:
-            before = _seen(list(map(grad_of, self._parameters)))
+        left, self._some = self._left, True
+        before = None if left is None else _seen(self._now())
 
         def after() -> None:
-            gradients = list(map(grad_of, self._parameters))
-            self._left = now = _seen(gradients)
-            if left is not None and before is not None and left != before:
-                # What changed before, and was not added to, is still changed.
-                each = zip(_pairs(left), _pairs(before), _pairs(now), strict=True)
-                kept = [was if b == n else n for was, b, n in each]
-                self._left = [i for i, _ in kept], [version for _, version in kept if version >= 0]
-            if self._on:
-                self._hide(self._parameters, gradients)
-                if self._done:
-                    self._note_norms()
-                self._held[:] = gradients if self._all_hidden else ()
+            self._passed = True
+            if self._known:
+                self._left = now = _seen(self._now())
+                if left is not None and before is not None and left != before:
+                    # What changed before, and was not added to, is still changed.
+                    each = zip(_pairs(left), _pairs(before), _pairs(now), strict=True)
+                    kept = [was if b == n else n for was, b, n in each]
+                    self._left = [i for i, _ in kept], [v for _, v in kept if v >= 0]
+            if self._on and self._done:
+                self._note_norms()
 
         return after
 
@@ -182,6 +165,45 @@ class GradientGuard:
         self._done.clear()
         if there := {i: gradient for i, gradient in given if gradient is not None}:
             self._norms.update(zip(there, _norms_of(there.values()), strict=True))
+
+    def _remember(self) -> None:
+        self._known = True
+        if self._passed and self._left is None:
+            self._left = _seen(self._now())
+
+    def _read(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        found = grad_of(parameter)
+        if id(parameter) not in self._watched:
+            return found
+        if found is not None:
+            self._remember()
+        elif not self._taken:
+            return None
+        reader = sys._getframe(1).f_globals.get('__name__', '')
+        if reader.partition('.')[0] in _NO_USERS:
+            return found
+        if found is None and (at := self._place(parameter)) and (own := at[0][at[1]]) is not None:
+            found = own.clone()  # whatever is done to it, the sum stays
+        if found is None or not (self._on and (self._passed or self._taken)):
+            return found
+        return found.as_subclass(self._unreadable)
+
+    def _set(self, parameter: torch.nn.Parameter, value: torch.Tensor | None = None) -> None:
+        if id(parameter) in self._watched:
+            if self._passed or value is not None:
+                self._remember()
+            self._some |= value is not None
+            if at := self._place(parameter):
+                at[0][at[1]] = None
+        set_grad(parameter, value)
+
+    def _place(self, parameter: torch.Tensor) -> tuple[list[torch.Tensor | None], int] | None:
+        for parameters, own, places in self._taken:
+            if not places:
+                places.update((id(one), i) for i, one in enumerate(parameters))
+            if (at := places.get(id(parameter))) is not None:
+                return own, at
+        return None
 
 
 def in_graphs() -> bool:
@@ -222,15 +244,7 @@ def _norms_of(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64)
 
 
-def _unreadable(sentence: str, taken: _Taken, held: list[torch.Tensor | None]) -> Any:
-    def place(parameter: torch.nn.Parameter) -> tuple[list[torch.Tensor | None], int] | None:
-        for parameters, own, places in taken:
-            if not places:
-                places.update((id(one), i) for i, one in enumerate(parameters))
-            if (at := places.get(id(parameter))) is not None:
-                return own, at
-        return None
-
+def _unreadable(sentence: str) -> type[torch.Tensor]:
     class Unreadable(torch.Tensor):
         @classmethod
         def __torch_function__(
@@ -242,36 +256,4 @@ def _unreadable(sentence: str, taken: _Taken, held: list[torch.Tensor | None]) -
                 raise BadInput(sentence)
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-    class UnreadableGrad(torch.nn.Parameter):
-        of_several, was_set = True, False
-
-        @property
-        def grad(self) -> torch.Tensor | None:
-            found: torch.Tensor | None = grad_of(self)
-            reader = sys._getframe(1).f_globals.get('__name__', '')
-            if reader.partition('.')[0] in _NO_USERS:
-                return found
-            if found is None and (at := place(self)) and (own := at[0][at[1]]) is not None:
-                found = own.clone()  # whatever is done to it, the sum stays
-            if found is None or not self.of_several:
-                return found
-            return found.as_subclass(Unreadable)
-
-        @grad.setter
-        def grad(self, value: torch.Tensor | None) -> None:
-            if at := place(self):
-                at[0][at[1]] = None
-            type(self).was_set = True
-            held.clear()
-            set_grad(self, value)
-
-        @grad.deleter
-        def grad(self) -> None:
-            held.clear()
-            set_grad(self, None)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-            copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-            return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
-
-    return UnreadableGrad
+    return Unreadable

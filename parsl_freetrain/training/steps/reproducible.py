@@ -55,9 +55,12 @@ class ReproducibleSteps:
         for optimizer in prepared.optimizers:
             if computes_loss(optimizer):
                 raise BadInput(deferred.several_times(optimizer))
-        self._prepared = prepared
+        self._prepared, self._guard = prepared, GradientGuard(())
         handed, noted = map(self._hand_over, count()), map(self._noting, count())
-        self.optimizers = tuple(map(deferred.DeferredOptimizer, prepared.optimizers, handed))
+        nothing = repeat(lambda: self._guard.none_left)
+        self.optimizers = tuple(
+            map(deferred.DeferredOptimizer, prepared.optimizers, handed, nothing)
+        )
         self.schedulers = tuple(map(deferred.DeferredScheduler, prepared.schedulers, noted))
         self._peers = self._all = peers
         self._shards, self._in_hook, self._clip = shards, in_hook, clip_grad_norm
@@ -65,7 +68,6 @@ class ReproducibleSteps:
         # Ranks that divide parameters take neighbouring shards: how many, and which is this one's.
         self._width, self._place = 1, 0
         self._speeds = speeds
-        self._guard = GradientGuard(())
         self._lay_out()
         self._micro_batch: MicroBatch | None = None
         self._own = self._layout.empty()

@@ -16,13 +16,14 @@ from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 
 @contextmanager
 def guarded(model: nn.Module, of_several: bool = True) -> Iterator[GradientGuard]:
-    guard = GradientGuard(parameters := tuple(model.parameters()))
+    guard = GradientGuard(tuple(model.parameters()))
     guard.begin_micro_batch(of_several)
     try:
         yield guard
     finally:
         guard.end_micro_batch()
-    assert {type(parameter) for parameter in parameters} == {nn.Parameter}
+    assert 'grad' not in vars(nn.Parameter)
+    assert not guard.none_left
 
 
 def pass_through(model: nn.Module) -> None:
@@ -40,7 +41,7 @@ def test_what_is_left_behind_a_step_is_cleared(
 ) -> None:
     model = nn.Linear(2, 1)
     with guarded(model, of_several) as guard:
-        assert not guard.none_left
+        assert guard.none_left
         pass_through(model)
         assert not guard.none_left
         guard.take(guard._whole or ())
@@ -56,6 +57,8 @@ def test_a_parameter_without_a_gradient_may_get_one() -> None:
     with guarded(model) as guard:
         pass_through(model)
         assert guard.take(guard._whole or ())[1] is None
+        assert guard.none_left
+        model.bias.grad = torch.ones(1)
         assert not guard.none_left
 
 
@@ -70,5 +73,35 @@ def test_gradients_that_were_cleared_or_put_in_place_are_not_those_before() -> N
     with guarded(model) as guard:
         pass_through(model)
         set_one(model)
+        with pytest.raises(BadInput, match='A gradient was changed'):
+            guard.take(guard._whole or ())
+
+
+def through_a_hook(model: nn.Linear) -> None:
+    seen: list[torch.Tensor | None] = []
+    model.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    pass_through(model)
+    torch._foreach_mul_([one for one in seen if one is not None], 2.0)
+
+
+def in_its_own_memory(model: nn.Linear) -> None:
+    model.weight.grad = memory = torch.zeros_like(model.weight)
+    pass_through(model)
+    memory.mul_(2)
+
+
+def by_torch_between_two_passes(model: nn.Linear) -> None:
+    pass_through(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    (model.bias * 2).sum().backward()
+
+
+@pytest.mark.parametrize('change', [through_a_hook, in_its_own_memory, by_torch_between_two_passes])
+def test_whoever_has_got_hold_of_a_gradient_may_not_change_it(
+    change: Callable[[nn.Linear], None],
+) -> None:
+    model = nn.Linear(2, 1)
+    with guarded(model) as guard:
+        change(model)
         with pytest.raises(BadInput, match='A gradient was changed'):
             guard.take(guard._whole or ())
