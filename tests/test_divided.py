@@ -16,7 +16,7 @@ from workflows import cosmoflow, divided, unet3d
 SITE = """
 from parsl.config import Config
 
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 

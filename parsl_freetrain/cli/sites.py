@@ -8,7 +8,7 @@ from typing import Any
 from parsl.config import Config
 
 from parsl_freetrain.core.model.errors import BadInput, of_user
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.named import load_site_file, site_files, site_in_table

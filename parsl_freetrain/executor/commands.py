@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from parsl_freetrain.core.model.types import Checkpoint, NodeOffer
-from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import GreetingReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
@@ -19,16 +18,8 @@ from parsl_freetrain.executor.fragment.trainer_record import TellReplica, Traine
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
 
-class SubmitTrainer(NamedTuple):
-    record: TrainerRecord
-
-
 class CancelTrainer(NamedTuple):
     trainer: str
-
-
-class AdoptBlock(NamedTuple):
-    block: AdoptedBlock
 
 
 class TaskArrived(NamedTuple):
@@ -58,8 +49,8 @@ class Stop(NamedTuple):
 
 
 _Answer = TaskArrived | MemberReturned | GreetingReturned | SchedulerAnswered
-_Trainers = SubmitTrainer | CancelTrainer | TellReplica
-Command = _Trainers | AdoptBlock | OrdinaryTasks | Quiesce | Stop | _Answer
+_Trainers = TrainerRecord | CancelTrainer | TellReplica
+Command = _Trainers | AdoptedBlock | OrdinaryTasks | Quiesce | Stop | _Answer
 
 GATHER_S = 0.05  # seconds to wait for more nodes after one has joined: one decision handles them
 LONGEST_GATHER_S = 4 * GATHER_S  # maximum seconds to wait if many nodes join one after the other
@@ -92,7 +83,7 @@ def gather(
 
 
 def _submitted(items: Sequence[Any]) -> bool:
-    return any(isinstance(item, co.SubmitTrainer) for item in items)
+    return any(isinstance(item, TrainerRecord) for item in items)
 
 
 def _joins(item: Any) -> bool:
@@ -101,7 +92,7 @@ def _joins(item: Any) -> bool:
 
 def _urgent(item: Any) -> bool:
     """Whether this must not wait for other nodes."""
-    return isinstance(item, (co.CancelTrainer, co.Quiesce, co.Stop)) or (
+    return isinstance(item, (CancelTrainer, Quiesce, Stop)) or (
         isinstance(item, FromMember) and isinstance(item.message, Notice)
     )
 

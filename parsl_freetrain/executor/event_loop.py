@@ -21,12 +21,13 @@ from parsl_freetrain.core.model.errors import TrainerFailed, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor import off_loop
+from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import BlockManager, GreetingReturned
 from parsl_freetrain.executor.commands import OfferChanges, gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner, MemberReturned
-from parsl_freetrain.executor.fragment.trainer_record import TellReplica
+from parsl_freetrain.executor.fragment.trainer_record import TellReplica, TrainerRecord
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.requests import RequestHandler
@@ -165,14 +166,14 @@ class EventLoop:
                 node = self._fragments.node_of(*item.sender)
                 if isinstance(message, Notice) and node:
                     self._blocks.noticed(node, now)
-            case co.SubmitTrainer(record):
-                self._submit(record.trainer.name, item, now)
+            case TrainerRecord():
+                self._submit(item, now)
             case co.CancelTrainer(trainer):
                 self._stream.emit(ev.TrainerCancelled(now, trainer))
             case TellReplica():
                 self._replica_told(item, now)
-            case co.AdoptBlock(block):
-                self._blocks.adopt(block, now)
+            case AdoptedBlock():
+                self._blocks.adopt(item, now)
             case co.TaskArrived(context, buffer, outer):
                 self._fragments.arrived(context, buffer, outer)
             case MemberReturned(trainer, fragment, member, done):
@@ -201,10 +202,10 @@ class EventLoop:
             case co.Stop():
                 self._stopping = True
 
-    def _submit(self, name: str, command: co.SubmitTrainer, now: float) -> None:
-        record = command.record
+    def _submit(self, record: TrainerRecord, now: float) -> None:
+        name, spec = record.trainer.name, record.spec
         self._fragments.records[name] = record
-        spec, begun = record.spec, (record.checkpoint.samples, record.fragments_before)
+        begun = record.checkpoint.samples, record.fragments_before
         how = str(spec.mode), spec.total_epochs
         self._stream.emit(ev.TrainerSubmitted(now, record.trainer, *begun, *how))
         if self._broken:
@@ -320,10 +321,9 @@ class EventLoop:
 
     def _refuse(self, item: Any) -> None:
         match item:
-            case co.SubmitTrainer(record):
-                name = record.trainer.name
-                why = f'Trainer {name!r} cannot start because {self._ended}.'
-                record.future._settle_failed(TrainerFailed(why))
+            case TrainerRecord(trainer=trainer, future=future):
+                why = f'Trainer {trainer.name!r} cannot start because {self._ended}.'
+                future._settle_failed(TrainerFailed(why))
             case co.TaskArrived(outer=outer):
                 outer.set_exception(TrainerFailed(f'The fragment ended because {self._ended}.'))
             case co.Quiesce(quiet):

@@ -149,7 +149,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
         self._futures: set[TrainingFuture] = set()  # that are not settled
         self.fragment_app: Callable[..., Any] | None = None  # Parsl's, of fragments
-        self._metrics = MetricExport(recording.loggers)
+        self._metrics = MetricExport()
 
     @property
     def status_polling_interval(self) -> float:
@@ -203,9 +203,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         stream = Stream(told, [journal, lock], FileThread())
         self._loop = self._event_loop(settings, parsl, control, stream, records, log_dir)
         for block in adopted:
-            self._loop.post(commands.AdoptBlock(block))
+            self._loop.post(block)
         self._loop.start()
-        self._metrics.start(self.ledger_path, str(self.run_id))
+        self._metrics.start(self.recording.loggers, self.ledger_path, str(self.run_id))
 
     def _begin_journal(self, settings: ControllerSettings, undo: ExitStack) -> JournalWriter:
         policy = self.policy
@@ -271,8 +271,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         assert isinstance(self.provider, BackfillProvider)
         groups.check_classes(record.trainer, self.provider.site)
         loop, name = self._loop, record.trainer.name
-        start, end = commands.SubmitTrainer(record), commands.CancelTrainer(name)
-        if not record.future._submitted(lambda: loop.post(start), lambda: self._post(end)):
+        end = commands.CancelTrainer(name)
+        if not record.future._submitted(lambda: loop.post(record), lambda: self._post(end)):
             self.names.free(name)
 
     def submit_payload(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:

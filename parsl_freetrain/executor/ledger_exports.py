@@ -8,7 +8,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,36 +29,48 @@ PREFIX = 'freetrain_'
 MOST_OF_THE_TIME = 0.05  # maximum share of the time in which this copies
 
 
-class MetricExport:
-    """Passes on what is known to be kept; a file beside the ledger keeps its position."""
-
-    def __init__(self, loggers: Sequence[MetricLogger], period_s: float = PERIOD_S) -> None:
-        self._loggers = tuple(loggers)
+class _Thread:
+    def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s
         self._over = threading.Event()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def start(self, ledger: Path, run: str) -> None:
-        if self._loggers:
-            name, work = 'FreeTrain-Loggers', (ledger, run)
-            self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)
-            self._thread.start()
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        """Have this work done in a thread, unless it has begun."""
+        with self._starting:
+            if self._thread is None:
+                name = f'FreeTrain-{type(self).__name__}'
+                self._thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
-        """Pass on the rest and close the loggers; one that takes long is left alone."""
+        """Do the rest; what takes long is left alone."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(LAST_S)
-            if self._thread.is_alive():
-                logger.warning(
-                    'A logger has not taken all metrics within %.0f s; the next run of the '
-                    'workflow goes on with the rest.',
-                    LAST_S,
-                )
 
-    def _work(self, ledger: Path, run: str) -> None:
+
+class MetricExport(_Thread):
+    """Passes on what is known to be kept; a file beside the ledger keeps its position."""
+
+    def start(self, loggers: Sequence[MetricLogger], ledger: Path, run: str) -> None:
+        if loggers:
+            self._start(self._work, loggers, ledger, run)
+
+    def stop(self) -> None:
+        """Pass on the rest and close the loggers; one that takes long is left alone."""
+        super().stop()
+        if self._thread is not None and self._thread.is_alive():
+            logger.warning(
+                'A logger has not taken all metrics within %.0f s; the next run of the workflow '
+                'goes on with the rest.',
+                LAST_S,
+            )
+
+    def _work(self, loggers: Sequence[MetricLogger], ledger: Path, run: str) -> None:
         journal = Journal(ledger)
-        each = [_Export(journal.path, run, one) for one in self._loggers]
+        each = [_Export(journal.path, run, one) for one in loggers]
         over = False
         while not over:
             over = self._over.wait(self._period_s)
@@ -137,36 +149,16 @@ def _state_of(row: Training) -> str:
     return row.state if row.state in ('finished', 'failed', 'cancelled') else 'interrupted'
 
 
-def database_of(endpoint: str | None) -> Path | None:
-    """The file of a monitoring endpoint such as ``sqlite:///runinfo/monitoring.db``, or None."""
-    if endpoint is None or not endpoint.startswith('sqlite:///'):
-        return None
-    return Path(endpoint.removeprefix('sqlite:///')).absolute()
-
-
-class MonitoringExport:
+class MonitoringExport(_Thread):
     """Copies a run into tables ``freetrain_trainers`` and so on of Parsl's monitoring."""
 
-    def __init__(self, period_s: float = PERIOD_S) -> None:
-        self._period_s = period_s
-        self._over = threading.Event()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
-
     def start(self, endpoint: str | None, ledger: Path, run: str) -> None:
-        """Start copying Parsl's ``run``, unless it has begun or the endpoint is no SQLite file."""
-        database = database_of(endpoint)
-        with self._starting:
-            if database is None or self._thread is not None:
-                return
-            name, work = 'FreeTrain-MonitoringExport', (database, ledger, run)
-            self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Start copying Parsl's ``run``, unless it has begun or the endpoint (such as
+        ``sqlite:///runinfo/monitoring.db``) is no SQLite file.
+        """
+        if endpoint is not None and endpoint.startswith('sqlite:///'):
+            database = Path(endpoint.removeprefix('sqlite:///')).absolute()
+            self._start(self._work, database, ledger, run)
 
     def _work(self, database: Path, ledger: Path, run: str) -> None:
         complained = over = False

@@ -199,7 +199,7 @@ def _progress_of(future: TrainingFuture) -> str:
     return f'{future.name} {future.state}{nodes}: {progress.samples:,}{total} samples{loss}'
 
 
-class ReplicasElsewhere:
+class ReplicasElsewhere(Subscriber):
     """Tells other executors how far the replicas of their trainings are here."""
 
     def __init__(self, records: Mapping[str, TrainerRecord]) -> None:
@@ -215,9 +215,6 @@ class ReplicasElsewhere:
                 for action in actions:
                     if isinstance(action, ev.EndTrainer):
                         self._tell(action.trainer, None, action.state, action.why)
-
-    def flush(self) -> None:
-        """Nothing is pending."""
 
     def _tell(self, name: str, samples: int | None, ending: str = '', why: str = '') -> None:
         record = self._records.get(name)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
-from parsl_freetrain.host.files import make_dir
+from parsl_freetrain.host.ownership import refuse_foreign
 
 if TYPE_CHECKING:  # those who ask need neither
     from parsl_freetrain.executor.fragment.runner import FragmentRunner
@@ -27,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST, _ANSWER, _PART = '.request', '.answer', '.part'
 _LARGEST = 64_000  # bytes
+_WHAT = 'folder of requests'
 _LOOK_S = 0.1
 _CHECK_S = 1.0
 
@@ -59,9 +57,8 @@ class Requests:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with suppress(FileExistsError):
-            make_dir(folder)
-        _refuse_others(folder)
+        files.make_dir(folder)
+        refuse_foreign(folder, _WHAT)
         for path in folder.iterdir():
             if path.suffix in (_REQUEST, _ANSWER, _PART):
                 path.unlink(missing_ok=True)
@@ -69,7 +66,7 @@ class Requests:
     def new(self) -> list[tuple[str, Request]]:
         """Requests since the last call with their ids, oldest first; cheap if there are none."""
         found = []
-        for path in sorted(self._folder.glob(f'*{_REQUEST}'), key=_changed_at):
+        for path in sorted(self._folder.glob(f'*{_REQUEST}')):
             try:
                 request: Request = msgspec.json.decode(files.read(path, _LARGEST), type=Request)
                 found.append((path.stem, request))
@@ -146,8 +143,8 @@ def ask(
             f'There is no run with the ledger {ledger}: name the ledger.journal in the '
             'checkpoint_dir of a running workflow.'
         )
-    _refuse_others(folder)
-    name = secrets.token_hex(8)
+    refuse_foreign(folder, _WHAT)
+    name = f'{time.time_ns():020}-{secrets.token_hex(8)}'  # in their order
     request, answer = folder / f'{name}{_REQUEST}', folder / f'{name}{_ANSWER}'
     files.replace(request, msgspec.json.encode(asked))
     deadline, checked_at = clock() + timeout_s, clock()
@@ -169,22 +166,3 @@ def ask(
     finally:
         request.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
-
-
-def _changed_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _refuse_others(folder: Path) -> None:
-    try:
-        found = folder.lstat()
-    except OSError as error:
-        raise FreeTrainError(f'{folder} cannot be looked at: {error}.') from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise BadInput(
-            f'{folder} must be a folder of yours that nobody else may write to (mode '
-            '0700): remove it, and it is made anew.'
-        )

@@ -18,7 +18,7 @@ from parsl.config import Config
 
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.run_lock import refuse_live
 from parsl_freetrain.executor.settings import HtexOptions, Policy, Recording, Timeouts
 from parsl_freetrain.executor.trainer.future import TrainingFuture

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import parsl_freetrain as ft
-from parsl_freetrain.executor.fragment.members import StandbyLauncher
+from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.benchmarks.workload import BATCH, MACHINE, data, network, optimizer_of, under_torchrun
@@ -148,11 +148,11 @@ def test_what_a_rescale_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str, sizes: Any
 ) -> None:
     """A trainer alternates between one node and two, with and without ranks that run ahead."""
-    send = StandbyLauncher.send
+    run_ahead = Members.run_ahead
     found: dict[str, list[tuple[str, float]]] = {}
     for way in ('in-flight', 'stop-and-start'):
         monkeypatch.setattr(
-            StandbyLauncher, 'send', send if way == 'in-flight' else lambda *_: False
+            Members, 'run_ahead', run_ahead if way == 'in-flight' else lambda *_: False
         )
         with freetrain(
             tmp_path / way, ft.LocalSite(nodes=2, poll_s=0.2), horizon_s=600.0

@@ -21,7 +21,8 @@ from parsl.executors.high_throughput.interchange import Interchange
 from parsl.executors.high_throughput.manager_record import ManagerRecord
 from parsl.serialize import pack_apply_message
 
-from parsl_freetrain.executor import FreeTrainExecutor, interchange
+from parsl_freetrain.executor import interchange
+from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
 from tests.executor.where import where

@@ -13,8 +13,8 @@ from parsl.config import Config
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
-from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.executor.ledger_exports import MetricExport, MonitoringExport, database_of
+from parsl_freetrain.executor.executor import FreeTrainExecutor
+from parsl_freetrain.executor.ledger_exports import MetricExport, MonitoringExport
 from parsl_freetrain.executor.settings import Recording
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.local import LocalSite
@@ -48,10 +48,10 @@ def test_what_is_copied_in_the_end_is_complete_and_a_locked_database_harms_nobod
 
 
 def test_only_sqlite_files_are_copied_into(tmp_path: Path) -> None:
-    assert database_of('sqlite:////x/m.db') == Path('/x/m.db')
-    assert database_of(None) is None and database_of('postgresql://host/db') is None
     export = MonitoringExport()
     export.start('postgresql://host/db', tmp_path / 'l.db', 'r')
+    export.start(None, tmp_path / 'l.db', 'r')
+    assert export._thread is None
     export.stop()
 
 
@@ -114,8 +114,8 @@ def one_run(path: Path, run: str, start: int, reached: int, saved: int, state: s
 
 
 def export(path: Path, run: str, logger: Any, until: int = 0) -> None:
-    exports = MetricExport([logger], period_s=0.01)
-    exports.start(path, run)
+    exports = MetricExport(period_s=0.01)
+    exports.start([logger], path, run)
     while len(logger.points) < until:
         pass
     exports.stop()

@@ -80,7 +80,7 @@ def raises(ctx: ft.FragmentContext, gate: str, process: int) -> None:
     raise Held(gate, process)
 
 
-_LOOPS = ('FreeTrain-EventLoop', 'FreeTrain-Output', 'FreeTrain-Loggers')
+_LOOPS = ('FreeTrain-EventLoop', 'FreeTrain-Output', 'FreeTrain-MetricExport')
 
 
 class Stuck(io.StringIO, logging.Handler, MetricLogger):

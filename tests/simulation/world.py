@@ -173,7 +173,7 @@ class World:
         )
 
     def _submit(self, record: TrainerRecord) -> None:
-        self.posted.append(co.SubmitTrainer(record))
+        self.posted.append(record)
 
     def _launch(self, specification: Any) -> Future[Checkpoint]:
         task: Future[Checkpoint] = Future()

@@ -8,7 +8,7 @@ import pytest
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
@@ -17,6 +17,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block import block_record
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
@@ -40,10 +41,6 @@ class GreetingReturned(NamedTuple):
     done: Future[Greeting]
 
 
-class Mailbox(Protocol):
-    def post(self, item: GreetingReturned) -> None: ...
-
-
 class BlockManager:
     """Opens and closes blocks, emits their changes; ``template`` forks nodes' fork servers."""
 
@@ -51,7 +48,7 @@ class BlockManager:
         self,
         provider: BackfillProvider,
         stream: Stream,
-        inbox: Mailbox,
+        inbox: ControlServer,
         node_log_dir: str,
         parsl: ParslSide,
         template: str | None = None,

@@ -12,7 +12,7 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
@@ -46,61 +46,11 @@ class _ConnectionEnded(NamedTuple):
     fd: int
 
 
-class _ConnectionLimit:
-    """Keeps out new connections while too many are silent: each costs a descriptor."""
-
-    def __init__(
-        self,
-        router: zmq.Socket[bytes],
-        listener: socket.socket,
-        known: Callable[[], int],
-        ended: Callable[[int], None],
-    ) -> None:
-        self._router, self._listener, self._known, self._tell_ended = router, listener, known, ended
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = 2**16 if files == resource.RLIM_INFINITY else files // 4
-        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name='connections', daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._router.disable_monitor()
-        self._monitor.close(linger=0)
-        self._listener.close()
-
-    def _follow(self) -> None:
-        connections: set[int] = set()
-        full = False
-        while not self._ended.is_set():
-            if self._monitor.poll(_LOOK_MS):
-                event: Any = recv_monitor_message(self._monitor)
-                if event['event'] == zmq.EVENT_ACCEPTED:
-                    connections.add(event['value'])
-                else:
-                    connections.discard(event['value'])
-                    self._tell_ended(event['value'])
-            unknown = len(connections) - self._known()
-            if full != (unknown >= self._most):
-                full = not full
-                self._admit(not full)
-                if full:
-                    said = '%d connections to port %d have not said who they are; others wait.'
-                    logger.warning(said, unknown, self._listener.getsockname()[1])
-
-    def _admit(self, admit: bool) -> None:
-        if admit:
-            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-            return
-        drop_all = ctypes.create_string_buffer(b'\x06\0\0\0\0\0\0\0', 8)  # BPF: return 0
-        program = struct.pack('HP', 1, ctypes.addressof(drop_all))  # struct sock_fprog
-        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
 class ControlServer:
-    """The executor's end, of one thread but for :meth:`post`; no ``cert_dir``: no encryption."""
+    """The executor's end, of one thread but for :meth:`post`; no ``cert_dir``: no encryption.
+    A thread of its own keeps out new connections while too many are silent: each costs a
+    descriptor.
+    """
 
     def __init__(
         self, cert_dir: str | None, address: str | None, port_range: tuple[int, int]
@@ -110,9 +60,9 @@ class ControlServer:
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 0)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        listener = _listener(address or '', range(*port_range))
-        self.port: int = listener.getsockname()[1]
-        self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
+        self._listener = _listener(address or '', range(*port_range))
+        self.port: int = self._listener.getsockname()[1]
+        self._router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
         self._router.bind(tcp_url(address or '*', self.port))
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -123,15 +73,15 @@ class ControlServer:
         self._poller.register(self._wake_reader, zmq.POLLIN)
         self._identities: dict[MemberKey, bytes] = {}
         self._connections: dict[int, MemberKey] = {}  # by file descriptor
-        self._limit = _ConnectionLimit(
-            self._router,
-            listener,
-            known=lambda: len(self._identities),
-            ended=self._connection_ended,
-        )
-        self._decoder: msg.Decoder[msg.FromMember] = msg.Decoder(
-            msg.FromMember, 'a member of a fragment'
-        )
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_unknown = 2**16 if files == resource.RLIM_INFINITY else files // 4
+        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._router.get_monitor_socket(seen)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name='connections', daemon=True)
+        self._thread.start()
+        what = 'a member of a fragment'
+        self._decoder: msg.Decoder[msg.FromMember] = msg.Decoder(msg.FromMember, what)
 
     def post(self, item: Any) -> None:
         self._waiting.put(item)
@@ -168,9 +118,33 @@ class ControlServer:
                 self._connections[int(frames[-1]['__fd'])] = message.sender
                 yield message
 
-    def _connection_ended(self, fd: int) -> None:
-        if fd in self._connections:
-            self.post(_ConnectionEnded(fd))
+    def _watch(self) -> None:
+        connections: set[int] = set()
+        full = False
+        while not self._over.is_set():
+            if self._monitor.poll(_LOOK_MS):
+                event: Any = recv_monitor_message(self._monitor)
+                if event['event'] == zmq.EVENT_ACCEPTED:
+                    connections.add(event['value'])
+                else:
+                    connections.discard(event['value'])
+                    if event['value'] in self._connections:
+                        self.post(_ConnectionEnded(event['value']))
+            unknown = len(connections) - len(self._identities)
+            if full != (unknown >= self._most_unknown):
+                full = not full
+                self._admit(not full)
+                if full:
+                    said = '%d connections to port %d have not said who they are; others wait.'
+                    logger.warning(said, unknown, self.port)
+
+    def _admit(self, admit: bool) -> None:
+        if admit:
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            return
+        drop_all = ctypes.create_string_buffer(b'\x06\0\0\0\0\0\0\0', 8)  # BPF: return 0
+        program = struct.pack('HP', 1, ctypes.addressof(drop_all))  # struct sock_fprog
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def send(self, key: MemberKey, message: msg.ToMember) -> bool:
         """Send to a member; False if it has not reported yet."""
@@ -186,7 +160,11 @@ class ControlServer:
         self._connections = {fd: k for fd, k in self._connections.items() if k[:2] != ended}
 
     def close(self) -> None:
-        self._limit.close()
+        self._over.set()
+        self._thread.join()
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
+        self._listener.close()
         self._router.close()
         self._context.term()  # type: ignore[no-untyped-call]
         self._wake_reader.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.executor.fragment import node_fork_server
 from parsl_freetrain.executor.fragment.control_channel import ControlClient
 from parsl_freetrain.executor.fragment.member_order import MemberOrder, RankResult
@@ -45,9 +46,8 @@ class Member:
         self._payload = b''
         self._kill_at, self._leaves_until = float('inf'), 0.0
         self._oom = OomWatch()
-        self._standby = node_fork_server.NodeStandby(
-            lambda wait_s: node_fork_server.start_standby(self._order, self._payload, wait_s)
-        )
+        self._ahead: list[Channel[msg.FromRank]] = []  # of standby ranks that do not wait yet
+        self._ahead_started = self._ahead_awaited = False
 
     def run(self, payload: bytes) -> list[RankResult]:
         """Start the ranks, and pass messages until all have ended. Returns how each ended."""
@@ -56,19 +56,20 @@ class Member:
         for number in NOTICES:
             signal.signal(number, self._on_signal)
         control = ControlClient(order.addresses, order.port, order.cert_dir, key)
-        notices = listen_for_notices()
+        self._notices = listen_for_notices()
         try:
             control.send(msg.Hello(node_fork_server.node_name(), time.time()))
             self._launch(payload, control.address)
-            self._relay(control, notices)
+            self._relay(control)
         finally:
             for rank in self._ranks.values():
                 rank.kill()
                 rank.close()
-            self._standby.close()
+            for channel in self._ahead:
+                channel.close()
             control.close()
-            if notices is not None:
-                notices.close()
+            if self._notices is not None:
+                self._notices.close()
             ignore_notices()
         return [self._results[rank] for rank in sorted(self._results)]
 
@@ -95,7 +96,7 @@ class Member:
         if order.member == 0:
             prune_logs(Path(order.log_dir), order.fragment.fragment)
 
-    def _relay(self, control: ControlClient, notices: Channel[msg.Notice] | None) -> None:
+    def _relay(self, control: ControlClient) -> None:
         poller = zmq.Poller()
         poller.register(control.socket, zmq.POLLIN)
         for process in self._ranks.values():
@@ -110,10 +111,9 @@ class Member:
                     del running[rank]
             while (message := control.receive()) is not None:
                 self._handle(message, control)
-            notices = self._look_for_notice(notices)
+            self._look_for_notice()
             self._pass_notice_on(control)
-            if self._standby.ready():
-                control.send(msg.StandbyReady())
+            self._look_ahead(control)
             if time.monotonic() >= max(self._kill_at, self._leaves_until):
                 for process in running.values():
                     process.kill()
@@ -125,17 +125,15 @@ class Member:
             if not node_fork_server.manager_lives():
                 raise RuntimeError('The manager of this node is gone.')
 
-    def _look_for_notice(self, notices: Channel[msg.Notice] | None) -> Channel[msg.Notice] | None:
-        """Record what the scheduler told the node's first process; None once that is gone."""
-        while notices is not None and notices.poll():
+    def _look_for_notice(self) -> None:
+        """Record what the scheduler told the node's first process, which may be gone."""
+        while self._notices is not None and self._notices.poll():
             try:
-                notice = notices.recv()
+                if (notice := self._notices.recv()) is not None:
+                    self._notice = notice.signal
             except EOFError:
-                notices.close()
-                return None
-            if notice is not None:
-                self._notice = notice.signal
-        return notices
+                self._notices.close()
+                self._notices = None
 
     def _pass_notice_on(self, control: ControlClient) -> None:
         """Pass the scheduler's notice on: ranks save, and nothing more is started here."""
@@ -145,6 +143,25 @@ class Member:
         logger.info('%s: asking the ranks to stop', self._notice)
         control.send(msg.Notice(self._notice))
         self._tell(msg.StopTraining(self._notice, node_leaves=True))
+
+    def _run_ahead(self, wait_s: float, *, awaited: bool) -> None:
+        """Start standby ranks, once. ``awaited``: somebody waits until they wait."""
+        self._ahead_awaited |= awaited
+        if not self._ahead_started:
+            try:
+                started = node_fork_server.start_standby(self._order, self._payload, wait_s)
+                self._ahead, self._ahead_started = started, True
+            except (FreeTrainError, OSError) as error:  # the next fragment starts without them
+                logger.warning('No ranks run ahead of the next fragment: %s', error)
+
+    def _look_ahead(self, control: ControlClient) -> None:
+        """Say once that all standby ranks wait, or that none could be started."""
+        for channel in [channel for channel in self._ahead if channel.poll()]:
+            channel.close()
+            self._ahead.remove(channel)
+        if self._ahead_awaited and not self._ahead:
+            self._ahead_awaited = False
+            control.send(msg.StandbyReady())
 
     def _tell(self, message: msg.ToRank) -> None:
         for process in self._ranks.values():
@@ -194,7 +211,7 @@ class Member:
     def _handle(self, message: msg.ToMember, control: ControlClient) -> None:
         match message:
             case msg.StartStandby(wait_s, rescale):
-                self._standby.begin(wait_s, awaited=rescale)
+                self._run_ahead(wait_s, awaited=rescale)
                 if rescale:
                     self._tell(msg.NodeStays())
             case msg.TimeLeft(left_s):

@@ -26,8 +26,10 @@ _SPARE_S = 120.0
 class Members:
     """Sends messages to members, and records them in the fragment. ``peer_s``: see ``Timeouts``."""
 
-    def __init__(self, control: ControlServer, peer_s: float = Timeouts().peer_s) -> None:
-        self._control, self._peer_s = control, peer_s
+    def __init__(
+        self, control: ControlServer, parsl: ParslSide, peer_s: float = Timeouts().peer_s
+    ) -> None:
+        self._control, self._parsl, self._peer_s = control, parsl, peer_s
 
     def tell_all(self, fragment: RunningFragment, message: msg.ToMember) -> None:
         for member in fragment.members:
@@ -83,14 +85,7 @@ class Members:
         spare_s = self._peer_s if fragment.given_up.spare_s else 0.0
         return msg.Abandon(fragment.given_up.why, spare_s)
 
-
-class StandbyLauncher:
-    """Has ranks run ahead, and says when the fragment that trains may be asked to stop."""
-
-    def __init__(self, control: ControlServer, parsl: ParslSide) -> None:
-        self._control, self._parsl = control, parsl
-
-    def send(
+    def run_ahead(
         self,
         fragment: RunningFragment,
         nodes: Collection[str],
@@ -117,11 +112,6 @@ def _log_failure(done: Future[Any]) -> None:
     """Where no rank could be started ahead, the next fragment starts as any other does."""
     if not done.cancelled() and isinstance(error := came_back(done), BaseException):
         logger.warning('No ranks run ahead of the next fragment on a free node: %s', error)
-
-
-def overdue(fragment: RunningFragment, at: float) -> bool:
-    """Whether a fragment has been kept training for those that run ahead for long enough."""
-    return bool(fragment.stopping.awaited) and at - fragment.stopping.at > AHEAD_S
 
 
 def member_task(node: str, order: MemberOrder, execute: str | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from parsl_freetrain.executor.fragment.fragment_state import (
 )
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.member_order import ControlEndpoint, MemberOrder
-from parsl_freetrain.executor.fragment.members import Members, StandbyLauncher, member_task
+from parsl_freetrain.executor.fragment.members import Members, member_task
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord, furthest
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.off_loop import in_thread
@@ -63,9 +63,8 @@ class FragmentRunner(Subscriber):
     ) -> None:
         self._clock, self._control, self._stream, self._endpoint = clock, control, stream, endpoint
         self._timeouts, self._parsl = timeouts, parsl
-        self._members = Members(control, timeouts.peer_s)
+        self._members = Members(control, parsl, timeouts.peer_s)
         self._listener = Listener(self._members, stream)
-        self._standby = StandbyLauncher(control, parsl)
         self._watchdog = Watchdog(timeouts)
         self.running: dict[tuple[str, int], RunningFragment] = {}
         self.records = {} if records is None else records
@@ -170,7 +169,7 @@ class FragmentRunner(Subscriber):
             return  # a rehearsed preemption does not wait for the next fragment
         goes_on, leaving = bool(action.then), frozenset(action.leaving)
         fragment.stopping = Stopping(action.why, at, goes_on=goes_on, leaving=leaving)
-        if not self._standby.send(
+        if not self._members.run_ahead(
             fragment,
             action.then,
             lambda fragment, wait_s: replace(self._order(fragment, 0), ahead_s=wait_s),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
-from parsl_freetrain.executor.fragment.members import overdue
+from parsl_freetrain.executor.fragment.members import AHEAD_S
 from parsl_freetrain.executor.settings import Timeouts
 
 LOOK_S = 1.0  # maximum seconds between two checks
@@ -61,7 +61,7 @@ class Watchdog:
             found += [NodeSilent(*one) for one in silent.items()]
             if why := self._too_long(fragment, at):
                 found.append(GiveUp(fragment, why))
-            elif overdue(fragment, at):
+            elif fragment.stopping.awaited and at - fragment.stopping.at > AHEAD_S:
                 found.append(StopNow(fragment))
         self._again_s = max(SOON_S, self.within_s(fragments))
         return found

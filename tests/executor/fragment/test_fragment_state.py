@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import pytest
@@ -48,7 +48,7 @@ class Nobody:
         pass
 
 
-members = Members(Nobody())  # type: ignore[arg-type]
+members = Members(Nobody(), cast(Any, None))  # type: ignore[arg-type]
 START = Checkpoint('cnn', '', 0, 0)
 
 
@@ -468,7 +468,7 @@ Hear = Callable[[int, Any, float], None]
 
 def listening() -> tuple[Told, Listener, RunningFragment, Hear]:
     told, fragment = Told(), running_fragment(3)
-    listener = Listener(Members(told), Stream([]))  # type: ignore[arg-type]
+    listener = Listener(Members(told, cast(Any, None)), Stream([]))  # type: ignore[arg-type]
     record: Any = SimpleNamespace(checkpoint=None)
 
     def hear(member: int, message: Any, at: float) -> None:

@@ -12,7 +12,7 @@ from parsl_freetrain.core.model.events import StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
-from parsl_freetrain.executor.fragment.members import StandbyLauncher
+from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.interchange import PIN
 from tests.support.parsl_sides import NoParsl
 
@@ -55,8 +55,8 @@ def test_why_no_rank_runs_ahead_on_a_free_node_is_logged(
         outer=Future(),
         started_at=1.0,
     )
-    launcher = StandbyLauncher(control, NoParsl(submit))
-    assert launcher.send(fragment, ('n0', 'n9'), lambda *_: None)  # type: ignore[arg-type]
+    members = Members(control, NoParsl(submit))
+    assert members.run_ahead(fragment, ('n0', 'n9'), lambda *_: None)  # type: ignore[arg-type]
     ((node, future),) = sent
     assert node == 'n9'
     if isinstance(comes, BaseException):

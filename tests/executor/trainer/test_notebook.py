@@ -35,7 +35,7 @@ import parsl
 import torch
 from parsl.config import Config
 from parsl_freetrain.app import freetrain_app
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 
