@@ -74,7 +74,7 @@ def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(
     ('arguments', 'words'),
     [
         (['--idle', 'overlap.csv'], 'line 3.*must not overlap'),
-        (['--idle', 'absent.csv'], 'There is no schedule'),
+        (['--idle', 'absent.csv'], 'There is no file'),
         (['--nodes', '0'], 'nodes is 0; it must be'),
         (['--epochs', '0'], 'must be a number above 0'),
         (['--resume', 'require'], "resume is 'require'"),

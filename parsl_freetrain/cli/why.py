@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from parsl_freetrain.core.model.events import Decided
     from parsl_freetrain.core.model.state import Fragment, RunState, Training
     from parsl_freetrain.journal.read import Journal
-    from parsl_freetrain.report.learned import ShapeTried
 
 
 def why(
@@ -92,7 +91,7 @@ def explanation(
         },
         'last_failure': next((event.error for event in reversed(ended) if event.error), ''),
         'decisions': [
-            asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(number)))
+            decision_about(trainer, d, now, _reason(d, trainer), became.get(number))
             for number, d in mine.items()
         ],
     }
@@ -178,23 +177,21 @@ def _reason(decided: Decided, trainer: str) -> Reason | None:
     return reason
 
 
-def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
-    from parsl_freetrain.report.learned import compared
-
+def _shapes_in_words(tried: Iterable[Mapping[str, Any]]) -> list[str]:
     by_count: dict[int, list[str]] = {}
-    for one in compared(tried):
-        rate = 'not measured' if one.rate is None else f'{one.rate:.4g} samples/s'
-        now = ', in use' if one.newest else ''
-        by_count.setdefault(one.nodes, []).append(f'{one.shape} ({rate}{now})')
+    for one in tried:
+        rate = 'not measured' if one['rate'] is None else f'{one["rate"]:.4g} samples/s'
+        now = ', in use' if one['newest'] else ''
+        by_count.setdefault(one['nodes'], []).append(f'{one["shape"]} ({rate}{now})')
     return [
         f'On {nodes(count)} it has tried the shapes {", ".join(shapes)}; the fastest is kept.'
         for count, shapes in by_count.items()
+        if len(shapes) > 1
     ]
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from parsl_freetrain.report.learned import ShapeTried
-    from parsl_freetrain.report.reasons import DecisionAbout, in_words
+    from parsl_freetrain.report.reasons import in_words
 
     name = found['trainer']
     total = found['total_samples']
@@ -213,7 +210,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines = [f'{name!r} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
     lines += _speed_in_words(found['speed'], found['nodes'])
-    lines += _shapes_in_words([ShapeTried(**one) for one in found['shapes']])
+    lines += _shapes_in_words(found['shapes'])
     if found['memory']:
         sizes = found['memory'].items()
         most = ', '.join(f'{size / 1e9:.3g} GB on {nodes(int(n))}' for n, size in sizes)
@@ -227,7 +224,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f'Its last fragment in trouble said: {found["last_failure"]}')
         lines.append(f'What it printed: freetrain logs {name}')
     for about in found['decisions']:
-        first, *rest = in_words(name, DecisionAbout(**about))
+        first, *rest = in_words(name, about)
         lines += ['', f'{about["ago_s"]:.0f} s ago: {first}', *(f'  {line}' for line in rest)]
     if not found['decisions']:
         lines.append('There has been no decision about it in this run.')

@@ -9,11 +9,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Self
 
 import psutil
 from parsl.executors import HighThroughputExecutor
@@ -50,7 +50,7 @@ from parsl_freetrain.executor.trainer.future import TrainerNames, TrainingFuture
 from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.host.processes import StopSignals, allow_open_files
 from parsl_freetrain.journal.append import JournalWriter
-from parsl_freetrain.sites.named import chosen_provider
+from parsl_freetrain.sites.named import chosen_provider, site_described
 from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.solver import allocator_named, close_allocator
@@ -96,10 +96,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     @checked_arguments(
         'FreeTrainExecutor',
-        ('recording=Recording', groups.Recording),
-        ('policy=Policy', groups.Policy),
-        ('timeouts=Timeouts', groups.Timeouts),
-        ('htex=HtexOptions', groups.HtexOptions),
+        *((f'{name}={group.__name__}', group) for name, group in groups.GROUPS.items()),
     )
     def __init__(
         self,
@@ -150,6 +147,17 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._futures: set[TrainingFuture] = set()  # that are not settled
         self.fragment_app: Callable[..., Any] | None = None  # Parsl's, of fragments
         self._metrics = MetricExport()
+
+    @classmethod
+    def described(cls, settings: Mapping[str, Any], label: str, checkpoint_dir: str) -> Self:
+        """The executor of plain data: its settings, its provider's, and a described site."""
+        given = dict(settings)
+        site = site_described(given.pop('site', ''))
+        known = ('max_blocks', 'min_hole_s', 'worker_init')
+        provider = BackfillProvider(site, **{n: given.pop(n) for n in known if n in given})
+        for name in groups.GROUPS.keys() & given.keys():
+            given[name] = groups.GROUPS[name](**given[name])
+        return cls(provider, label, checkpoint_dir, **given)
 
     @property
     def status_polling_interval(self) -> float:

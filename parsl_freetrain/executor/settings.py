@@ -165,6 +165,11 @@ class HtexOptions(Settings, frozen=True, kw_only=True):
         return {**structs.asdict(self), 'address': self.address or _address(interface), **known}
 
 
+GROUPS: dict[str, type[Settings]] = {
+    'recording': Recording, 'policy': Policy, 'timeouts': Timeouts, 'htex': HtexOptions
+}  # fmt: skip
+
+
 def _address(interface: str | None) -> str | None:
     """The address of a site's network on this computer; None if it has no such interface."""
     try:

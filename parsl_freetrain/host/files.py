@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import math
 import os
 import secrets
 import stat
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -94,6 +96,19 @@ def read(path: Path, limit: int) -> bytes:
         )
     with os.fdopen(fd, 'rb') as file:
         return file.read(limit)
+
+
+def read_zipped(path: str | Path, what: str, most: int = -1) -> bytes:
+    """A file, called ``what`` in errors, plain or gzipped, or the first ``most`` bytes of it."""
+    try:
+        with open(path, 'rb') as raw:
+            zipped = raw.read(2) == b'\x1f\x8b'
+        with gzip.open(path) if zipped else open(path, 'rb') as file:
+            return file.read(most)
+    except FileNotFoundError:
+        raise BadInput(f'There is no file {path}; give {what}.') from None
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise BadInput(f'{path} cannot be read ({error}); give {what}.') from None
 
 
 def make_dir(folder: Path, *, durable: bool = True) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import queue
 import secrets
 import threading
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -18,7 +21,9 @@ from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed, needs
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture, check_name
+from parsl_freetrain.host.clocks import Backoff
 from parsl_freetrain.remote import orders
+from parsl_freetrain.training.process import probe
 
 logger = logging.getLogger(__name__)
 
@@ -45,45 +50,44 @@ class RemoteTraining(TrainingFuture):
         self._client = client
         self._order, self._first = order, order
         self._cancelling = False
-        self._patience_s = PATIENCE_S
-        self._timer: threading.Timer | None = None
+        self._patience = Backoff(PATIENCE_S, LONGEST_PATIENCE_S)
+        self._news: queue.SimpleQueue[Future[bytes] | None] = queue.SimpleQueue()
         self._on_cancel = self._cancel
 
-    def ask(self) -> None:
+    def follow(self) -> None:
         """Send the order until the trainer has ended: the endpoint knows what it has taken."""
-        with self._lock:
-            if self._ended:
-                return
+        while not self._ended:
             order = self._order
             if self._cancelling:
                 order = structs.replace(order, verb='cancel', payload=b'', hold_s=0.0)
-            self._ask_in(order.hold_s + self._patience_s)
-            self._patience_s = min(2 * self._patience_s, LONGEST_PATIENCE_S)
-        self._client.send(order).add_done_callback(lambda done: self._answered(done, order))
+            self._client.send(order).add_done_callback(self._news.put)
+            said = self._next(order.hold_s + self._patience.failed())
+            if said is not None and (pause_s := self._answered(said, order)):
+                self._next(pause_s)
 
-    def _answered(self, done: Future[orders.OrderAnswer], order: orders.Order) -> None:
-        pause_s = every_s = self._client.look_every_s
+    def _next(self, wait_s: float) -> Future[bytes] | None:
+        """The next answer, maybe to an older order; None: none so long, or there is more to say."""
+        with suppress(queue.Empty):
+            return self._news.get(timeout=wait_s)
+        return None
+
+    def _answered(self, said: Future[bytes], order: orders.Order) -> float:
+        """Take an answer in; seconds until the order is sent again."""
+        every_s = self._client.look_every_s
         with self._lock:
             try:
-                self._seen(done.result().trainers.get(self.name))
-                self._patience_s = PATIENCE_S
+                answer = orders.decoded(said.result(), orders.OrderAnswer)
+                self._seen(answer.trainers.get(self.name))
+                self._patience.reset()
                 if order.hold_s or order.verb == 'cancel':
-                    pause_s = 0.0 if order.hold_s else min(every_s, CANCEL_LOOK_S)
-            except (Exception, CancelledError) as error:
+                    every_s = 0.0 if order.hold_s else min(every_s, CANCEL_LOOK_S)
+            except Exception as error:
                 if (refused := self._client.refusal(error)) is not None:
                     self.fail(refused)
                 elif not self._ended:
                     self.state = 'unreachable'
                     logger.warning('%s could not be asked: %r', self._client.name, error)
-            self._ask_in(pause_s)
-
-    def _ask_in(self, pause_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._ended:
-            self._timer = threading.Timer(pause_s, self.ask)
-            self._timer.daemon = True
-            self._timer.start()
+        return 0.0 if self._ended else every_s
 
     def _seen(self, found: orders.TrainerStatus | None) -> None:
         if found is None or self._order.request not in ('', found.request):
@@ -101,25 +105,25 @@ class RemoteTraining(TrainingFuture):
             return
         self.state, self._progress = found.state, found.progress
         self.checkpoint = found.checkpoint or self.checkpoint
-        if found.end == orders.OK and self.checkpoint is not None:
+        if found.state == 'finished' and self.checkpoint is not None:
             self._settle_finished(self.checkpoint)
-        elif found.end == orders.CANCELLED:
+        elif found.state == 'cancelled':
             self._settle_cancelled()
-        elif found.end:
-            said = found.sentence or f'The endpoint answered {found.end!r} without a checkpoint.'
-            self.fail((BadInput if found.end == orders.BAD_INPUT else TrainerFailed)(said))
+        elif found.over:
+            said = found.sentence or f'The endpoint answered {found.state!r} without a checkpoint.'
+            self.fail((BadInput if found.refused else TrainerFailed)(said))
         elif found.sentence:
             who = self._client.name
             logger.warning('%s cannot train %s now: %s', who, self.name, found.sentence)
 
     def _cancel(self) -> None:
         self._cancelling = True
-        self.ask()
+        self._news.put(None)
 
     def fail(self, error: FreeTrainError) -> None:
         with self._lock:
             self._settle_failed(error)
-            self._ask_in(0.0)  # nothing more
+        self._news.put(None)
 
 
 class FreeTrainClient(Executor):
@@ -209,10 +213,8 @@ class FreeTrainClient(Executor):
                 'function: decorate it with @freetrain_app, or send it with '
                 'globus_compute_sdk.Executor(endpoint_id=...), also to the same endpoint.'
             )
-        name, number = trainer_name or app.name, 1
-        while trainer_name is None and name in self._open:
-            number += 1
-            name = f'{app.name}-{number}'
+        numbered = itertools.chain([app.name], (f'{app.name}-{n}' for n in itertools.count(2)))
+        name = trainer_name or next(name for name in numbered if name not in self._open)
         check_name(name)
         why = f'Trainer {name!r} cannot be sent'
         if not (self._folder.startswith('/') and 'site' in self._settings):
@@ -229,9 +231,9 @@ class FreeTrainClient(Executor):
                 f'takes {LARGEST_PAYLOAD}; put data into files at the endpoint, and pass their '
                 'paths.'
             )
-        request, versions = secrets.token_hex(8), orders.versions_here()
-        order = orders.Order('train', self._folder, self._settings, name, request, 0.0, versions)
-        return self._follow(structs.replace(order, spec=app.spec, payload=payload))
+        run, request = (self._folder, self._settings), secrets.token_hex(8)
+        order = orders.Order('train', *run, name, request, 0.0, probe.versions(), app.spec, payload)
+        return self._follow(order)
 
     def attach(self, name: str) -> RemoteTraining:
         """Follow a trainer submitted before; the future raises BadInput if there is none."""
@@ -244,7 +246,7 @@ class FreeTrainClient(Executor):
             raise BadInput(f'Trainer {name!r} cannot be sent: this FreeTrainClient {why}.')
         self._open[name] = training = RemoteTraining(self, order)
         training.add_done_callback(lambda _: self._open.pop(name, None))
-        training.ask()
+        threading.Thread(target=training.follow, daemon=True).start()
         return training
 
     def trainers(self, timeout_s: float = 60.0) -> dict[str, tuple[str, Progress]]:
@@ -254,10 +256,10 @@ class FreeTrainClient(Executor):
         found = self._answer_to(orders.Order('look', self._folder), timeout_s).trainers
         return {name: (known.state, known.progress) for name, known in found.items()}
 
-    def compare_versions(self, timeout_s: float = 60.0) -> tuple[orders.Comparison, ...]:
+    def compare_versions(self, timeout_s: float = 60.0) -> tuple[probe.Comparison, ...]:
         """Versions here and at the endpoint; raises as :meth:`trainers` does."""
-        there = self._answer_to(orders.Order('versions'), timeout_s)
-        return orders.compare(orders.versions_here(), there.versions)
+        there = self._answer_to(orders.Order('look'), timeout_s)
+        return probe.compare(probe.versions(), there.versions)
 
     def close(self) -> None:
         """Stop following. Trainers keep running; their futures raise an error that says where."""
@@ -275,9 +277,8 @@ class FreeTrainClient(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop following, and before that wait for all trainers, or end them."""
         trainings = list(self._open.values())
-        if cancel_futures:
-            for training in trainings:
-                training.cancel()
+        for training in trainings if cancel_futures else ():
+            training.cancel()
         if wait:
             wait_for(trainings)
         self.close()
@@ -287,7 +288,7 @@ class FreeTrainClient(Executor):
 
     def _answer_to(self, order: orders.Order, timeout_s: float) -> orders.OrderAnswer:
         try:
-            return self.send(order).result(timeout_s)
+            return orders.decoded(self.send(order).result(timeout_s), orders.OrderAnswer)
         except TimeoutError:
             raise TimeoutError(
                 f'{self.name} did not answer within {timeout_s:g} s; it may not be running.'
@@ -295,19 +296,8 @@ class FreeTrainClient(Executor):
         except Exception as error:
             raise self.refusal(error) or error from error
 
-    def send(self, order: orders.Order) -> Future[orders.OrderAnswer]:
-        """The future of the answer. It fails if the order did not arrive, or was refused."""
-        answer: Future[orders.OrderAnswer] = Future()
-
-        def decode(done: Future[Any]) -> None:
-            try:
-                reply = orders.decoded(done.result(), orders.OrderAnswer)
-                if reply.refusal:
-                    raise BadInput(reply.refusal)
-                answer.set_result(reply)
-            except BaseException as error:
-                answer.set_exception(error)
-
+    def send(self, order: orders.Order) -> Future[bytes]:
+        """The future of the answer, for :func:`.orders.decoded`."""
         try:
             with self._sending:
                 if self._executor is None or getattr(self._executor, '_stopped', False):
@@ -315,11 +305,11 @@ class FreeTrainClient(Executor):
                 words: list[Any] = [msgspec.msgpack.encode(order), self._python]
                 if isinstance(self._executor, ParslExecutor):
                     words.insert(0, {})  # resources
-                sent = self._executor.submit(orders.run_or_join, *words)
-            sent.add_done_callback(decode)
+                sent: Future[bytes] = self._executor.submit(orders.run_or_join, *words)
         except Exception as error:
-            answer.set_exception(error)
-        return answer
+            sent = Future()
+            sent.set_exception(error)
+        return sent
 
     def refusal(self, error: BaseException) -> FreeTrainError | None:
         """The error to raise, or None if the endpoint is only unreachable for now."""

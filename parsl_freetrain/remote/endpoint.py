@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import refuse_foreign
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.remote import orders
+from parsl_freetrain.training.process import probe
 from parsl_freetrain.training.process.block_lease import read_holder
 
 LABEL = 'ordered'  # label of the executor whose run takes orders
@@ -58,21 +60,19 @@ class Desk:
             draft.unlink()
         self.tell(name, orders.TrainerStatus(order.request))
 
-    def open_names(self) -> set[str]:
-        return {path.stem for path in self.folder.glob('*.order')}
+    def names(self, kind: str = 'order') -> set[str]:
+        return {path.stem for path in self.folder.glob(f'*.{kind}')}
 
-    def readable(self, names: set[str]) -> dict[str, orders.Order]:
+    def readable(self, names: set[str]) -> list[orders.Order]:
         """The orders that can be read: one that is damaged holds up no others."""
-        found = {}
+        found = []
         for name in sorted(names):
             try:
-                found[name] = self.order(name)
-            except FileNotFoundError:
-                continue
+                found.append(self.order(name))
             except (BadInput, OSError) as error:
-                if name not in self._damaged:
+                if not (isinstance(error, FileNotFoundError) or name in self._damaged):
+                    self._damaged.add(name)
                     print(f'The order of trainer {name!r} cannot be read: {error}', file=sys.stderr)
-                self._damaged.add(name)
         return found
 
     def order(self, name: str) -> orders.Order:
@@ -81,21 +81,16 @@ class Desk:
     def tell(self, name: str, status: orders.TrainerStatus) -> None:
         """Say how a trainer is; its order is done with once it has ended."""
         files.replace(self.path(name, 'status'), msgspec.msgpack.encode(status), durable=False)
-        if status.end:
+        if status.over:
             for kind in ('order', 'cancel'):
                 self.path(name, kind).unlink(missing_ok=True)
 
     def status(self, name: str) -> orders.TrainerStatus | None:
         """None if nothing is known of it, or what was is damaged."""
-        try:
+        with suppress(FileNotFoundError, BadInput):
             content = files.read(self.path(name, 'status'), _LARGEST)
             return orders.decoded(content, orders.TrainerStatus)
-        except (FileNotFoundError, BadInput):
-            return None
-
-    def statuses(self, name: str) -> dict[str, orders.TrainerStatus]:
-        names = [name] if name else sorted(path.stem for path in self.folder.glob('*.status'))
-        return {name: status for name in names if (status := self.status(name)) is not None}
+        return None
 
     def path(self, name: str, kind: str) -> Path:
         """The file with a trainer's 'order' or 'status', or that says 'cancel'."""
@@ -104,31 +99,28 @@ class Desk:
 
 def answer_to(order: orders.Order) -> orders.OrderAnswer:
     """Carry out an order. Raises BadInput if it cannot be."""
-    desk = Desk(order.checkpoint_dir) if order.checkpoint_dir else None
-    if order.verb == 'versions' or desk is None:
-        return orders.OrderAnswer(versions=orders.versions_here())
-    if order.verb == 'train':
-        if order.payload:
-            versions = orders.compare(order.versions, orders.versions_here())
-            wrong = [c for c in versions if not c.fits]
-            if wrong:
-                said = (f'{c.name} is {c.here} here and {c.there} at the endpoint' for c in wrong)
-                raise BadInput(
-                    f'This computer and the endpoint do not fit together: {", ".join(said)}; '
-                    "install the endpoint's versions here."
-                )
-            desk.place(order)
-    elif order.verb == 'cancel':
-        if order.trainer in desk.open_names():
-            files.replace(desk.path(order.trainer, 'cancel'), b'')
-    elif order.verb != 'look':
-        raise BadInput(f'The endpoint knows no order {order.verb!r}; install the same version.')
-    if names := desk.open_names():
+    if not order.checkpoint_dir:
+        return orders.OrderAnswer(versions=probe.versions())
+    desk = Desk(order.checkpoint_dir)
+    if order.verb == 'train' and order.payload:
+        versions = probe.compare(order.versions, probe.versions())
+        if wrong := [c for c in versions if not c.fits]:
+            said = (f'{c.name} is {c.here} here and {c.there} at the endpoint' for c in wrong)
+            raise BadInput(
+                f'This computer and the endpoint do not fit together: {", ".join(said)}; install '
+                "the endpoint's versions here."
+            )
+        desk.place(order)
+    elif order.verb == 'cancel' and order.trainer in desk.names():
+        files.replace(desk.path(order.trainer, 'cancel'), b'')
+    if names := desk.names():
         _ensure_run(desk)
     until = time.monotonic() + order.hold_s
-    while names and desk.open_names() == names and time.monotonic() < until:
+    while names and desk.names() == names and time.monotonic() < until:
         time.sleep(0.2)
-    return orders.OrderAnswer(trainers=desk.statuses(order.trainer))
+    asked = [order.trainer] if order.trainer else sorted(desk.names('status'))
+    found = {name: desk.status(name) for name in asked}
+    return orders.OrderAnswer(trainers={name: one for name, one in found.items() if one})
 
 
 def _ensure_run(desk: Desk) -> None:
@@ -141,11 +133,10 @@ def _ensure_run(desk: Desk) -> None:
         return
     worker = os.getppid()  # which ends with the job that it is in
     words = (str(desk.checkpoint_dir), str(worker), start_of(worker))
-    log = files.open_log(desk.folder / 'log.txt')
     command = [sys.executable, '-m', 'parsl_freetrain.remote.run', *words]
-    how: Any = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
-    run = subprocess.Popen(command, cwd=desk.folder, start_new_session=True, **how)
-    os.close(log)
+    with os.fdopen(files.open_log(desk.folder / 'log.txt'), 'wb') as log:
+        how: Any = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
+        run = subprocess.Popen(command, cwd=desk.folder, start_new_session=True, **how)
     until = time.monotonic() + BEGIN_S
     while run.poll() is None and time.monotonic() < until and not _takes_orders(desk):
         time.sleep(0.1)

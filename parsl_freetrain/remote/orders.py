@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import field
 
 import parsl_freetrain
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.state import FINAL_STATES
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.trainer.future import Progress
 from parsl_freetrain.training.spec.training import TrainingSpec
 
-OK, BAD_INPUT, FAILED, CANCELLED = 'ok', 'bad-input', 'failed', 'cancelled'
-COMPARED = {'python': 2, 'parsl-freetrain': 3, 'cloudpickle': 1, 'torch': 2}
-"""Number of leading parts of each version that must be equal on both ends."""
-
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """'train', 'look', 'cancel' or 'versions', answered after ``hold_s`` seconds or at an end."""
+    """What a client wants, answered after ``hold_s`` seconds or at an end."""
 
-    verb: str
+    verb: Literal['train', 'look', 'cancel']
     checkpoint_dir: str = ''
     settings: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = ''
     request: str = ''
     hold_s: float = 0.0
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = field(default_factory=dict)
     spec: TrainingSpec | None = None
     payload: bytes = b''
 
 
 class TrainerStatus(msgspec.Struct, frozen=True):
-    """A trainer of this request; ``end``: how it ended (or ''), ``sentence``: what is wrong."""
+    """A trainer of this request; ``sentence``: what is wrong, ``refused``: by the user's input."""
 
     request: str
     state: str = 'sent'
     progress: Progress = Progress()
     checkpoint: Checkpoint | None = None
-    end: str = ''
     sentence: str = ''
+    refused: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.state in FINAL_STATES
 
 
 class OrderAnswer(msgspec.Struct, frozen=True):
     refusal: str = ''
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = field(default_factory=dict)
     trainers: Mapping[str, TrainerStatus] = field(default_factory=dict)
 
 
@@ -58,14 +56,17 @@ Kind = TypeVar('Kind', Order, OrderAnswer, TrainerStatus)
 
 
 def decoded(content: Any, kind: type[Kind]) -> Kind:
-    """What was sent. Raises BadInput if this version does not understand it."""
+    """What was sent. Raises BadInput if it is not understood, or an order was refused."""
     try:
-        return msgspec.msgpack.decode(content, type=kind)
+        found = msgspec.msgpack.decode(content, type=kind)
     except (ValueError, TypeError) as error:
         raise BadInput(
             f'parsl-freetrain {parsl_freetrain.__version__} does not understand this '
             f'{kind.__name__.lower()}: install the same version on both ends ({error}).'
         ) from error
+    if isinstance(found, OrderAnswer) and found.refusal:
+        raise BadInput(found.refusal)
+    return found
 
 
 def _run_or_join(order: bytes, python: str = '') -> bytes:
@@ -83,32 +84,3 @@ def _run_or_join(order: bytes, python: str = '') -> bytes:
 # By value: the endpoint's own Python need not have this package (ALCF's has an old Parsl).
 run_or_join = types.FunctionType(_run_or_join.__code__, {}, 'run_or_join', ('',))
 run_or_join.__module__, run_or_join.__doc__ = '__main__', _run_or_join.__doc__
-
-
-def versions_here() -> dict[str, str]:
-    """Versions of the packages that both ends need, without those that are not installed."""
-    found = {'python': platform.python_version(), 'parsl-freetrain': parsl_freetrain.__version__}
-    for name in COMPARED.keys() - found.keys():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-@dataclass(frozen=True)
-class Comparison:
-    name: str
-    here: str
-    there: str
-    fits: bool
-
-
-def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Comparison, ...]:
-    """Versions ``here`` (a client's) and ``there``; what the client lacks does not count."""
-    found = []
-    for name, count in COMPARED.items():
-        mine, theirs = here.get(name, '-'), there.get(name, '-')
-        fits = mine == '-' or mine.split('.')[:count] == theirs.split('.')[:count]
-        found.append(Comparison(name, mine, theirs, fits))
-    return tuple(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
+from parsl_freetrain.sites.pbspro.answers import hosts_of
 
 WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")'
 
@@ -75,7 +76,7 @@ def _job(record: _Record, end: float) -> Job:
     values = record.values
     start = record.number('start')
     waits = next((key for key in ('etime', 'qtime', 'ctime') if values.get(key)), 'qtime')
-    names = _hosts(values.get('exec_host', '')) or _vnodes(values.get('exec_vnode', ''))
+    names = _hosts(values.get('exec_host', '')) or hosts_of(values.get('exec_vnode', ''))
     nodes = len(names) or int(record.number('Resource_List.nodect'))
     limit = values.get('Resource_List.walltime', '')
     try:
@@ -90,12 +91,6 @@ def _job(record: _Record, end: float) -> Job:
 
 def _hosts(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.partition('/')[0] for part in text.split('+') if part))
-
-
-def _vnodes(text: str) -> tuple[str, ...]:
-    """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, once each, also if in parts."""
-    parts = [part.strip('()').partition(':')[0] for part in text.split('+') if part]
-    return tuple(dict.fromkeys(part.partition('[')[0] for part in parts))
 
 
 def _seconds(text: str) -> float:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.trace import Floats, Ints, read_bytes
+from parsl_freetrain.host.files import read_zipped
+from parsl_freetrain.replay.trace import Floats, Ints
 
 logger = logging.getLogger(__name__)
 
@@ -124,4 +125,4 @@ def _machine(
 
 def read_lines(path: str | Path, what: str) -> list[str]:
     """The lines of a text file, plain or gzipped; errors say that it should be ``what``."""
-    return read_bytes(path, what).decode('utf-8-sig', errors='replace').splitlines()
+    return read_zipped(path, what).decode('utf-8-sig', errors='replace').splitlines()

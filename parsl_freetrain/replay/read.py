@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.files import read_zipped
 from parsl_freetrain.replay import accounting_pbs
 from parsl_freetrain.replay.accounting_pbs import read_pbs
 from parsl_freetrain.replay.accounting_slurm import read_sacct
 from parsl_freetrain.replay.job_table_holes import PATIENCE_S, holes
 from parsl_freetrain.replay.swf import read_swf
-from parsl_freetrain.replay.trace import Trace, read_bytes
+from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.sites.idle_schedule import Schedule, read_schedule
 from parsl_freetrain.sites.synthetic_schedule import SUMMIT_IDLE_SHARE, SUMMIT_NODES, generate
 
@@ -56,7 +57,7 @@ def read_trace(
 
 def kind_of(path: str | Path) -> str:
     """``'swf'``, ``'sacct'``, ``'pbs'`` or else ``'idle'``; BadInput if there is no such file."""
-    data = read_bytes(path, 'idle intervals, or a job log', most=1 << 16)
+    data = read_zipped(path, 'idle intervals, or a job log', most=1 << 16)
     lines = data.decode('utf-8-sig', errors='replace').splitlines()
     first = next(filter(None, map(str.strip, lines)), '')
     if _SWF.fullmatch(first):

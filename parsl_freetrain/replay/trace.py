@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +13,6 @@ from parsl_freetrain.core.model.errors import BadInput
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-_GZIP_MAGIC = b'\x1f\x8b'
-
-
-def read_bytes(path: str | Path, what: str, most: int = -1) -> bytes:
-    """A file, called ``what`` in errors, plain or gzipped, or the first ``most`` bytes of it."""
-    try:
-        with open(path, 'rb') as raw:
-            zipped = raw.read(2) == _GZIP_MAGIC
-        with gzip.open(path) if zipped else open(path, 'rb') as file:
-            return file.read(most)
-    except FileNotFoundError:
-        raise BadInput(f'There is no file {path}; give {what}.') from None
-    except (OSError, EOFError, ValueError) as error:
-        raise BadInput(f'{path} cannot be read ({error}); give {what}.') from None
 
 
 @dataclass(frozen=True, eq=False)

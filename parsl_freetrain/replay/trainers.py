@@ -13,7 +13,7 @@ from parsl_freetrain.core.model.checked_settings import Settings, read_settings
 from parsl_freetrain.core.model.checked_values import Name, Number
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.trace import read_bytes
+from parsl_freetrain.host.files import read_zipped
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     and ``function`` (what it trains: learned curves are shared). Raises BadInput, with file and
     trainer.
     """
-    data = read_bytes(path, 'a JSON list of trainers')
+    data = read_zipped(path, 'a JSON list of trainers')
     try:
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -197,10 +197,3 @@ def shapes_tried(fragments: Iterable[Fragment]) -> list[ShapeTried]:
             rate = median(rates) if rates else None
             tried.append(ShapeTried(*of, shape, rate, newest[of] == shape, memory))
     return tried
-
-
-def compared(tried: Iterable[ShapeTried]) -> list[ShapeTried]:
-    """Those on node counts for which several have been tried."""
-    tried = list(tried)
-    counts = [(one.trainer, one.nodes) for one in tried]
-    return [one for one in tried if counts.count((one.trainer, one.nodes)) > 1]

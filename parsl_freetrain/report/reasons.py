@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from parsl_freetrain.core.allocation.constraints import KEPT_FREE
@@ -38,80 +37,45 @@ TRIGGERS = {
 """The triggers of decisions in words."""
 
 
-@dataclass(frozen=True)
-class DecisionAbout:
-    """A decision from the view of one trainer. Worths: for the horizon, objective x seconds."""
-
-    ago_s: float  #: seconds since
-    trigger: str
-    nodes: int  #: number of nodes to allocate
-    nodes_before: int  #: nodes_before, nodes_after: the trainer's nodes before and after
-    nodes_after: int
-    status: str
-    solver: str
-    staying: float  #: staying, objective: worth of keeping everything, and worth of the decision
-    objective: float
-    others: Mapping[str, int]  #: nodes of the other trainers that have any
-    actions: tuple[str, ...]
-    #: horizon_s to alternative: by solving the problem again, see Reason; None: not recorded.
-    horizon_s: float | None = None
-    worth_before: float | None = None
-    worth: float | None = None
-    rescale_cost: float | None = None
-    alternative: Mapping[str, float] | None = None
-    #: stood_s to trained: see DecisionOutcome; ``staying_expected`` is None, too, if the trainer
-    #: was about to start on nodes from an earlier decision.
-    stood_s: float | None = None
-    expected: float | None = None
-    staying_expected: float | None = None
-    trained: float | None = None
-    #: By what share of its worth a better decision could be better, at most; None: not known.
-    gap: float | None = None
-
-
 def decision_about(
     name: str,
     decided: ev.Decided,
     now: float,
     reason: Reason | None = None,
     outcome: DecisionOutcome | None = None,
-) -> DecisionAbout:
-    """A decision with its outcome, and the ``reason`` if the problem could be solved again."""
-    known: dict[str, Any] = {}
-    before = decided.current.get(name, 0)
-    if reason is not None and (document := decided.document) is not None:
-        other = reason.alternative
-        known = {
-            'horizon_s': document['horizon_s'],
-            'worth_before': reason.worth_before,
-            'worth': reason.worth,
-            'rescale_cost': reason.rescale_cost,
-            'alternative': None
-            if other is None
-            else {'nodes': other.nodes, 'worse_by': other.worse_by},
-        }
-    if outcome is not None:
-        known |= {
-            'stood_s': outcome.until - outcome.at,
-            'expected': outcome.expected,
-            'staying_expected': outcome.staying if outcome.nodes_before == before else None,
-            'trained': outcome.trained,
-        }
-    return DecisionAbout(
-        ago_s=max(0.0, now - decided.at),  # it may have come after ``now`` was taken
-        trigger=decided.trigger,
-        nodes=decided.nodes,
-        nodes_before=before,
-        nodes_after=decided.allocation.get(name, 0),
-        status=decided.status,
-        solver=decided.solver,
-        staying=decided.staying,
-        objective=decided.objective,
-        others={k: n for k, n in decided.allocation.items() if n and k != name},
-        actions=tuple(map(describe, decided.actions)),
-        gap=relative_gap(decided.objective, decided.bound),
-        **known,
-    )
+) -> dict[str, Any]:
+    """A decision from the view of one trainer, with its outcome, and the ``reason`` if the problem
+    could be solved again; None: not recorded, or not known. Worths: for the horizon, objective x
+    seconds; ``gap``: the share of it by which a better decision could be better, at most.
+    """
+    before, document, other = decided.current.get(name, 0), decided.document, None
+    if reason is not None and reason.alternative is not None:
+        other = {'nodes': reason.alternative.nodes, 'worse_by': reason.alternative.worse_by}
+    # Not where the trainer was about to start on nodes from an earlier decision.
+    compared = outcome is not None and outcome.nodes_before == before
+    return {
+        'ago_s': max(0.0, now - decided.at),  # it may have come after ``now`` was taken
+        'trigger': decided.trigger,
+        'nodes': decided.nodes,
+        'nodes_before': before,
+        'nodes_after': decided.allocation.get(name, 0),
+        'status': decided.status,
+        'solver': decided.solver,
+        'staying': decided.staying,
+        'objective': decided.objective,
+        'others': {k: n for k, n in decided.allocation.items() if n and k != name},
+        'actions': [describe(action) for action in decided.actions],
+        'horizon_s': document['horizon_s'] if reason and document else None,
+        'worth_before': reason and reason.worth_before,
+        'worth': reason and reason.worth,
+        'rescale_cost': reason and reason.rescale_cost,
+        'alternative': other,
+        'stood_s': outcome and outcome.until - outcome.at,
+        'expected': outcome and outcome.expected,
+        'staying_expected': outcome.staying if outcome and compared else None,
+        'trained': outcome and outcome.trained,
+        'gap': relative_gap(decided.objective, decided.bound),
+    }
 
 
 def describe(action: ev.Action) -> str:
@@ -223,34 +187,35 @@ def _given_back(run: RunState, now: float) -> str:
     return f' {now - run.needed.at:.0f} s ago nodes were given back for others: {others}.'
 
 
-def in_words(name: str, about: DecisionAbout) -> list[str]:
-    trigger = ', '.join(TRIGGERS.get(word, word) for word in about.trigger.split('+'))
-    before = f'goes from {about.nodes_before} to'
-    verb = 'keeps' if about.nodes_before == about.nodes_after else before
-    change = f'{name!r} {verb} {nodes(about.nodes_after)}'
-    others = shares(about.others)
+def in_words(name: str, about: Mapping[str, Any]) -> list[str]:
+    trigger = ', '.join(TRIGGERS.get(word, word) for word in about['trigger'].split('+'))
+    before = f'goes from {about["nodes_before"]} to'
+    verb = 'keeps' if about['nodes_before'] == about['nodes_after'] else before
+    change = f'{name!r} {verb} {nodes(about["nodes_after"])}'
+    others = shares(about['others'])
+    count = about['nodes']
     lines = [
-        f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to give '
-        f'away. {change}{f"; {others}" if others else ""}.'
+        f'{trigger}; there {"is" if count == 1 else "are"} {nodes(count)} to give away. '
+        f'{change}{f"; {others}" if others else ""}.'
     ]
-    gain, quality = about.objective - about.staying, about.status
-    if about.gap and quality == 'feasible':
-        quality = f'within {100 * about.gap:.2g} % of the optimum'
-    horizon = '' if about.horizon_s is None else f' over the next {about.horizon_s:g} s'
+    gain, quality = about['objective'] - about['staying'], about['status']
+    if about['gap'] and quality == 'feasible':
+        quality = f'within {100 * about["gap"]:.2g} % of the optimum'
+    horizon = '' if about['horizon_s'] is None else f' over the next {about["horizon_s"]:g} s'
     lines.append(
-        f'In all this is worth {_number(about.objective)}{horizon}, '
+        f'In all this is worth {_number(about["objective"])}{horizon}, '
         + (
             f'{_number(gain)} more than changing nothing'
             if gain > 0
             else 'and no change is worth more'
         )
-        + f' ({quality}, by {about.solver}).'
+        + f' ({quality}, by {about["solver"]}).'
     )
-    if about.worth is not None and about.worth_before is not None:
-        own = f'To {name!r} it is worth {_number(about.worth)}'
-        if about.nodes_before != about.nodes_after:
-            own += f', keeping what it had {_number(about.worth_before)}'
-        other = about.alternative
+    if about['worth'] is not None and about['worth_before'] is not None:
+        own = f'To {name!r} it is worth {_number(about["worth"])}'
+        if about['nodes_before'] != about['nodes_after']:
+            own += f', keeping what it had {_number(about["worth_before"])}'
+        other = about['alternative']
         if other is None:
             own += '; there is no way to give it another number of nodes.'
         elif other['worse_by'] == 0:
@@ -261,21 +226,21 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
                 f'would then be worth {_number(other["worse_by"])} less.'
             )
         lines.append(own)
-    if about.stood_s and (about.nodes_after or about.trained):
+    if about['stood_s'] and (about['nodes_after'] or about['trained']):
         lines.append(_what_became(name, about))
     return lines
 
 
-def _what_became(name: str, about: DecisionAbout) -> str:
-    trained = f'{name!r} trained {_count(about.trained or 0)} that it kept'
-    held_s = f'{about.stood_s:.0f}' if (about.stood_s or 0.0) >= 0.5 else 'less than 1'
+def _what_became(name: str, about: Mapping[str, Any]) -> str:
+    trained = f'{name!r} trained {_count(about["trained"] or 0)} that it kept'
+    held_s = f'{about["stood_s"]:.0f}' if (about['stood_s'] or 0.0) >= 0.5 else 'less than 1'
     stood = f'It was in force for {held_s} s'
-    if about.expected is None:
+    if about['expected'] is None:
         return f'{stood}. What to expect was not known yet; {trained}.'
     staying = ''
-    if about.staying_expected is not None and about.nodes_before != about.nodes_after:
-        staying = f'; without a change: {_count(about.staying_expected)}'
-    return f'{stood}. Expected: {_count(about.expected)}{staying}; {trained}.'
+    if about['staying_expected'] is not None and about['nodes_before'] != about['nodes_after']:
+        staying = f'; without a change: {_count(about["staying_expected"])}'
+    return f'{stood}. Expected: {_count(about["expected"])}{staying}; {trained}.'
 
 
 def _count(samples: float) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
+from parsl_freetrain.host.files import read_zipped
 
 COLUMNS = ('start_s', 'end_s', 'node')
 CLASS = 'node_class'
@@ -26,8 +27,7 @@ Ints = npt.NDArray[np.int64]
 # Names become parts of file names and of environment variables.
 _NODE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 _CLASS_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_-]*')  # as the classes of batch sites
-_RIGHT = 'give a CSV file with the columns start_s,end_s,node.'
-_GZIP_MAGIC = b'\x1f\x8b'
+_RIGHT = 'a CSV file with the columns start_s,end_s,node'
 
 
 @dataclass(frozen=True, order=True)
@@ -121,10 +121,6 @@ class Schedule:
         """When the last interval ends, in seconds; 0 for an empty schedule."""
         return float(self.ends.max()) if len(self) else 0.0
 
-    def first_nodes(self, count: int) -> tuple[str, ...]:
-        """The first ``count`` node names in sorted order, fewer where there are fewer."""
-        return self.nodes[:count]
-
     def only(self, nodes: Iterable[str]) -> Schedule:
         wanted = set(nodes)
         keep = np.isin(self.node_index, [i for i, name in enumerate(self.nodes) if name in wanted])
@@ -207,16 +203,9 @@ def _shortest(seconds: float) -> str:
 
 def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
     try:
-        data = path.read_bytes()
-        if data.startswith(_GZIP_MAGIC):
-            data = gzip.decompress(data)
-        text = data.decode('utf-8-sig')
-    except FileNotFoundError:
-        raise BadInput(f'There is no schedule {path}; {_RIGHT}') from None
+        text = read_zipped(path, _RIGHT).decode('utf-8-sig')
     except UnicodeDecodeError:
-        raise BadInput(f'{path} is not text; {_RIGHT}') from None
-    except (OSError, EOFError, ValueError) as error:
-        raise BadInput(f'{path} cannot be read as a schedule ({error}); {_RIGHT}') from None
+        raise BadInput(f'{path} is not text; give {_RIGHT}.') from None
     reader = csv.reader(io.StringIO(text, newline=''))
     try:
         numbered = [(row, reader.line_num) for row in reader if row]

@@ -18,6 +18,7 @@ from parsl_freetrain import (
     Checkpoints,
     FreeTrainApp,
     FreeTrainClient,
+    FreeTrainExecutor,
     LocalSite,
     Reproducible,
     Scaling,
@@ -27,19 +28,12 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.cli.doctor.measuring import ask_endpoint
 from parsl_freetrain.executor.run_lock import FILE
-from parsl_freetrain.remote import orders
 from parsl_freetrain.remote.endpoint import Desk
-from parsl_freetrain.remote.orders import (
-    COMPARED,
-    Order,
-    OrderAnswer,
-    TrainerStatus,
-    compare,
-    decoded,
-    versions_here,
-)
-from parsl_freetrain.remote.run import OrderedRun, executor_of
+from parsl_freetrain.remote.orders import Order, OrderAnswer, TrainerStatus, decoded
+from parsl_freetrain.remote.run import OrderedRun
+from parsl_freetrain.training.process import probe
 from parsl_freetrain.training.process.block_lease import read_holder
+from parsl_freetrain.training.process.probe import COMPARED, compare, versions
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -176,7 +170,7 @@ def _what_goes_wrong_is_a_sentence(
     with pytest.raises(BadInput, match='belongs to another|seed'):
         remote.submit(trainer(mode=Reproducible(seed=7)), trainer_name='failing').result(LIMIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr(orders, 'versions_here', lambda: {**versions_here(), 'python': '3.9.1'})
+        patch.setattr(probe, 'versions', lambda: {**versions(), 'python': '3.9.1'})
         with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
             remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
         assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']
@@ -226,7 +220,7 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         ({'max_blocks': 0}, 'max_blocks is 0'),
     ):
         with pytest.raises(BadInput, match=words):
-            executor_of({'site': 'local', **wrong}, '/checkpoints')
+            FreeTrainExecutor.described({'site': 'local', **wrong}, 'x', '/checkpoints')
 
 
 def test_a_run_that_cannot_start_fails_its_trainers(connect: Connect) -> None:
@@ -247,7 +241,7 @@ def test_a_scheduler_that_does_not_answer_fails_no_trainer(
     desk = Desk(str(tmp_path / 'far'))
     wait_until(lambda: (found := desk.status('fit')) is not None and 'scontrol' in found.sentence)
     assert not training.done()
-    assert desk.open_names() == {'fit'}
+    assert desk.names() == {'fit'}
 
 
 def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> None:
@@ -271,10 +265,10 @@ def test_a_damaged_order_and_a_full_disk_hold_up_no_other_order(
     with monkeypatch.context() as full:
         full.setattr(desk, 'tell', lambda *_: os.mkdir('/nonexistent/file'))
         assert run.look()
-    assert desk.open_names() == {'a', 'b', 'c'} and run.look()
+    assert desk.names() == {'a', 'b', 'c'} and run.look()
     assert (ended := desk.status('c')) is not None
     assert 'does not say what is trained' in ended.sentence
-    assert desk.open_names() == {'a', 'b'} and not run.look()
+    assert desk.names() == {'a', 'b'} and not run.look()
 
 
 def test_what_another_version_sends_is_bad_input() -> None:

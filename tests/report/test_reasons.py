@@ -11,7 +11,7 @@ from parsl_freetrain.core.allocation.problem import Limit, Problem, record_of
 from parsl_freetrain.core.model.events import BlockRefused, Decided, NodesNeeded, packed
 from parsl_freetrain.core.model.state import Training
 from parsl_freetrain.core.model.types import NodeDemand
-from parsl_freetrain.report.reasons import DecisionAbout, decision_about, in_words, waits_for
+from parsl_freetrain.report.reasons import decision_about, in_words, waits_for
 from tests.support.told import Told
 
 
@@ -129,7 +129,7 @@ def test_a_decision_in_words(alternative: Alternative | None, says: str) -> None
         'me', decided(me=3, you=1), 62.0, Reason('me', 0, 3, 0.0, 250.0, 250.0, 5.0, alternative)
     )
     first, second, third = in_words('me', about)
-    assert about.ago_s == 12.0
+    assert about['ago_s'] == 12.0
     assert (
         first == "nodes joined, a trainer was submitted; there are 4 nodes to give away. 'me' goes "
         "from 0 to 3 nodes; 'you' 1."
@@ -143,14 +143,12 @@ def test_a_decision_in_words(alternative: Alternative | None, says: str) -> None
 
 def test_a_decision_whose_problem_was_not_kept() -> None:
     given = {'me': 0, **{f't{i}': i + 1 for i in range(8)}}
-    about: DecisionAbout = decision_about(
-        'me', structs.replace(decided(), allocation=given, problem=b''), 62.0
-    )
+    about = decision_about('me', structs.replace(decided(), allocation=given, problem=b''), 62.0)
     lines = in_words('me', about)
     assert (
         len(lines) == 2
         and "'t7' 8, 't6' 7, 't5' 6, 't4' 5, 't3' 4 and 3 more" in lines[0]
-        and about.worth is None
+        and about['worth'] is None
     )
 
 

@@ -158,7 +158,7 @@ def test_idle_nodes_and_node_seconds_agree_with_the_intervals(
 
 def test_first_nodes_and_only() -> None:
     schedule = Schedule([IdleInterval(0, 9, 'b'), IdleInterval(1, 2, 'a'), IdleInterval(3, 4, 'c')])
-    assert schedule.first_nodes(2) == ('a', 'b')
+    assert schedule.nodes[:2] == ('a', 'b')
     assert schedule.only(['c', 'a']).intervals == (IdleInterval(1, 2, 'a'), IdleInterval(3, 4, 'c'))
 
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +250,7 @@ def ask_endpoint(endpoint_id: str, options: Path | None, executor: Any = None) -
             contextlib.redirect_stdout(sys.stderr),
             FreeTrainClient(where, user_endpoint_config=config, executor=executor) as client,
         ):
-            versions = [asdict(one) for one in client.compare_versions(ANSWER_S)]
+            versions = [one._asdict() for one in client.compare_versions(ANSWER_S)]
             return {'id': endpoint_id, 'versions': versions}
     except Exception as error:  # any error is the result
         return {'id': endpoint_id, 'error': f'{error}' or type(error).__name__}

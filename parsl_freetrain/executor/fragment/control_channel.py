@@ -128,8 +128,7 @@ class ControlServer:
                     connections.add(event['value'])
                 else:
                     connections.discard(event['value'])
-                    if event['value'] in self._connections:
-                        self.post(_ConnectionEnded(event['value']))
+                    self._connection_ended(event['value'])
             unknown = len(connections) - len(self._identities)
             if full != (unknown >= self._most_unknown):
                 full = not full
@@ -137,6 +136,10 @@ class ControlServer:
                 if full:
                     said = '%d connections to port %d have not said who they are; others wait.'
                     logger.warning(said, unknown, self.port)
+
+    def _connection_ended(self, fd: int) -> None:
+        if fd in self._connections:
+            self.post(_ConnectionEnded(fd))
 
     def _admit(self, admit: bool) -> None:
         if admit:

@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, Nod
 from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.block_table import BatchBlock, block_from, found_from
 from parsl_freetrain.sites.batch.demand import shortest_behind_s
-from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes, windows
+from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes
 from parsl_freetrain.sites.batch.options import BatchOptions, given_options
 from parsl_freetrain.sites.batch.queue_watch import QueueSnapshot
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
@@ -141,16 +141,8 @@ class BatchSite:
         ours: frozenset[str],
     ) -> tuple[Hole, ...]:
         now = self._clock()
-        until = windows(
-            snapshot.nodes,
-            snapshot.jobs,
-            snapshot.reservations,
-            self._scheduler.wanted(),
-            ours,
-            now,
-        )
         found = holes(
-            until,
+            self._tracker.usable(snapshot, ours, now),
             [OnTheWay(b.nodes, b.latest_end_s, b.node_class, now + b.needs_s) for b in waiting],
             partition,
             now,
@@ -186,7 +178,8 @@ class BatchSite:
             )
         folder = Path(self.script_dir).absolute()
         self._submitter.start_s = self._tracker.start_s
-        block = self._submitter.submit(request, self._partition, folder, name, command, worker_init)
+        what = request, self._partition, folder, name, command, worker_init
+        block = self._submitter.submit(*self._submitter.preview(*what))
         self._tracker.add([block])
         return block.job_id
 
@@ -231,7 +224,7 @@ class BatchSite:
             return (), ()
         return demands, tuple(
             BlockNodes(job, names, self._releasable(job, names))
-            for job, names in self._tracker.nodes_held().items()
+            for job, names in self._tracker.held.items()
         )
 
     def leaving(self, job_ids: Sequence[str]) -> None:
@@ -264,5 +257,6 @@ class BatchSite:
 
     def find_blocks(self, run: str | None = None) -> tuple[BatchJob, ...]:
         """Blocks of a run (default: this one), not over. FreeTrainError without an answer."""
-        found, run = self._tracker.own_jobs(), run or self.run
-        return tuple(j for j in found if is_block_of(run, j.name) and not j.state.is_over)
+        mine = (job for job in self._scheduler.jobs() if job.user == self._tracker.user)
+        run = run or self.run
+        return tuple(j for j in mine if is_block_of(run, j.name) and not j.state.is_over)

@@ -100,7 +100,7 @@ class Submitter:
             place = self._place(Path(folder), 'test')
             text = self._scheduler.render(shape, place, 'true', '')
             try:
-                self._scheduler.test(self._write(Path(folder), place, text))
+                self._scheduler.test(self._write(place, text))
             except SchedulerRefused as error:
                 refuses = f'{self._scheduler.label} would refuse every block in {partition.name!r}'
                 raise BadInput(f'{refuses}: {error}; change the site config.') from None
@@ -130,22 +130,13 @@ class Submitter:
         place = self._place(folder, block, request.node_class)
         return shape, place, self._scheduler.render(shape, place, command, worker_init)
 
-    def submit(
-        self,
-        request: BlockRequest,
-        partition: Partition,
-        folder: Path,
-        block: str,
-        command: str,
-        worker_init: str,
-    ) -> BatchBlock:
-        """Submit a block; its files go to ``folder``. As :meth:`.protocols.Site.open_block`."""
+    def submit(self, shape: BlockShape, place: Output, text: str) -> BatchBlock:
+        """Submit what :meth:`preview` has answered. As :meth:`.protocols.Site.open_block`."""
         now = self._clock()
-        shape, place, text = self.preview(request, partition, folder, block, command, worker_init)
         if wait_s := self.wait_s():
             said = f'one submission at a time, the next in {wait_s:.1f} s; look at the holes again.'
             raise HoleGone(f'{self._scheduler.label}: {said}')
-        script = self._write(folder, place, text)
+        script = self._write(place, text)
         for path in (place.stdout, place.stderr):
             files.replace(Path(path), b'', durable=False)
         self._next_s = now + self._options.submit_every_s
@@ -167,7 +158,7 @@ class Submitter:
         name = job_name(self.run, f'{block}.{secrets.token_hex(3)}', node_class)
         return Output(name, str(folder / f'{name}.out'), str(folder / f'{name}.err'))
 
-    def _write(self, folder: Path, place: Output, text: str) -> Path:
-        script = folder / f'{place.name}.sh'
+    def _write(self, place: Output, text: str) -> Path:
+        script = Path(place.stdout).with_name(f'{place.name}.sh')
         files.replace(script, text.encode(), mode=self._scheduler.script_mode, durable=False)
         return script

@@ -51,7 +51,7 @@ class BlockTracker:
         self._unanswered = unanswered
         self._watch = qw.QueueWatch(scheduler, options, clock)
         self._wanted = scheduler.wanted()
-        self._user = own_name()
+        self.user = own_name()
         self._lock, self._playing = threading.Lock(), threading.Lock()
         self._blocks = BlockTable()
         self._stalled = StalledJobs(4 * options.start_s)
@@ -59,7 +59,7 @@ class BlockTracker:
         self._offers = OfferLog(3 * options.poll_s)
         self.taken_in = qw.NEVER  # when the question was asked whose answer was last taken in
         self._waiting = False
-        self._held: dict[str, tuple[str, ...]] = {}
+        self.held: dict[str, tuple[str, ...]] = {}
         self._leaving: set[str] = set()  # jobs that end themselves
         self._looked: set[bool] = set()  # whether at nodes too, since it was last asked beside
         self._changed = qw.NEVER  # answers to older questions do not show what we did
@@ -125,28 +125,18 @@ class BlockTracker:
                     else job
                     for job in snapshot.jobs
                 ]
-                found = needs(
-                    snapshot.nodes,
-                    jobs,
-                    snapshot.reservations,
-                    ours,
-                    now,
-                    self._stalled.ignored(now),
-                    self._stalled.unsuitable(),
-                    self._stalled.unwilling(now),
-                )
+                stalled = self._stalled
+                known = stalled.ignored(now), stalled.unsuitable(), stalled.unwilling(now)
+                found = needs(snapshot.nodes, jobs, snapshot.reservations, ours, now, *known)
                 pending = {job.job_id for job in snapshot.jobs if waits(job, ours)}
                 idle = frozenset(chain(*(n.names for n in snapshot.nodes if n.usable)))
                 self._stalled.note(found.served, found.lacking, pending, idle, now, found.asked)
                 self._needs = snapshot, found
             return self._needs[1]
 
-    def nodes_held(self) -> dict[str, tuple[str, ...]]:
-        return self._held
-
     def must_look(self) -> bool:
         """Whether nodes may have to be given back, by the last answers."""
-        if self._waiting or not self._held:
+        if self._waiting or not self.held:
             return self._waiting
         last = self._watch.last
         old = self._clock() - last.reservations_at >= qw.RESERVATIONS_EVERY_S
@@ -189,9 +179,6 @@ class BlockTracker:
             raise FreeTrainError(f'{self._scheduler.label} does not answer: {why}.')
         return snapshot
 
-    def own_jobs(self) -> tuple[BatchJob, ...]:
-        return tuple(job for job in self._scheduler.jobs() if job.user == self._user)
-
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """As last seen; UNKNOWN after ``unreachable_s`` seconds of silence."""
         snapshot = self._look(with_nodes=False)
@@ -215,17 +202,17 @@ class BlockTracker:
                 self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)
                 self._note_offers(snapshot)
                 self._note_waiting(snapshot.jobs, snapshot.jobs_at)
-            self._cancel_unanswered([job for job in snapshot.jobs if job.user == self._user])
+            self._cancel_unanswered([job for job in snapshot.jobs if job.user == self.user])
         return snapshot
 
     def _note_waiting(self, jobs: Sequence[BatchJob], at: float) -> None:
         ours = self._blocks.ids()
-        self._held = {
+        self.held = {
             job.job_id: job.names
             for job in jobs
             if job.job_id in ours and job.names and job.state in _HOLDING
         }
-        self._waiting = bool(self._held) and could_use(self._watch.last.nodes, jobs, ours)
+        self._waiting = bool(self.held) and could_use(self._watch.last.nodes, jobs, ours)
         slow, fast = self._options.poll_s, self._options.fast_poll_s
         watch = self._watch
         watch.poll_s = fast if self._waiting else slow
@@ -241,18 +228,16 @@ class BlockTracker:
         ours = self._blocks.ids()
         names = {name for job in snapshot.jobs if job.job_id in ours for name in job.names}
         if snapshot.nodes_at >= snapshot.jobs_at:
-            names |= self._usable(snapshot).keys()
+            names |= self.usable(snapshot, ours).keys()
         self._offers.note(snapshot.jobs_at, names)
 
-    def _usable(self, snapshot: qw.QueueSnapshot) -> dict[str, float]:
-        return windows(
-            snapshot.nodes,
-            snapshot.jobs,
-            snapshot.reservations,
-            self._wanted,
-            self._blocks.ids(),
-            snapshot.jobs_at,
-        )
+    def usable(
+        self, snapshot: qw.QueueSnapshot, ours: frozenset[str], now: float | None = None
+    ) -> dict[str, float]:
+        """Until when each node can be had, from ``now`` on, or when the answer was given."""
+        at = snapshot.jobs_at if now is None else now
+        answers = snapshot.nodes, snapshot.jobs, snapshot.reservations
+        return windows(*answers, self._wanted, ours, at)
 
     def _ask_history(self) -> None:
         """Ask for the ends of jobs gone from the queue, in a thread: a database may be slow."""
@@ -283,7 +268,7 @@ class BlockTracker:
 
     def shrink(self, scheduler: Shrinking, job_id: str, leave: Collection[str]) -> None:
         """Take nodes away from a running block. Raises FreeTrainError if the scheduler does not."""
-        names = self._held.get(job_id, ())
+        names = self.held.get(job_id, ())
         keep = [name for name in names if name not in leave]
         scheduler.shrink(job_id, keep, [name for name in names if name in leave])
         with self._lock:
@@ -310,7 +295,8 @@ class BlockTracker:
         with self._lock:
             late = self._blocks.late(self._clock())
             if any(b.submitted_s < before for b in self._blocks.waiting()):
-                lengths_s = [end - snapshot.jobs_at for end in self._usable(snapshot).values()]
+                usable = self.usable(snapshot, self._blocks.ids())
+                lengths_s = [end - snapshot.jobs_at for end in usable.values()]
                 shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
                 shortest_s += self.start_s + self._options.limit_margin_s
                 late += self._blocks.stranded(lengths_s, shortest_s, before)

@@ -58,11 +58,15 @@ class SlotJobs:
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'
-        block = _block_command(folder, name, nodes, end, variables or {})
+        owner = os.getpid()
+        how = [str(folder), name, end, [owner, start_of(owner)], variables or {}, list(nodes)]
+        # exec'd, so that signals reach it.
+        program = sys.executable, '-P', os.path.abspath(slots.__file__)
+        block = shlex.join([*program, json.dumps(how), command])
         logs = [_beside(script, suffix) for suffix in ('.out', '.err')]
         try:
             with files.create(script) as file:
-                file.write(f'{worker_init}\nexec {block} {shlex.quote(command)}\n'.encode())
+                file.write(f'{worker_init}\nexec {block}\n'.encode())
             with files.create(logs[0]) as out, files.create(logs[1]) as err:
                 process = subprocess.Popen(
                     ['/bin/bash', str(script)],
@@ -128,28 +132,6 @@ class SlotJobs:
                     os.killpg(job.process.pid, signal.SIGKILL)
                 job.process.wait()
             self.status(job_id)
-
-
-def _block_command(
-    folder: Path,
-    name: str,
-    nodes: Sequence[str],
-    end: float | None,
-    variables: Mapping[str, Mapping[str, str]],
-) -> str:
-    """How :mod:`.slots` begins, before the slots' command; exec'd, so that signals reach it."""
-    owner = os.getpid()
-    words = [sys.executable, '-P', os.path.abspath(slots.__file__)]
-    words += ['--folder', str(folder), '--job-name', name]
-    words += ['--owner', f'{owner}:{start_of(owner)}']
-    for node, told in variables.items():
-        for variable, value in told.items():
-            words += ['--set', node, variable, value]
-    if end is not None:
-        words += ['--end', repr(end)]
-    for node in nodes:
-        words += ['--node', node]
-    return shlex.join([*words, '--'])
 
 
 def _beside(script: Path, suffix: str) -> Path:

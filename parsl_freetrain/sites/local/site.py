@@ -368,7 +368,7 @@ def _followed(nodes: int | Sequence[str], schedule: str | Path | Schedule | None
             f'LocalSite: {where} has no idle interval of the nodes {", ".join(strange)}; '
             f'name nodes that it has, such as {", ".join(source.nodes[:3])}.'
         )
-    followed = source.only(names or source.first_nodes(count))
+    followed = source.only(names or source.nodes[:count])
     if not len(followed):
         raise BadInput(
             f'LocalSite: {where} has no idle interval; the site needs at least one node '

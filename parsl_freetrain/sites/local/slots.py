@@ -5,7 +5,6 @@ the time given, on SIGTERM, or when its owner has died.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -88,26 +87,31 @@ def _write(path: Path, document: object) -> None:
 
 
 class SlotBlock:
+    """``end``: when it is taken (``time.time()``); ``owner``: its process id and start;
+    ``variables``: of the environment, by node.
+    """
+
     def __init__(
         self,
-        folder: Path,
+        folder: str,
         job_name: str,
         end: float | None,
         owner: tuple[int, str],
-        variables: Mapping[str, Mapping[str, str]] | None = None,
+        variables: Mapping[str, Mapping[str, str]],
+        nodes: Sequence[str],
     ) -> None:
-        self._folder, self._job_name = folder, job_name
-        self._end, self._owner, self._variables = end, owner, variables or {}
+        self._folder, self._job_name, self._names = Path(folder), job_name, nodes
+        self._end, self._owner, self._variables = end, owner, variables
         self._nodes: dict[int, str] = {}
         self._exit_codes: dict[str, int | None] = {}
         self._cancelled = False
         self._wake_read, self._wake_write = os.pipe()
 
-    def run(self, nodes: Sequence[str], command: str) -> int:
+    def run(self, command: str) -> int:
         """Run ``command`` on every node until the block ends; returns this process's status."""
         self._listen()
         try:
-            for node in nodes:
+            for node in self._names:
                 # A signal that came while nodes were starting is not left waiting for all of them.
                 if self._cancelled:
                     break
@@ -218,26 +222,6 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description='Runs a command once per node and takes the nodes away in time.'
-    )
-    parser.add_argument('--folder', required=True, type=Path)
-    parser.add_argument('--job-name', required=True)
-    parser.add_argument('--end', type=float, default=None, help='seconds since the epoch')
-    parser.add_argument('--owner', required=True, help='PID:IDENTITY')
-    parser.add_argument('--node', action='append', required=True, dest='nodes')
-    parser.add_argument('--set', action='append', nargs=3, default=[], dest='variables')
-    parser.add_argument('command')
-    given = parser.parse_args(arguments)
-    os.umask(0o077)
-    pid, _, start = given.owner.partition(':')
-    variables: dict[str, dict[str, str]] = {}
-    for node, name, value in given.variables:
-        variables.setdefault(node, {})[name] = value
-    block = SlotBlock(given.folder, given.job_name, given.end, (int(pid), start), variables)
-    return block.run(given.nodes, given.command)
-
-
 if __name__ == '__main__':
-    sys.exit(main())
+    os.umask(0o077)
+    sys.exit(SlotBlock(*json.loads(sys.argv[1])).run(sys.argv[2]))

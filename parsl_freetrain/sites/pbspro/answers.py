@@ -117,11 +117,11 @@ def _job(
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
         planned_s = _time(estimate['start_time'])
         if planned_s >= now - _STALE_S:
-            start_s, planned = planned_s, _hosts(estimate.get('exec_vnode', ''))
+            start_s, planned = planned_s, hosts_of(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES:
         start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
         end_s = start_s + rc.seconds_of(resources['walltime']) if 'walltime' in resources else None
-    names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
+    names = hosts_of(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     nodes = int(resources.get('nodect', len(names) or 1))
     place = str(resources.get('place', ''))
     select = str(resources.get('select', ''))
@@ -330,7 +330,7 @@ def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
         except (KeyError, ValueError, OverflowError):
             rc.warn_once(f'A reservation of PBS has no times that can be read: {text[:200]!r}')
             end_s = math.inf
-        if nodes := _hosts(fields.get('resv_nodes', '')):
+        if nodes := hosts_of(fields.get('resv_nodes', '')):
             ends = ((at, at + end_s - start_s) for at in (start_s, *later))
             found += [rc.NodeReservation(name.strip(), *times, nodes) for times in ends]
     return tuple(found)
@@ -343,7 +343,7 @@ def _time(text: str | float) -> float:
     return time.mktime(time.strptime(text, '%a %b %d %H:%M:%S %Y'))
 
 
-def _hosts(exec_vnode: str) -> tuple[str, ...]:
+def hosts_of(exec_vnode: str) -> tuple[str, ...]:
     """Hosts in ``(x1:ncpus=64+x2[0]:ncpus=32)+(x3:ncpus=64)``, each once."""
     vnodes = (part.strip('()').split(':')[0] for part in exec_vnode.split('+'))
     return tuple(dict.fromkeys(_host(vnode) for vnode in vnodes if vnode))

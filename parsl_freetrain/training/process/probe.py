@@ -16,14 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parsl_freetrain.host.files import create, write_new
 from parsl_freetrain.host.network import address_of, own_address
 
 PACKAGES = ('parsl-freetrain', 'parsl', 'torch', 'numpy', 'cloudpickle', 'pyzmq', 'psutil')
+COMPARED = {'python': 2, 'parsl-freetrain': 3, 'cloudpickle': 1, 'torch': 2}
+"""By package, how many leading parts of its versions must be equal at a client and an endpoint."""
+
 PATIENCE_S = 60.0
 RACES = 200
 RACE_PAUSE_S = 0.0005
@@ -38,6 +42,25 @@ def versions() -> dict[str, str | None]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+class Comparison(NamedTuple):
+    name: str
+    here: str
+    there: str
+    fits: bool
+
+
+def compare(
+    here: Mapping[str, str | None], there: Mapping[str, str | None]
+) -> tuple[Comparison, ...]:
+    """Versions ``here`` (a client's) and ``there``; what the client lacks does not count."""
+    found = []
+    for name, count in COMPARED.items():
+        mine, theirs = here.get(name) or '-', there.get(name) or '-'
+        fits = mine == '-' or mine.split('.')[:count] == theirs.split('.')[:count]
+        found.append(Comparison(name, mine, theirs, fits))
+    return tuple(found)
 
 
 def of_torch() -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import json
 import shlex
 import tempfile
 from pathlib import Path
@@ -46,10 +47,11 @@ class Blocks(LocalSite):
     def open(self, *names: str, **request: Any) -> str:
         return self.open_block(BlockRequest(len(names), names=names, **request), 'true', 'block')
 
-    def options(self) -> list[str]:
+    def options(self) -> list[Any]:
         """What the program of the block that was opened last was told."""
         script = max(Path(self.folder.name).glob('*.sh'), key=lambda path: path.name)
-        return shlex.split(script.read_text())
+        *_, told, command = shlex.split(script.read_text())
+        return [*json.loads(told), command]
 
 
 def site(clock: Clock, **arguments: Any) -> Blocks:
@@ -129,10 +131,11 @@ def test_a_block_is_told_its_nodes_and_the_earliest_end() -> None:
     local = site(clock)
     clock.at(20)
     local.gone(local.open('c', 'a'))
-    said = ' '.join(local.options())
-    assert f'--end {BEGIN + 40} --node c --node a -- true' in said
+    _, _, end, _, _, nodes, command = local.options()
+    assert (end, nodes, command) == (BEGIN + 40, ['c', 'a'], 'true')
     local.open('a', walltime_s=5)
-    assert f'--end {BEGIN + 25} --node a -- true' in ' '.join(local.options())
+    _, _, end, _, _, nodes, command = local.options()
+    assert (end, nodes, command) == (BEGIN + 25, ['a'], 'true')
 
 
 def test_mixed_draws_once_for_nodes_that_go_together() -> None:

@@ -218,13 +218,13 @@ def server() -> Iterator[ControlServer]:
 
 @pytest.fixture(scope='module')
 def client(server: ControlServer) -> Iterator[ControlClient]:
-    ended, tell_ended = threading.Event(), server._limit._tell_ended
+    ended, tell_ended = threading.Event(), server._connection_ended
 
     def tell(descriptor: int) -> None:
         tell_ended(descriptor)
         ended.set()
 
-    server._limit._tell_ended = tell
+    server._connection_ended = tell  # type: ignore[assignment,method-assign]
     client = ControlClient(['127.0.0.1'], server.port, None, ('cnn', 3, 1))
     # It has tried first whether the address answers. The end of that connection, heard of late,
     # would seem to be the end of this one, which has the same file descriptor.
