@@ -215,6 +215,7 @@ def test_functions_that_cannot_be_trainers() -> None:
         (functools.partial(Slope(1.0), 0.1), 'the fragment context, is bound already'),
         (coroutine, "'coroutine': it is a coroutine or a generator"),
         (generator, 'a plain function'),
+        (Slope.__call__, 'it is a method, which gets no self'),
     ):
         with refused(said):
             freetrain_app(total_epochs=1)(function)

@@ -23,6 +23,9 @@ _SHOWING = {
 _TRAINING = {
     'activation_checkpointing', 'activation_checkpointing_kwargs', 'gradient_checkpointing',
     'gradient_checkpointing_kwargs',
+    # How data and gradients travel.
+    'dataloader_persistent_workers', 'dataloader_prefetch_factor', 'ddp_bucket_cap_mb',
+    'ddp_timeout',
     'adam_beta1', 'adam_beta2', 'adam_epsilon', 'bf16', 'dataloader_num_workers',
     'dataloader_pin_memory', 'ddp_find_unused_parameters', 'do_eval', 'do_predict', 'do_train',
     'eval_accumulation_steps', 'eval_do_concat_batches', 'eval_steps', 'eval_strategy',

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import operator
+import os
 import sys
 import sysconfig
 import threading
@@ -50,7 +51,7 @@ def pack(
     """
     with _registering, _by_value(definition(function)):
         try:
-            packed = _packed((function, args, dict(kwargs)), trainer, values)
+            packed = _packed(_Sent((function, args, dict(kwargs))), trainer, values)
             given = _packed((args, kwargs), trainer, values=False) if packed.waits_for else packed
         except TrainerFailed:
             raise
@@ -81,6 +82,26 @@ def definition(function: Callable[..., Any]) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, '__qualname__') else type(function)
+
+
+class _Sent:
+    """Looks for modules also where this program does, as in folders added to ``sys.path``."""
+
+    def __init__(self, what: object) -> None:
+        self._what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((_Folders(), self._what), 1)
+
+
+class _Folders:
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = dict.fromkeys(map(os.path.abspath, sys.path))
+        return _look_in, ([one for one in found if _home_of(os.path.join(one, 'any'))],)
+
+
+def _look_in(folders: list[str]) -> None:
+    sys.path += [one for one in folders if one not in sys.path]  # last: what nodes have comes first
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -251,6 +272,11 @@ def unfit(function: Callable[..., Any]) -> str:
         return (
             'its first argument, the fragment context, is bound already; bind arguments by their '
             'names'
+        )
+    if first.name in ('self', 'cls') and inspect.isfunction(function):
+        return (
+            f'it is a method, which gets no {first.name} this way; decorate a function, or call '
+            'freetrain_app(...)(an_object.its_method)'
         )
     called = definition(function), getattr(function, '__call__', None)  # noqa: B004
     if any(kind(one) for kind in _NOT_CALLED for one in called):

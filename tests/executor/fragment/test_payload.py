@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -36,6 +40,18 @@ def test_a_function_may_use_modules_that_are_of_their_own_class() -> None:
     function, _, _ = cloudpickle.loads(pack(tunes, (), {}, 'cnn').payload)
     assert function is not tunes  # sent by value
     assert function() is False
+
+
+def test_nodes_look_for_modules_where_the_program_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'elsewhere.py').write_text('def half(n): return n / 2\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    half = importlib.import_module('elsewhere').half
+    sent = pack(lambda n: half(n), (), {}, 'cnn').payload
+    load = 'import cloudpickle, sys; print(cloudpickle.load(sys.stdin.buffer)[0](6))'
+    node = subprocess.run([sys.executable, '-P', '-c', load], input=sent, capture_output=True)
+    assert node.stdout == b'3.0\n', node.stderr.decode()
 
 
 def test_what_is_too_large_to_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
