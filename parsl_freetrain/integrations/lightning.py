@@ -178,7 +178,12 @@ class Trainer:
             self._end_epoch(held_out if validates else None, configs)
             memory.keep({})
 
-        ctx.before_step(lambda: self._event('on_before_optimizer_step', configured))
+        def before_step() -> None:
+            memory.restore()
+            self._event('on_before_optimizer_step', configured)
+            memory.keep({})
+
+        ctx.before_step(before_step)
         self._at_end = end_of_epoch
         means = arguments.wants_means(model, LightningModule)
         ctx.each_epoch(self._end_with_means if means else end_of_epoch)

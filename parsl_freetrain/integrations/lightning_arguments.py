@@ -68,9 +68,10 @@ def base_of(thing: Any, kind: type[Any]) -> type[Any]:
 
 
 def is_own(name: str, thing: Any, kind: type[Any]) -> bool:
-    """Whether a thing's class has its own method in place of that of Lightning's ``kind``."""
+    """Whether a thing or its class has its own method in place of that of Lightning's ``kind``."""
     base = base_of(thing, kind)
-    return getattr(type(thing), name, None) is not getattr(base, name, None)
+    own = name in vars(thing)  # as LambdaCallback's
+    return own or getattr(type(thing), name, None) is not getattr(base, name, None)
 
 
 def wants_means(module: Any, kind: type[Any]) -> bool:

@@ -7,7 +7,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.integrations.lightning_arguments import unsupported
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.loop.changes import is_metric
 
 _ARRAY = 'array of numpy'
 
@@ -152,10 +153,3 @@ def _is_array(one: Any) -> bool:
 
 def _received(one: Any) -> Any:
     return one[_ARRAY].numpy() if _is_array(one) else one
-
-
-def is_metric(thing: Any) -> TypeGuard[Any]:
-    return any(
-        kind.__name__ == 'Metric' and kind.__module__.startswith('torchmetrics')
-        for kind in type(thing).__mro__
-    )

@@ -94,9 +94,16 @@ def test_objects_of_torchmetrics_and_a_step_and_a_log_of_ones_own(run_dir: Path)
 
 
 def test_early_stopping_ends_the_training() -> None:
+    class Counts(lightning.Callback):  # type: ignore[misc]
+        steps = 0
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            self.steps += 1
+
     stops = lightning.callbacks.EarlyStopping('val_loss', min_delta=1e9, patience=1)
-    checkpoint, _ = in_this_process(ours(callbacks=[stops]), total_epochs=9)
+    checkpoint, _ = in_this_process(ours(callbacks=[stops, counts := Counts()]), total_epochs=9)
     assert checkpoint.samples == 2 * 29
+    assert counts.steps == 2 * 4
 
 
 def test_throughput_mode_and_bfloat16() -> None:
@@ -118,6 +125,7 @@ def test_throughput_mode_and_bfloat16() -> None:
         ),
         ({'callbacks': 'ModelCheckpoint'}, "Trainer(best='val_loss') keeps the best"),
         ({'callbacks': 'StochasticWeightAveraging', 'swa_lrs': 0.1}, 'StochasticWeightAveraging'),
+        ({'callbacks': 'LambdaCallback', 'on_train_batch_end': print}, 'on_train_batch_end of the'),
         ({'best': 'accuracy'}, "No metric 'accuracy' was logged; these were: 'learning_rate'"),
         ({'module': 'Sums'}, "reduce_fx='sum') is not supported"),
         ({'module': 'OfMetrics'}, 'log numbers, or the object in an evaluation'),
@@ -142,7 +150,9 @@ def test_what_is_not_supported_is_a_sentence(given: dict[str, Any], sentence: st
         mode['mode'] = given.pop('mode')
     if 'callbacks' in given:
         kind = getattr(lightning.callbacks, given['callbacks'])
-        given['callbacks'] = [kind(**{k: given.pop(k) for k in ('swa_lrs',) if k in given})]
+        given['callbacks'] = [
+            kind(**{k: given.pop(k) for k in ('swa_lrs', 'on_train_batch_end') if k in given})
+        ]
     with pytest.raises(BadInput) as refused:
         in_this_process(ours(**given), total_epochs=EPOCHS, **mode)
     assert sentence in str(refused.value)

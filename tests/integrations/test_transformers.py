@@ -186,5 +186,7 @@ def test_what_is_not_supported_is_a_sentence(
 
 
 def test_throughput_mode_trains_too(tmp_path: Path) -> None:
-    app = freetrain_app(total_epochs=EPOCHS, mode=Throughput())(ours(tmp_path, bf16=True, ddp_timeout=600))
+    app = freetrain_app(total_epochs=EPOCHS, mode=Throughput())(
+        ours(tmp_path, bf16=True, ddp_timeout=600)
+    )
     assert app.debug().samples == EPOCHS * 22

@@ -21,10 +21,11 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import PurePath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdRef
 
@@ -38,6 +39,7 @@ _NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
 VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
 _PART = 10**5
+_UPDATES = '_update_count'
 
 
 def is_library(file: str) -> bool:
@@ -48,6 +50,24 @@ def is_library(file: str) -> bool:
 
 def is_ours(one: Any) -> bool:
     return type(one).__module__.startswith('parsl_freetrain.')
+
+
+def is_metric(one: Any) -> TypeGuard[Any]:
+    kinds = type(one).__mro__
+    return any(k.__name__ == 'Metric' and k.__module__.startswith('torchmetrics') for k in kinds)
+
+
+def state_of(one: Any) -> Any:
+    """What is saved of it: metrics leave nearly all out of their ``state_dict``."""
+    return {**one.metric_state, _UPDATES: one._update_count} if is_metric(one) else one.state_dict()
+
+
+def load_state(one: Any, state: Any) -> None:
+    if not is_metric(one):
+        one.load_state_dict(state)
+        return
+    for name, value in (*state.items(), ('_computed', None)):
+        setattr(one, name, value)
 
 
 def has_state(one: Any) -> bool:
@@ -94,7 +114,8 @@ def mark(one: Any, depth: int = 4) -> Any:
     if isinstance(one, torch.Tensor):  # ids are used again, and copies have the same version
         return WeakIdRef(one), 0 if one.is_inference() else one._version
     if isinstance(one, torch.nn.Module):
-        return WeakIdRef(one), [mark(t) for t in (*one.parameters(), *one.buffers())]
+        own = tree_leaves(state_of(one)) if is_metric(one) else (*one.parameters(), *one.buffers())
+        return WeakIdRef(one), [*map(mark, own)]
     if isinstance(one, VALUES):
         return repr(one)
     if isinstance(one, np.ndarray) and one.dtype != object:

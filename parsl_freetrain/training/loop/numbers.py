@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.loop.changes import (
     CONTAINERS,
     SCALARS,
@@ -42,7 +43,7 @@ from parsl_freetrain.training.loop.places import OF_TORCH, Places, live_names, n
 from parsl_freetrain.training.loop.unknown_state import among, set_variables
 
 _OTHER, _NONE = object(), object()  # what does not follow; what is not there
-_STATE, _ONES, _MODULES, _MOST, _SHOWN = 'ctx.state', '', '.', 500, 6
+_STATE, _ONES, _MODULES, _METRICS, _MOST, _SHOWN = 'ctx.state', '', '.', '..', 500, 6
 _SENT = 10**5, 2**24  # elements and bytes at most
 _FOLLOWED = *HELD, *SCALARS, *VALUES, np.generic
 Values = Mapping[Any, Any]
@@ -127,6 +128,38 @@ def _set_in_modules(modules: Mapping[str, torch.nn.Module], names: AbstractSet[s
     return values, put
 
 
+def _of_metrics(metrics: Mapping[str, Any]) -> _Space:
+    """Copies of what metrics hold, which they change in place."""
+    kept: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def copied(one: Any) -> Any:
+        return (
+            one.clone() if isinstance(one, torch.Tensor) else [*one] if type(one) is list else one
+        )
+
+    def looked_at(one: Any) -> Any:
+        its = one.metric_state.values() if one._update_count else ()
+        tensors = (t for t in its if isinstance(t, torch.Tensor))
+        return one._update_count, *((id(t), t._version) for t in tensors)
+
+    def values() -> Values:
+        for path, one in metrics.items():
+            if path not in kept or kept[path][0] != looked_at(one):
+                its = changes.state_of(one)
+                kept[path] = looked_at(one), {f'{path}.{k}': copied(v) for k, v in its.items()}
+        return {name: value for _, its in kept.values() for name, value in its.items()}
+
+    def put(values: Values) -> None:
+        for name, value in values.items():
+            path, _, key = name.rpartition('.')
+            if path in metrics:
+                changes.load_state(metrics[path], {key: copied(value)})
+                kept[path][1][name] = value
+        kept.update((path, (looked_at(metrics[path]), its)) for path, (_, its) in kept.items())
+
+    return values, put
+
+
 class Numbers:
     """The values of the functions around a loop, of what they use, and of the objects there."""
 
@@ -165,6 +198,8 @@ class Numbers:
         self._spaces[_ONES] = _ones(ones, named)
         self._spaces[_MODULES] = _set_in_modules(places.modules, places.stored - OF_TORCH)
         self._spaces.update(_objects(values, how.known))
+        metrics = {place.path.rstrip('.'): one for place, one in places if changes.is_metric(one)}
+        self._spaces[_METRICS] = _of_metrics(metrics)
         self._marks: dict[str, tuple[Any, ...]] = {}
         modules = [*among(values, torch.nn.Module).values()]
         self._names = {name for one in modules for name, _ in one.named_parameters()}

@@ -17,7 +17,15 @@ import torch
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.loop.changes import CONTAINERS, SCALARS, VALUES, attributes, has_state
+from parsl_freetrain.training.loop.changes import (
+    CONTAINERS,
+    SCALARS,
+    VALUES,
+    attributes,
+    has_state,
+    load_state,
+    state_of,
+)
 from parsl_freetrain.training.steps.buffers import is_plain
 
 _SCALARS = frozenset(SCALARS)
@@ -162,7 +170,7 @@ class _Packer:
         top, name, own = self._around == {id(one)}, type(one).__name__, attributes(one)
         kept = top or (there and not isinstance(one, torch.nn.Module))
         if has_state(one) and kept and id(one) not in self._how.known:
-            state, models = one.state_dict(), enumerate(self._how.models)
+            state, models = state_of(one), enumerate(self._how.models)
             alike = (i for i, m in models if type(one) in type(m).__mro__[:2] and _alike(m, state))
             return 'state', self.pack(state), next(alike, -1)
         if own is None or has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
@@ -228,7 +236,7 @@ class _Unpacker:
             if not has_state(now) and packed[2] >= 0:
                 now = copy.deepcopy(self._how.models[packed[2]])
             if has_state(now):
-                now.load_state_dict(self.unpack(inner))
+                load_state(now, self.unpack(inner))
             return now
         if kind == 'constant':
             return (_CONSTANTS.get(packed[2]) or self._class(packed[2]))(*map(self.unpack, inner))

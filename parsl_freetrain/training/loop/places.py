@@ -146,6 +146,12 @@ class Places:
 
     def _module(self, path: str, one: torch.nn.Module) -> None:
         self._waiting += (type(one), *one._forward_hooks.values())
+        if changes.is_metric(one):
+            self._add(path, {'': one}, '')
+        elif hasattr(one, '_enable_compute_groups'):  # a collection, whose metrics share states
+            if one._groups_checked:
+                one._compute_groups_create_state_ref(copy=True)
+            one._enable_compute_groups = one._groups_checked = False
         if changes.is_users_class(type(one).__module__):
             self.modules[path] = one
             for key, value in [*vars(one).items()]:

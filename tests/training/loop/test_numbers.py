@@ -129,11 +129,38 @@ def collect(ctx: FragmentContext) -> list[Any]:
     return [step, len(losses), counts['n'], len(seen), level, float(total), float(history.sum())]
 
 
-def test_containers_and_tensors_follow_too(fork_server: ForkClient, tmp_path: Path) -> None:
-    how: Any = {'function': collect}
+def measure(ctx: FragmentContext) -> list[Any]:
+    """By torchmetrics: one metric, which steers, and two that share what they hold."""
+    from torchmetrics import Accuracy, F1Score, MeanMetric, MetricCollection
+
+    model, optimizer = made(ctx)
+    mean, figures = MeanMetric(), list[float]()
+    both = MetricCollection([kind('multiclass', num_classes=2) for kind in (Accuracy, F1Score)])
+    for _ in ctx.epochs():
+        both.reset()
+        for (x,) in ctx.loop(DATA, BATCH):
+            loss = model(x).pow(2).mean()
+            mean.update(loss.detach())
+            optimizer.zero_grad()
+            (loss / (1 + mean.compute())).backward()
+            optimizer.step()
+            both.update((x[:, 0] > 1).long(), (x[:, 1] > 0.3).long())
+            if ctx.fragment == 1 and ctx.samples >= 8 * BATCH and ctx.trainer == 'cut':
+                os.kill(os.getpid(), signal.SIGTERM)
+        figures += map(float, both.compute().values())
+    return [int(mean.weight), mean._update_count, float(mean.compute()), *figures]
+
+
+@pytest.mark.parametrize(
+    ('function', 'first'), [(collect, [*[STEPS - 5] * 4, 3.0]), (measure, [STEPS, STEPS])]
+)
+def test_containers_tensors_and_metrics_follow_too(
+    fork_server: ForkClient, tmp_path: Path, function: Any, first: list[float]
+) -> None:
+    how: Any = {'function': function}
     one, _ = trained(fork_server, tmp_path / '1', [1], 'reproducible', **how)
     cut, _ = trained(fork_server, tmp_path / '2', [3, 2], 'reproducible', trainer='cut', **how)
-    assert json.loads(one.result)[:5] == [*[STEPS - 5] * 4, 3.0]
+    assert json.loads(one.result)[: len(first)] == first
     assert one.result == cut.result and same_weights(one.path, cut.path)
 
 
