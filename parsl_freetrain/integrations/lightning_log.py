@@ -12,7 +12,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import needs
 from parsl_freetrain.integrations.lightning_arguments import unsupported
-from parsl_freetrain.integrations.lightning_metrics import is_metric
+from parsl_freetrain.training.loop.changes import is_metric
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('parsl_freetrain.integrations.lightning'):

@@ -114,8 +114,8 @@ def mark(one: Any, depth: int = 4) -> Any:
     if isinstance(one, torch.Tensor):  # ids are used again, and copies have the same version
         return WeakIdRef(one), 0 if one.is_inference() else one._version
     if isinstance(one, torch.nn.Module):
-        own = tree_leaves(state_of(one)) if is_metric(one) else (*one.parameters(), *one.buffers())
-        return WeakIdRef(one), [*map(mark, own)]
+        held = tree_leaves(state_of(one)) if is_metric(one) else []
+        return WeakIdRef(one), [mark(t) for t in (*one.parameters(), *one.buffers(), *held)]
     if isinstance(one, VALUES):
         return repr(one)
     if isinstance(one, np.ndarray) and one.dtype != object:

@@ -144,7 +144,7 @@ class Places:
                 self._add(f'{name}:default {i + 1}', {'': value}, '')
         self._globals(one.__code__, one.__globals__)
 
-    def _module(self, path: str, one: torch.nn.Module) -> None:
+    def _module(self, path: str, one: Any) -> None:
         self._waiting += (type(one), *one._forward_hooks.values())
         if changes.is_metric(one):
             self._add(path, {'': one}, '')
