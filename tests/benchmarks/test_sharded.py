@@ -44,7 +44,7 @@ def train(ctx: FragmentContext) -> None:
     model = ctx.shard(model, blocks=(nn.Linear,))
     began, saved, used = time.monotonic(), ctx._run.saved, time.process_time()
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
-    bytes_read = saved.bytes_read if isinstance(saved, SharedState) else 0
+    bytes_read = saved.disk.bytes_read if isinstance(saved, SharedState) else 0
     print(f'CPU seconds for reading: {time.process_time() - used:.3f}')
     ctx.report(read_s=time.monotonic() - began, read_gb=bytes_read / 1e9)
     for x in ctx.loop(list(torch.ones(16, WIDTH)), 8):

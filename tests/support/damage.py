@@ -11,7 +11,7 @@ from typing import Any
 
 from parsl_freetrain.host.files import create
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.training.checkpoint.directories import directories, fresh, key
+from parsl_freetrain.training.checkpoint.directories import directories, fresh, key, name_of
 from parsl_freetrain.training.checkpoint.manifest import MARKER, is_committed
 
 
@@ -42,7 +42,7 @@ def half_write_checkpoint(folder: Path) -> None:
     """A copy of the newest checkpoint as a fragment leaves it that dies while it writes."""
     newest, files = _newest(folder)
     samples, fragment = key(newest)[:2]
-    half = fresh(folder, samples + 1, fragment)
+    half = fresh(folder, name_of(samples + 1, fragment))
     for path in files:
         data = path.read_bytes()
         target = half / path.relative_to(newest)

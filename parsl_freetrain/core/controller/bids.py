@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from heapq import heappop, heappush
 
 from parsl_freetrain.core.allocation import objectives
@@ -70,20 +69,6 @@ def places_of(
         blocks = [Capacity(_name(*k), 0, s if s < horizon_s else math.inf, k[1]) for k, s in left]
         of = {g.key: _name(g.block, g.node_class) for g in groups}
         layout = tuple(sorted(ends_of))
-    return _counted(groups, blocks, of, leaving, layout)
-
-
-def _name(name: str, node_class: str) -> str:
-    return f'{name} on {node_class}' if node_class else name
-
-
-def _counted(
-    groups: list[Group],
-    blocks: list[Capacity],
-    of: dict[GroupKey, str],
-    leaving: dict[GroupKey, int],
-    layout: tuple[object, ...],
-) -> Places:
     counts = dict.fromkeys((block.name for block in blocks), 0)
     members: dict[str, list[Group]] = {block.name: [] for block in blocks}
     for group in groups:
@@ -93,6 +78,10 @@ def _counted(
     counted = tuple(replace(block, nodes=counts[block.name]) for block in blocks)
     of_group = {key: place[name] for key, name in of.items()}
     return Places(sum(counts.values()), counted, members, layout, of_group)
+
+
+def _name(name: str, node_class: str) -> str:
+    return f'{name} on {node_class}' if node_class else name
 
 
 ClassCurves = tuple[tuple[str, ScalingCurve], ...]
@@ -139,7 +128,12 @@ class Bids:
         if unknown != bool(self._unmeasured):  # others hope for less as long as there are any
             state.changed.update(dict.fromkeys(state.active))
         if self._unmeasured:
-            self._assume(state)
+            rates = (t.profiles.best().one_node_rate() for t in state.active.values())
+            known = [rate for rate in rates if rate is not None]
+            typical = sum(known) / len(known) if known else 1.0
+            if typical != self._typical:
+                self._typical = typical
+                state.changed.update(self._unmeasured)
         if state.changed:
             self._all = None
             for name in state.changed:
@@ -183,14 +177,6 @@ class Bids:
             heappush(self._deadlines, (running.deadline_s, name))
         if self._too_soon(trainer.rescaled_at, at):
             heappush(self._settling, (trainer.rescaled_at, name))
-
-    def _assume(self, state: ControllerState) -> None:
-        rates = (t.profiles.best().one_node_rate() for t in state.active.values())
-        known = [rate for rate in rates if rate is not None]
-        typical = sum(known) / len(known) if known else 1.0
-        if typical != self._typical:
-            self._typical = typical
-            state.changed.update(self._unmeasured)
 
     def _remake(self, name: str, state: ControllerState, at: float, places: Places) -> None:
         trainer = state.active.get(name)
@@ -244,7 +230,10 @@ class Bids:
             return known[1]
         optimism = CAUTION if self._unmeasured else None
         curve = profiles.best().curve(spec.max_nodes, self._typical, optimism)
-        ratio = partial(_ratio, state)
+
+        def ratio(node_class: str, other: str) -> float:
+            return speed_ratio((t.profiles for t in state.active.values()), node_class, other)
+
         on_class = profiles.curves(state.classes, spec.max_nodes, self._typical, ratio, optimism)
         waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
         try:
@@ -258,10 +247,6 @@ class Bids:
             worth = known[1]
         self._curves[spec.name] = ((profiles, state.classes), worth)
         return worth
-
-
-def _ratio(state: ControllerState, node_class: str, other: str) -> float:
-    return speed_ratio((t.profiles for t in state.active.values()), node_class, other)
 
 
 def candidate_of(

@@ -94,11 +94,13 @@ def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> 
 
 def _usable(state: ControllerState, at: float, holes: Iterable[Hole]) -> list[Hole]:
     """The holes long enough for some trainer, of a class that one uses, not too dear."""
+    bidders = state.active.values()
+    all_of_use = bool(state.ordinary) or not bidders
     return [
         hole
         for hole in holes
         if (hole.until_s is None or hole.until_s - at >= state.shortest_s)
-        and _of_use(state, hole.node_class)
+        and (all_of_use or any(t.trainer.uses(hole.node_class) for t in bidders))
         and (state.settings.max_price is None or hole.price(at) <= state.settings.max_price)
     ]
 
@@ -114,11 +116,6 @@ def charges_spent(state: ControllerState, at: float, holes: Iterable[Hole]) -> s
     usable = _usable(state, at, offered)
     least = _least_useful(state, sum(hole.nodes for hole in usable))
     return state.charges.too_dear(usable, least, at)
-
-
-def _of_use(state: ControllerState, node_class: str) -> bool:
-    bidders = state.active.values()
-    return bool(state.ordinary) or not bidders or any(t.trainer.uses(node_class) for t in bidders)
 
 
 def _slower(state: ControllerState, node_class: str, offered: set[str]) -> tuple[int, int]:

@@ -113,9 +113,8 @@ class Charges:
         return (
             f'{self.charged:.6g} of charge_budget={self.limit:.6g} are charged, and the cheapest '
             f'block that can be had ({nodes_text(int(least))} for {lasts_s:.0f} s) may cost '
-            f'{cost:.6g}; '
-            'raise the budget, or make blocks shorter (longest_s), and run the program again to '
-            'go on from the last checkpoint'
+            f'{cost:.6g}; raise the budget, or make blocks shorter (longest_s), and run the '
+            'program again to go on from the last checkpoint'
         )
 
 

@@ -290,15 +290,11 @@ class Controller:
         if accident and not ended.broken and not progressed:
             if why := self.state.misses_state(trainer, ended):
                 return trainer_end.end_trainer(self.state, trainer, 'failed', why), True
-            self._pause(trainer, event.at)
+            trainer.failures += 1
+            if trainer.failures > 1:  # wait twice as long each time, since causes may pass
+                pause_s = min(FIRST_PAUSE_S * 2 ** (trainer.failures - 2), LONGEST_PAUSE_S)
+                self.state.pause(event.trainer, event.at + pause_s)
         return [], True
-
-    def _pause(self, trainer: cs.TrainerState, at: float) -> None:
-        """Wait before the next fragment, twice as long each time, since causes may pass."""
-        trainer.failures += 1
-        if trainer.failures > 1:
-            pause_s = min(FIRST_PAUSE_S * 2 ** (trainer.failures - 2), LONGEST_PAUSE_S)
-            self.state.pause(trainer.trainer.name, at + pause_s)
 
     @_take_in.register
     def _(self, event: ev.TrainerCancelled) -> tuple[list[ev.Action], bool]:

@@ -55,23 +55,14 @@ class Measured:
         )
 
     def shortest_s(self, assumed_s: float) -> float:
-        return shortest_useful_s(self.start_s, self.step_s, self.checkpoint_s, assumed_s)
+        """The shortest time to start, train a batch and save; ``assumed_s`` until measured."""
+        start_s, step_s, checkpoint_s = self.start_s, self.step_s, self.checkpoint_s
+        needed_s = (start_s or 0.0) + (step_s or 0.0) + 2 * (checkpoint_s or 0.0) + FLOOR_S
+        measured = None not in (start_s, step_s, checkpoint_s)
+        return needed_s if measured else max(needed_s, assumed_s)
 
 
 def _longer(old: float | None, seconds: float | None) -> float | None:
     if seconds is None or not 0 < seconds < math.inf:
         return old
     return seconds if old is None else max(seconds, old + SMOOTHING * (seconds - old))
-
-
-def shortest_useful_s(
-    start_s: float | None, step_s: float | None, checkpoint_s: float | None, assumed_s: float
-) -> float:
-    """The shortest time to start, train a batch and save; ``assumed_s`` until measured."""
-    known = [seconds for seconds in (start_s, step_s, checkpoint_s) if seconds is not None]
-    if any(not 0 <= seconds < float('inf') for seconds in (*known, assumed_s)):
-        raise ValueError(
-            f'{start_s}, {step_s}, {checkpoint_s} and {assumed_s} must be seconds, 0 or more.'
-        )
-    needed_s = (start_s or 0.0) + (step_s or 0.0) + 2 * (checkpoint_s or 0.0) + FLOOR_S
-    return needed_s if len(known) == 3 else max(needed_s, assumed_s)

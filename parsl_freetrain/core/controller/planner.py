@@ -11,7 +11,6 @@ from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Prob
 from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller.bids import Bids, Places, places_of
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
-from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import nodes_text
@@ -141,10 +140,6 @@ class Planner:
                 changes.append((bid.name, then))
         return changes
 
-    def _interruptions_per_s(self, nodes: Sequence[PoolNode], at: float) -> float | None:
-        habits = self._settings.habits
-        return None if habits is None else habits.interruptions_per_s(nodes, at)
-
     def _order(self, at: float) -> Order | None:
         habits = self._settings.habits
         return None if habits is None else lambda nodes: habits.order(nodes, at)
@@ -161,7 +156,8 @@ class Planner:
             trainer, until_s = state.active[name], first_end(nodes, state.pool)
             del plan.waiting[name]
             trainer.fragments += 1
-            classes = [state.pool.nodes[node].node_class for node in nodes]
+            these, habits = [state.pool.nodes[node] for node in nodes], self._settings.habits
+            classes = [node.node_class for node in these]
             action = ev.StartFragment(
                 name,
                 trainer.fragments,
@@ -171,7 +167,7 @@ class Planner:
                 trainer.shapes.next(len(nodes)),
                 state.exempt_until(nodes, at),
                 _speeds(trainer.trainer, classes),
-                self._interruptions_per_s([state.pool.nodes[node] for node in nodes], at),
+                habits.interruptions_per_s(these, at) if habits is not None else None,
             )
             what = action.fragment, action.nodes, action.deadline_s, action.samples, action.shape
             running = cs.FragmentState(*what, node_class='+'.join(dict.fromkeys(classes)))

@@ -28,15 +28,11 @@ class Runtime(Protocol):
     def kill(self, fragment: ev.AbandonFragment, at: float) -> None: ...
 
 
-def _at_once(step: Callable[..., None], *arguments: object) -> None:
-    step(*arguments)
-
-
 def carry_out(
     runtime: Runtime,
     actions: Sequence[ev.Action],
     at: float,
-    guarded: Callable[..., None] = _at_once,
+    guarded: Callable[..., None] = lambda step, *arguments: step(*arguments),
 ) -> None:
     """Carry out a reply; ``guarded`` calls a function, and in a live run survives its failure."""
     for action in actions:

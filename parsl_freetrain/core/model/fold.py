@@ -69,11 +69,6 @@ def _nodes_left(run: st.RunState, event: ev.NodesLeft) -> None:
             node.left_at, node.how = event.at, event.how
 
 
-def _offers_seen(run: st.RunState, event: ev.OffersSeen) -> None:
-    for offer in event.offers:
-        run.offers[offer.node, offer.start] = offer
-
-
 def _submitted(run: st.RunState, event: ev.TrainerSubmitted) -> None:
     trainer = event.trainer
     new = st.Training(run.id, trainer, event, event.samples, 'queued', event.at)
@@ -91,10 +86,6 @@ def _training(run: st.RunState, event: OfTraining) -> None:
                     one.weights_by = one.weights_by if event.made_by is None else event.made_by
             case ev.Rescaled():
                 training.rescaled.append(event)
-
-
-def _replica_reached(run: st.RunState, event: ev.ReplicaReached) -> None:
-    run.elsewhere.setdefault(event.training, {})[event.trainer] = event.samples
 
 
 def _launched(run: st.RunState, event: ev.FragmentLaunched) -> None:
@@ -172,10 +163,14 @@ _STEPS: dict[type[ev.Event], Callable[[st.RunState, Any], None]] = {
     ev.NodesLeft: _nodes_left,
     ev.NodeUnusable: lambda run, event: run.unusable.append(event),
     ev.NodesNeeded: lambda run, event: setattr(run, 'needed', event),
-    ev.OffersSeen: _offers_seen,
+    ev.OffersSeen: lambda run, event: run.offers.update(
+        ((offer.node, offer.start), offer) for offer in event.offers
+    ),
     ev.TrainerSubmitted: _submitted,
     **dict.fromkeys(get_args(OfTraining), _training),
-    ev.ReplicaReached: _replica_reached,
+    ev.ReplicaReached: lambda run, event: run.elsewhere.setdefault(event.training, {}).update(
+        {event.trainer: event.samples}
+    ),
     ev.FragmentLaunched: _launched,
     ev.FragmentStarted: _started,
     ev.FragmentProgressed: _progressed,

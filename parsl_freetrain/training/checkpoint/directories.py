@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r'ckpt-(\d{12,})-f(\d{6,})(?:-(\d+))?')
 
 
-def fresh(folder: Path, samples: int, fragment: int) -> Path:
-    name = name_of(samples, fragment)
-    for n in count():
+def fresh(folder: Path, name: str, first: int = 0) -> Path:
+    """A new, private directory of this name, with a number, from ``first``, unless that is 0."""
+    for n in count(first):
         path = folder / (f'{name}-{n}' if n else name)
         try:
             path.mkdir(mode=0o700)

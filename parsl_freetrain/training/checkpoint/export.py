@@ -20,11 +20,9 @@ from parsl_freetrain.training.checkpoint import manifest as manifests
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
-from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.spec.retention import BEST, Retention
 
 
@@ -93,8 +91,7 @@ def export_weights(
         ``PeftModel.from_pretrained``.
     """
     folder = _checkpoint_folder(source, best)
-    contents = Contents.read(folder)
-    reader = PartReader(contents, Disk(folder, contents.files))
+    reader = PartReader.of(folder)
     pieces = _pieces(reader)
     target = Path(file)
     try:
@@ -181,9 +178,7 @@ def _replace(target: Path, write: Callable[[Path], object]) -> Path:
     return target
 
 
-def _checkpoint_folder(
-    source: Checkpoint | str | os.PathLike[str], best: bool | Retention = False
-) -> Path:
+def _checkpoint_folder(source: Checkpoint | str | os.PathLike[str], best: bool | Retention) -> Path:
     path = Path(source.path if isinstance(source, Checkpoint) else source)
     refuse_open(path)
     if best:

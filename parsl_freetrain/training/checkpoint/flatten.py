@@ -48,8 +48,9 @@ def take_apart(
             while name in tensors:  # {'a.b': ...} beside {'a': {'b': ...}}
                 name += '+'
             tensors[name], paths[name] = value.detach(), path
-            if not is_divided(value) and _dense(value) and not value.is_contiguous():
-                strides[name] = value.stride()
+            if not (is_divided(value) or value.is_contiguous()):
+                dense = torch.empty_like(value, device='meta').stride() == value.stride()
+                strides.update({name: value.stride()} if dense else {})  # for fused kernels
             return None
         if (plain := _plain(value)) is not None or value is None:
             return plain
@@ -78,11 +79,6 @@ def take_apart(
 
 def _name(value: Any) -> str:
     return f'{value.__module__}:{value.__qualname__}'
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory, as fused kernels depend on."""
-    return torch.empty_like(tensor, device='meta').stride() == tensor.stride()
 
 
 def _plain(value: Any) -> Any:

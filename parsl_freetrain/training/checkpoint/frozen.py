@@ -12,9 +12,16 @@ import torch
 
 from parsl_freetrain.host.files import make_dir, open_regular, sync_dir
 from parsl_freetrain.training.checkpoint.block_digests import blocks_of, write_hashed
-from parsl_freetrain.training.checkpoint.local_shard import Box, real
+from parsl_freetrain.training.checkpoint.local_shard import real
 from parsl_freetrain.training.checkpoint.manifest import SHARED, path_in
-from parsl_freetrain.training.checkpoint.parts import Chunk, Contents, Entry, placed
+from parsl_freetrain.training.checkpoint.parts import (
+    Chunk,
+    Contents,
+    Entry,
+    box_in,
+    dtype_name,
+    placed,
+)
 from parsl_freetrain.training.checkpoint.source import Opened
 from parsl_freetrain.training.checkpoint.state import State, collect, content_of, names_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -116,7 +123,7 @@ class Frozen:
         found: dict[str, Entry] = {}
         for key, marks in zip(here, fingerprints(list(here.values())), strict=True):
             entry = self._entries[key]
-            if entry.chunks[0].marks == marks and entry.dtype == _called(here[key]):
+            if entry.chunks[0].marks == marks and entry.dtype == dtype_name(here[key].dtype):
                 found[key[0]] = entry
             else:
                 del self._entries[key]  # somebody changes it
@@ -154,7 +161,7 @@ class Frozen:
             key = _key(name, state)
             chunk = Chunk(*key[1:], (self._file, *places[name]), tensors.marks[name])
             shape = state.boxes[name].shape if name in state.boxes else tuple(tensor.shape)
-            self._entries[key] = Entry(_called(tensor), shape, (chunk,))
+            self._entries[key] = Entry(dtype_name(tensor.dtype), shape, (chunk,))
 
 
 class _Copies(dict[str, torch.Tensor]):
@@ -192,9 +199,5 @@ def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _key(name: str, state: State) -> Key:
-    box = state.boxes.get(name) or Box.whole(tuple(state.tensors[name].shape))
+    box = box_in(name, state.tensors[name], state.boxes)
     return name, box.offsets, box.sizes
-
-
-def _called(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix('torch.')

@@ -6,13 +6,13 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import make_dir, read_regular, sync_dir, write_new
 from parsl_freetrain.host.ownership import refuse_foreign
+from parsl_freetrain.training.checkpoint.directories import fresh
 from parsl_freetrain.training.checkpoint.manifest import TRAINER_FILE
 from parsl_freetrain.training.spec.diloco import REPLICAS
 
@@ -101,13 +101,7 @@ def is_trainer_folder(folder: Path) -> bool:
 
 def move_aside(folder: Path) -> Path:
     """Move all but fences and earlier ``old-<n>`` into a new ``old-<n>``, and return it."""
-    for n in count(1):
-        old = folder / f'old-{n}'
-        try:
-            old.mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        break
+    old = fresh(folder, 'old', 1)
     # trainer.json goes last: the folder still belongs to the trainer if this is killed.
     for path in sorted(_contents(folder), key=lambda path: path.name == TRAINER_FILE):
         path.rename(old / path.name)

@@ -61,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True):
     samples: int
     fragment: int
     metrics: dict[str, float]
-    files: tuple[File, ...]
+    files: tuple[File, ...] = ()
     format: int = FORMAT
 
     def checkpoint(self, folder: Path) -> Checkpoint:
@@ -74,20 +74,13 @@ def path_in(folder: Path, name: str) -> Path:
 
 
 def write_manifest(
-    folder: Path,
-    *,
-    trainer: str,
-    samples: int,
-    fragment: int,
-    metrics: Mapping[str, float],
-    hashed: Mapping[str, tuple[str, ...]],
+    folder: Path, manifest: Manifest, hashed: Mapping[str, tuple[str, ...]]
 ) -> Manifest:
     """Make files durable and private, unless ``hashed``, and write their manifest; BadInput."""
-    values = {name: float(value) for name, value in metrics.items()}
     files = _sealed_files(folder, hashed)
     shared = (name for name in sorted(hashed) if name.startswith(SHARED))
     files += tuple(File(n, path_in(folder, n).stat().st_size, hashed[n]) for n in shared)
-    manifest = Manifest(trainer, samples, fragment, values, files, FORMAT)
+    manifest = msgspec.structs.replace(manifest, files=files, format=FORMAT)
     # Python's own encoder writes metrics that are not finite.
     content = json.dumps(msgspec.to_builtins(manifest), indent=1).encode()
     fs.write_new(folder / MANIFEST, content)
@@ -180,19 +173,15 @@ def _sealed_files(folder: Path, hashed: Mapping[str, tuple[str, ...]]) -> tuple[
                 )
             if stat.S_ISDIR(mode):
                 path.chmod(0o700)
-            else:
-                blocks = hashed.get(relative) or _seal(path)
-                sealed.append(File(relative, path.stat().st_size, tuple(blocks)))
+                continue
+            if not (blocks := hashed.get(relative)):
+                with path.open('rb') as file:
+                    os.fchmod(file.fileno(), 0o600)
+                    blocks = blocks_of(file)
+                    os.fsync(file.fileno())
+            sealed.append(File(relative, path.stat().st_size, tuple(blocks)))
         fs.sync_dir(Path(parent))
     return tuple(sorted(sealed, key=lambda file: file.name))
-
-
-def _seal(path: Path) -> tuple[str, ...]:
-    with path.open('rb') as file:
-        os.fchmod(file.fileno(), 0o600)
-        found = blocks_of(file)
-        os.fsync(file.fileno())
-        return found
 
 
 def damage(error: OSError, path: Path) -> Exception:

@@ -41,11 +41,17 @@ from parsl_freetrain.training.checkpoint.outer_means import (
     precise,
 )
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
-from parsl_freetrain.training.checkpoint.parts import Blocks, Chunk, Contents, Entry, write_contents
+from parsl_freetrain.training.checkpoint.parts import (
+    Blocks,
+    Chunk,
+    Contents,
+    Entry,
+    dtype_name,
+    write_contents,
+)
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, bytes_of, layout_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import OwnParameters, Prepared
-from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.spec.diloco import MADE_BY, OUTER, ROUND_SAMPLES, Nesterov
 from parsl_freetrain.training.spec.retention import BEST
 
@@ -124,7 +130,7 @@ class OuterWeights:
                 Piece(n, precise(t.dtype), tuple(t.shape), partial(value, n)) for n, t in made
             ]
             there = self._commit(pieces, 0, 0, {_ALIKE: alike})
-        known = _reader(there).structure()[_ALIKE]
+        known = PartReader.of(there).structure()[_ALIKE]
         for name in {**alike, **known}:
             if known.get(name) != alike.get(name):
                 raise BadInput(
@@ -159,8 +165,8 @@ class OuterWeights:
         for number, state in enumerate(states):
             if state.begun != begun:
                 raise _others(number, began)
-        late = _reader(began) if began != before else None
-        pieces = Made(_reader(before), late, states, outer).pieces()
+        late = PartReader.of(began) if began != before else None
+        pieces = Made(PartReader.of(before), late, states, outer).pieces()
         try:
             self._commit(pieces, samples, length, {_METRICS: _of_all(ends)})
         except Damaged as damage:
@@ -181,7 +187,7 @@ class OuterWeights:
             entries = {}
             for p in pieces:
                 chunk = Chunk((0,) * len(p.shape), p.shape, places[p.name])
-                entries[p.name] = Entry(str(p.dtype).removeprefix('torch.'), p.shape, (chunk,))
+                entries[p.name] = Entry(dtype_name(p.dtype), p.shape, (chunk,))
             torch.save(also, rest := io.BytesIO())
             files = {_FILE: (layout.nbytes, blocks)}
             return write_contents(folder, [Contents(entries, files, rest.getvalue())])
@@ -212,7 +218,7 @@ class OuterWeights:
 
 def with_weights(saved: st.Saved, path: Path) -> tuple[st.Saved, dict[str, float]]:
     """A replica's state at a round's end, after the outer step; metrics are means over all."""
-    reader = _reader(path)
+    reader = PartReader.of(path)
     changed = replace(
         saved,
         models=[dict(one) for one in saved.models],
@@ -281,8 +287,3 @@ def _tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
         state = thing.tensors if own else thing.state_dict(keep_vars=True)
         found.update((f'{name}.{key}', one) for key, one in state.items())
     return {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and is_real(t.dtype)}
-
-
-def _reader(path: Path) -> PartReader:
-    contents = Contents.read(path)
-    return PartReader(contents, Disk(path, contents.files))

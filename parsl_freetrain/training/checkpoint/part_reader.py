@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.parts import Chunk, Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-from parsl_freetrain.training.checkpoint.transport import FileBlock, Transport
+from parsl_freetrain.training.checkpoint.transport import Disk, FileBlock, Transport
 
 
 @dataclass
@@ -61,6 +62,12 @@ class _Span:
 class PartReader:
     def __init__(self, contents: Contents, transport: Transport) -> None:
         self._contents, self._transport = contents, transport
+
+    @classmethod
+    def of(cls, folder: Path) -> PartReader:
+        """Of a checkpoint's directory; Damaged, or BadInput for another format."""
+        contents = Contents.read(folder)
+        return cls(contents, Disk(folder, contents.files))
 
     def shapes(self, prefix: str = '') -> dict[str, tuple[int, ...]]:
         """The shapes of the whole tensors whose names begin with ``prefix``."""

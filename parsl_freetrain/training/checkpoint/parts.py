@@ -101,9 +101,9 @@ def part_of(
     elif tensors and folder is not None:
         files[name] = layout.nbytes, block_digests.write_hashed(folder / name, layout.content())
     for of, tensor in tensors.items():
-        box = _box(of, tensor, boxes)
+        box = box_in(of, tensor, boxes)
         chunk = Chunk(box.offsets, box.sizes, (name, *places[of]))
-        entries[of] = Entry(str(tensor.dtype).removeprefix('torch.'), box.shape, (chunk,))
+        entries[of] = Entry(dtype_name(tensor.dtype), box.shape, (chunk,))
     pickled = io.BytesIO()
     if structure is not None:
         torch.save(structure, pickled)
@@ -122,7 +122,11 @@ def placed(
     tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box]
 ) -> tuple[FileLayout, dict[str, tuple[int, int]]]:
     """The file of tensors of :func:`part_of`, and where in it each one's bytes are."""
-    names = {one: _name_in_file(one, _box(one, tensor, boxes)) for one, tensor in tensors.items()}
+    names = {}
+    for name, tensor in tensors.items():
+        box = box_in(name, tensor, boxes)
+        at = '' if box.sizes == box.shape else f'@{",".join(map(str, box.offsets))}'
+        names[name] = name + at
     layout = layout_of(
         Piece(names[name], tensor.dtype, tuple(tensor.shape), partial(tensors.__getitem__, name))
         for name, tensor in tensors.items()
@@ -176,9 +180,9 @@ def _merged(tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
     return {name: Entry(one.dtype, one.shape, parts[name]) for name, one in entries.items()}
 
 
-def _box(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> Box:
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix('torch.')
+
+
+def box_in(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> Box:
     return boxes.get(name) or Box.whole(tuple(tensor.shape))
-
-
-def _name_in_file(name: str, box: Box) -> str:
-    return name if box.sizes == box.shape else f'{name}@{",".join(map(str, box.offsets))}'

@@ -15,24 +15,12 @@ import torch
 from parsl_freetrain.training.checkpoint.block_digests import write_hashed
 
 # The format's own names; https://github.com/huggingface/safetensors, "Format".
+_SIZES = {'float': (16, 32, 64), 'int': (8, 16, 32, 64), 'uint': (8, 16, 32, 64)}  # in bits
 _NAMES = {
-    torch.complex64: 'C64',
-    torch.float64: 'F64',
-    torch.float32: 'F32',
-    torch.float16: 'F16',
-    torch.bfloat16: 'BF16',
-    torch.float8_e4m3fn: 'F8_E4M3',
-    torch.float8_e5m2: 'F8_E5M2',
-    torch.int64: 'I64',
-    torch.int32: 'I32',
-    torch.int16: 'I16',
-    torch.int8: 'I8',
-    torch.uint8: 'U8',
-    torch.uint16: 'U16',
-    torch.uint32: 'U32',
-    torch.uint64: 'U64',
-    torch.bool: 'BOOL',
+    getattr(torch, f'{kind}{n}'): f'{kind[0].upper()}{n}' for kind in _SIZES for n in _SIZES[kind]
 }
+_NAMES |= {torch.complex64: 'C64', torch.bfloat16: 'BF16', torch.bool: 'BOOL'}
+_NAMES |= {torch.float8_e4m3fn: 'F8_E4M3', torch.float8_e5m2: 'F8_E5M2'}
 _LENGTH = struct.Struct('<Q')
 _ALIGNMENT = 64  # a multiple of every element's size, so that tensors can be views of the file
 

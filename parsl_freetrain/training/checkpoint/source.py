@@ -16,21 +16,17 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.checkpoint.transport import Disk, Transport
 
 
-def divided(state: st.State, mesh: DeviceMesh, rank: int) -> st.State:
-    """This rank's part of a state that a mesh has collected; those with the same share it."""
+def divided(state: st.State, mesh: DeviceMesh | None = None, rank: int = 0) -> st.State:
+    """What this rank holds of a state. With the mesh that has collected it, what it writes: those
+    with the same share it, and the first one has the structure.
+    """
     tensors, boxes = {}, {}
     for number, (name, tensor) in enumerate(state.tensors.items()):
-        held_by, box = local_shard.holders(tensor, mesh), local_shard.box_of(tensor)
+        held_by = (rank,) if mesh is None else local_shard.holders(tensor, mesh)
+        box = local_shard.box_of(tensor)
         if (box.numel or box.sizes == box.shape) and held_by[number % len(held_by)] == rank:
             tensors[name], boxes[name] = local_shard.local(tensor), box
     return st.State(tensors, state.structure if rank == 0 else None, boxes)
-
-
-def held(state: st.State) -> st.State:
-    boxes = {name: local_shard.box_of(tensor) for name, tensor in state.tensors.items()}
-    here = {name for name, box in boxes.items() if box.numel or box.sizes == box.shape}
-    tensors = {name: local_shard.local(state.tensors[name]) for name in here}
-    return st.State(tensors, state.structure, {name: boxes[name] for name in here})
 
 
 class Opened:

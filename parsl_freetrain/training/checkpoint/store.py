@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
@@ -91,13 +90,14 @@ class PosixCheckpointStore:
         """
         self.check_fence(fragment)
         make_dir(self.folder)
-        folder = dirs.fresh(self.folder, samples, fragment)
+        folder = dirs.fresh(self.folder, dirs.name_of(samples, fragment))
         try:
             self._hook('begin')
             hashed = write(folder)
             self._hook('written')
-            how: Any = {'trainer': self.trainer, 'samples': samples, 'fragment': fragment}
-            manifest = on_disk.write_manifest(folder, **how, metrics=metrics, hashed=hashed or {})
+            values = {name: float(value) for name, value in metrics.items()}
+            manifest = on_disk.Manifest(self.trainer, samples, fragment, values)
+            manifest = on_disk.write_manifest(folder, manifest, hashed or {})
             sync_dir(self.folder)
             self._hook('manifest')
             self._hook('before-commit')
@@ -189,8 +189,24 @@ class PosixCheckpointStore:
 
     def put_aside(self, path: Path, reason: str) -> None:
         # Without a marker, another process has pruned it or set it aside meanwhile.
-        if on_disk.is_committed(path):
-            self._put_aside(path, reason)
+        if not on_disk.is_committed(path):
+            return
+        bad = self.folder / BAD
+        try:
+            make_dir(bad)
+            target = dirs.move_into(path, bad)
+            if target is None:
+                return  # another process was faster
+            sync_dir(bad)
+            sync_dir(self.folder)
+            write_new(target / 'reason.txt', f'{reason}\n'.encode())
+        except OSError as error:
+            # Leave it where it is; it only must not be used.
+            log.warning('Damaged checkpoint %s could not be set aside: %s', path, error)
+            target = path
+        self.set_aside.append(SetAside(str(target), reason))
+        kept = 'Checkpoint %s is damaged (%s); kept as %s, the one before is used'
+        log.warning(kept, path, reason, target)
 
     def _newest(self, read: Callable[[Path], on_disk.Manifest]) -> Checkpoint | None:
         refuse_open(self.folder)
@@ -236,21 +252,3 @@ class PosixCheckpointStore:
             committed = [path for path in listed if on_disk.is_committed(path)]
             if committed or dirs.directories(self.folder) == listed:
                 return committed
-
-    def _put_aside(self, path: Path, reason: str) -> None:
-        bad = self.folder / BAD
-        try:
-            make_dir(bad)
-            target = dirs.move_into(path, bad)
-            if target is None:
-                return  # another process was faster
-            sync_dir(bad)
-            sync_dir(self.folder)
-            write_new(target / 'reason.txt', f'{reason}\n'.encode())
-        except OSError as error:
-            # Leave it where it is; it only must not be used.
-            log.warning('Damaged checkpoint %s could not be set aside: %s', path, error)
-            target = path
-        self.set_aside.append(SetAside(str(target), reason))
-        kept = 'Checkpoint %s is damaged (%s); kept as %s, the one before is used'
-        log.warning(kept, path, reason, target)

@@ -60,6 +60,15 @@ class Prepared:
         for own in self.own:
             yield from own.tensors.items()
 
+    def called(self, models: str = 'models') -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters of models, or of ``averages``, by names for a sentence."""
+        several = getattr(self, models)
+        for number, model in enumerate(several, 1):
+            of = f' of {models[:-1]} {number}' if models != 'models' or len(several) > 1 else ''
+            yield from ((f'{name!r}{of}', one) for name, one in model.named_parameters())
+        for own in self.own if models == 'models' else ():
+            yield from ((f'{name} of no model', one) for name, one in own.tensors.items())
+
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """The parameters of all groups of an optimizer, each once."""

@@ -10,21 +10,13 @@ import msgspec
 import torch
 
 from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks, threads
-from parsl_freetrain.training.checkpoint.manifest import Damaged, SharedDamaged
+from parsl_freetrain.training.checkpoint.manifest import Damaged, File, SharedDamaged
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.transport import Disk, FileBlock, Files, is_right, size_of
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, memory_file
 from parsl_freetrain.training.comm.peers import Peers
 
 log = logging.getLogger(__name__)
-
-
-class _File(msgspec.Struct, frozen=True):
-    """A file that comes: its name, its size in bytes, and the digests of its blocks."""
-
-    name: str
-    size: int
-    blocks: tuple[str, ...]
 
 
 class PeerTransport:
@@ -149,7 +141,7 @@ class PeerTransport:
         if image is None:
             self._say(to, 0)
             return False
-        about = msgspec.msgpack.encode(_File(file, len(image.content), image.blocks))
+        about = msgspec.msgpack.encode(File(file, len(image.content), image.blocks))
         self._say(to, len(about))
         self._send(memoryview(bytearray(about)), to)
         if not self._hear(to):
@@ -162,11 +154,11 @@ class PeerTransport:
         if not length:
             return
         about = self._recv(memoryview(bytearray(length)), source)
-        file = msgspec.msgpack.decode(about, type=_File)
+        file = msgspec.msgpack.decode(about, type=File)
         try:
-            fd, content = memory_file(file.size)
+            fd, content = memory_file(file.bytes)
         except OSError:
-            log.warning('There is no memory for a state of %d bytes', file.size, exc_info=True)
+            log.warning('There is no memory for a state of %d bytes', file.bytes, exc_info=True)
             self._say(source, 0)
             return
         try:

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from parsl_freetrain.training.spec.messages import Stuck
 
@@ -48,17 +46,14 @@ class ExchangeWatch:
         """Before the first step nothing counts as too long."""
         self._steps_s.append(seconds)
 
-    def start(
+    def watch(
         self,
         rank: int,
         send: Callable[[Stuck], object],
         broken: Callable[[], bool],
         end: Callable[[str], object],
     ) -> None:
-        """Look, in a thread, and send what is found; ``end`` this process if one is ``broken``."""
-        threading.Thread(target=lambda: self._run(rank, send, broken, end), daemon=True).start()
-
-    def _run(self, rank: int, send: Any, broken: Any, end: Any) -> None:
+        """In a thread: send what is found; ``end`` this process if an exchange is ``broken``."""
         seen = shown = without_peer = None
         while True:
             time.sleep(LOOK_S)

@@ -224,7 +224,7 @@ def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
     # debugger, the signals keep their meaning.
     if callable(signal.getsignal(signal.SIGTERM)):
         for stop in STOP_SIGNALS:
-            signal.signal(stop, _leave_to_the_rank)
+            signal.signal(stop, lambda *_: None)  # the rank has got it as well
             signal.siginterrupt(stop, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
@@ -233,7 +233,3 @@ def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
     own_generators.seed(torch.initial_seed())
     if then is not None:
         then(number)
-
-
-def _leave_to_the_rank(*_: object) -> None:
-    """A notice that the rank has got as well."""

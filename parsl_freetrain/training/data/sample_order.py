@@ -4,7 +4,6 @@ batch is divided into *virtual shards* (reproducible mode) or one part per rank 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -91,8 +90,9 @@ class GlobalOrder:
         # Imported here, so that the submitting process can count samples without loading torch.
         import torch
 
-        digest = hashlib.blake2b(f'{self.seed}:{epoch}'.encode(), digest_size=8).digest()
-        generator = torch.Generator(device='cpu').manual_seed(int.from_bytes(digest) >> 1)
+        from parsl_freetrain.training.data.own_generators import seed_of
+
+        generator = torch.Generator(device='cpu').manual_seed(seed_of(f'{self.seed}:{epoch}'))
         # A user's default device or dtype must not change the order.
         order = torch.randperm(
             self.dataset_size, generator=generator, dtype=torch.int64, device='cpu'

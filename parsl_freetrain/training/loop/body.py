@@ -48,7 +48,7 @@ def has_whole_models(spec: TrainingSpec, division: Division, peers: Peers) -> bo
 def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
     """Whether the function around us, or one in its variables or hooks, has ctx.epoch_means."""
     frame = frame_around()
-    functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch, *variables().values()]
+    functions = *hooks.functions, *variables().values()
     codes: list[Any] = [getattr(one, '__code__', None) for one in functions]
     codes.append(frame.f_code if frame is not None else None)
     for code in codes:
@@ -62,8 +62,7 @@ def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
 
 
 def find_generators(hooks: LoopHooks, data: LoaderData) -> None:
-    functions = [*hooks.before_step, *hooks.after_step, *hooks.each_epoch]
-    own_generators.find({'the functions': functions, **variables()})
+    own_generators.find({'the functions': hooks.functions, **variables()})
     own_generators.find({'the data': data.dataset, 'sampler': data.sampler})
 
 
@@ -95,7 +94,9 @@ class Body:
         if self._around is not None and self._divided:
             self._look_at_what_goes_on(self._around)
         backward.looking = partial(refuse_sum, batch=data) if self._mean and first else None
-        self._asked = _asker() if first and self._anew and _holds(data) else None
+        # A collate function may have left all samples out.
+        holds = data is not None and not (hasattr(data, '__len__') and len(data) == 0)
+        self._asked = _asker() if first and self._anew and holds else None
 
     def end(self, data: Any, stepped: bool) -> None:
         """Raises BadInput if the batch was not used, or a variable would be lost."""
@@ -182,17 +183,14 @@ def _going_on(code: CodeType, at: int) -> set[str]:
         _steps(code, at), lambda step: step.positions and step.positions.lineno
     ):
         steps = [*group]
-        line = [(s.opname.startswith('LOAD'), s.argval) for s in steps if _is_variable(s)]
+        of = [s for s in steps if s.opname.startswith(_VARIABLES) and isinstance(s.argval, str)]
+        line = [(s.opname.startswith('LOAD'), s.argval) for s in of]
         adds = any(step.opname == 'BINARY_OP' for step in steps)
         to_itself = adds and line and line[0][0] and line[-1] == (False, line[0][1])
         for number, (loads, name) in enumerate(line):
             first.setdefault(name, loads)
             (used if loads else stored).add(name) if number or not to_itself else None
     return {name for name in used & stored if first[name]}
-
-
-def _is_variable(step: dis.Instruction) -> bool:
-    return step.opname.startswith(_VARIABLES) and isinstance(step.argval, str)
 
 
 def _fills(steps: Sequence[dis.Instruction], name: str) -> list[bool]:
@@ -272,8 +270,3 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(map(_is_data, value[:16]))
-
-
-def _holds(batch: Any) -> bool:
-    """Whether a batch has samples; a collate function may have left all out."""
-    return batch is not None and not (hasattr(batch, '__len__') and len(batch) == 0)

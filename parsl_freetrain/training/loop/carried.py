@@ -211,7 +211,7 @@ class Carried:
 
     def once(self, function: Callable[[], Any]) -> Any:
         then = self._saved.get('once', [])[len(self._once) : len(self._once) + 1]
-        if then and not _is_state(then[0]):
+        if then and not (isinstance(then[0], tuple) and then[0][0] == 'state'):
             self._once.append(then[0])
             return self._value(then[0])
         value = function()
@@ -325,7 +325,3 @@ def _refused(path: str, why: str) -> BadInput:
 
 def _state_of(one: Any) -> Any:
     return one.state_dict(keep_vars=True) if isinstance(one, torch.nn.Module) else one.state_dict()
-
-
-def _is_state(packed: Any) -> bool:
-    return isinstance(packed, tuple) and packed[0] == 'state'

@@ -17,9 +17,9 @@ from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.frozen import Frozen
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
-from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.transport_memory import Snapshots
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.loop.handover import StateSender
 from parsl_freetrain.training.loop.save_timing import Background, SaveTiming
@@ -136,7 +136,7 @@ class Checkpointer:
             def commit() -> None:
                 since = time.monotonic()
                 _ = copied.image and copied.image.content  # a device copies, and does nothing else
-                self.timing.paused(pause_s + time.monotonic() - since)
+                self.timing.pause_s = pause_s + time.monotonic() - since
                 if self.proves:
                     self.proof.wait(min(1 + 2 * self.timing.expected_step_s, _LONGEST_STEP_S))
                 self._commit(copied, save, samples, numbers, lambda: pause_s)
@@ -174,7 +174,7 @@ class Checkpointer:
                 and self.timing.size >= LARGE_BYTES
                 and not (wanted or self._begun_with_uncommitted)
                 and self._order.spec.checkpoints.retention.every is None
-                and sender.followed()
+                and sender.inbox.followed()
             )
 
         def commit() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LambdaLR
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
@@ -21,7 +22,6 @@ from parsl_freetrain.training.loop.loop_state import Phase
 from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.loop.preparing import shard_model_of
 from parsl_freetrain.training.spec.training import TrainingSpec
-from parsl_freetrain.training.steps.deferred import by_samples
 from parsl_freetrain.training.steps.mesh import all_gather
 
 
@@ -133,7 +133,7 @@ class FragmentContext(ContextOfKept):
 
     def samples_lr(
         self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]
-    ) -> torch.optim.lr_scheduler.LambdaLR:
+    ) -> LambdaLR:
         """A learning rate scheduler by samples instead of steps, for a schedule that is the same
         for any number of nodes. Make it before :meth:`prepare`, which takes it, and call its
         ``step()`` once per batch, after the optimizer's.
@@ -146,7 +146,7 @@ class FragmentContext(ContextOfKept):
             The factor of the initial learning rate in a batch, as a function of the number of
             samples before it, by all ranks in all fragments.
         """
-        return by_samples(optimizer, factor, lambda: self._run.state.reached)
+        return LambdaLR(optimizer, lambda _: factor(self._run.state.reached))
 
     def report(self, **metrics: float) -> None:
         """Report numbers by name; they are shown, recorded and saved with checkpoints.

@@ -102,8 +102,9 @@ class FragmentRun:
             self.saved = self.saved.load(sort_out(others))  # a file of several is damaged
         self.parts = replace(self.parts, saved=self.saved)
         self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
-        rounds.begin_rounds(self.parts, self.model.prepared, self.state)
         prepared, steps = self.model.prepared, self.model.steps
+        if self.order.spec.diloco is not None and self.saved is None and self.is_main:
+            self.state.round_from = rounds.weights_of(self.order).begin(prepared)
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
             if self.parts.place.world_size > 1:
@@ -191,7 +192,8 @@ class FragmentRun:
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, *rest[:2])
             if self.loop is not None:
-                update_guard.check_left_out(model.prepared, unknown_state.names_around())
+                frame = unknown_state.frame_around()
+                update_guard.check_left_out(model.prepared, frame.f_locals if frame else {})
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
         batches = self._batches(model, data, micro_batch, *rest)
@@ -262,8 +264,7 @@ class FragmentRun:
         return self.loop.run(batches)
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
-        hooks = self.hooks
-        names = variables([*hooks.before_step, *hooks.after_step, *hooks.each_epoch])
+        names = variables(self.hooks.functions)
         reproducible = isinstance(self.order.spec.mode, Reproducible)
         update_guard.check_left_out(model.prepared, names, scalers=not reproducible)
         return update_guard.UpdateGuard(
@@ -303,9 +304,8 @@ class FragmentRun:
 
     def _look_around(self, *data: Any) -> None:
         if self.model is not None and self.division.whole:  # else ranks hold different parts
-            hooks = self.hooks
-            functions = (*hooks.before_step, *hooks.after_step, *hooks.each_epoch)
-            self.model.carried.look((*self._handed, *data), self.model.prepared, functions)
+            known = *self._handed, *data
+            self.model.carried.look(known, self.model.prepared, self.hooks.functions)
 
     def begin_epochs(self) -> EpochLoop:
         if self.model is None or self.loop is not None or self._epochs is not None:
@@ -334,7 +334,7 @@ class FragmentRun:
         data = data if self._rehearsed is None else self._rehearsed.shortened(data)
         stops = self.loop is not None and self.state.phase is loop_state.Phase.EPOCH_END
         try:
-            after_batch = self.loop.in_evaluation() if self.loop and stops else lambda: None
+            after_batch = self.loop.wishes.in_evaluation() if self.loop and stops else lambda: None
             how = self.parts, self.division, after_batch, gradients
             return evaluate(model, data, measure, *how)
         except EvaluationStopped:
@@ -384,7 +384,7 @@ class FragmentRun:
 
     def _leave(self) -> msg.StateLeft | None:
         try:
-            return self.loop.leave() if self.loop is not None else None
+            return self.loop.saver.leave() if self.loop is not None else None
         except Exception:  # the next fragment reads the checkpoint
             traceback.print_exc()
             return None

@@ -26,7 +26,7 @@ class StateSender:
     """A rank's share in leaving a stopping fragment's state on nodes that stay."""
 
     def __init__(self, trainer: str, peers: Peers, inbox: Inbox, owners: Sequence[int]) -> None:
-        self._trainer, self._peers, self._inbox = trainer, peers, inbox
+        self._trainer, self._peers, self.inbox = trainer, peers, inbox
         self._owners = owners
         self._answer: Callable[[], tuple[int, ...]] | None = None
         self.left: StateLeft | None = None  # uncommitted
@@ -34,14 +34,11 @@ class StateSender:
     def agree(self) -> None:
         """Begin to find out which nodes stay. All ranks call this; it does not wait."""
         standings = [-1] * self._peers.world_size
-        standings[self._peers.rank] = self._inbox.standing()
+        standings[self._peers.rank] = self.inbox.standing()
         try:
             self._answer = self._peers.all_reduce_max(standings)
         except PeerLost:
             log.warning('The state is not left in memory: another rank is gone')
-
-    def followed(self) -> bool:
-        return self._inbox.followed()
 
     def leave(self, state: State | None, samples: int, *, uncommitted: bool) -> None:
         """Leave this rank's part, and keep others'; None: it has none. All ranks call this."""
@@ -54,7 +51,7 @@ class StateSender:
 
     def keep(self, state: State | None) -> None:
         """Leave this rank's part of the last checkpoint on its node, unless that is taken away."""
-        if state is not None and state.image is not None and self._inbox.standing() != GOES:
+        if state is not None and state.image is not None and self.inbox.standing() != GOES:
             NodeMemory(self._trainer).put(file_of(self._peers.rank), state.image)
 
     def _leave(self, state: State | None, samples: int, uncommitted: bool) -> None:

@@ -15,10 +15,14 @@ from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.parts import contents_of, file_of
-from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import Source, State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of, is_wanted
+from parsl_freetrain.training.checkpoint.transport_memory import (
+    NodeMemory,
+    Snapshots,
+    image_of,
+    is_wanted,
+)
 from parsl_freetrain.training.comm.peers import Peers, on_any_rank
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
@@ -29,48 +33,29 @@ from parsl_freetrain.training.steps.buffers import copy_all, plain_buffers
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Settings of optimizers, and the states of schedulers, scalers and averages of models."""
-
-    settings: list[list[dict[str, Any]]]
-    states: list[tuple[Any, dict[str, Any]]]
-
-    @classmethod
-    def of(cls, prepared: Prepared, *, averages: bool = False) -> Surroundings:
-        things = (*prepared.schedulers, *prepared.scalers, *(prepared.averages if averages else ()))
-        return cls(
-            [
-                [
-                    {name: copy.deepcopy(one) for name, one in group.items() if name != 'params'}
-                    for group in optimizer.param_groups
-                ]
-                for optimizer in prepared.optimizers
-            ],
-            [(thing, copy.deepcopy(thing.state_dict())) for thing in things],
-        )
-
-    def put_back(self, prepared: Prepared) -> None:
-        for optimizer, groups in zip(prepared.optimizers, self.settings, strict=True):
-            del optimizer.param_groups[len(groups) :]  # those that were added since
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
-        for thing, state in self.states:
-            thing.load_state_dict(state)
-
-
-@dataclass(frozen=True)
-class _End:
-    """What the next batch may change before its optimizers step, as it was before."""
+    """What a batch may change before its optimizers step, or the end of an epoch, as it was."""
 
     samples: int
     epoch_due: bool
     finishing: str
     user: str
-    state: dict[str, Any]
-    around: Surroundings
+    values: dict[str, Any]
+    groups: list[list[dict[str, Any]]]  # settings of optimizers
+    states: list[tuple[Any, dict[str, Any]]]  # of schedulers, scalers, averages of models
     buffers: list[torch.Tensor]
     versions: list[int]
     variables: dict[str, Any] | None = None  # of the function; None: not copied
     settings: dict[str, Any] | None = None  # of modules
+
+    def put_back(self, state: LoopState, prepared: Prepared) -> None:
+        # Not by its text, in which keys are strings and tuples are lists.
+        state.user.put_back(copy.deepcopy(self.values))
+        for optimizer, groups in zip(prepared.optimizers, self.groups, strict=True):
+            del optimizer.param_groups[len(groups) :]  # those that were added since
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        for thing, its in self.states:
+            thing.load_state_dict(its)
 
 
 class LastStep:
@@ -84,7 +69,7 @@ class LastStep:
         self._parts, self._model, self._state = parts, model, state
         self.possible = model.division.copies > 1 and parts.peers.exchanges_on_cpu
         self.needs = 0
-        self._end: _End | None = None
+        self._end: Surroundings | None = None
         self._in_batch = False
 
     @property
@@ -159,31 +144,34 @@ class LastStep:
             return False
         state = self._state
         state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
-        # Not by its text, in which keys are strings and tuples are lists.
-        state.user.put_back(copy.deepcopy(end.state))
-        end.around.put_back(prepared)
+        end.put_back(state, prepared)
         copy_all(buffers, end.buffers)
         return True
 
 
-def around_models(state: LoopState, prepared: Prepared) -> _End:
+def around_models(state: LoopState, prepared: Prepared, *, averages: bool = False) -> Surroundings:
     """What surrounds the models now; raises BadInput if ctx.state cannot be saved."""
     buffers = _buffers(prepared)
     kept = [torch.empty_like(buffer) for buffer in buffers]
     copy_all(kept, buffers)
-    return _End(
+    things = (*prepared.schedulers, *prepared.scalers, *(prepared.averages if averages else ()))
+    return Surroundings(
         state.samples,
         state.epoch_due,
         state.finishing,
         state.user.text(),
         copy.deepcopy(state.user.values),
-        Surroundings.of(prepared),
+        [
+            [{k: copy.deepcopy(v) for k, v in g.items() if k != 'params'} for g in one.param_groups]
+            for one in prepared.optimizers
+        ],
+        [(thing, copy.deepcopy(thing.state_dict())) for thing in things],
         kept,
         versions(prepared, averages=True),
     )
 
 
-def changes_of(before: _End, now: _End) -> str:
+def changes_of(before: Surroundings, now: Surroundings) -> str:
     """What has changed of what is saved, as the subject of a sentence; empty: nothing."""
     buffers = zip(before.buffers, now.buffers, strict=False)
     alike = before.versions == now.versions and _alike(before.buffers, now.buffers)
@@ -191,7 +179,7 @@ def changes_of(before: _End, now: _End) -> str:
         return 'a parameter or a buffer of a model'
     if before.user != now.user:
         return 'ctx.state'
-    if not same(vars(before.around), vars(now.around)):
+    if not same((before.groups, before.states), (now.groups, now.states)):
         return 'a learning rate scheduler, or a setting of an optimizer,'
     return ''
 

@@ -20,8 +20,8 @@ from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
-from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.verification import Verification
+from parsl_freetrain.training.loop.wishes import Rollback
 from parsl_freetrain.training.spec.messages import StateLeft
 from parsl_freetrain.training.steps.group_settings import plain_values
 from parsl_freetrain.training.steps.mesh import put_parts_back
@@ -193,18 +193,11 @@ class Replicas:
 
     @torch.no_grad()
     def _held(self) -> dict[str, Any]:
-        called: list[tuple[str, torch.Tensor]] = [
-            (f'{name!r} of model {i}', parameter)
-            for i, model in enumerate(self._prepared.models, 1)
-            for name, parameter in model.named_parameters()
-        ]
-        for own in self._prepared.own:
-            called += [(f'{name} of no model', one) for name, one in own.tensors.items()]
         norms = {
             f'the norm of parameter {name}': torch.linalg.vector_norm(
                 one, dtype=torch.promote_types(one.dtype, torch.float32)
             ).float()
-            for name, one in called
+            for name, one in self._prepared.called()
             if one.is_floating_point() or one.is_complex()
         }
         values = torch.stack(list(norms.values())).tolist() if norms else []

@@ -359,7 +359,8 @@ def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
         if isinstance(one, CONTAINERS) and len(one) <= ITEMS:
             inner = one if isinstance(one, dict) else dict(enumerate(one))
         if not isinstance(one, (Dataset, DataLoader, type)) and (own := attributes(one)):
-            yield f'{path}:', (_attributes_of(one), partial(_set_all, one))
+            get: Any = vars if own is getattr(one, '__dict__', None) else attributes
+            yield f'{path}:', (partial(get, one), partial(_set_all, one))
             inner = {**inner, **own}
         if len(inner) <= ITEMS and len(waiting) < _MOST:
             waiting += ((f'{path}.{name}', value) for name, value in inner.items())
@@ -373,11 +374,6 @@ def _put(own: dict[str, Any], values: Values) -> None:
     own.update(values)
     for name in [name for name, value in values.items() if value is _NONE]:
         del own[name]
-
-
-def _attributes_of(one: Any) -> Callable[[], Values]:
-    get: Any = vars if attributes(one) is getattr(one, '__dict__', None) else attributes
-    return partial(get, one)
 
 
 def _set_all(one: Any, values: Values) -> None:

@@ -196,12 +196,8 @@ def _key(key: Any) -> Any:
 
 
 def _alike(model: torch.nn.Module, state: dict[str, Any]) -> bool:
-    own = model.state_dict()
-    return [*own] == [*state] and all(map(_same_shape, own.values(), state.values()))
-
-
-def _same_shape(one: Any, other: Any) -> bool:
-    return getattr(one, 'shape', None) == getattr(other, 'shape', None)
+    shapes = ([getattr(v, 'shape', None) for v in s.values()] for s in (model.state_dict(), state))
+    return [*model.state_dict()] == [*state] and next(shapes) == next(shapes)
 
 
 def unpacked(packed: Any, now: Any, how: How) -> Any:

@@ -12,13 +12,14 @@ from parsl_freetrain.training.checkpoint.optimizer_state import move_to_paramete
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.checkpoint.trial import try_optimizers
 from parsl_freetrain.training.loop.carried import Carried
-from parsl_freetrain.training.loop.rank_parts import Model, RankParts
-from parsl_freetrain.training.spec.mode import Scaled
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts, Steps
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.steps.buffers import make_plain
+from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.deferred import scale_steps
-from parsl_freetrain.training.steps.mesh import Division
-from parsl_freetrain.training.steps.modes import make_steps
+from parsl_freetrain.training.steps.mesh import Division, Stepped
 from parsl_freetrain.training.steps.nonfinite import Watch
+from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 if TYPE_CHECKING:
     from parsl_freetrain.training.loop.fragment_run import FragmentRun
@@ -35,18 +36,21 @@ def prepare_model(
         scale_steps(
             prepared.optimizers, lambda: mode.lr_factor(parts.place.world_size, run.state.samples)
         )
-    steps = make_steps(
-        parts.order,
-        prepared,
-        parts.peers,
-        division,
-        clip_grad_norm,
-        find_unused,
-        parts.device,
-        lambda: hooks.running,
-    )
+    how = clip_grad_norm, find_unused, parts.device, lambda: hooks.running
+    steps = _make_steps(Stepped(parts.order, prepared, parts.peers, division, *how))
     carried = Carried(variables, parts.device, prepared.tensors())
     return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared), carried)
+
+
+def _make_steps(what: Stepped) -> Steps:
+    if not isinstance(what.order.spec.mode, Reproducible):
+        return ThroughputSteps(what)
+    if not what.order.spec.sharded:
+        return ReproducibleSteps(what)
+    # Only here, as it imports FSDP2.
+    from parsl_freetrain.training.steps.sharded import ShardedReproducibleSteps
+
+    return ShardedReproducibleSteps(what)
 
 
 def _restored(

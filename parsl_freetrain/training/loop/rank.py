@@ -7,8 +7,11 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import cloudpickle
 import tblib
@@ -30,39 +33,79 @@ from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, Phase
-from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
 from parsl_freetrain.training.loop.start import begin
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.linux import keep_freed_memory
+from parsl_freetrain.training.spec import messages as msg
+from parsl_freetrain.training.spec.fork_messages import ForkRequest, Launch
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import Outcome, RankEnd, RankError, ToRank
+from parsl_freetrain.training.spec.messages import Decoder, Outcome, RankEnd, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.steps import determinism
+
+_LARGEST_REQUEST = 1_000_000
+
+
+@dataclass(frozen=True)
+class StandbyPlace:
+    """Where a standby rank waits, at most ``wait_s``; ``channel`` becomes its node agent's."""
+
+    channel: Channel[ToRank]
+    asker: Channel[ForkRequest]
+    wait_s: float
+
+    def wait(self) -> tuple[FragmentOrder, RankPlace]:
+        """Wait for the fragment. Ends the process if none comes."""
+        self.asker.send(msg.Waiting(), wait=False)
+        self.asker.close()
+        data, fd = b'', None
+        if self.channel.poll(self.wait_s):
+            with suppress(OSError):
+                data, fd = self.channel.recv_fd(_LARGEST_REQUEST)
+        launch = Decoder[Launch](Launch, 'the fork server').decode(data) if data else None
+        if launch is None or fd is None:
+            os._exit(0)
+        self.channel.become(fd)
+        return launch.order, launch.place
+
+
+class StandbyContext(FragmentContext):
+    """Knows the trainer and the device; on access to another attribute it waits, by ``arrive``."""
+
+    def __init__(
+        self, trainer: str, device: torch.device, arrive: Callable[[], FragmentRun]
+    ) -> None:
+        self.__dict__.update(trainer=trainer, device=device, _arrive=arrive)
+
+    def __getattr__(self, name: str) -> Any:  # called only for attributes that are not set yet
+        if not self.arrive():
+            raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}')
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.arrive()
+        super().__setattr__(name, value)
+
+    def arrive(self) -> bool:
+        """Wait for the fragment if that has not been done. Returns whether this call did it."""
+        arrive = self.__dict__.pop('_arrive', None)
+        if arrive is not None:
+            super().__init__(arrive())
+        return arrive is not None
+
 
 _LARGEST_EXCEPTION = 1_000_000
 
 
-def run_rank(
-    order: FragmentOrder,
-    place: RankPlace,
-    payload: bytes,
-    channel: Channel[ToRank],
-    standby: StandbyPlace | None = None,
-) -> int:
-    """Run one rank of a fragment; its last message is the outcome. Returns the exit status: 0 if it
-    finished or stopped as it should. ``payload`` is cloudpickle's, from a process of the same user
-    only. A standby rank waits at ``standby`` for its actual order and place.
-    """
-    return _Rank(order, place, channel, standby).run(payload)
+class Rank:
+    """One rank of a fragment. A standby one waits at ``standby`` for its actual order and place."""
 
-
-class _Rank:
     def __init__(
         self,
         order: FragmentOrder,
         place: RankPlace,
         channel: Channel[ToRank],
-        standby: StandbyPlace | None,
+        standby: StandbyPlace | None = None,
     ) -> None:
         self._order, self._place, self._channel = order, place, channel
         self._standby, self._arrived = standby, standby is None
@@ -75,6 +118,9 @@ class _Rank:
         self._said_last = threading.Lock()
 
     def run(self, payload: bytes) -> int:
+        """Its last message is the outcome. Returns the exit status: 0 if it finished or stopped as
+        it should. ``payload`` is cloudpickle's, from a process of the same user only.
+        """
         self._inbox.listen_to_signals()
         try:
             self._train(payload)
@@ -93,9 +139,7 @@ class _Rank:
         if self._run is None:  # the fragment could not begin
             self._say_last(Outcome(self._how, error=self._error))
         else:
-            memory = devices.peak_memory(
-                self._device
-            )  # not with the copy of the state that it may leave
+            memory = devices.peak_memory(self._device)  # without the copy that it may leave
             outcome = self._run.outcome(self._how, self._error)
             self._say_last(replace(outcome, memory=memory))
         return 0 if self._well else 1
@@ -133,7 +177,8 @@ class _Rank:
             order, place, self._channel, self._inbox, devices.name_of(self._device)
         )()
         if place.world_size > 1:
-            exchanges.start(place.rank, self._channel.send, peers.broken, self._end_in)
+            who = place.rank, self._channel.send, peers.broken, self._end_in
+            threading.Thread(target=exchanges.watch, args=who, daemon=True).start()
             print(f'Tensors are exchanged by {dist.get_backend()}')
         how = peers, self._channel, self._inbox, self._device
         self._run = FragmentRun(begin(order, place, *how))

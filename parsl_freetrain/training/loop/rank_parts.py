@@ -19,11 +19,18 @@ from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import ToRank
+from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.mesh import Division
-from parsl_freetrain.training.steps.modes import Steps
 from parsl_freetrain.training.steps.nonfinite import Watch
+from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 Hook = Callable[[], object]
+Steps = ReproducibleSteps | ThroughputSteps
+"""How passes of the user's loop make up a step. ``delay``: maximum number of batches from a wish to
+the decision. ``kept_back``: the last step was skipped because of its gradient. ``before_step``:
+functions to call when the gradient is known. ``stepped``: an optimizer has been stepped.
+``changed``: the last batch has begun to change what checkpoints hold, apart from buffers.
+"""
 
 
 @dataclass
@@ -39,6 +46,10 @@ class LoopHooks:
     after_epoch: list[Hook] = field(default_factory=list)
     running: bool = False
     by_epochs: bool = False
+
+    @property
+    def functions(self) -> list[Hook]:
+        return [*self.before_step, *self.after_step, *self.each_epoch]
 
     @property
     def at_step_end(self) -> list[Hook]:

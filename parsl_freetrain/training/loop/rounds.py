@@ -13,7 +13,6 @@ from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.outer_means import EndDamaged, end_of_round
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.loop_data import BatchSource
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import RankParts
@@ -27,12 +26,6 @@ _TRIES = 3  # another replica may make the weights meanwhile
 def refuse(order: FragmentOrder, what: str, instead: str) -> None:
     if order.spec.diloco is not None:
         raise BadInput(f'{what} is not possible with mode=DiLoCo(...): {instead}.')
-
-
-def begin_rounds(parts: RankParts, prepared: Prepared, state: LoopState) -> None:
-    order = parts.order
-    if order.spec.diloco is not None and parts.saved is None and parts.place.rank == 0:
-        state.round_from = _weights(order).begin(prepared)
 
 
 def tell_round(parts: RankParts, batches: BatchSource, total: int) -> None:
@@ -52,7 +45,7 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
         return saved
     there = saved.position
     length = diloco.steps * there.batch_size
-    weights, ends = _weights(order), there.samples == there.total_samples
+    weights, ends = weights_of(order), there.samples == there.total_samples
     begun = there.samples // length * length
     at = begun if ends else diloco.begins_with(begun, length)  # the last weights are of all rounds
     if not there.round_ended:
@@ -130,7 +123,7 @@ def _after(
     )
 
 
-def _weights(order: FragmentOrder) -> outer.OuterWeights:
+def weights_of(order: FragmentOrder) -> outer.OuterWeights:
     own = PosixCheckpointStore(Path(order.store), order.trainer)
     replica = order.spec.replica
     fence, exact = partial(own.check_fence, order.fragment), order.spec.mode

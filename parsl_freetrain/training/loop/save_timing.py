@@ -34,7 +34,7 @@ class SaveTiming:
         self._order = order
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._first_step_s = 0.0
-        self._expected_s = self._pause_s = self._tidying_s = 0.0
+        self._expected_s = self.pause_s = self._tidying_s = 0.0
         self._saved_at, self._asked = time.monotonic(), False
         self.size, self.stepped_at, self.measured_s = 0, 0.0, 0.0
         self.deadline = math.inf if order.deadline is None else order.deadline
@@ -67,9 +67,6 @@ class SaveTiming:
         exchanges.step_took(seconds)
         self.stepped_at = time.monotonic()
 
-    def paused(self, seconds: float) -> None:
-        self._pause_s = seconds
-
     def wrote(self, seconds: float, tidying_s: float = 0.0) -> None:
         self.measured_s = max(self.measured_s, seconds)
         self._tidying_s = max(self._tidying_s, tidying_s)
@@ -99,13 +96,15 @@ class SaveTiming:
         """True once for each periodic one; ``near_end``: if a kill would cost more than it does."""
         every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
         if near_end:
-            every_s = min(every_s, max(NEAR_END_S, self._pause_s + self.longest_s))
+            every_s = min(every_s, max(NEAR_END_S, self.pause_s + self.longest_s))
         # The last one waits until this one is written.
         left_s = steps_left * self.step_s if self.step_s else math.inf
-        waits_s = self._pause_s + self.longest_s - left_s
+        waits_s = self.pause_s + self.longest_s - left_s
         if waits_s > _SHORT_S:
             every_s = max(every_s, _RARE * waits_s)
-        if self._exemption_ends():
+        # Whether the nodes may be preempted as soon as a checkpoint can have been written.
+        exempt_s = (self._order.exempt_until or 0.0) - time.monotonic()
+        if 0 < exempt_s < 2 * self.longest_s + self.expected_step_s + FLOOR_S:
             every_s = min(every_s, NEAR_END_S)
         if self._asked or time.monotonic() - self._saved_at < every_s:
             return False
@@ -126,14 +125,8 @@ class SaveTiming:
         per_s = self._order.interruptions_per_s
         if not per_s:
             return math.inf
-        cost_s = self._pause_s or self.longest_s
+        cost_s = self.pause_s or self.longest_s
         return max(math.sqrt(2 * cost_s / per_s), 2 * self.longest_s, NEAR_END_S)
-
-    def _exemption_ends(self) -> bool:
-        """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
-        until = self._order.exempt_until
-        margin_s = 2 * self.longest_s + self.expected_step_s + FLOOR_S
-        return until is not None and 0 < until - time.monotonic() < margin_s
 
 
 class Background:

@@ -123,18 +123,14 @@ class SharedState:
     ) -> None:
         self._store, self._peers = store, peers
         self._committed = Path(path).is_absolute()
-        self._disk = Disk(Path(path) if self._committed else store.folder / path, contents.files)
+        self.disk = Disk(Path(path) if self._committed else store.folder / path, contents.files)
         self._memory = NodeMemory(trainer, contents.files)
-        self._ways = PeerTransport(peers, self._memory, self._disk, contents.files, per_node)
+        self._ways = PeerTransport(peers, self._memory, self.disk, contents.files, per_node)
         self._opened, self._mended = Opened(path, contents, self._ways), False
         self.path, self.position = path, self._opened.position
         self.complete = all(
             n.startswith(manifests.SHARED) or self._ways.has(n) for n in contents.files
         )
-
-    @property
-    def bytes_read(self) -> int:
-        return self._disk.bytes_read
 
     def load(self, prepared: Prepared | None = None) -> Saved:
         """Its content, divided as the prepared models are; all ranks. BadInput for other models;
@@ -150,7 +146,8 @@ class SharedState:
                 self._store.put_aside(Path(self.path), damage)
         print(
             f'Of the state, {self._ways.bytes_here} bytes were in memory here, '
-            f'{self._ways.bytes_from_others} came from other ranks, and {self.bytes_read} were read'
+            f'{self._ways.bytes_from_others} came from other ranks, and {self.disk.bytes_read} '
+            'were read'
         )
         said = [text.decode() for text in gather_bytes(self._peers, damage.encode())]
         if self._committed or any(said):  # else it may be needed once more
@@ -160,17 +157,13 @@ class SharedState:
         if saved is None or any(said):
             if prepared is None or self._mended:
                 raise manifests.SharedDamaged(max(said))
-            self._mend(prepared, max(said))
+            write = partial(write_anew, self._store.folder, self._opened, prepared)
+            if not self._peers.broadcast_object('frozen', lambda: 'written' if write() else ''):
+                raise BadInput(f'{max(said)} What ctx.prepare was given has other values.')
+            self._mended = True
+            print(f'{max(said)} It was written anew.')
             return self.load(prepared)
         return saved
-
-    def _mend(self, prepared: Prepared, damage: str) -> None:
-        """Raises BadInput on all ranks if what is prepared is not what the files of several had."""
-        write = partial(write_anew, self._store.folder, self._opened, prepared)
-        if not self._peers.broadcast_object('frozen', lambda: 'written' if write() else ''):
-            raise BadInput(f'{damage} What ctx.prepare was given has other values.')
-        self._mended = True
-        print(f'{damage} It was written anew.')
 
 
 def newest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,15 @@ from parsl_freetrain.training.comm.peers import Agreed, on_any_rank
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop.body import Body
-from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
+from parsl_freetrain.training.loop.last_step import LastStep, around_models, versions
 from parsl_freetrain.training.loop.loop_data import BatchSource, Restarted
 from parsl_freetrain.training.loop.loop_saver import LoopSaver
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.loss import Loss, with_shares
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
-from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.loop.verification import Verification
-from parsl_freetrain.training.loop.wishes import EvaluationStopped, Wishes
-from parsl_freetrain.training.spec.messages import StateLeft
+from parsl_freetrain.training.loop.wishes import EvaluationStopped, Rollback, Wishes
 from parsl_freetrain.training.spec.mode import ROLLBACK, NonFinitePolicy, Reproducible
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
@@ -64,15 +61,13 @@ class TrainingLoop:
         self._steps, self._hooks, self._guard = model.steps, model.hooks, guard
         self._state, self._verification = state, verification
         self._body, self._loss = body, loss
-        self._policy = NonFinitePolicy(
-            self._mode.on_nan, f'Trainer {order.trainer!r}, fragment {order.fragment}'
-        )
+        self._policy = NonFinitePolicy(self._mode.on_nan, str(order))
         self._last = LastStep(parts, model, state)
         self._rollback = Rollback(parts, model, state, self._policy)
-        self._saver = LoopSaver(
+        self.saver = LoopSaver(
             parts, model, state, position_at, self._last, self._rollback, verification
         )
-        self._wishes = Wishes(parts, model, state, self._rollback)
+        self.wishes = Wishes(parts, model, state, self._rollback)
         self._began = 0, 0.0  # samples and time where the rate is counted from
         self._guarded = self._at_end = False
         self._between_epochs_s = math.inf  # what the function does there
@@ -80,9 +75,9 @@ class TrainingLoop:
     def run(self, data: BatchSource) -> Iterator[Any]:
         state = self._state
         if self._policy.policy == ROLLBACK and not state.samples:
-            self._saver.save(self._checkpointer.save_now)  # which a rollback would need
+            self.saver.save(self._checkpointer.save_now)  # which a rollback would need
         began_with = state.samples
-        self._saver.save_wanted()  # since the end of the loop before
+        self.saver.save_wanted()  # since the end of the loop before
         if due := state.epoch_due:
             self._carried.go_on()  # before functions of the epoch's end change them
             state.reports.share(self._peers)
@@ -91,10 +86,10 @@ class TrainingLoop:
             yield from self._end_epoch()
             data.look()
             if not self._at_end:  # else with what the function returns, or before the next loop
-                self._saver.save_wanted()
+                self.saver.save_wanted()
         if state.round_begins and state.samples < data.end:
-            self._saver.make_room()
-            self._saver.save(self._checkpointer.save_beside)
+            self.saver.make_room()
+            self.saver.save(self._checkpointer.save_beside)
         if due and self._hooks.by_epochs and not self._at_end:
             self._last.end_batch()
             yield NEXT_EPOCH
@@ -156,7 +151,7 @@ class TrainingLoop:
                 return
             if notable or decision >= Agreed.REPORT:
                 state.reports.gather(self._peers)
-                self._wishes.report(wait=self._at_end)
+                self.wishes.report(wait=self._at_end)
             if state.round_ended:
                 yield from self._end_round()
             if decision is Agreed.STOP and not needed:
@@ -172,7 +167,7 @@ class TrainingLoop:
             if ended and by_epochs and decision is Agreed.STOP:
                 yield from self._stop(batches, NEXT_EPOCH)
             if decision is Agreed.SAVE or state.wanted is not None:
-                self._saver.save(self._checkpointer.save_beside)
+                self.saver.save(self._checkpointer.save_beside)
             if ended and by_epochs:
                 self._last.end_batch()
                 since = time.monotonic()
@@ -249,11 +244,11 @@ class TrainingLoop:
         batch_size = data.order.batch_size
         soon = state.reached + (1 + steps.delay) * batch_size
         total = math.inf if state.total_samples is None else state.total_samples
-        self._wishes.steps_left = (total - state.reached) / batch_size
-        self._wishes.near_end = soon >= total or (
+        self.wishes.steps_left = (total - state.reached) / batch_size
+        self.wishes.near_end = soon >= total or (
             hooks.by_epochs and data.epochs_before(soon) > batch.epoch
         )
-        decision = Agreed(steps.end(self._wishes.after_step, self._checkpointer.timing.time_left))
+        decision = Agreed(steps.end(self.wishes.after_step, self._checkpointer.timing.time_left))
         self._verification.end()
         if steps.kept_back:
             self._policy.kept_back(state.samples, state.reached, steps.culprit())
@@ -268,8 +263,8 @@ class TrainingLoop:
         now, (samples, since) = time.monotonic(), self._began
         self._checkpointer.timing.step_took(now - began_at)
         if batch.samples_before == samples:
-            self._saver.make_room()
-        self._wishes.rate = (state.samples - samples) / data.replicas / (now - since)
+            self.saver.make_room()
+        self.wishes.rate = (state.samples - samples) / data.replicas / (now - since)
         return decision
 
     def _end_batch(self, decision: Agreed, data: BatchSource) -> bool:
@@ -286,9 +281,7 @@ class TrainingLoop:
 
     def _end_epoch(self) -> Iterator[Any]:
         state, hooks = self._state, self._hooks
-        state.user.text()  # raises BadInput if it cannot be saved
-        before = copy.deepcopy(state.user.values)
-        around = Surroundings.of(self._prepared, averages=True)
+        around = around_models(state, self._prepared, averages=True)
         changes = versions(self._prepared)
         # Also where the ranks draw different numbers in the loop: what is decided or changed here
         # must be the same on all of them.
@@ -304,12 +297,15 @@ class TrainingLoop:
             hooks.run(hooks.after_epoch)
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
-            state.user.put_back(before)
-            around.put_back(self._prepared)
+            around.put_back(state, self._prepared)
             unchanged = changes == versions(self._prepared)
             if unchanged and not (self._at_end or hooks.by_epochs):
                 yield from self._stop()
-            self._stop_unsaved()
+            # It ends in the last batch; the next one goes on from the last checkpoint.
+            last = self._checkpointer.settled()
+            state.samples = last.samples if last is not None else 0
+            state.phase = Phase.STOPPED
+            raise FragmentEnd from None
         finally:
             if state.phase is Phase.EPOCH_END:
                 state.phase = Phase.TRAINING
@@ -317,7 +313,7 @@ class TrainingLoop:
         self._draw_for_itself()
         state.epoch_due = False
         state.reports.means.end_epoch()
-        self._wishes.report(wait=False)
+        self.wishes.report(wait=False)
         finishing, checkpoint = self._peers.all_reduce_max(
             (bool(state.finishing), state.wanted is not None)
         )()
@@ -337,7 +333,7 @@ class TrainingLoop:
         state, checkpointer = self._state, self._checkpointer
         wanted = state.wanted is not None or state.round_ended > 0
         epoch_s = self._between_epochs_s if before else 0.0
-        self._saver.save(partial(checkpointer.save_and_stop, wanted=wanted))
+        self.saver.save(partial(checkpointer.save_and_stop, wanted=wanted))
         state.phase = Phase.STOPPED  # whatever the function and the other ranks come to
         following = next(batches, None) if batches is not None else None
         if following is not None:
@@ -382,20 +378,7 @@ class TrainingLoop:
             self._state.metrics.clear()
             self._state.metrics.update(metrics)
 
-    def _stop_unsaved(self) -> None:
-        """End the fragment in the last batch; the next one goes on from the last checkpoint."""
-        last = self._checkpointer.settled()
-        self._state.samples = last.samples if last is not None else 0
-        self._state.phase = Phase.STOPPED
-        raise FragmentEnd
-
-    def in_evaluation(self) -> Callable[[], None]:
-        return self._wishes.in_evaluation()
-
     def save_last(self) -> None:
         self._state.phase = Phase.FINISHED
-        self._saver.save(self._checkpointer.save_now)
-        self._wishes.report(wait=True)
-
-    def leave(self) -> StateLeft | None:
-        return self._saver.leave()
+        self.saver.save(self._checkpointer.save_now)
+        self.wishes.report(wait=True)

@@ -31,11 +31,6 @@ def frame_around() -> FrameType | None:
     return frame
 
 
-def names_around() -> Mapping[str, Any]:
-    frame = frame_around()
-    return frame.f_locals if frame is not None else {}
-
-
 def frames() -> Iterator[FrameType]:
     """The functions around us up to the user's, the nearest first."""
     frame: FrameType | None = sys._getframe(1)

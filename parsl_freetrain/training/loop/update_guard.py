@@ -55,20 +55,14 @@ class UpdateGuard:
         known = set(map(id, (*prepared.tensors(), *kept.values())))
         known |= {id(t) for one in prepared.averages for t in (*one.parameters(), *one.buffers())}
         if reproducible:
-            for number, model in enumerate(prepared.models, 1):
-                which = f' of model {number}' if len(prepared.models) > 1 else ''
-                self._add(model.named_parameters(), lambda name, which=which: f'{name!r}{which}')
-            for own_ones in prepared.own:
-                self._add(own_ones.tensors.items(), lambda name: f'{name} of no model')
-            for number, average in enumerate(prepared.averages, 1):
-                of = f' of average {number}'
-                self._add(average.named_parameters(), lambda name, of=of: f'{name!r}{of}')
-            self._add([(name, t) for name, t in kept.items() if is_plain(t)], str)
+            self._add(prepared.called())
+            self._add(prepared.called('averages'))
+            self._add((name, t) for name, t in kept.items() if is_plain(t))
         self._prepared = len(self._watched)
         for called, module in others.items():
             tensors = (*module.named_parameters(), *module.named_buffers())
-            own = [(name, t) for name, t in tensors if id(t) not in known and is_plain(t)]
-            self._add(own, lambda name, called=called: f'{called}.{name}')
+            own = ((name, t) for name, t in tensors if id(t) not in known and is_plain(t))
+            self._add((f'{called}.{name}', t) for name, t in own)
         self._batches = 0
         self._norms: list[torch.Tensor] | None = None
         self._others: torch.Tensor | None = None
@@ -78,10 +72,10 @@ class UpdateGuard:
         self._where = list(places.values())
         self._versions: list[int] = []
 
-    def _add(self, named: Iterable[tuple[str, torch.Tensor]], called: Any) -> None:
-        for name, parameter in named:
+    def _add(self, called: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, parameter in called:
             if not (parameter.is_inference() or parameter.is_meta):
-                self._names.append(called(name))
+                self._names.append(name)
                 self._watched.append(parameter)
 
     def begin_batch(self) -> None:

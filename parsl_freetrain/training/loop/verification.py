@@ -77,7 +77,7 @@ class Verification:
 
     def loop_begins(self) -> None:
         """Call in ``ctx.loop``, while there are no variables yet that belong to a batch."""
-        self._variables = self._variables or unknown_state.marks(self._names())
+        self._variables = self._variables or unknown_state.marks(variables(self._hooks.functions))
 
     def goes_on(self, saved: Source) -> None:
         """The fragment goes on from this state. All ranks call this."""
@@ -188,28 +188,13 @@ class Verification:
             for (first, last), sums in found.items()
         }
 
-    def _names(self) -> dict[str, Any]:
-        hooks = self._hooks
-        given = (*hooks.before_step, *hooks.after_step, *hooks.each_epoch)
-        return variables(given)
-
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and the buffers that are saved, by names for a sentence."""
-        found: dict[str, torch.Tensor] = {}
-        several = len(self._prepared.models) > 1
+        found = {f'parameter {name}': one for name, one in self._prepared.called()}
         for i, model in enumerate(self._prepared.models, 1):
-            of = f' of model {i}' if several else ''
             saved = model.state_dict(keep_vars=True)
-            found.update((f'parameter {n!r}{of}', p) for n, p in model.named_parameters())
+            of = f' of model {i}' if len(self._prepared.models) > 1 else ''
             found.update((f'buffer {n!r}{of}', b) for n, b in model.named_buffers() if n in saved)
-        known = set(map(id, found.values()))
-        for i, optimizer in enumerate(self._prepared.optimizers, 1):
-            own = [p for group in optimizer.param_groups for p in group['params']]
-            found.update(
-                (f'parameter {j} of optimizer {i}', p)
-                for j, p in enumerate(own, 1)
-                if id(p) not in known
-            )
         return found
 
     def _look(self, tensors: dict[str, torch.Tensor], *, grad: bool = False) -> None:
@@ -250,9 +235,9 @@ class Verification:
                     )
             return
         known = (*vars(self._prepared).values(), *self._prepared.models)
-        found = unknown_state.unknown(
-            self._names(), [one for several in known for one in _each(several)], self._variables
-        )
+        each = [one for several in known for one in _each(several)]
+        now_there = variables(self._hooks.functions)
+        found = unknown_state.unknown(now_there, each, self._variables)
         other = then.device != now.device
         sentence = (
             f'Trainer {self._trainer!r}: fragment {self._fragment} does not continue what fragment '

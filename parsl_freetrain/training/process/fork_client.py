@@ -20,7 +20,7 @@ from parsl_freetrain.training.process.fork_request import request_of_this_proces
 from parsl_freetrain.training.process.linux import StopWatch
 from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import Decoder, FromRank, RankPid, ToRank
+from parsl_freetrain.training.spec.messages import Decoder, FromRank, RankPid
 
 T = TypeVar('T')
 
@@ -31,24 +31,16 @@ _LOOK_S = 0.5
 _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
 
-class RankProcess:
+class RankProcess(Channel[FromRank]):
+    """A rank: the last message is an ``Exit``. For ``multiprocessing.connection.wait``, too."""
+
     def __init__(self, channel: Channel[FromRank], pid: int) -> None:
-        self.pid, self._channel = pid, channel
+        super().__init__(channel._socket, channel._decoder)
+        self.pid = pid
         try:
             self._pidfd: int | None = os.pidfd_open(pid)
         except ProcessLookupError:
             self._pidfd = None
-
-    def fileno(self) -> int:
-        """For ``multiprocessing.connection.wait``: ready when :meth:`recv` has a message."""
-        return self._channel.fileno()
-
-    def send(self, message: ToRank) -> bool:
-        return self._channel.send(message)
-
-    def recv(self) -> FromRank | None:
-        """The next message; last an ``Exit``, then EOFError. None: it was not understood."""
-        return self._channel.recv()
 
     def kill(self) -> None:
         if self._pidfd is not None:
@@ -57,7 +49,7 @@ class RankProcess:
 
     def close(self) -> None:
         """End the rank, whose messages nobody would receive; may be called more than once."""
-        self._channel.close()
+        super().close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None

@@ -48,7 +48,12 @@ def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
         imported = getattr(sys.modules.get(package), '__file__', None)
         # None: found by other means than the path, for example an editable installation.
         found = PathFinder.find_spec(package, request.path)
-        if imported and found and found.origin and not _same_file(imported, found.origin):
+        if (
+            imported
+            and found
+            and found.origin
+            and os.path.realpath(imported) != os.path.realpath(found.origin)
+        ):
             return f'its {package} is {found.origin}, the one here {imported}'
     return ''
 
@@ -81,7 +86,3 @@ def start_environment() -> dict[str, str]:
 
 def _absolute_path() -> list[str]:
     return [os.path.abspath(path) for path in sys.path]
-
-
-def _same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)

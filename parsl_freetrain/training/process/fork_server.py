@@ -24,7 +24,7 @@ from parsl_freetrain.training.process import standby_slots as standby
 from parsl_freetrain.training.process.channel import Channel, is_ours, listen
 from parsl_freetrain.training.process.fork_request import obstacle, take_effect
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
-from parsl_freetrain.training.process.rank_children import RankChildren
+from parsl_freetrain.training.process.standby_slots import RankChildren
 from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.messages import Decoder, Outcome, RankError, RankPid, ToRank
 
@@ -40,7 +40,7 @@ _TO_IMPORT = (
     'parsl_freetrain.training.loop.rank',
 )
 # FSDP2 imports the compiler, which takes as long as torch.
-_FOR_SHARDED = ('parsl_freetrain.training.steps.sharded_reproducible', 'torch._dynamo.utils')
+_FOR_SHARDED = ('parsl_freetrain.training.steps.sharded', 'torch._dynamo.utils')
 _OWNER_CHECK_S = 0.5
 _REQUEST_TIMEOUT_S = 2.0
 _OWNER_GONE = 3
@@ -303,8 +303,7 @@ def _serve_as_asked(channel: Channel[fork.ForkRequest], request: fork.ForkServer
 def _run(
     channel: Channel[fork.ForkRequest], request: fork.Launch, waits: socket.socket | None
 ) -> int:
-    from parsl_freetrain.training.loop.rank import run_rank
-    from parsl_freetrain.training.loop.standby_context import StandbyPlace
+    from parsl_freetrain.training.loop.rank import Rank, StandbyPlace
 
     order, place = request.order, request.place
     try:
@@ -322,9 +321,10 @@ def _run(
     payload = channel.recv_bytes()
     decoder: Decoder[ToRank] = Decoder(ToRank, 'the node agent')
     if waits is None or request.wait_s is None:
-        return run_rank(order, place, payload, channel.receiving(decoder))
+        return Rank(order, place, channel.receiving(decoder)).run(payload)
     waiting = Channel(waits, decoder)
-    return run_rank(order, place, payload, waiting, StandbyPlace(waiting, channel, request.wait_s))
+    standby = StandbyPlace(waiting, channel, request.wait_s)
+    return Rank(order, place, waiting, standby).run(payload)
 
 
 def _import_while_owned(owner: int) -> None:

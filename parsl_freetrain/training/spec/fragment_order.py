@@ -60,6 +60,9 @@ class FragmentOrder:
     def key(self) -> tuple[str, int]:
         return self.trainer, self.fragment
 
+    def __str__(self) -> str:
+        return f'Trainer {self.trainer!r}, fragment {self.fragment}'
+
     @property
     def per_node(self) -> int:
         assert self.spec.ranks.per_node is not None  # known once the nodes are

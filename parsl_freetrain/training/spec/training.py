@@ -317,6 +317,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         costs = {'up': scaling.rescale_up_s, 'down': scaling.rescale_down_s}
         up_s, down_s = (ASSUMED_RESCALE_S if s is None else s for s in costs.values())
         replicas = self.diloco.replicas if self.diloco is not None else 0
+        shards = self.shards // (self.ranks.per_node or 1)
         return Trainer(
             replica_name(name, self.replica),
             self.min_nodes,
@@ -340,15 +341,11 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 (name, curve if scaling.mixed else self._capped(curve))
                 for name, curve in scaling.class_curves()
             ),
-            mixed_parts=self._shards_per_rank if scaling.mixed else 0,
+            mixed_parts=shards or self.max_nodes if scaling.mixed else 0,
             training=name if replicas else '',
             replicas=max(replicas, 1),
             overlap=self.diloco.overlap if self.diloco is not None else 0,
         )
-
-    @property
-    def _shards_per_rank(self) -> int:
-        return self.shards // (self.ranks.per_node or 1) or self.max_nodes
 
     def _capped(self, curve: C) -> C:
         """``curve``, where it is not above what the rank with the most virtual shards allows."""

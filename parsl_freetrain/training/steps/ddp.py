@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.peers import Agreed, Agreement, Peers
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
+from parsl_freetrain.training.comm.peers import Agreed, Agreement
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split_for_ranks
+from parsl_freetrain.training.spec.mode import ADASUM
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import UNUSED, Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.group_settings import GroupSettings
-from parsl_freetrain.training.steps.mesh import Division, fsdp_modules
+from parsl_freetrain.training.steps.mesh import Stepped, fsdp_modules
 from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guard
 from parsl_freetrain.training.steps.replica import MeanAtSteps, Replica, with_shared_parts
 
@@ -34,19 +34,10 @@ class ThroughputSteps:
     ``adasum``; in a pipeline when the optimizer steps. BadInput for a gradient scaler there.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        peers: Peers,
-        division: Division,
-        clip_grad_norm: float | None,
-        find_unused_parameters: bool,
-        device: torch.device,
-        *,
-        adasum: bool = False,
-    ) -> None:
-        self._prepared, self._peers = prepared, peers
-        self._division, self._adasum = division, adasum
+    def __init__(self, what: Stepped) -> None:
+        prepared, peers, division = what.prepared, what.peers, what.division
+        self._prepared, self._peers, self._division = prepared, peers, division
+        self._adasum = getattr(what.order.spec.mode, 'combine', None) == ADASUM
         if any(isinstance(model, torch.jit.ScriptModule) for model in prepared.models):
             raise BadInput(
                 'ctx.prepare was given a model of torch.jit, of which several ranks of throughput '
@@ -57,7 +48,7 @@ class ThroughputSteps:
         if not division.pipelined:  # stages have optimizers of their own
             self._settings.follow_steps()
         self._agreement = Agreement(peers, same=lambda: self._settings.history)
-        self._non_finite = FirstNonFinite(prepared.models, device)
+        self._non_finite = FirstNonFinite(prepared.models, what.device)
         self._buffers = Buffers(prepared.models)
         self.optimizers, self.schedulers = prepared.optimizers, prepared.schedulers
         self._hooks: list[RemovableHandle] = []
@@ -80,7 +71,7 @@ class ThroughputSteps:
             from parsl_freetrain.training.steps.sharded import MeanOfParts  # imports FSDP2
 
             self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
-        self._replicas = [*self._wrapped(find_unused_parameters)]
+        self._replicas = [*self._wrapped(what.find_unused_parameters)]
         # Hooks run in this order: averaging first, so that all ranks check and clip the same.
         if self._at_step:
             for optimizer in prepared.optimizers:
@@ -92,18 +83,15 @@ class ThroughputSteps:
         self.before_step: list[Callable[[], object]] = []
         self.stepped = prepared.scales  # it may skip steps
         self._hooks_ran = self.changed = self._any_step = False
-        self._clips = clip_grad_norm is not None
-        self._add_hooks(prepared, clip_grad_norm, division)
+        self._clips = what.clip_grad_norm is not None
+        self._add_hooks(prepared, what.clip_grad_norm)
 
-    def _add_hooks(
-        self, prepared: Prepared, clip_grad_norm: float | None, division: Division
-    ) -> None:
+    def _add_hooks(self, prepared: Prepared, clip_grad_norm: float | None) -> None:
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._unscale)
             optimizer.register_step_pre_hook(self._run_hooks)
             if clip_grad_norm is not None:
-                mesh = None if self._mean is None else division.mesh
-                optimizer.register_step_pre_hook(_clipping(clip_grad_norm, mesh))
+                optimizer.register_step_pre_hook(partial(self._clip_to, clip_grad_norm))
             optimizer.register_step_pre_hook(self._begins_to_change)
 
     @property
@@ -183,8 +171,8 @@ class ThroughputSteps:
             self._accumulation.end_micro_batch()
         accumulates = self._accumulation is not None and self._accumulation.on
         if not (self._any_step or accumulates or self._prepared.scalers):
-            groups = (group for one in self._prepared.optimizers for group in one.param_groups)
-            if any(p.grad is not None for group in groups for p in group['params']):
+            every = (p for one in self._prepared.optimizers for p in parameters_of(one))
+            if any(p.grad is not None for p in every):
                 raise BadInput(UNUSED)
         if self.kept_back:
             self._buffers.undo()
@@ -247,6 +235,13 @@ class ThroughputSteps:
             return float(bool(self._weight)), self._weight, 1.0
         return self._weight, self._weight, 1 / self._division.shape.data
 
+    def _clip_to(self, norm: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        given = [p for p in parameters_of(optimizer) if p.grad is not None]
+        if self._mean is not None:  # ranks have parts of the parameters
+            row_norm.clip(given, self._division.mesh, norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(given, norm)
+
     def _begins_to_change(self, *_: object) -> None:
         self.changed = True
 
@@ -282,10 +277,9 @@ class ThroughputSteps:
         scale = getattr(optimizer, 'grad_scale', None)
         if scale is None or not (self._clips or self.before_step):
             return
-        for group in optimizer.param_groups:
-            for parameter in group['params']:
-                if parameter.grad is not None:
-                    parameter.grad.div_(scale)
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
         optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -294,8 +288,8 @@ class ThroughputSteps:
             return
         group = self._division.data_group
         waiting = []
-        every = [p.grad for group_ in optimizer.param_groups for p in group_['params']]
-        for gradient in [one for one in every if one is not None]:
+        every = (parameter.grad for parameter in parameters_of(optimizer))
+        for gradient in (one for one in every if one is not None):
             weigh(gradient, self._weight)
             waiting.append(dist.all_reduce(gradient, group=group, async_op=True))
         for work in waiting:
@@ -330,16 +324,3 @@ class ThroughputSteps:
         peers, row = self._peers, bucket.buffer()
         done.set_result(combine(row, sizes, peers.rank, peers.world_size, peers.sendrecv))
         return done
-
-
-def _clipping(norm: float, mesh: DeviceMesh | None) -> Callable[..., None]:
-    """``mesh``: of the ranks that have parts of the parameters."""
-
-    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        every = [p for group in optimizer.param_groups for p in group['params']]
-        if mesh is not None:
-            row_norm.clip(every, mesh, norm)
-        else:
-            torch.nn.utils.clip_grad_norm_([p for p in every if p.grad is not None], norm)
-
-    return clip

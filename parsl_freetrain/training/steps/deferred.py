@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -44,15 +43,6 @@ class DeferredOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not (self._only_clears and self._none_left()):
             self._optimizer.zero_grad(set_to_none=set_to_none)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own groups; changes count."""
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self._optimizer.state
 
     def __getattr__(self, name: str) -> Any:
         if name == '_step_supports_amp_scaling':  # only an enabled gradient scaler asks for it
@@ -107,13 +97,6 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
             raise BadInput(several_times(optimizer))
 
     optimizer.step(closure)  # type: ignore[arg-type]
-
-
-def by_samples(
-    optimizer: torch.optim.Optimizer, factor: Callable[[int], float], samples: Callable[[], int]
-) -> LambdaLR:
-    """A scheduler whose ``step()`` sets the initial learning rate times ``factor(samples())``."""
-    return LambdaLR(optimizer, lambda _: factor(samples()))
 
 
 def scale_steps(optimizers: Iterable[torch.optim.Optimizer], factor: Callable[[], float]) -> None:

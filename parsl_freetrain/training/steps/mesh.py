@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-from parsl_freetrain.training.checkpoint.source import divided, held, open_checkpoint
+from parsl_freetrain.training.checkpoint.source import divided
 from parsl_freetrain.training.checkpoint.state import Saved, State, content_of, restore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm import world
@@ -33,8 +33,6 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-    from parsl_freetrain.training.steps.modes import Steps
 
 
 class Division:
@@ -50,13 +48,12 @@ class Division:
     def __init__(self, order: FragmentOrder, place: RankPlace, device: torch.device) -> None:
         self.shape = order.shape or Shape(data=place.world_size)
         self.stated = order.shape is not None
-        where = f'Trainer {order.trainer!r}, fragment {order.fragment}'
         if self.shape.ranks != place.world_size:
             raise BadInput(
-                f'{where}: the shape {self.shape} is for {self.shape.ranks} ranks, but there are '
+                f'{order}: the shape {self.shape} is for {self.shape.ranks} ranks, but there are '
                 f'{place.world_size}.'
             )
-        check_shape(self.shape, order.spec.mode, where)
+        check_shape(self.shape, order.spec.mode, str(order))
         self._rank, self._device, self._hang_s = place.rank, device, order.hang_s
         self.parts = self.shape.batch_parts
         self.data_rank = place.rank * self.parts // self.shape.ranks
@@ -128,10 +125,6 @@ class Division:
         """Set what was prepared, as :func:`~parsl_freetrain.training.checkpoint.state.restore`."""
         restore(prepared, saved)
 
-    def read(self, path: str, prepared: Prepared) -> Saved:
-        """What this rank needs of a checkpoint of this fragment."""
-        return open_checkpoint(path).load()
-
 
 class ShardedDivision(Division):
     """A shape of the trainer divides the parameters: each rank holds, writes and reads its part."""
@@ -161,10 +154,7 @@ class ShardedDivision(Division):
         return divided(state, self.mesh, self._rank)
 
     def held(self, state: State, *, knows_all: bool) -> State:
-        return held(state if knows_all else replace(state, structure=None))
-
-    def read(self, path: str, prepared: Prepared) -> Saved:
-        return open_checkpoint(path).load(prepared)
+        return divided(state if knows_all else replace(state, structure=None))
 
 
 class StagedDivision(Division):
@@ -211,6 +201,20 @@ class StagedDivision(Division):
 
     def restore(self, prepared: Prepared, saved: Saved) -> None:
         restore(prepared, saved, parts=True)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What the optimizers of one rank step; ``in_hook``: a function given to the context runs."""
+
+    order: FragmentOrder
+    prepared: Prepared
+    peers: Peers
+    division: Division
+    clip_grad_norm: float | None
+    find_unused_parameters: bool
+    device: torch.device
+    in_hook: Callable[[], bool]
 
 
 def division_of(order: FragmentOrder, place: RankPlace, device: torch.device) -> Division:
@@ -268,7 +272,7 @@ def put_parts_back(models: Iterable[torch.nn.Module]) -> None:
 
 
 def all_gather(
-    tensor: torch.Tensor, spec: TrainingSpec, division: Division, steps: Steps, peers: Peers
+    tensor: torch.Tensor, spec: TrainingSpec, division: Division, steps: Any, peers: Peers
 ) -> torch.Tensor:
     if isinstance(spec.mode, Reproducible):
         if spec.shards == 1:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from parsl_freetrain.training.checkpoint.local_shard import local, real
-from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 
 LOOK_EVERY_S = 0.25
 _REMEMBERED = 4096  # more than the number of steps between two checks of a Watch
@@ -125,17 +125,8 @@ class Guard:
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         # With a gradient scaler, fused optimizers skip what it has found, which is no fault.
         scaled = getattr(optimizer, 'found_inf', None) is not None
-        if self.on and not scaled and drop_bad_gradients(optimizer, self._anywhere):
+        parameters = parameters_of(optimizer) if self.on and not scaled else []
+        if parameters and self._anywhere(not all_finite(p.grad for p in parameters)):
             self.bad = True
-
-
-def drop_bad_gradients(
-    optimizer: torch.optim.Optimizer, anywhere: Callable[[bool], bool] = lambda bad: bad
-) -> bool:
-    """If a gradient is not finite, remove all (the step does nothing); whether it did so."""
-    parameters = [p for group in optimizer.param_groups for p in group['params']]
-    if not anywhere(not all_finite(p.grad for p in parameters)):
-        return False
-    for parameter in parameters:
-        parameter.grad = None
-    return True
+            for parameter in parameters:
+                parameter.grad = None  # the step does nothing then

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -34,12 +34,8 @@ def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: i
     return [msgspec.msgpack.decode(one, type=Notes) for one in said]
 
 
-def present_in(notes: Sequence[Notes]) -> list[bool]:
-    return [any(flags) for flags in zip(*(one.present for one in notes), strict=True)]
-
-
-def stepped_in(notes: Sequence[Notes]) -> list[bool]:
-    return [any(flags) for flags in zip(*(one.stepped for one in notes), strict=True)]
+def anywhere(flags: Iterable[bytes]) -> list[bool]:
+    return [*map(any, zip(*flags, strict=True))]
 
 
 def scheduled_in(

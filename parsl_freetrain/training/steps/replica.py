@@ -37,11 +37,6 @@ class Replica:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         object.__setattr__(model, '__class__', _passing(type(model), self))
 
-    def average_at_steps(self) -> None:
-        if not self.at_steps:
-            self.at_steps = True
-            self.ddp.reducer._remove_autograd_hooks()
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.in_pass = self.waits = True
         try:
@@ -139,7 +134,8 @@ class MeanAtSteps:
             replica.check()
             replica.partly = replica.waits = False
             if not (replica.at_steps or all(p.requires_grad for p in replica.trained)):
-                replica.average_at_steps()
+                replica.at_steps = True
+                replica.ddp.reducer._remove_autograd_hooks()
         self._buffers.share(self._group)
 
     def _backward(self) -> Callable[[], None]:

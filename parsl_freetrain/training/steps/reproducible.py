@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.checkpoint.trainables import parameters_of
+from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
+from parsl_freetrain.training.spec.mode import STOP, NonFinitePolicy
 from parsl_freetrain.training.steps import deferred
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
@@ -22,6 +23,7 @@ from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard, set_grad
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.host_limit import HostLimit
+from parsl_freetrain.training.steps.mesh import Stepped
 from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
@@ -39,17 +41,8 @@ class ReproducibleSteps:
     delay = 0  # the ranks decide at the end of the same global batch
     adds_buffers = True
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        peers: Peers,
-        shards: int,
-        clip_grad_norm: float | None,
-        device: torch.device,
-        in_hook: Callable[[], bool],
-        speeds: Sequence[float] = (),
-        stop: Callable[[int, int, str], None] | None = None,
-    ) -> None:
+    def __init__(self, what: Stepped) -> None:
+        prepared, order, device = what.prepared, what.order, what.device
         if prepared.scales:
             raise BadInput(deferred.NO_SCALER)
         for optimizer in prepared.optimizers:
@@ -62,12 +55,12 @@ class ReproducibleSteps:
             map(deferred.DeferredOptimizer, prepared.optimizers, handed, nothing)
         )
         self.schedulers = tuple(map(deferred.DeferredScheduler, prepared.schedulers, noted))
-        self._peers = self._all = peers
-        self._shards, self._in_hook, self._clip = shards, in_hook, clip_grad_norm
-        self._device = device
+        self._peers = self._all = what.peers
+        shards = self._shards = order.spec.shards
+        self._in_hook, self._clip, self._device = what.in_hook, what.clip_grad_norm, device
         # Ranks that divide parameters take neighbouring shards: how many, and which is this one's.
         self._width, self._place = 1, 0
-        self._speeds = speeds
+        self._speeds = [speed for speed in order.speeds for _ in range(order.per_node)]
         self._lay_out()
         self._micro_batch: MicroBatch | None = None
         self._own = self._layout.empty()
@@ -84,7 +77,9 @@ class ReproducibleSteps:
         self._culprit, self._span = '', (0, 0)
         # If a gradient that is not finite ends the training, that may be known a step later, and
         # Python need not wait for the device in each.
-        self._stop, self._late = stop, stop is not None and device.type != 'cpu'
+        policy = NonFinitePolicy(order.spec.mode.on_nan, str(order))
+        self._stop = policy.kept_back if policy.policy == STOP else None
+        self._late = self._stop is not None and device.type != 'cpu'
         self._asked: _Look | None = None
         self._stepped = [False] * len(prepared.optimizers)
         self._any_stepped = bytearray(len(prepared.optimizers))
@@ -195,7 +190,7 @@ class ReproducibleSteps:
         if self.kept_back:
             self._buffers.undo()
         self._layout.give(total)
-        stepped = told.stepped_in(notes)
+        stepped = told.anywhere(one.stepped for one in notes)
         self.stepped |= any(stepped)
         if not self.kept_back:
             for hook in self.before_step:
@@ -204,8 +199,11 @@ class ReproducibleSteps:
                 self._clip_gradients(self._clip, self._layout.parameters)
             for number, optimizer in enumerate(self._prepared.optimizers):
                 if stepped[number]:
-                    if self.shares:
-                        self._give_own(total, self._of_optimizer[number])
+                    if self.shares:  # each steps with the gradients of its own loss
+                        own = self._of_optimizer[number]
+                        self._layout.give(total, own)
+                        if self._clip is not None:
+                            self._clip_gradients(self._clip, [self._parameters[i] for i in own])
                     deferred.step_once(optimizer)
         scheduled = told.scheduled_in(notes, len(self._prepared.schedulers), self._sum.sizes)
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
@@ -224,12 +222,6 @@ class ReproducibleSteps:
     def _put_buffers(self, into: Contribution, weight: float) -> None:
         self._layout.put_buffers(into, weight)
 
-    def _give_own(self, total: Contribution, own: range) -> None:
-        """Where optimizers share parameters, each steps with the gradients of its own loss."""
-        self._layout.give(total, own)
-        if self._clip is not None:
-            self._clip_gradients(self._clip, [self._parameters[i] for i in own])
-
     def _clip_gradients(self, largest: float, parameters: Sequence[torch.nn.Parameter]) -> None:
         torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], largest)
 
@@ -239,7 +231,7 @@ class ReproducibleSteps:
         if self.numbers is not None:
             first = self._sum.first_rank
             self.numbers.take_firsts(self._all, first, changed=notes[first].numbers)
-        total = self._sum.total(told.present_in(notes))
+        total = self._sum.total(told.anywhere(one.present for one in notes))
         culprits = self._culprits(total)
         if culprits is None:
             self._take_buffers(total, notes)

@@ -17,16 +17,16 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import Checkpoint, FragmentContext, FreeTrainError, Retention
 from parsl_freetrain.core.model.events import CheckpointSaved
-from parsl_freetrain.training.checkpoint import fault_hooks, snapshot
+from parsl_freetrain.training.checkpoint import fault_hooks, transport_memory
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
-from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.checkpoint.transport_memory import Snapshots
 from parsl_freetrain.training.comm.peers import SealedStore
 from parsl_freetrain.training.loop import checkpointer
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
@@ -124,7 +124,7 @@ def test_a_device_copies_while_python_goes_on_and_before_what_follows(
             order_of_events.append('copied')
 
     monkeypatch.setattr(torch.accelerator, 'current_stream', lambda device: Stream())
-    monkeypatch.setattr(snapshot, '_devices', lambda state: {torch.device('cuda')})
+    monkeypatch.setattr(transport_memory, '_devices', lambda state: {torch.device('cuda')})
     beside = keeper(tmp_path, channels[0], order_of_events.append)
     beside.save_beside(state_of(things()), 10, {})
     order_of_events.append('the next pass')
@@ -448,7 +448,7 @@ def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
         for _ in range(2):
             kept.timing.step_took(0.1)
         kept.timing.wrote(4.9)
-        kept.timing.paused(0.1)
+        kept.timing.pause_s = 0.1
         clock[0] += age_s
         assert kept.wants_to_save(steps_left=steps_left) is saves, (steps_left, age_s)
 

@@ -9,7 +9,13 @@ import torch
 from parsl_freetrain import FreeTrainError
 from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.local_shard import Box
-from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, verify, write_manifest
+from parsl_freetrain.training.checkpoint.manifest import (
+    Damaged,
+    Manifest,
+    commit,
+    verify,
+    write_manifest,
+)
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import (
     Contents,
@@ -67,7 +73,7 @@ def written(folder: Path, writers: int, parts: tuple[int, ...] = (2, 2)) -> dict
             part = read_part(folder, rank, write_part(folder, rank, part))
         found.append(part)
     hashed = write_contents(folder, found)
-    write_manifest(folder, trainer='t', samples=1, fragment=1, metrics={}, hashed=hashed)
+    write_manifest(folder, Manifest('t', 1, 1, {}), hashed)
     commit(folder)
     return full
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from parsl_freetrain import BadInput
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
-from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, write_manifest
+from parsl_freetrain.training.checkpoint.manifest import Damaged, Manifest, commit, write_manifest
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.source import read_state
@@ -69,7 +69,7 @@ def committed(folder: Path, state: State) -> str:
     """A checkpoint with this state."""
     folder.mkdir(exist_ok=True)
     hashed = state.write(folder)
-    write_manifest(folder, trainer='t', samples=1, fragment=1, metrics={}, hashed=hashed)
+    write_manifest(folder, Manifest('t', 1, 1, {}), hashed)
     commit(folder)
     return str(folder)
 

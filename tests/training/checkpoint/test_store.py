@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from parsl_freetrain import BadInput, Checkpoint, Retention
-from parsl_freetrain.training.checkpoint.directories import fresh
+from parsl_freetrain.training.checkpoint.directories import fresh, name_of
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.identity import JSON
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
@@ -269,7 +269,7 @@ def test_pruning_keeps_the_newest_and_clears_what_earlier_fragments_left(
     for samples in (100, 200, 300, 400):
         saved(store, samples, fragment=samples // 100)
     for name in ('350-f000003', '450-f000004', '450-f000005'):
-        data(b'half')(fresh(store.folder, *map(int, name.split('-f'))))
+        data(b'half')(fresh(store.folder, name_of(*map(int, name.split('-f')))))
     (store.folder / 'notes').mkdir()
     store.prune(Retention(2))
     assert [checkpoint.samples for checkpoint in store.checkpoints()] == [300, 400]

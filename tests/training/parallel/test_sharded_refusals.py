@@ -17,7 +17,7 @@ from parsl_freetrain import BadInput, FragmentContext, Reproducible, Scaled, Sha
 from parsl_freetrain.training.checkpoint.state import check_shapes
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.parallel.sharded import shard_model
-from parsl_freetrain.training.parallel.sharded.initial import fill
+from parsl_freetrain.training.parallel.sharded.shard import fill
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.shapes import check_shape
 from parsl_freetrain.training.steps.sharded import check_sharded

@@ -20,7 +20,6 @@ from parsl_freetrain.training.parallel.spatial import (
 )
 from parsl_freetrain.training.parallel.spatial.geometry import (
     Bounds,
-    Reach,
     TransposedWindow,
     Window,
     moves,
@@ -37,7 +36,7 @@ SPREADS = st.builds(
 )
 
 
-def positions(reach: Reach, bounds: Bounds, out: Bounds) -> list[list[int]]:
+def positions(reach: Window, bounds: Bounds, out: Bounds) -> list[list[int]]:
     """What each part has after the exchange, as positions; padding lies beyond the axis."""
     found = moves(reach, bounds, out, 'depth')
     made = []
@@ -64,7 +63,7 @@ def positions(reach: Reach, bounds: Bounds, out: Bounds) -> list[list[int]]:
 @holds_for(
     st.one_of(WINDOWS, SPREADS), st.lists(st.integers(1, 9), min_size=1, max_size=5), tries=150
 )
-def test_every_part_has_what_its_output_needs(reach: Reach, sizes: list[int]) -> None:
+def test_every_part_has_what_its_output_needs(reach: Window, sizes: list[int]) -> None:
     bounds = (0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))
     try:
         out = placed(reach, bounds, 'depth')

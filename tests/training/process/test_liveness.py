@@ -45,7 +45,9 @@ group = RankGroup(order, RankPlace(rank, count, 0, count, ''), store, 'secret', 
 def end(exchange):
     print('Another rank is gone:', exchange, flush=True)
     os._exit(0)
-exchanges.start(rank, print, group.broken, end)
+import threading
+who = rank, print, group.broken, end
+threading.Thread(target=exchanges.watch, args=who, daemon=True).start()
 print('met', flush=True)
 try:
     for step in range(steps or 1_000_000):

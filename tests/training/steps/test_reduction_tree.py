@@ -123,13 +123,13 @@ def counts_what_it_receives(ctx: FragmentContext, elements: int, apart: bool) ->
     """Reports what each exchange brings, relative to the model. ``apart``: on other computers."""
     import torch.distributed as dist
 
-    from parsl_freetrain.training.steps import shared_rows
+    from parsl_freetrain.training.steps import reduction_tree
 
     def elsewhere(*_: object) -> None:
         raise OSError
 
     if apart:
-        vars(shared_rows)['_map'] = elsewhere
+        vars(reduction_tree)['_map'] = elsewhere
     received: list[int] = []
     gather, to_all, swap = dist.all_gather, dist.all_to_all_single, dist.batch_isend_irecv
 

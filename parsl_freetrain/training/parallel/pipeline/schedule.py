@@ -49,15 +49,10 @@ class PipelineSchedule:
         tasks = (task for task in self.rows[worker] if task is not None)
         return tuple(sorted({(task.direction, task.stage) for task in tasks}))
 
-    def feeds(self, task: Task) -> Task | None:
-        """The task at the neighbouring stage that takes this one's output; None at the end."""
-        return self._beside(task, 1)
-
-    def fed_by(self, task: Task) -> Task | None:
-        """The task at the neighbouring stage that makes this one's input; None at the end."""
-        return self._beside(task, -1)
-
-    def _beside(self, task: Task, way: int) -> Task | None:
+    def fed_by(self, task: Task, way: int = -1) -> Task | None:
+        """The task at the neighbouring stage that makes this one's input (``way`` 1: takes its
+        output); None at the end.
+        """
         stage = task.stage + (way if task.kind == FORWARD else -way)
         return replace(task, stage=stage) if 0 <= stage < self.stages else None
 
@@ -209,7 +204,7 @@ def programs_of(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
 
 def message_of(schedule: PipelineSchedule, task: Task | None) -> StageTransfer | None:
     """What a task sends to another worker; None if it sends nothing."""
-    taker = schedule.feeds(task) if task is not None else None
+    taker = schedule.fed_by(task, 1) if task is not None else None
     if task is None or taker is None:
         return None
     source, target = (schedule.worker(one.stage, one.direction) for one in (task, taker))

@@ -1,13 +1,13 @@
 """Layers for networks whose volumes are divided among ranks, with torch's names and arguments."""
 
-from parsl_freetrain.training.parallel.spatial.convolution import (
+from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
+from parsl_freetrain.training.parallel.spatial.layers import (
     AvgPool3d,
+    BatchNorm3d,
     Conv3d,
     ConvTranspose3d,
     MaxPool3d,
 )
-from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
-from parsl_freetrain.training.parallel.spatial.normalisation import BatchNorm3d
 from parsl_freetrain.training.parallel.spatial.sharded_volume import (
     Sharded,
     ShardedVolumes,

@@ -55,13 +55,9 @@ class Window:
 
 
 @dataclass(frozen=True)
-class TransposedWindow:
+class TransposedWindow(Window):
     """A window into which each input position is spread, as in torch's transposed convolution."""
 
-    kernel: int
-    stride: int = 1
-    padding: int = 0
-    dilation: int = 1
     output_padding: int = 0
 
     def extent(self, n: int) -> int:
@@ -78,9 +74,6 @@ class TransposedWindow:
         ) // self.stride + 1
 
 
-Reach = Window | TransposedWindow  # how a layer acts on one axis
-
-
 @dataclass(frozen=True)
 class Move:
     """What one part needs along an axis, and what its neighbours, before and after it, need."""
@@ -92,7 +85,7 @@ class Move:
 
 
 @lru_cache(maxsize=4096)
-def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
+def placed(reach: Window, bounds: Bounds, axis: str) -> Bounds:
     """Bounds of a layer's output, from its input's; BadInput if a part would be empty."""
     extent = reach.extent(bounds[-1])
     inner = [min(max(reach.place(position), 0), extent) for position in bounds[1:-1]]
@@ -106,13 +99,13 @@ def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
 
 
 @lru_cache(maxsize=4096)
-def moves(reach: Reach, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
+def moves(reach: Window, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
     """What every part needs of others; BadInput, on all ranks, if its neighbours have less."""
     needs = [reach.need(*part) for part in pairwise(out)]
     return tuple(_move(reach, bounds, needs, part, axis) for part in range(len(needs)))
 
 
-def _move(reach: Reach, bounds: Bounds, needs: Sequence[Range], part: int, axis: str) -> Move:
+def _move(reach: Window, bounds: Bounds, needs: Sequence[Range], part: int, axis: str) -> Move:
     begin, end, extent = bounds[part], bounds[part + 1], bounds[-1]
     low, high = needs[part]
     first, last = min(max(low, 0), extent), max(min(high, extent), 0)
@@ -139,7 +132,7 @@ def _move(reach: Reach, bounds: Bounds, needs: Sequence[Range], part: int, axis:
     )
 
 
-def _would_do(reach: Reach, bounds: Bounds) -> str:
+def _would_do(reach: Window, bounds: Bounds) -> str:
     extent = bounds[-1]
     fits = []
     for parts in range(1, len(bounds) - 1):
@@ -153,7 +146,7 @@ def _would_do(reach: Reach, bounds: Bounds) -> str:
     return f'it can be {where}' if fits else 'it is too small, undivided as well'
 
 
-def _said(reach: Reach) -> str:
+def _said(reach: Window) -> str:
     said = str(reach).replace('Window', 'A window')
     return said.replace('TransposedWindow', 'A transposed convolution').replace('(', ' (', 1)
 

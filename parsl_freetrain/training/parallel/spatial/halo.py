@@ -18,11 +18,11 @@ FIRST = 2  # the dimension of depth: volumes are (samples, channels, depth, heig
 
 
 def plan(
-    reaches: Sequence[geometry.Reach], layout: Layout, grid: Grid, like: Layout | None = None
+    reaches: Sequence[geometry.Window], layout: Layout, grid: Grid, like: Layout | None = None
 ) -> tuple[Layout, Moves]:
     """The layout of a layer's output, and what this rank needs for its part. ``reaches``: how the
     layer acts on each axis; ``like``: the output's layout. BadInput as of
-    :class:`.convolution.Conv3d`.
+    :class:`.layers.Conv3d`.
     """
     out: list[geometry.Bounds] = []
     needed: list[geometry.Move | None] = []
@@ -43,24 +43,20 @@ def plan_window(layout: Layout, grid: Grid, *numbers: Any) -> tuple[Layout, Move
     return out, needed, [0 if move is not None else window.padding for move, window in pairs]
 
 
-def collect(x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
-    """What a rank needs, and what it received for that: two tensors for each divided axis."""
-    got: list[Tensor] = []
+def collect(
+    x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0, got: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """What a rank needs, and what it received for that: two tensors for each divided axis. With
+    what it has ``got`` before, once more without an exchange.
+    """
+    every: list[Tensor] = []
     for dim, axis, move in _steps(needed, grid):
         sent = x.narrow(dim, *_from(move.send[0])), x.narrow(dim, *_from(move.send[1]))
-        received = axis.swap(sent, move.receive, dim)
-        got += received
+        before = got[len(every) : len(every) + 2]
+        received = (before[0], before[1]) if before else axis.swap(sent, move.receive, dim)
+        every += received
         x = _joined(x, received, move, dim, fill)
-    return x, got
-
-
-def assembled(
-    x: Tensor, got: Sequence[Tensor], needed: Moves, grid: Grid, fill: float = 0.0
-) -> Tensor:
-    """The result of :func:`collect` once more, without an exchange."""
-    for i, (dim, _, move) in enumerate(_steps(needed, grid)):
-        x = _joined(x, (got[2 * i], got[2 * i + 1]), move, dim, fill)
-    return x
+    return x, every
 
 
 def give_back(gradient: Tensor, shape: torch.Size, needed: Moves, grid: Grid) -> Tensor:
