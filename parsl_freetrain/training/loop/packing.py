@@ -232,7 +232,15 @@ class _Unpacker:
             if not has_state(now) and packed[2] >= 0:
                 now = copy.deepcopy(self._how.models[packed[2]])
             if has_state(now):
-                load_state(now, self.unpack(inner))
+                try:
+                    load_state(now, self.unpack(inner))
+                except Exception as error:
+                    raise BadInput(
+                        f'A variable holds a {type(now).__name__}, which does not take back its '
+                        f'state of the checkpoint ({type(error).__name__}: {error}): make it as it '
+                        'was when its state was saved, or use it in functions of ctx.after_step or '
+                        'ctx.each_epoch.'
+                    ) from error
             return now
         if kind == 'constant':
             return (_CONSTANTS.get(packed[2]) or self._class(packed[2]))(*map(self.unpack, inner))

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from parsl_freetrain import BadInput
 from parsl_freetrain.training.loop.changes import is_large, is_library, mark
+from parsl_freetrain.training.loop.packing import How, packed, unpacked
+
+
+class Asks:
+    def state_dict(self) -> dict[str, int]:
+        return {'n': 1}
+
+    def load_state_dict(self, _: Any) -> None:
+        raise ValueError('begin first')
 
 
 class Own:
@@ -81,3 +91,9 @@ def test_libraries_of_all_environments_are_no_code_of_the_user() -> None:
     for folder in ('/soft/conda/lib/python3.11/site-packages', '/usr/lib/python3/dist-packages'):
         assert is_library(f'{folder}/lightning/module.py')
     assert not is_library('/home/me/project/train.py') and not is_library(__file__)
+
+
+def test_a_state_that_is_not_taken_back_is_a_sentence() -> None:
+    how = How([], set(), lambda _: None, torch.device('cpu'))
+    with pytest.raises(BadInput, match=r'holds a Asks, .* \(ValueError: begin first\)'):
+        unpacked(packed(Asks(), how), Asks(), how)
