@@ -6,16 +6,42 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+
+_WITHIN = 'of its optimizer '
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its ``state_dict()``, and what that lacks of the optimizers in its attributes (SAM)."""
+    own = optimizer.state_dict()
+    known = set(map(id, tree_leaves(own)))
+    for name, one in _within(optimizer).items():
+        theirs = one.state_dict()
+        if any(isinstance(t, torch.Tensor) and id(t) not in known for t in tree_leaves(theirs)):
+            own = {**own, _WITHIN + name: theirs}
+    return own
+
+
+def _within(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    every = vars(optimizer).items()
+    return {name: one for name, one in every if isinstance(one, torch.optim.Optimizer)}
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types: bool) -> None:
     """Set an optimizer to a ``state_dict()``; tensors get their parameter's memory layout, as fused
     kernels need. ``keep_types``: no cast, which would round float32 for a bfloat16 parameter.
     """
-    optimizer.load_state_dict(state)
+    within = _within(optimizer)
+    shared = [one for one in within.values() if one.param_groups is optimizer.param_groups]
+    for name, one in within.items():
+        if _WITHIN + name in state:
+            load(one, state[_WITHIN + name], keep_types=keep_types)
+    optimizer.load_state_dict({k: v for k, v in state.items() if k.removeprefix(_WITHIN) == k})
+    for one in shared:
+        one.param_groups = optimizer.param_groups
     if 'param_groups' not in state:  # it has another optimizer, and a form of its own
         return
     numbers = [number for group in state['param_groups'] for number in group['params']]
@@ -92,9 +118,10 @@ def add_groups(optimizer: torch.optim.Optimizer, then: list[list[str]], prepared
     optimizer.add_param_group = add  # type: ignore[method-assign, assignment]
 
 
-def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+def by_name(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], names: dict[int, str]
+) -> dict[str, Any]:
     """A ``state_dict()`` with parameters' names for numbers; ValueError if one has none."""
-    state = optimizer.state_dict()
     called = [_name(parameter, names) for parameter in every_parameter(optimizer)]
     return {
         **state,

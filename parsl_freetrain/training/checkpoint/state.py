@@ -135,10 +135,9 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
     names = optimizer_state.parameter_names(prepared)
     optimizers = dict(zip(names_of('optimizer'), prepared.optimizers, strict=False))
-    if named:
-        content.update(
-            (name, optimizer_state.by_name(one, names)) for name, one in optimizers.items()
-        )
+    for name, one in optimizers.items():
+        state = optimizer_state.state_of(one)
+        content[name] = optimizer_state.by_name(one, state, names) if named else state
     return {
         **content,
         'adapters': {

@@ -8,7 +8,8 @@ import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,14 @@ def try_optimizers(prepared: Prepared) -> None:
 
 def _try(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
-    try:
-        whole, again, cut = (_small(optimizer) for _ in range(3))
-        content = copy.deepcopy(st.content_of(_train(again, 0)))
-        expected = [_bits(_train(one, 1)) for one in (_train(whole, 0), again)]
-    except Exception:
+    for closed in (False, True):
+        train = partial(_train, closed=closed)
+        with suppress(Exception):
+            whole, again, cut = (_small(optimizer) for _ in range(3))
+            content = copy.deepcopy(st.content_of(train(again, 0)))
+            expected = [_bits(train(one, 1)) for one in (train(whole, 0), again)]
+            break
+    else:
         return
     try:
         state, file = st.collect(content, st.Position(0, 0, 0, 0, 0, 0)), io.BytesIO()
@@ -46,7 +50,7 @@ def _try(optimizer: torch.optim.Optimizer) -> None:
         file.seek(0)
         saved = st.State(state.tensors, torch.load(file, weights_only=True))
         st.restore(cut, st.assemble('of a trial', saved))
-        found = _bits(_train(cut, 1))
+        found = _bits(train(cut, 1))
     except Exception as error:
         raise BadInput(
             f'{name} cannot be saved and loaded again ({error}) Use another optimizer, or a '
@@ -91,12 +95,18 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> Any:
     return new
 
 
-def _train(prepared: Prepared, begin: int) -> Prepared:
-    for number in range(begin * _STEPS, (begin + 1) * _STEPS):
-        torch.manual_seed(number)
+def _train(prepared: Prepared, begin: int, *, closed: bool) -> Prepared:
+    """``closed``: it computes the loss several times in a step."""
+
+    def gradients() -> torch.Tensor:
         for parameter in prepared.models[0].parameters():
             parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
-        prepared.optimizers[0].step()
+        return torch.zeros(())
+
+    for number in range(begin * _STEPS, (begin + 1) * _STEPS):
+        torch.manual_seed(number)
+        gradients()
+        prepared.optimizers[0].step(*([gradients] if closed else ()))
     return prepared
 
 

@@ -295,9 +295,32 @@ class Holding(Counting):
         super().load_state_dict({k: state[k] for k in ('state', 'param_groups')})
 
 
+class Sharp(Counting):
+    """It passes twice (SAM); of the optimizer that steps, its own state has nothing."""
+
+    count = -1
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += type(self).count >= 0
+        self.param_groups[0]['lr'] *= 0.9 + self.count
+        closure()
+        return self.base.step()
+
+
+class SharpCounting(Sharp):
+    count = 0
+
+
 @pytest.mark.parametrize(
     ('kind', 'refused'),
     [
+        (Sharp, ''),
+        (SharpCounting, 'SharpCounting does not go on as before from its own state_dict'),
         (Counting, 'Counting does not go on as before from its own state_dict'),
         (Queued, 'Queued cannot be saved and loaded again .* has a deque'),
         (Unloadable, "Unloadable cannot be saved and loaded again .*'slow_weights'"),
