@@ -126,6 +126,10 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix='freetrain-rehearsal-') as folder, _server() as server:
         forms = _Forms(name, _spec_of(spec), server, Path(folder), payload, steps)
         first = forms.run('undisturbed', [_Part()])
+        if first.error and not isinstance(spec.mode, Reproducible):
+            own = structs.replace(forms.spec, mode=spec.mode)
+            forms = replace(forms, spec=own)
+            first = forms.run('undisturbed', [_Part()])
         if first.error or first.checkpoint is None:
             raise BadInput(f'The rehearsal of {name!r} did not train undisturbed: {first.error}')
         if len(first.order) < 4:
@@ -170,6 +174,9 @@ class _Forms:
             yield self._row(first, form, parts, 'cut') if there else Row(form, few, ran=False)
         late = starts[min(len(starts) // 2, max(0, len(starts) - 4))]
         yield self._row(first, 'killed, and continued', [_Part(1, late, kill=True), _Part()], 'cut')
+        if not isinstance(self.spec.mode, Reproducible):
+            yield Row('on two and three ranks', 'reproducible mode refuses it', ran=False)
+            return
         yield self._row(first, 'on two ranks', [_Part(2)], 'ranks')
         yield self._row(first, 'on three ranks, then on one', [_Part(3, two), _Part()], 'ranks')
         other = 0 if places[0][3] else 2
@@ -189,7 +196,7 @@ class _Forms:
             for step in sorted((folder / 'store' / next_step.FOLDER).glob('f*')):
                 fragment, samples = step.name.removeprefix('f').split('-')
                 kept = next_step.read(folder / 'store', int(samples), int(fragment))
-                if kept is not None and kept.after is not None:
+                if kept is not None and (kept.after or kept.measured):
                     found.steps[int(samples)] = kept
             if found.error:
                 break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
 import sys
 from pathlib import Path
@@ -85,6 +87,30 @@ def test_an_honest_training_is_the_same_in_all_forms_and_as_plain_pytorch() -> N
         'as plain PyTorch',
     ]
     assert was_rehearsed(two_loops)
+
+
+def momentum(ctx: FragmentContext) -> None:
+    """Reproducible mode refuses it; a cut loses the strength of its loss."""
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 1))
+    average, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.02)
+    model, average, optimizer = ctx.prepare(model, average, optimizer)
+    for (x,) in ctx.loop(TensorDataset(X), 8):
+        with torch.no_grad():
+            torch._foreach_lerp_([*average.parameters()], [*model.parameters()], 0.1)
+        strength = float(os.environ.get('STRENGTH', '1'))
+        os.environ['STRENGTH'] = str(0.8 * strength)
+        optimizer.zero_grad()
+        (strength * (model(x) - x.sum(1, True)).square().mean()).backward()
+        optimizer.step()
+
+
+@pytest.mark.long
+def test_what_reproducible_mode_refuses_is_rehearsed_in_its_own() -> None:
+    app = freetrain_app(max_nodes=2, total_epochs=2, mode=Throughput())(momentum)
+    first, *_, last = app.rehearse(steps=4).rows
+    assert (first.step, first.why.partition(' step is')[0]) == (3, 'the loss of the next')
+    assert (last.form, last.ran) == ('on two and three ranks', False)
 
 
 @pytest.mark.long
