@@ -5,6 +5,7 @@ fragment and samples. One that is missing or torn says nothing about the checkpo
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,48 @@ log = logging.getLogger(__name__)
 
 FOLDER, _KEPT, _LARGEST = 'next-steps', 20, 1 << 28  # bytes
 Digests = dict[str, int]
+_ROUNDING, _KERNELS = 1e-5, 0.03  # relative: added up in one order, or in any (atomic, autotuned)
+_CHANGES = 0.01
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Rank 0's part of a step in throughput mode. ``layout``: what its bits depend on: ranks,
+    whether on CPUs, whether by deterministic algorithms, parts of a batch, threads, processor.
+    """
+
+    layout: list[int]
+    loss: float
+    norms: dict[str, float]  #: of gradients, by parameter
+    changes: dict[str, float]  #: of parameters' squared norms, on CPUs
+    rates: list[float]  #: learning rates
+
+    def difference(self, then: Measured) -> str:
+        """What differs from the other's by more than rounding, if they can be compared."""
+        if self.layout != then.layout:
+            return ''
+        ranks, cpu, fixed = self.layout[:3]
+        most = _ROUNDING if cpu or fixed else _KERNELS
+        for rate, before in zip(self.rates, then.rates, strict=False):
+            if not math.isclose(rate, before, rel_tol=most):
+                return f'a learning rate is {rate:.7g} in the next step, and was {before:.7g}'
+        differ = repr(self.loss) != repr(then.loss)
+        loss = differ and not math.isclose(self.loss, then.loss, rel_tol=most)
+        gradient = _apart(self.norms, then.norms, most)
+        # Where much cancels out, rounding is large in one of both; two ranks have but one order.
+        exact = cpu and ranks <= 2
+        if loss and (exact or gradient):
+            return f'the loss of the next step is {self.loss:.7g}, and was {then.loss:.7g}'
+        if exact and gradient:
+            return f'the gradient of {gradient} has another norm in the next step'
+        changed = _apart(self.changes, then.changes, _CHANGES) if exact else ''
+        return f'the next step gives {changed} another value' if changed else ''
+
+
+def _apart(now: Mapping[str, float], then: Mapping[str, float], most: float) -> str:
+    """The name whose numbers differ most; empty: together they do not by more than a part."""
+    off = {name: abs(one - then.get(name, 0.0)) for name, one in now.items()}
+    apart = math.hypot(*off.values()) > most * math.hypot(*then.values())
+    return max(off, key=off.__getitem__) if apart else ''
 
 
 class NextStep(msgspec.Struct, frozen=True):
@@ -31,6 +74,8 @@ class NextStep(msgspec.Struct, frozen=True):
     reports: dict[str, float] = {}  #: the metrics that the step reported
     #: If it was not computed since a rank was lost: the others' gradients, by their virtual shards.
     parts: dict[str, Digests] = {}
+    measured: Measured | None = None
+    numbers: dict[str, float] = {}  #: the function's variables before its loop
 
 
 def write(
@@ -68,6 +113,8 @@ def difference(then: NextStep, now: NextStep) -> str:
     for shards in then.parts.keys() & now.parts.keys():
         if found := _differing(then.parts[shards], now.parts[shards]):
             return f'the gradient of {found} in the virtual shards {shards} differs'
+    if then.measured is not None and now.measured is not None and then.device == now.device:
+        return now.measured.difference(then.measured)
     if then.after is None or now.after is None:
         return ''
     if then.gradients is None or now.gradients is None:

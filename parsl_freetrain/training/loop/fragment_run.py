@@ -112,8 +112,7 @@ class FragmentRun:
         if self.saved is not None:
             self._at_prepare = around_models(self.state, prepared)
         self.verification = Verification(self.parts, self.model, self.state)
-        if self.verification.by_steps:
-            steps.before_step.append(self.verification.gradients)
+        steps.before_step.append(self.verification.gradients)
         steps.before_step.append(self._before_step)
         self._averages = averages.take_averages(
             self.model, self.peers, self.in_body, fresh=self.saved is None

@@ -192,8 +192,8 @@ class TrainingLoop:
             ahead.items, here = tee((batch, self._steps.micro_batches(batch)) for batch in batches)
             now = data.fingerprint() if of_epoch else b''
             if loader is None or now != before:
-                # Ranks that train the same samples must also draw the same random numbers for them.
-                alike = self._reproducible or self._division.grouped
+                # The same numbers for ranks with the same samples, and for workers after a cut.
+                alike = self._reproducible or self._division.grouped or data.read.num_workers > 0
                 loader = data.loader(ahead, self._seed if alike else None, self._device)
                 before = now
             loaded = iter(loader)
@@ -207,6 +207,8 @@ class TrainingLoop:
         self._guarded = self._policy.looks_at_every_step(state.samples)
         self._last.begin_batch()
         self._verification.begin(batch)
+        if self._verification.measures:
+            self._draw_for_itself()  # as the loader may have drawn some
         self._steps.begin(batch, self._guarded)
         self._guard.begin_batch()
         self._checkpointer.timing.begin()
@@ -223,8 +225,9 @@ class TrainingLoop:
         for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
             data = to_device(read, self._device)
             self._steps.begin_micro_batch(micro_batch)
-            if isinstance(mode, Reproducible):
+            if self._reproducible or self._verification.measures:
                 seed_everything(micro_batch.seed(self._seed, 'model'))
+            if isinstance(mode, Reproducible):
                 demand_determinism(warn_only=mode.warn_only)
             state.reports.begin_micro_batch(state.reached)
             self._body.begin(data)
@@ -337,8 +340,8 @@ class TrainingLoop:
         state.phase = Phase.STOPPED  # whatever the function and the other ranks come to
         following = next(batches, None) if batches is not None else None
         if following is not None:
-            late = not checkpointer.timing.writing_takes(epoch_s)
-            if self._verification.by_steps and not on_any_rank(self._peers, late):
+            late = not (self._verification.rehearsed or checkpointer.timing.writing_takes(epoch_s))
+            if self._verification.looks_ahead and not on_any_rank(self._peers, late):
                 yield from before
                 yield from self._look_ahead(*following)
             else:

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import _lru_cache_wrapper
+from queue import Queue, SimpleQueue
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -15,11 +19,14 @@ import torch
 
 from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.loop.changes import has_state, is_library, is_ours, mark, may_be_saved
+from parsl_freetrain.training.steps.buffers import is_plain
 
 _PACKAGE, _ROOM = 'parsl_freetrain.', 'parsl_freetrain.training.'
 _RANK = ('parsl_freetrain.training.loop.rank', 'parsl_freetrain.training.loop.debugging')
 _DYNAMIC = '<dynamic-code>'  # what cloudpickle (3.1.3 and later) says of a function sent by value
 _SHOWN = 6
+_LARGEST = 10**6  # elements
+_HOLDERS = Queue, SimpleQueue, threading.local, ContextVar, _lru_cache_wrapper
 T = TypeVar('T')
 
 
@@ -84,6 +91,14 @@ def unknown(
     return {name: kind for _, name, kind in sorted(found)}
 
 
+def size(one: Any) -> float:
+    """A number, or the norm of small tensors; 0: it is none."""
+    inner = [one, *(each for _, each in parts_of(one))] if type(one) in (dict, list) else [one]
+    tensors = [t for t in inner if type(t) is torch.Tensor and is_plain(t) and not t.is_meta]
+    small = [t.detach() for t in tensors if t.is_floating_point() and t.numel() <= _LARGEST]
+    return one if type(one) is float else float(torch.nn.utils.get_total_norm(small))
+
+
 def sentence(found: Mapping[str, str]) -> str:
     """What :func:`unknown` has found, as a sentence; empty: nothing."""
     if not found:
@@ -106,6 +121,8 @@ def _kind(value: Any) -> tuple[int, str] | None:
         return (1, f'a module, {called}') if holds else None
     if has_state(value):
         return 2, f'an object with a state_dict, {called}'
+    if isinstance(value, _HOLDERS):
+        return 3, f'of {called}, whose content is lost'
     if isinstance(value, Iterator):
         return 4, f'an iterator, {called}'
     trained = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf

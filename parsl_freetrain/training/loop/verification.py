@@ -1,14 +1,17 @@
 """Verified resumes: a fragment proves by its first step that it continues the training that it was
 given. For each checkpoint the digest of the following step is kept (:class:`NextStep`), which must
-be the same on any nodes in reproducible mode; in others, the state before it and the samples.
+be the same on any nodes in reproducible mode; in others, the state before it and the samples, and
+with as many ranks its loss and gradients, up to rounding: a difference is a warning there.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections import ChainMap
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +21,7 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import next_step
 from parsl_freetrain.training.checkpoint.local_shard import holders, is_divided, local
-from parsl_freetrain.training.checkpoint.next_step import NextStep, difference
+from parsl_freetrain.training.checkpoint.next_step import Measured, NextStep, difference
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.devices import computes_as
 from parsl_freetrain.training.comm.peers import gather_bytes
@@ -29,19 +32,22 @@ from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.save_timing import Background
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
-from parsl_freetrain.training.steps.bit_sums import MODULO, bit_sums
+from parsl_freetrain.training.steps import backward
+from parsl_freetrain.training.steps.bit_sums import MODULO, as_plain, bit_sums
 from parsl_freetrain.training.steps.group_settings import settings_of
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 _NOTHING_FOUND = (
     'Variables of the function hold no module, optimizer, generator or iterator that ctx does not '
-    'know, and none has changed: a file may be what is lost, or the function is another one.'
+    'know, and none has changed: what is lost may be in a dataset, a file, os.environ, a cache or '
+    'another package, random numbers may have no seed, or the function is another one.'
 )
 _HELP = (
     'Give ctx.prepare what has a state, keep numbers in ctx.state, and try it with train.rehearse '
-    "(docs/your-script.md); Reproducible(on_difference='warn') goes on all the same."
+    '(freetrain rehearse, docs/your-script.md)'
 )
 _NOT_VERIFIED = 'Not verified: the step after {} samples was not computed before.'
+_ALL_THE_SAME = "; Reproducible(on_difference='warn') goes on all the same."
 _LAST_S = 1.0  # maximum seconds for which the end of a rank waits for its digests
 
 
@@ -56,7 +62,7 @@ class Verification:
         )
         self._numbered = not isinstance(mode, Scaled)  # there, a batch depends on the ranks
         self._trainer, self._fragment = order.trainer, order.fragment
-        self._rehearsed = order.rehearsed is not None  # then every step is kept
+        self.rehearsed = order.rehearsed is not None  # then every step is kept
         self._store, self._peers, self._rank = Path(order.store), parts.peers, parts.place.rank
         self._device, self._prepared = parts.device, model.prepared
         self._checkpointer = parts.checkpointer
@@ -74,10 +80,23 @@ class Verification:
         self._batch: GlobalBatch | None = None  # that is looked at
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._writer = Background('digests of the next step')
+        self._measures = not (self.by_steps or model.division.pipelined)
+        self.looks_ahead = self.by_steps or self._measures
+        self._norms, self._squares = dict[str, torch.Tensor](), dict[str, float]()
+        self._numbers_before = dict[str, float]()
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step is measured; then its random numbers depend only on where it is."""
+        return self._measures and self._batch is not None
 
     def loop_begins(self) -> None:
         """Call in ``ctx.loop``, while there are no variables yet that belong to a batch."""
-        self._variables = self._variables or unknown_state.marks(variables(self._hooks.functions))
+        if not self._variables:
+            names = variables(self._hooks.functions)
+            self._variables = unknown_state.marks(names)
+            sizes = {name: unknown_state.size(one) for name, one in names.items()}
+            self._numbers_before = {name: one for name, one in sizes.items() if one}
 
     def goes_on(self, saved: Source) -> None:
         """The fragment goes on from this state. All ranks call this."""
@@ -105,22 +124,31 @@ class Verification:
 
     @torch.no_grad()
     def begin(self, batch: GlobalBatch) -> None:
-        self._records |= self._rehearsed
+        self._records |= self.rehearsed
         self._now = batch
         if self._resumes or self._records:
             self._batch, self._sums, self._computed = batch, [], False
-            self._look(self._tensors())
+            self._look(tensors := self._tensors())
+            backward.losses = [] if self._measures else None
+            self._norms, self._squares = {}, self._squared(tensors)
 
     @torch.no_grad()
     def gradients(self) -> None:
-        if self._batch is not None:
-            found = self._tensors()
-            self._look({n: t for n, t in found.items() if n.startswith('parameter')}, grad=True)
+        if self._batch is None:
+            return
+        found = {n: t for n, t in self._tensors().items() if n.startswith('parameter')}
+        if self.by_steps:
+            self._look(found, grad=True)
+        elif self._measures and not self._rank:
+            self._norms = {n: _norm(t.grad) for n, t in found.items() if t.grad is not None}
 
     @torch.no_grad()
     def end(self) -> None:
-        if self._batch is not None and self.by_steps:
-            self._computed = True
+        self._computed = self._batch is not None
+        if self._computed and self._measures:
+            now = self._squared(self._tensors())
+            self._squares = {n: one - self._squares.get(n, 0.0) for n, one in now.items()}
+        if self._computed and self.by_steps:
             self._look(self._tensors())
             self._settings = {
                 f'the settings of optimizer {i} (learning rate)': zlib.crc32(repr(now).encode())
@@ -133,7 +161,7 @@ class Verification:
         batch, self._batch = self._batch, None
         if batch is None:
             return
-        if self._computed:
+        if self._computed and self.by_steps:
             self._state.reports.gather(self._peers)
         resumes, records, parts = self._resumes, self._records, dict[str, dict[str, int]]()
         self._resumes = self._records = False
@@ -146,6 +174,7 @@ class Verification:
                 print(_NOT_VERIFIED.format(batch.samples_before))
         self._state.verified += resumes and self._proves
         state, *step = self._read()
+        losses, backward.losses = backward.losses or [], None
         if self._rank:
             return
         now = NextStep(
@@ -156,10 +185,12 @@ class Verification:
             {**step[-1], **self._settings} if step else None,
             dict(self._state.metrics) if step else {},
             parts,
+            self._measured(losses) if self._measures and self._computed else None,
+            self._numbers_before,
         )
         if records:
             where = self._store, batch.samples_before, self._fragment
-            write = partial(next_step.write, *where, now, all_kept=self._rehearsed)
+            write = partial(next_step.write, *where, now, all_kept=self.rehearsed)
             self._writer.start(write, self._checkpointer.proof.set)
         if resumes and self._expected is not None:
             self._compare(self._expected, now)
@@ -179,6 +210,26 @@ class Verification:
     def _numbers(self, batch: GlobalBatch) -> int:
         numbers = ','.join(map(str, batch.indices)) if self._numbered else ''
         return zlib.crc32(numbers.encode())
+
+    def _squared(self, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+        """The norms of parameters; where it can be read at once."""
+        looks = self._measures and not self._rank and self._device.type == 'cpu'
+        own = [name for name in tensors if name.startswith('parameter')] if looks else ()
+        return {name: float(_norm(tensors[name])) ** 2 for name in own}
+
+    def _measured(self, losses: list[torch.Tensor]) -> Measured:
+        groups = [group for one in self._prepared.optimizers for group in one.param_groups]
+        values = [*losses, *self._norms.values()]
+        found = torch.stack([one.to(self._device) for one in values]).tolist() if values else []
+        cpu, fixed = self._device.type == 'cpu', torch.are_deterministic_algorithms_enabled()
+        ranks, parts = self._peers.world_size, self._division.parts
+        return Measured(
+            [ranks, int(cpu), int(fixed), parts, torch.get_num_threads(), _processor()],
+            math.fsum(found[: len(losses)]),
+            dict(zip(self._norms, found[len(losses) :], strict=True)),
+            self._squares,
+            [float(group['lr']) for group in groups if 'lr' in group],
+        )
 
     def _digests(self) -> dict[str, dict[str, int]]:
         names = {id(tensor): name for name, tensor in self._tensors().items()}
@@ -225,7 +276,9 @@ class Verification:
         return [dict(zip(names, values, strict=False)) for names, _ in self._sums]
 
     def _compare(self, then: NextStep, now: NextStep) -> None:
-        what = difference(then, now)
+        what, other = difference(then, now), then.device != now.device
+        measured, before = now.measured, then.measured
+        softly = measured is not None and before is not None and what == measured.difference(before)
         if not what:
             for name in then.reports.keys() & now.reports.keys() if now.after else ():
                 if repr(then.reports[name]) != repr(now.reports[name]):
@@ -238,22 +291,38 @@ class Verification:
         each = [one for several in known for one in _each(several)]
         now_there = variables(self._hooks.functions)
         found = unknown_state.unknown(now_there, each, self._variables)
-        other = then.device != now.device
+        both = then.numbers.keys() & now.numbers.keys()
+        sizes = [(name, then.numbers[name], now.numbers[name]) for name in sorted(both)]
+        made = [f'{name} was {one:.7g} and is {two:.7g}' for name, one, two in sizes if one != two]
         sentence = (
             f'Trainer {self._trainer!r}: fragment {self._fragment} does not continue what fragment '
             f'{self._from.fragment} began: after {self._from.samples} samples (checkpoint '
             f'{self._path}), {what}. '
             + (f'It computes on {now.device}, and before on {then.device}. ' if other else '')
+            + (f'Before the loop, {", ".join(made[:6])}: see ctx.once. ' if made else '')
             + (unknown_state.sentence(found) or _NOTHING_FOUND)
-            + f' {_HELP}'
+            + f' {_HELP}{_ALL_THE_SAME if self.by_steps else "; it goes on."}'
         )
-        if not (self._warns or other):
+        if not (self._warns or other or softly):
             self.settle()
             error = BadInput(sentence)
             error.final = True
             raise error
         self._state.verified -= self._proves
         print(sentence, file=sys.stderr)
+
+
+@cache
+def _processor() -> int:
+    with suppress(OSError), Path('/proc/cpuinfo').open('rb') as file:
+        return zlib.crc32(next((line for line in file if line.startswith(b'model name')), b''))
+    return 0
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    kind = torch.float64 if tensor.device.type == 'cpu' else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(as_plain(local(tensor)), dtype=kind)
+    return norm
 
 
 def _each(value: Any) -> tuple[Any, ...]:

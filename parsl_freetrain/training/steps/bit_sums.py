@@ -20,7 +20,7 @@ def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> to
     """
     found: list[torch.Tensor] = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
     small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    plain = [None if tensor is None else _plain(tensor) for tensor in tensors]
+    plain = [None if tensor is None else as_plain(tensor) for tensor in tensors]
     for i, tensor in enumerate(plain):
         if tensor is not None and tensor.numel() > _SMALL:
             found[i] = _sum(_bits(tensor)).to(device)
@@ -40,7 +40,7 @@ def bit_sums(tensors: Sequence[torch.Tensor | None], device: torch.device) -> to
     )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
+import queue
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +69,53 @@ def a_schedule_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> A
     return loss_of
 
 
+def falls(model: Any, get: Callable[[], float], put: Callable[[float], Any]) -> Any:
+    def loss_of(x: Any) -> Any:
+        put(0.8 * (strength := get()))
+        return model(x).pow(2).mean() * strength
+
+    return loss_of
+
+
+def in_the_environment(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    put = partial(os.environ.__setitem__, 'STRENGTH')
+    return falls(model, lambda: float(os.environ.get('STRENGTH', '1')), lambda one: put(str(one)))
+
+
+def in_a_queue(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    strengths = queue.Queue[float]()
+    strengths.put(1.0)
+    return falls(model, strengths.get, strengths.put)
+
+
+def in_a_thread(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    here = threading.local()
+    here.strength = 1.0
+    return falls(model, lambda: here.strength, partial(setattr, here, 'strength'))
+
+
+def in_a_context(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    strength = contextvars.ContextVar('strength', default=1.0)
+    return falls(model, strength.get, strength.set)
+
+
+def in_a_cache(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    size = lru_cache(lambda: float(model[0].weight.detach().norm()))
+    return lambda x: model(x).pow(2).mean() + (model[0].weight.norm() - size()).pow(2)
+
+
+def in_a_number(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    size = float(model[0].weight.detach().norm())
+    return lambda x: model(x).pow(2).mean() + (model[0].weight.norm() - size).pow(2)
+
+
 def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
     """The first fragment stops behind ``STOP`` samples, or dies as soon as it has saved there."""
+    from parsl_freetrain.training.comm import peers
+    from parsl_freetrain.training.loop import save_timing
+
+    save_timing._AHEAD_S = 30.0  # a step may take as long on a busy computer
+    peers.EVERY_S = 0.0  # ranks agree after each other step
     torch.manual_seed(1)
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -121,16 +170,45 @@ def test_state_that_the_context_does_not_know_ends_the_next_fragment(
 
 
 @pytest.mark.parametrize(
-    ('mode', 'stop'),
-    [('reproducible', True), ('reproducible', False), ('throughput', True), ('scaled', False)],
+    ('mode', 'stop', 'counts'),
+    [
+        ('reproducible', True, (1, 2)),
+        ('reproducible', False, (1, 2)),
+        ('throughput', True, (1, 2)),
+        ('throughput', False, (1, 1)),
+        ('throughput', True, (3, 3)),
+        ('throughput', False, (2, 2)),
+        ('scaled', False, (1, 1)),
+    ],
 )
 def test_an_honest_training_is_verified(
-    fork_server: ForkClient, tmp_path: Path, mode: str, stop: bool
+    fork_server: ForkClient, tmp_path: Path, mode: str, stop: bool, counts: tuple[int, int]
 ) -> None:
-    outcome, log, saved = cut(fork_server, tmp_path, a_list, stop, mode=mode)
+    outcome, log, saved = cut(fork_server, tmp_path, a_list, stop, counts, mode=mode)
     assert outcome.how == 'finished', log
     assert (saved.resumes, saved.verified) == (1, 1)
     assert 'Not verified' not in log
+
+
+@pytest.mark.parametrize(
+    ('plant', 'stop', 'says'),
+    [
+        (in_the_environment, True, 'os.environ'),
+        (in_a_queue, True, '(of Queue, whose content is lost)'),
+        (in_a_thread, False, 'here (of _local, whose'),
+        (in_a_context, False, '(of ContextVar, whose'),
+        (in_a_cache, True, 'size (of _lru_cache_wrapper, whose'),
+        (in_a_number, False, 'Before the loop, size was '),
+    ],
+)
+def test_what_is_lost_in_throughput_mode_is_a_warning(
+    fork_server: ForkClient, tmp_path: Path, plant: Plant, stop: bool, says: str
+) -> None:
+    counts = (2, 2) if plant is in_a_queue else (1, 1)
+    outcome, log, saved = cut(fork_server, tmp_path, plant, stop, counts, mode='throughput')
+    assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 0), log
+    assert 'the loss of the next step is ' in log
+    assert says in log
 
 
 def test_a_long_step_is_not_computed_ahead(fork_server: ForkClient, tmp_path: Path) -> None:
