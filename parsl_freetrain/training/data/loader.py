@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +148,8 @@ class _Rows(Dataset[Any]):
         self._tensors = dataset.tensors
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return [tensor[indices] for tensor in self._tensors]
+        at = torch.frombuffer(array('q', indices), dtype=torch.int64)  # torch.tensor takes long
+        return [tensor[at] for tensor in self._tensors]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ _LEFT_OUT = (
     'it to ctx.prepare'
 )
 
-_TENSOR: Any = torch.Tensor
-_version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+_version_of: Callable[[torch.Tensor], int] = attrgetter('_version')
 
 
 class UpdateGuard:

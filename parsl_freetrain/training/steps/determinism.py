@@ -26,7 +26,7 @@ def demand_determinism(*, warn_only: bool) -> None:
     compiler = sys.modules.get('torch._dynamo.config')
     if compiler is not None and compiler.automatic_dynamic_shapes:
         compiler.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
-    if torch.backends.cudnn.benchmark:
+    if torch._C._get_cudnn_benchmark():
         warnings.warn(
             'torch.backends.cudnn.benchmark is switched off: it chooses kernels by their speed.',
             stacklevel=1,

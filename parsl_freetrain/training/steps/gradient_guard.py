@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -26,10 +27,10 @@ _NO_USERS = ('torch', 'parsl_freetrain')
 """Packages that may read gradients: optimizers clear them, and changes are noticed."""
 
 _TENSOR: Any = torch.Tensor
-grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _TENSOR.grad.__get__
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter('_grad')
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TENSOR.grad.__set__
 """A parameter's own gradient, whatever its class says."""
-_version_of: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+_version_of: Callable[[torch.Tensor], int] = attrgetter('_version')
 _Seen = tuple[list[int], list[int]]  # identities of gradients, and versions of those there
 _Taken = list[tuple[Sequence[torch.nn.Parameter], list[torch.Tensor | None], dict[int, int]]]
 """Parameters, their gradients, and their places by identity, once one was looked for."""

@@ -131,8 +131,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers, texts, tensors of numbers, and lists of these, without the 'params' of a group."""
-    others = {key: value for key, value in given.items() if key != 'params'}.items()
-    return {k: _plain(v) for k, v in others if type(v) in _SCALARS or _is_plain(v)}
+    return {
+        key: value if type(value) in _SCALARS else _plain(value)
+        for key, value in given.items()
+        if type(value) in _SCALARS or (key != 'params' and _is_plain(value))
+    }
 
 
 def _is_plain(value: object) -> bool:
