@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
     from parsl_freetrain.training.spec.retention import Checkpoints, Retention
     from parsl_freetrain.training.spec.training import Epochs, Owner, Ranks, Samples, Scaling
+    from parsl_freetrain.training.spec.transports import Folder, ProxyStoreTransport
     from parsl_freetrain.tuning.optuna import Tuned, tune
     from parsl_freetrain.tuning.space import Uniform
 
@@ -60,19 +61,21 @@ _MODULES = {
     'training.spec.mode': ('Reproducible', 'Scaled', 'Throughput'),
     'training.spec.retention': ('Checkpoints', 'Retention'),
     'training.spec.training': ('Epochs', 'Owner', 'Ranks', 'Samples', 'Scaling'),
+    'training.spec.transports': ('Folder', 'ProxyStoreTransport'),
     'tuning.optuna': ('Tuned', 'tune'),
     'tuning.space': ('Uniform',),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    'BackfillProvider', 'BadInput', 'Checkpoint', 'Checkpoints', 'CobaltSite', 'DiLoCo', 'Epochs',
-    'FragmentContext', 'FreeTrainApp', 'FreeTrainClient', 'FreeTrainError', 'FreeTrainExecutor',
-    'HtexOptions', 'LocalSite', 'Nesterov', 'Owner', 'PackedEnvironment', 'PbsSite', 'Policy',
-    'Progress', 'Ranks', 'Recording', 'RemoteTraining', 'Reproducible', 'Retention', 'Samples',
-    'Scaled', 'Scaling', 'Shape', 'SlurmSite', 'Throughput', 'Timeouts', 'TrainerFailed',
-    'TrainingFuture', 'Tuned', 'Uniform', 'export_weights', 'freetrain_app', 'load_weights',
-    'same_weights', 'tune',
+    'BackfillProvider', 'BadInput', 'Checkpoint', 'Checkpoints', 'CobaltSite', 'DiLoCo',
+    'Epochs', 'Folder', 'FragmentContext', 'FreeTrainApp', 'FreeTrainClient', 'FreeTrainError',
+    'FreeTrainExecutor', 'HtexOptions', 'LocalSite', 'Nesterov', 'Owner', 'PackedEnvironment',
+    'PbsSite', 'Policy', 'Progress', 'ProxyStoreTransport', 'Ranks', 'Recording',
+    'RemoteTraining', 'Reproducible', 'Retention', 'Samples', 'Scaled', 'Scaling', 'Shape',
+    'SlurmSite', 'Throughput', 'Timeouts', 'TrainerFailed', 'TrainingFuture',
+    'Tuned', 'Uniform', 'export_weights', 'freetrain_app', 'load_weights', 'same_weights',
+    'tune',
 ]  # fmt: skip
 
 

@@ -29,9 +29,10 @@ from parsl_freetrain.executor.trainer import arguments
 from parsl_freetrain.executor.trainer.future import TrainingFuture, check_name
 from parsl_freetrain.host.rehearsals import say_if_never
 from parsl_freetrain.training.checkpoint.folder_claim import claim, round_samples
+from parsl_freetrain.training.checkpoint.identity import move_aside
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec import training as ts
-from parsl_freetrain.training.spec.diloco import DiLoCo, replica_folder, replica_name
+from parsl_freetrain.training.spec.diloco import OUTER, DiLoCo, replica_folder, replica_name
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints, Resume
 from parsl_freetrain.training.spec.shapes import identity_of
@@ -109,6 +110,7 @@ class FreeTrainApp:
             packed = pack(self.function, args, kwargs, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
             folder = Path(executor.checkpoint_dir) / name
+            roots = self._roots(executors, name)
             resume = self.spec.checkpoints.resume or executor.resume
             checkpoint = claim(folder, name, self.identity(), resume)
             for replica in range(1, self.spec.diloco.replicas if self.spec.diloco else 1):
@@ -116,7 +118,10 @@ class FreeTrainApp:
                 own = names.take(replica_name(name, replica), explicit=True)
                 taken.append(own)
                 anew: Resume = 'never' if resume == 'never' else 'auto'
-                others.append(claim(replica_folder(folder, replica), own, self.identity(), anew))
+                root = roots[replica % len(roots)]
+                if anew == 'never' and root != folder and (root / OUTER).is_dir():
+                    move_aside(root)
+                others.append(claim(replica_folder(root, replica), own, self.identity(), anew))
         except BaseException:
             free()
             raise
@@ -184,6 +189,11 @@ class FreeTrainApp:
         self._check_arguments(args, kwargs)
         args, kwargs = arguments.values_of(args, kwargs)
         return rehearsal.rehearse(app, args, kwargs, steps, plain)
+
+    def _roots(self, executors: Sequence[FreeTrainExecutor], name: str) -> list[Path]:
+        """Where the replicas have their folders, in turn."""
+        apart = self.spec.diloco is not None and self.spec.diloco.transport is not None
+        return [Path(e.checkpoint_dir) / name for e in executors[: len(executors) if apart else 1]]
 
     def _parsl(self) -> tuple[DataFlowKernel, list[FreeTrainExecutor]]:
         """And the executors that train it; the first one's folder has its checkpoints."""
@@ -262,25 +272,33 @@ class FreeTrainApp:
             return task
 
         known = round_samples(folder, future.name) if self.spec.diloco else None
-        names = (replica_name(future.name, replica) for replica in range(1, len(newest)))
-        future._replicas = list(map(TrainingFuture, names))
+        roots, names = self._roots(executors, future.name), [future.name]
+        names += (replica_name(future.name, replica) for replica in range(1, len(newest)))
+        stores = [
+            PosixCheckpointStore(replica_folder(roots[replica % len(roots)], replica), name)
+            for replica, name in enumerate(names)
+        ]
+        each = enumerate(store.handed_in() for store in stores)
+        handed_in = {(replica, at): told for replica, its in each for at, told in its.items()}
+        future._replicas = list(map(TrainingFuture, names[1:]))
         futures = [future, *future._replicas]
         for replica, checkpoint in enumerate(newest):
             spec = structs.replace(self.spec, replica=replica)
             trainer = spec.trainer(future.name, name_of(self.function))
-            name, store = trainer.name, replica_folder(folder, replica)
+            name, store = trainer.name, stores[replica]
             executor = executors[replica % len(executors)]
             others = [one for one in executors if one is not executor]
             executor.submit_trainer(
                 TrainerRecord(
                     trainer=replace(trainer, round_samples=known),
                     spec=spec,
-                    store=str(store),
+                    store=str(store.folder),
                     launch=functools.partial(launch, executor),
                     tell_others=functools.partial(_tell, others) if others else None,
                     future=futures[replica],
                     checkpoint=checkpoint or Checkpoint(name, '', 0, 0),
-                    fragments_before=PosixCheckpointStore(store, name).last_fragment(),
+                    fragments_before=store.last_fragment(),
+                    handed_in=handed_in,
                     changed_at=checkpoint.path if changed and checkpoint else '',
                 )
             )
@@ -365,8 +383,8 @@ def freetrain_app(
         User and group, to which the limits of the executor's policy apply, and priority.
     executor
         Label of the FreeTrainExecutor; default the first of the configuration. With ``DiLoCo``, a
-        tuple of several, to which replicas are dealt in turn; checkpoints are in the first one's
-        folder, which the nodes of all must see.
+        tuple of several, to which replicas are dealt in turn; without its ``transport``,
+        checkpoints are in the first one's folder, which the nodes of all must see.
     """
 
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:

@@ -48,6 +48,7 @@ OF_MODULES = (
     'lightning',
     'mlflow',
     'optuna',
+    'proxystore',
     'replay',
     'tensorboard',
     'transformers',

@@ -107,7 +107,7 @@ def test_its_failure_and_continuation_are_those_of_one_trainer(tmp_path: Path) -
     with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), resume='require'):
         again = app()().result(LIMIT_S)
         assert (again.path, again.result) == (found.path, found.result)
-        for changes in ({'replicas': 4}, {'steps': 1}, {'outer': None}):
+        for changes in ({'replicas': 4}, {'steps': 1}, {'outer': None}, {'compress': 'int8'}):
             with pytest.raises(ft.BadInput, match=f'which had {next(iter(changes))} .* .here '):
                 app(mode=structs.replace(MODE, **changes))(trainer_name='fails')
         with pytest.raises(ft.BadInput, match='which had total 32 .here 64.: put that back'):
@@ -153,6 +153,26 @@ def several(folder: Path, **sites: tuple[Site, str]) -> Iterator[list[ft.FreeTra
     ]
     with parsl.load(Config(executors=executors, strategy='none', run_dir=str(folder / 'runinfo'))):
         yield executors
+
+
+def test_sites_without_a_common_folder_train_one_training(tmp_path: Path) -> None:
+    """Replicas have kills, and their run ends in the middle and goes on: the bits are the same."""
+    mode = structs.replace(MODE, compress='int8')
+    there = ft.Folder(str(tmp_path / 'exchange'))
+    strike = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    struck = with_faults(train, Fault(0, 2, strike, stage='before-commit'))
+    how: Any = {'mode': structs.replace(mode, transport=there), 'total_samples': 64}
+    apart = app(struck, executor=('here', 'there'), **how)
+    sites = {name: (ft.LocalSite(nodes=1, poll_s=0.2), '127.0.0.1') for name in apart.executor}
+    with several(tmp_path, **sites):
+        begun = apart()
+        wait_until(lambda: begun.progress().samples >= 16)
+    with several(tmp_path, **sites):
+        alone = app(executor='here', mode=mode, total_samples=64)(trainer_name='alone')
+        found = apart().result(LIMIT_S)
+        assert ft.same_weights(found, alone.result(LIMIT_S))
+    replicas = [p.relative_to(tmp_path) for p in tmp_path.glob('*/train/replicas/*')]
+    assert replicas == [Path('there/train/replicas/1')]
 
 
 @pytest.mark.long

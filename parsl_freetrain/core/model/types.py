@@ -297,6 +297,8 @@ class Checkpoint:
     #: How often it went on after a cut, and its first step proved that nothing was lost.
     resumes: int = field(default=0, compare=False)
     verified: int = field(default=0, compare=False)
+    #: At a round's end: by what key and digest other sites get it; empty: they need not.
+    handed_in: str = field(default='', compare=False)
     #: Of a result: the best kept checkpoint, by ``best=``; None: there is none.
     best: Checkpoint | None = field(default=None, compare=False)
 

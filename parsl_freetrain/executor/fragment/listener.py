@@ -69,6 +69,7 @@ class Listener:
                 fragment.stepped_at, fragment.saving = at, False
                 saved = structs.replace(saved, checkpoint=replace(checkpoint, at=at))
                 record.checkpoint = fragment.note(saved.checkpoint)
+                record.note_handed_in(checkpoint)
                 last, fragment.unrecorded = fragment.unrecorded, None
                 self._stream.emit(*([last] if last else []))
                 self._stream.emit(saved)

@@ -143,6 +143,7 @@ class FragmentRunner(Subscriber):
             hang_s=self._timeouts.hang_s,
             handover=fragment.begins_with.handover if fragment.begins_with is not None else None,
             samples=fragment.checkpoint.samples,
+            handed_in=tuple((*of, told) for of, told in dict(record.handed_in).items()),
         )
         channel = endpoint.addresses, endpoint.port, endpoint.cert_dir
         logs = str(Path(record.store) / 'logs'), endpoint.node_log_dir

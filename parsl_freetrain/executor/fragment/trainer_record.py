@@ -25,6 +25,7 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 logger = logging.getLogger(__name__)
 
+_ROUNDS_KNOWN = 4  # with overlap, the slowest replica needs the third one before the newest
 Launcher = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
 
 
@@ -50,6 +51,8 @@ class TrainerRecord:
     fragments_before: int = 0
     #: Of a replica: tell the other executors that train its training.
     tell_others: Callable[[TellReplica], None] | None = None
+    #: Of all replicas: by number and samples, what was handed in. All executors have it.
+    handed_in: dict[tuple[int, int], str] = field(default_factory=dict)
     changed_at: str = ''  #: the checkpoint from which it goes on with other arguments
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
@@ -60,6 +63,14 @@ class TrainerRecord:
     device_faults: dict[str, set[str]] = field(default_factory=dict)
     #: During a rescale: number of nodes before it, and end of the last step.
     paused: tuple[int, float] | None = None
+
+    def note_handed_in(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.handed_in:
+            replica = self.spec.replica
+            self.handed_in[replica, checkpoint.samples] = checkpoint.handed_in
+            own = sorted(key for key in [*self.handed_in] if key[0] == replica)
+            for old in own[:-_ROUNDS_KNOWN]:
+                del self.handed_in[old]
 
     def ranks_on(self, accelerators: Sequence[int]) -> int:
         """Ranks on each node with so many accelerators. The first answer fixes the shards."""

@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -63,10 +64,11 @@ class Manifest(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     files: tuple[File, ...] = ()
     format: int = FORMAT
+    handed_in: str = ''
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        metrics = dict(self.metrics)
-        return Checkpoint(self.trainer, str(folder), self.samples, self.fragment, metrics)
+        how: Any = {'metrics': dict(self.metrics), 'handed_in': self.handed_in}
+        return Checkpoint(self.trainer, str(folder), self.samples, self.fragment, **how)
 
 
 def path_in(folder: Path, name: str) -> Path:

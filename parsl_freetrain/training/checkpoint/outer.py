@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir
 from parsl_freetrain.training.checkpoint import directories as dirs
 from parsl_freetrain.training.checkpoint import state as st
@@ -41,14 +40,7 @@ from parsl_freetrain.training.checkpoint.outer_means import (
     precise,
 )
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
-from parsl_freetrain.training.checkpoint.parts import (
-    Blocks,
-    Chunk,
-    Contents,
-    Entry,
-    dtype_name,
-    write_contents,
-)
+from parsl_freetrain.training.checkpoint.parts import Blocks, Contents, entries_of, write_contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, bytes_of, layout_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import OwnParameters, Prepared
@@ -142,11 +134,12 @@ class OuterWeights:
 
     def step(
         self,
-        ends: Sequence[Checkpoint],
+        ends: Sequence[End],
         samples: int,
         outer: Nesterov | None,
         length: int,
         begun_with: int | None = None,
+        compress: str | None = None,
     ) -> None:
         """Make those after a round from all replicas' states at its end, in order; or EndDamaged.
         FreeTrainError if that is not possible any more. ``begun_with``: the samples after which
@@ -154,26 +147,33 @@ class OuterWeights:
         """
         at = samples - length if begun_with is None else begun_with
         before, began = self.find(samples - length), self.find(at)
-        gone = (
-            f'The weights with which the round after {samples - length} samples began are not in '
-            f'{self._store.folder}, or damaged: put them back, or start anew in another folder.'
-        )
         if before is None or began is None:
-            raise FreeTrainError(gone)
-        states = [End(Path(end.path)) for end in ends]
+            raise self._gone(samples - length)
         begun = digest_of(began)
-        for number, state in enumerate(states):
-            if state.begun != begun:
+        for number, end in enumerate(ends):
+            if end.begun != begun:
                 raise _others(number, began)
         late = PartReader.of(began) if began != before else None
-        pieces = Made(PartReader.of(before), late, states, outer).pieces()
+        pieces = Made(PartReader.of(before), late, ends, outer, compress).pieces()
         try:
             self._commit(pieces, samples, length, {_METRICS: _of_all(ends)})
         except Damaged as damage:
-            raise FreeTrainError(gone) from damage
+            raise self._gone(samples - length) from damage
         for old in dirs.directories(self._store.folder):
             if dirs.key(old)[0] < samples - length:
                 dirs.remove(old)
+
+    def reader(self, samples: int) -> PartReader:
+        """Of those of :meth:`find`, or FreeTrainError."""
+        if (path := self.find(samples)) is None:
+            raise self._gone(samples)
+        return PartReader.of(path)
+
+    def _gone(self, samples: int) -> FreeTrainError:
+        return FreeTrainError(
+            f'The weights with which the round after {samples} samples began are not in '
+            f'{self._store.folder}, or damaged: put them back, or start anew in another folder.'
+        )
 
     def _commit(
         self, pieces: Sequence[Piece], samples: int, length: int, also: Mapping[str, Any]
@@ -183,14 +183,10 @@ class OuterWeights:
         def write(folder: Path) -> Blocks:
             layout = layout_of(pieces)
             blocks = write_hashed(folder / _FILE, layout.content())
-            places = {name: (_FILE, *place) for name, place in layout.places.items()}
-            entries = {}
-            for p in pieces:
-                chunk = Chunk((0,) * len(p.shape), p.shape, places[p.name])
-                entries[p.name] = Entry(dtype_name(p.dtype), p.shape, (chunk,))
             torch.save(also, rest := io.BytesIO())
             files = {_FILE: (layout.nbytes, blocks)}
-            return write_contents(folder, [Contents(entries, files, rest.getvalue())])
+            made = Contents(entries_of(layout, _FILE), files, rest.getvalue())
+            return write_contents(folder, [made])
 
         for old in dirs.directories(self._drafts.folder):  # of those who were killed
             if dirs.key(old)[0] < samples - length:  # others may still make the ones before
@@ -255,7 +251,7 @@ def _others(replica: int, path: Path) -> FreeTrainError:
     )
 
 
-def _of_all(ends: Sequence[Checkpoint]) -> dict[str, float]:
+def _of_all(ends: Sequence[End]) -> dict[str, float]:
     """What all replicas have reported last: means, since each has an equal part of each batch."""
     every = [end.metrics for end in ends]
     names = [name for name in every[0] if all(name in one for one in every) and name != BEST]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,7 +21,6 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.spec.diloco import Nesterov
 
-T = TypeVar('T')
 MOMENTUM = 'momentum '
 _KINDS = 'model', 'ema', 'own'
 Weights = Mapping[str, str]
@@ -36,13 +36,21 @@ class EndDamaged(FreeTrainError):
 
 
 class End:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        contents = self._guarded(lambda: Contents.read(path))
-        reader = self._reader = PartReader(contents, Disk(path, contents.files))
-        position = st.Position(**self._guarded(reader.structure)['rest']['position'])
-        self.weights, self.round = position.weights, position.round_ended
-        self.begun = position.round_from
+    """A replica's state at the end of a round, whose tensors are read one by one. ``path``: of the
+    checkpoint that it is in.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        reader: PartReader,
+        position: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        path: Path | None = None,
+    ) -> None:
+        self._reader, self._path, self.metrics = reader, path, metrics
+        self.weights: Weights = position['weights']
+        self.round, self.begun = position['round_ended'], position['round_from']
         self.shared = {  # frozen, so that each replica's own folder has it
             (name, chunk.marks)
             for name, entry in contents.tensors.items()
@@ -53,35 +61,92 @@ class End:
         self.held = {
             name: (dtype, shapes[name])
             for name in once(shapes, self.weights)
-            if name.partition('.')[0].partition('_')[0] in _KINDS
-            and is_real(dtype := reader.dtype(name))
+            if takes_part(name, dtype := reader.dtype(name))
         }
 
-    def whole(self, name: str) -> torch.Tensor:
-        return self._guarded(lambda: self._reader.whole(name))
-
-    def _guarded(self, read: Callable[[], T]) -> T:
+    @classmethod
+    def of(cls, end: Checkpoint) -> End:
+        """What a replica has committed. Raises EndDamaged."""
+        path = Path(end.path)
         try:
-            return read()
+            contents = Contents.read(path)
+            reader = PartReader(contents, Disk(path, contents.files))
+            position = reader.structure()['rest']['position']
         except Damaged as damage:
+            raise EndDamaged(path, damage) from damage
+        return cls(contents, reader, position, end.metrics, path)
+
+    def whole(self, name: str) -> torch.Tensor:
+        try:
+            return self._reader.whole(name)
+        except Damaged as damage:
+            if self._path is None:
+                raise
             raise EndDamaged(self._path, damage) from damage
 
+    def change(self, name: str, began: torch.Tensor, how: str) -> torch.Tensor:
+        """What the round has changed, with the sign turned, as it is after compression."""
+        changed = began - self.whole(name).to(began.dtype)
+        return decompressed(compressed(changed, how), how, began)
 
-def end_of_round(store: PosixCheckpointStore, samples: int) -> Checkpoint | None:
+
+def end_of_round(store: PosixCheckpointStore, samples: int) -> End | None:
     """A replica's state there, before the outer step. None: it has gone on. Or EndDamaged."""
-    there = (one for one in reversed(store.checkpoints()) if one.samples == samples)
-    return next((one for one in there if End(Path(one.path)).round), None)
+    there = (End.of(one) for one in reversed(store.checkpoints()) if one.samples == samples)
+    return next((end for end in there if end.round), None)
+
+
+_GROUP = 256  # numbers that share a scale
+
+
+def compressed(change: torch.Tensor, how: str) -> torch.Tensor:
+    """The bytes of a change: 'bfloat16', or 'int8' and a float32 for each group, rounded to the
+    nearest. What is not finite makes its group NaN. Single operations, the same on any CPU.
+    """
+    flat = (torch.view_as_real(change) if change.is_complex() else change).reshape(-1)
+    if how == 'bfloat16':
+        return flat.to(torch.bfloat16).view(torch.uint8)
+    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % _GROUP)).view(-1, _GROUP)
+    scale = (groups.abs().amax(1, keepdim=True) / 127).float()
+    steps = (groups / scale).round().nan_to_num().clamp(-127, 127).to(torch.int8)
+    scales = scale.view(-1).view(torch.uint8).view(-1, 4)
+    return torch.cat([steps.view(torch.uint8), scales], 1).view(-1)
+
+
+def compressed_size(dtype: torch.dtype, shape: Sequence[int], how: str) -> int:
+    count = math.prod(shape) * (1 + dtype.is_complex)
+    return 2 * count if how == 'bfloat16' else -(-count // _GROUP) * (_GROUP + 4)
+
+
+def decompressed(content: torch.Tensor, how: str, like: torch.Tensor) -> torch.Tensor:
+    """A change of the shape and type of ``like``."""
+    plain = like.dtype.to_real()
+    if how == 'bfloat16':
+        flat = content.view(torch.bfloat16).to(plain)
+    else:
+        rows = content.view(-1, _GROUP + 4)
+        scale = rows[:, _GROUP:].reshape(-1).view(torch.float32).view(-1, 1).to(plain)
+        flat = (rows[:, :_GROUP].view(torch.int8).to(plain) * scale).view(-1)
+    if like.is_complex():
+        return torch.view_as_complex(flat[: 2 * like.numel()].view(*like.shape, 2))
+    return flat[: like.numel()].view(like.shape)
 
 
 class Made:
     """What an outer step makes, tensor by tensor, as it is written. ``began``: the weights with
-    which the round began, where those are not the ones before.
+    which the round began, where those are not the ones before; ``how`` changes are compressed.
     """
 
     def __init__(
-        self, before: PartReader, began: PartReader | None, ends: list[End], outer: Nesterov | None
+        self,
+        before: PartReader,
+        began: PartReader | None,
+        ends: Sequence[End],
+        outer: Nesterov | None,
+        how: str | None,
     ) -> None:
         self._before, self._began, self._ends, self._outer = before, began, ends, outer
+        self._how = how
         self._had_momentum = before.shapes(MOMENTUM)
         self._momentum: dict[str, torch.Tensor] = {}
         first = ends[0]
@@ -115,11 +180,14 @@ class Made:
         return found
 
     def _weight(self, name: str) -> torch.Tensor:
-        mean = _mean(end.whole(name) for end in self._ends)
-        if self._outer is None and self._began is None:
-            return mean
-        before = self._before.whole(name).to(mean.dtype)
-        gradient = (before if self._began is None else self._began.whole(name)) - mean
+        if not (self._outer or self._began or self._how):
+            return _mean(end.whole(name) for end in self._ends)
+        before = self._before.whole(name)
+        began = before if self._began is None else self._began.whole(name)
+        if self._how:
+            gradient = _mean(end.change(name, began, self._how) for end in self._ends)
+        else:
+            gradient = began - _mean(end.whole(name) for end in self._ends)
         if self._outer is None:
             return before - gradient
         momentum = gradient
@@ -161,3 +229,7 @@ def named(*several: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def takes_part(name: str, dtype: torch.dtype) -> bool:
+    return is_real(dtype) and name.partition('.')[0].partition('_')[0] in _KINDS

@@ -110,6 +110,15 @@ def part_of(
     return Contents(entries, files, pickled.getvalue())
 
 
+def entries_of(layout: FileLayout, file: str) -> dict[str, Entry]:
+    """Of whole tensors in a file of them."""
+    found = {}
+    for piece in layout.pieces:
+        chunk = Chunk((0,) * len(piece.shape), piece.shape, (file, *layout.places[piece.name]))
+        found[piece.name] = Entry(dtype_name(piece.dtype), piece.shape, (chunk,))
+    return found
+
+
 def file_of(rank: int) -> str:
     return f'rank-{rank}.safetensors'
 

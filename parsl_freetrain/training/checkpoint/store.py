@@ -82,11 +82,13 @@ class PosixCheckpointStore:
         samples: int,
         fragment: int,
         metrics: Mapping[str, float],
+        hand_in: Callable[[], str] = str,
     ) -> Checkpoint:
         """Commit what ``write`` writes into the empty directory that it is given: plain files,
         closed when it returns, perhaps with the digests of the blocks of those that are private and
-        durable already. Raises Fenced if a later fragment has begun (nothing is committed),
-        BadInput for other than plain files, or a reserved name.
+        durable already. ``hand_in`` is called before the commit, which keeps what it returns.
+        Raises Fenced if a later fragment has begun (nothing is committed), BadInput for other than
+        plain files, or a reserved name.
         """
         self.check_fence(fragment)
         make_dir(self.folder)
@@ -96,7 +98,8 @@ class PosixCheckpointStore:
             hashed = write(folder)
             self._hook('written')
             values = {name: float(value) for name, value in metrics.items()}
-            manifest = on_disk.Manifest(self.trainer, samples, fragment, values)
+            how = self.trainer, samples, fragment, values
+            manifest = on_disk.Manifest(*how, handed_in=hand_in())
             manifest = on_disk.write_manifest(folder, manifest, hashed or {})
             sync_dir(self.folder)
             self._hook('manifest')
@@ -134,12 +137,23 @@ class PosixCheckpointStore:
                 continue  # latest() sets it aside when it is its turn
         return tuple(found)
 
-    def prune(self, keep: Retention, rounds: int = 0) -> None:
+    def handed_in(self) -> dict[int, str]:
+        """What committed ends of rounds say of what was handed in, by samples."""
+        return {one.samples: one.handed_in for one in self.checkpoints() if one.handed_in}
+
+    def prune(
+        self,
+        keep: Retention,
+        rounds: int = 0,
+        last: int = 2,
+        forget: Callable[[str], object] | None = None,
+    ) -> None:
         """Remove what ``keep`` does not keep, after verifying the newest, and incomplete ones. The
-        ends of the last two rounds stay, each of ``rounds`` samples (0: there are none).
+        ends of the ``last`` rounds stay, each of ``rounds`` samples (0: there are none). ``forget``
+        what was handed in with those that are removed.
         """
         newest = self.newest()
-        if newest is not None and self._superfluous(keep, newest, rounds):
+        if newest is not None and self._superfluous(keep, newest, rounds, last):
             own, hashed = self._written
             newest = self._newest(
                 lambda path: on_disk.verify(
@@ -152,7 +166,10 @@ class PosixCheckpointStore:
             path for path in dirs.directories(self.folder) if dirs.key(path)[1] < newest.fragment
         ]
         leftovers = [path for path in earlier if not on_disk.is_committed(path)]
-        for path in [*self._superfluous(keep, newest, rounds), *leftovers]:
+        told = {one.path: one.handed_in for one in self.checkpoints()}
+        for path in [*self._superfluous(keep, newest, rounds, last), *leftovers]:
+            if forget and told.get(str(path)):
+                forget(told[str(path)])
             dirs.remove(path)
         self._remove_unused(newest.fragment)
 
@@ -172,10 +189,14 @@ class PosixCheckpointStore:
             if on_disk.SHARED + name not in used:
                 (frozen / name).unlink(missing_ok=True)
 
-    def _superfluous(self, keep: Retention, newest: Checkpoint, rounds: int) -> list[Path]:
+    def _superfluous(
+        self, keep: Retention, newest: Checkpoint, rounds: int, last: int
+    ) -> list[Path]:
         committed = self._committed()
-        last = newest.samples // rounds * rounds if rounds else -1
-        ends = [path for path in committed if dirs.key(path)[0] in (last, last - rounds)]
+        ends: list[Path] = []
+        if rounds:
+            first = newest.samples // rounds * rounds - (last - 1) * rounds
+            ends = [p for p in committed if (at := dirs.key(p)[0]) >= first and not at % rounds]
         kept = keep.kept(self.checkpoints()) | {newest.path}
         # The newest fragment's last state is kept, whatever a late process has committed.
         current = max(committed, key=lambda path: (dirs.key(path)[1], dirs.key(path)), default=None)

@@ -16,6 +16,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.frozen import Frozen
+from parsl_freetrain.training.checkpoint.handed_in import forget, hand_in
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -246,6 +247,7 @@ class Checkpointer:
                 samples=samples,
                 fragment=self._order.fragment,
                 metrics=metrics,
+                hand_in=partial(hand_in, self._order, state, metrics),
             )
         except BaseException as error:
             writers.refuse(save, error)
@@ -275,10 +277,14 @@ class Checkpointer:
             self.timing.wrote(seconds, time.monotonic() - began - seconds)
 
     def _tidy(self, batch_size: int) -> None:
-        spec = self._order.spec
-        rounds = spec.diloco.overlap * spec.diloco.steps * batch_size if spec.diloco else 0
+        spec, diloco = self._order.spec, self._order.spec.diloco
+        rounds, last, forgotten = 0, 2, None
+        if diloco and (diloco.overlap or diloco.transport):
+            rounds = diloco.steps * batch_size
+        if diloco and diloco.transport:  # another site may be a round behind this one
+            last, forgotten = 2 + diloco.overlap, partial(forget, diloco.transport)
         try:
-            self._store.prune(spec.checkpoints.retention, rounds)
+            self._store.prune(spec.checkpoints.retention, rounds, last, forgotten)
         except OSError:
             log.warning(
                 'Old checkpoints in %s could not be removed', self._order.store, exc_info=True

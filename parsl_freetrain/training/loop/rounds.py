@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.events import RoundKnown, TotalKnown
+from parsl_freetrain.core.model.events import CheckpointSaved, RoundKnown, TotalKnown
 from parsl_freetrain.training.checkpoint import outer
+from parsl_freetrain.training.checkpoint.handed_in import EndElsewhere
 from parsl_freetrain.training.checkpoint.manifest import Damaged
-from parsl_freetrain.training.checkpoint.outer_means import EndDamaged, end_of_round
+from parsl_freetrain.training.checkpoint.outer_means import End, EndDamaged, end_of_round
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.loop_data import BatchSource
@@ -48,6 +50,9 @@ def next_round(parts: RankParts, state: LoopState) -> Source | None:
     weights, ends = weights_of(order), there.samples == there.total_samples
     begun = there.samples // length * length
     at = begun if ends else diloco.begins_with(begun, length)  # the last weights are of all rounds
+    known = parts.checkpointer.last
+    if parts.place.rank == 0 and known and known.handed_in and known.samples > order.samples:
+        parts.channel.send(CheckpointSaved(time.time(), known))  # a kill came before it was told
     if not there.round_ended:
         state.round_from = there.round_from
         if parts.place.rank == 0:
@@ -101,16 +106,15 @@ def _after(
     for _ in range(_TRIES):
         if found := weights.find(samples):
             return str(found)
-        newest = [store.newest() for store in stores]
-        if not all(one is not None and one.samples >= samples for one in newest):
-            return ''
-        if diloco.overlap and begun > 0 and weights.find(begun) is None:  # nobody has begun a round
-            _after(weights, order, diloco, begun, length)
         try:
-            ends = [end for store in stores if (end := end_of_round(store, samples))]
+            if (ends := _ends(order, stores, samples)) is None:
+                return ''
+            if diloco.overlap and begun > 0 and weights.find(begun) is None:
+                _after(weights, order, diloco, begun, length)  # nobody has begun a round
             if len(ends) == len(stores):
                 with_them = diloco.begins_with(begun, length)
-                weights.step(ends, samples, diloco.outer, length, with_them)
+                how = diloco.outer, length, with_them, diloco.compress
+                weights.step(ends, samples, *how)
         except EndDamaged as damaged:
             (store,) = [one for one in stores if one.folder == damaged.path.parent]
             store.put_aside(damaged.path, str(damaged))
@@ -123,6 +127,24 @@ def _after(
     )
 
 
+def _ends(
+    order: FragmentOrder, stores: Sequence[PosixCheckpointStore], samples: int
+) -> Sequence[End] | None:
+    """The ends of a round of the replicas that have not gone on. None: not all have come there."""
+    transport = order.spec.diloco.transport if order.spec.diloco is not None else None
+    if transport is None:
+        newest = [store.newest() for store in stores]
+        if not all(one is not None and one.samples >= samples for one in newest):
+            return None
+        return [end for store in stores if (end := end_of_round(store, samples))]
+    told = {(replica, at): where for replica, at, where in order.handed_in}
+    own = PosixCheckpointStore(Path(order.store), order.trainer).handed_in()  # perhaps not told yet
+    told |= {(order.spec.replica, at): where for at, where in own.items()}
+    if len({replica for replica, at in told if at >= samples}) < len(stores):
+        return None
+    return [EndElsewhere(transport, told[of]) for of in sorted(told) if of[1] == samples]
+
+
 def weights_of(order: FragmentOrder) -> outer.OuterWeights:
     own = PosixCheckpointStore(Path(order.store), order.trainer)
     replica = order.spec.replica
@@ -133,6 +155,4 @@ def weights_of(order: FragmentOrder) -> outer.OuterWeights:
 
 
 def _training(order: FragmentOrder) -> tuple[Path, str]:
-    replica = order.spec.replica
-    name = order.trainer.removesuffix(spec.replica_name('', replica))
-    return spec.root_of(Path(order.store), replica), name
+    return spec.training_of(order.store, order.trainer, order.spec.replica)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, to_builtins
 
@@ -11,6 +11,7 @@ from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.spec.mode import ROLLBACK, Reproducible, Throughput
+from parsl_freetrain.training.spec.transports import Folder, ProxyStoreTransport
 
 if TYPE_CHECKING:
     from parsl_freetrain.training.spec.training import TrainingSpec
@@ -50,6 +51,14 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
     overlap
         1: a round begins while others train the one before, without what that one changes: each
         outer step counts one round later. 0: a round waits for all of the one before.
+    compress
+        How what a round changes in the weights is rounded before the outer step: to ``'bfloat16'``
+        (2 bytes a number), or to ``'int8'`` with a scale for each 256 numbers. What rounding takes
+        away is not made up for in later rounds. Default: not at all.
+    transport
+        :class:`Folder` or :class:`ProxyStoreTransport`: how pieces hand in what outer steps need,
+        if the executors have no file system in common. Each executor then has the checkpoints of
+        its own replicas. Default: all are in the folder of the first executor.
     """
 
     replicas: AtLeast1 = 8
@@ -57,6 +66,8 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
     outer: Nesterov | None = Nesterov()
     inner: Reproducible | Throughput = Reproducible()
     overlap: Annotated[int, Meta(ge=0, le=1)] = 0
+    compress: Literal['bfloat16', 'int8'] | None = None
+    transport: Folder | ProxyStoreTransport | None = None
 
     def __post_init__(self) -> None:
         if self.inner.on_nan == ROLLBACK:
@@ -67,8 +78,9 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a training's folder to be usable."""
-        found: dict[str, Any] = to_builtins(self)
-        return {name: found[name] for name in ('replicas', 'steps', 'outer', 'overlap')}
+        found = {n: getattr(self, n) for n in ('replicas', 'steps', 'overlap', 'compress')}
+        way = type(self.transport).__name__ if self.transport is not None else None
+        return {**found, 'outer': to_builtins(self.outer), 'transport': way}
 
     def begins_with(self, samples: int, length: int) -> int:
         """After how many samples the weights were made with which the round after some begins."""
@@ -131,5 +143,8 @@ def replica_folder(root: Path, replica: int) -> Path:
     return root / REPLICAS / str(replica) if replica else root
 
 
-def root_of(folder: Path, replica: int) -> Path:
-    return folder.parent.parent if replica else folder
+def training_of(store: str, trainer: str, replica: int) -> tuple[Path, str]:
+    """The folder and name of a replica's training, from its own."""
+    folder = Path(store)
+    name = trainer.removesuffix(replica_name('', replica))
+    return folder.parent.parent if replica else folder, name

@@ -55,6 +55,8 @@ class FragmentOrder:
     interruptions_per_s: float | None = None
     """How often to expect that its nodes are taken without notice; None: not known."""
     rehearsed: Rehearsed | None = None  # None: it is no rehearsal
+    #: By replica and samples, what was handed in at the ends of rounds, where to and its digest.
+    handed_in: tuple[tuple[int, int, str], ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:

@@ -14,7 +14,13 @@ from torch import nn
 
 from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, Nesterov
 from parsl_freetrain.training.checkpoint import outer as steps
-from parsl_freetrain.training.checkpoint.outer_means import EndDamaged
+from parsl_freetrain.training.checkpoint.outer_means import (
+    End,
+    EndDamaged,
+    compressed,
+    compressed_size,
+    decompressed,
+)
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -86,7 +92,7 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
             trained(prepared, replica, rounds)
             ends.append(save(tmp_path, prepared, replica, rounds, late))
         begun = max((rounds - 1) * LENGTH - late, 0)
-        weights.step(ends, rounds * LENGTH, outer, LENGTH, begun)
+        weights.step([*map(End.of, ends)], rounds * LENGTH, outer, LENGTH, begun)
         path = weights.find(rounds * LENGTH)
         assert path is not None
         every = [[p for p in one.models[0].parameters() if p.requires_grad] for one in replicas]
@@ -117,6 +123,26 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
     assert weights.find(LENGTH) is None and weights.find(2 * LENGTH) is not None
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(('how', 'error'), [('bfloat16', 2**-8), ('int8', 2**-7)])
+def test_a_change_is_rounded_and_what_is_not_finite_is_never_a_number(
+    how: str, error: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((), (0, 3), (5, 7), (300, 3)):
+        change = torch.randn(shape, generator=generator, dtype=steps.precise(dtype)) * 1e-3
+        content = compressed(change, how)
+        assert content.numel() == compressed_size(change.dtype, shape, how)
+        again = decompressed(content, how, change)
+        assert (again.dtype, again.shape) == (change.dtype, change.shape)
+        if change.numel():
+            assert (again - change).abs().max() <= error * change.abs().max()
+        assert torch.equal(decompressed(compressed(0 * change, how), how, change), 0 * change)
+    for wrong in (torch.nan, torch.inf):
+        change.view(-1)[3] = wrong
+        assert not decompressed(compressed(change, how), how, change).view(-1)[3].isfinite()
+
+
 def two_ends(folder: Path) -> Sequence[Checkpoint]:
     ends = []
     for replica in (0, 1):
@@ -128,7 +154,7 @@ def two_ends(folder: Path) -> Sequence[Checkpoint]:
 
 
 def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_path: Path) -> None:
-    ends = two_ends(tmp_path)
+    ends = [*map(End.of, two_ends(tmp_path))]
     together = threading.Barrier(3)
 
     def step(replica: int) -> None:
@@ -143,7 +169,8 @@ def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_pat
 
 
 def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
-    ends = two_ends(tmp_path)
+    committed = two_ends(tmp_path)
+    ends = [*map(End.of, committed)]
     weights = steps.OuterWeights(tmp_path, 'gpt', 1)
     with pytest.raises(BadInput, match="Replica 1 begins with another 'model"):
         weights.begin(made(seed=1))
@@ -152,18 +179,18 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
         collect(content_of(made()), other).write, samples=10, fragment=1, metrics={}
     )
     with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
-        weights.step([ends[0], foreign], LENGTH, Nesterov(), LENGTH)
+        weights.step([ends[0], End.of(foreign)], LENGTH, Nesterov(), LENGTH)
     with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
         weights.check(0, 'another')
     weights.step(ends, LENGTH, Nesterov(), LENGTH)
     with pytest.raises(FreeTrainError, match='and those made here, differ'):
         weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
     steps.OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
-    data = next(Path(ends[1].path).glob('*.safetensors'))
+    data = next(Path(committed[1].path).glob('*.safetensors'))
     damage(data)
     with pytest.raises(EndDamaged) as raised:
-        weights.step(ends, LENGTH, None, LENGTH)
-    assert raised.value.path == Path(ends[1].path)
+        weights.step([*map(End.of, committed)], LENGTH, None, LENGTH)
+    assert raised.value.path == Path(committed[1].path)
     damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))
     with pytest.raises(FreeTrainError, match='put them back'):
         weights.step(ends[:1], LENGTH, Nesterov(), LENGTH)

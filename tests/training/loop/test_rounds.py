@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from msgspec import structs
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import DiLoCo, FragmentContext, Nesterov
+from parsl_freetrain import DiLoCo, Folder, FragmentContext, Nesterov, ProxyStoreTransport
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.host.files import write_new
 from parsl_freetrain.testing import Fault, kill_at, with_faults
@@ -88,8 +89,10 @@ def train_by_epochs(ctx: FragmentContext) -> float:
 
 
 def piece(folder: Path, replica: int, fragment: int, **changes: Any) -> FragmentOrder:
+    """With ``diloco.transport``, replica 1 is at another site, which has a folder of its own."""
     own = {'total_samples': TOTAL, 'checkpoint_every_s': 1e-9, **changes}
     diloco = own.pop('diloco', DILOCO)
+    folder = folder / 'there' if diloco.transport and replica else folder
     whole = order(folder, fragment, **own)
     return replace(
         whole,
@@ -120,6 +123,19 @@ def killed(stage: str, function: Any = train) -> Any:
     return with_faults(function, Fault(None, None, strike, stage=stage, checkpoint=begun))
 
 
+@contextmanager
+def hidden(folder: Path, own: Path) -> Iterator[None]:
+    """Without the folder of another site, if ``own`` is not in it."""
+    away = folder.with_name('hidden')
+    apart = folder.is_dir() and folder not in own.parents
+    if apart:
+        folder.rename(away)
+    yield
+    if apart:
+        assert not folder.exists()
+        away.rename(folder)
+
+
 def finish(
     server: ForkClient,
     folder: Path,
@@ -132,6 +148,7 @@ def finish(
     """Train all pieces in an allowed order; the last outcome, and how many were killed."""
     overlap = changes.get('diloco', DILOCO).overlap
     samples, fragments, kills, length = [0, 0], [0, 0], 0, STEPS * BATCH
+    handed_in: dict[tuple[int, int], str] = {}
     while True:
         ahead = [one // length - min(samples) // length for one in samples]
         before(samples)
@@ -145,11 +162,15 @@ def finish(
             strikes = [killed(stage, trained) for stage in faults.sample(STAGES, 3)]
             function = faults.choice([trained, with_faults(trained, where), *strikes])
         fragments[replica] += 1
-        ordered = piece(folder, replica, fragments[replica], **changes)
-        outcome = run(server, ordered, size, function)
+        told = tuple((*of, where) for of, where in handed_in.items())
+        ordered = piece(folder, replica, fragments[replica], handed_in=told, **changes)
+        with hidden(folder / 'store' if replica else folder / 'there', Path(ordered.store)):
+            outcome = run(server, ordered, size, function)
         assert outcome.how != 'error', outcome.error.message
         kills += outcome.how in (None, 'peer-lost')
-        newest = PosixCheckpointStore(Path(ordered.store), ordered.trainer).newest()
+        store = PosixCheckpointStore(Path(ordered.store), ordered.trainer)
+        newest = store.newest()
+        handed_in |= {(replica, at): where for at, where in store.handed_in().items()}
         samples[replica] = newest.samples if newest is not None else 0
         if outcome.how == 'finished' and not replica:
             return outcome, kills
@@ -197,6 +218,43 @@ def test_each_fragment_is_killed_once_it_has_committed(
     assert kills > 2 * ROUNDS
 
 
+@pytest.mark.parametrize(
+    ('way', 'changes'),
+    [
+        ('folder', {'compress': 'int8'}),
+        pytest.param('proxystore', {'overlap': 1}, marks=pytest.mark.long),
+        pytest.param('proxystore', {'compress': 'bfloat16'}, marks=pytest.mark.long),
+    ],
+)
+def test_sites_without_a_common_folder_train_the_same_bits(
+    fork_server: ForkClient, tmp_path: Path, way: str, changes: dict[str, Any]
+) -> None:
+    diloco = structs.replace(DILOCO, **changes)
+    calm, _ = finish(fork_server, tmp_path / 'calm', diloco=diloco)
+    exchange, random, kills = tmp_path / 'exchange', Random(5), 0
+    transport = Folder(str(exchange)) if way == 'folder' else proxystore(exchange)
+    apart = structs.replace(diloco, transport=transport)
+    for number in range(1 if way == 'folder' else 4):
+        how: Any = {'diloco': apart, 'keep': 1}
+        outcome, more = finish(fork_server, tmp_path / str(number), 1, random, **how)
+        kills += more
+        assert outcome.result == calm.result
+        for name, tensor in final(tmp_path / 'calm').models[0].items():
+            assert torch.equal(tensor, final(tmp_path / str(number)).models[0][name]), name
+    assert kills
+    if way == 'folder':  # of the first replica, which has saved last, the last two rounds are left
+        left = {file.name.split('-')[2] for file in exchange.glob('digits-*')}
+        assert left == {str(TOTAL), str(TOTAL - STEPS * BATCH)}
+
+
+def proxystore(folder: Path) -> ProxyStoreTransport:
+    pytest.importorskip('proxystore', reason='needs the extra proxystore')
+    from proxystore.connectors.file import FileConnector
+    from proxystore.store import Store
+
+    return ProxyStoreTransport(Store('exchange', FileConnector(str(folder))))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('overlap', [0, 1])
 def test_many_faults_change_no_bit(fork_server: ForkClient, tmp_path: Path, overlap: int) -> None:
@@ -217,9 +275,11 @@ def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path)
         {'mode': 'throughput', 'size': 2, 'checkpoint_every_s': 3600.0},
         {'diloco': structs.replace(DILOCO, outer=None)},
         {'diloco': structs.replace(DILOCO, overlap=1), 'keep': 1},
+        {'diloco': structs.replace(DILOCO, overlap=1, compress='int8'), 'keep': 1},
+        {'diloco': structs.replace(DILOCO, compress='bfloat16')},
     ]
     each = [finish(fork_server, tmp_path / str(i), **how)[0] for i, how in enumerate(others)]
-    assert len({outcome.result for outcome in each}) == 3
+    assert len({outcome.result for outcome in each}) == len(others)
     for file in (tmp_path / '0' / 'store' / 'outer').rglob('*.safetensors'):
         assert file.stat().st_size < 2**19  # what is frozen is in the moving average only
     alone = structs.replace(DILOCO, replicas=1)

@@ -1,0 +1,118 @@
+"""Ways between sites that have no file system in common, for what pieces of rounds hand in."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from msgspec import structs, to_builtins
+
+from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.errors import needs, refuse
+from parsl_freetrain.host import files
+
+BLOCK_BYTES = 64 * 2**20  # the most in one call of ``put``
+
+
+class Transport(Protocol):
+    """Keeps blocks of bytes where the nodes of all sites reach them. Nothing in it is trusted: who
+    gets a block knows its SHA-256 digest, from the checkpoint that names it. An object is sent to
+    nodes as it is. Errors of the moment are any exceptions; what failed is tried again.
+    """
+
+    def put(self, name: str, content: bytes) -> str:
+        """Keep a block, durably and whole or not at all. Returns the key by which all sites get it.
+        The same name is given for the same content only; it may be put twice, and at once.
+        """
+
+    def get(self, key: str) -> bytes:
+        """A block; LookupError if there is none of that key."""
+
+    def remove(self, key: str) -> None:
+        """Remove a block, if it is there."""
+
+
+class Folder(Settings, frozen=True, kw_only=False, tag=True):
+    """A folder that the nodes of all sites see, while each site has its own for checkpoints.
+
+    Attributes
+    ----------
+    path
+        An absolute path on the nodes, where ``~`` and variables of their environment, as in
+        ``'$PROJECT/exchange'``, are replaced.
+    """
+
+    path: str
+
+    def put(self, name: str, content: bytes) -> str:
+        folder = self._folder()
+        files.make_dir(folder)
+        files.replace(folder / name, content)
+        files.sync_dir(folder)
+        return name
+
+    def get(self, key: str) -> bytes:
+        try:
+            return files.read_regular(self._folder() / key, BLOCK_BYTES)
+        except FileNotFoundError:
+            raise LookupError(key) from None
+
+    def remove(self, key: str) -> None:
+        (self._folder() / key).unlink(missing_ok=True)
+
+    def _folder(self) -> Path:
+        found = Path(os.path.expandvars(self.path)).expanduser()
+        if not found.is_absolute():
+            refuse('Folder: path', str(found), 'an absolute path on the nodes')
+        return found
+
+
+class ProxyStoreTransport(Settings, frozen=True, kw_only=False, tag=True):
+    """A transport by the connector of a ProxyStore store, made anew on the nodes: Redis, endpoints
+    of several sites, transfers by Globus, or a connector of your own. Of the store nothing else is
+    used, since it pickles what it keeps. Needs proxystore (the extra of that name).
+
+    Attributes
+    ----------
+    store
+        A ``proxystore.store.Store``. The attribute is its connector's kind and options.
+    """
+
+    store: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.store, tuple | list):  # as it is sent
+            with needs('ProxyStoreTransport'):
+                from proxystore.store import Store
+            if not isinstance(self.store, Store):
+                refuse('ProxyStoreTransport: store', self.store, 'a proxystore.store.Store')
+            made = self.store.config().connector
+            structs.force_setattr(self, 'store', (made.kind, to_builtins(made.options)))
+
+    # Keys are of the connector's own classes. They come from a checkpoint, so they may be pickled.
+
+    def put(self, name: str, content: bytes) -> str:
+        return pickle.dumps(self._connector().put(content)).hex()
+
+    def get(self, key: str) -> bytes:
+        found = self._connector().get(pickle.loads(bytes.fromhex(key)))  # noqa: S301
+        if found is None:
+            raise LookupError(key)
+        return bytes(found)
+
+    def remove(self, key: str) -> None:
+        self._connector().evict(pickle.loads(bytes.fromhex(key)))  # noqa: S301
+
+    def _connector(self) -> Any:
+        return _connector(self.store[0], pickle.dumps(self.store[1]))
+
+
+@cache
+def _connector(kind: str, options: bytes) -> Any:
+    with needs('ProxyStoreTransport'):
+        from proxystore.store.config import ConnectorConfig
+    made = ConnectorConfig(kind=kind, options=pickle.loads(options))  # noqa: S301
+    return made.get_connector()
