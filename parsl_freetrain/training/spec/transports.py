@@ -92,6 +92,9 @@ class ProxyStoreTransport(Settings, frozen=True, kw_only=False, tag=True):
             made = self.store.config().connector
             structs.force_setattr(self, 'store', (made.kind, to_builtins(made.options)))
 
+    def __repr__(self) -> str:
+        return f'ProxyStoreTransport({self.store[0]})'  # options may have a password
+
     # Keys are of the connector's own classes. They come from a checkpoint, so they may be pickled.
 
     def put(self, name: str, content: bytes) -> str:
