@@ -155,6 +155,10 @@ def several(folder: Path, **sites: tuple[Site, str]) -> Iterator[list[ft.FreeTra
         yield executors
 
 
+def one_node_each(*labels: str) -> dict[str, tuple[Site, str]]:
+    return {label: (ft.LocalSite(nodes=1, poll_s=0.2), '127.0.0.1') for label in labels}
+
+
 def test_sites_without_a_common_folder_train_one_training(tmp_path: Path) -> None:
     """Replicas have kills, and their run ends in the middle and goes on: the bits are the same."""
     mode = structs.replace(MODE, compress='int8')
@@ -163,11 +167,10 @@ def test_sites_without_a_common_folder_train_one_training(tmp_path: Path) -> Non
     struck = with_faults(train, Fault(0, 2, strike, stage='before-commit'))
     how: Any = {'mode': structs.replace(mode, transport=there), 'total_samples': 64}
     apart = app(struck, executor=('here', 'there'), **how)
-    sites = {name: (ft.LocalSite(nodes=1, poll_s=0.2), '127.0.0.1') for name in apart.executor}
-    with several(tmp_path, **sites):
+    with several(tmp_path, **one_node_each(*apart.executor)):
         begun = apart()
         wait_until(lambda: begun.progress().samples >= 16)
-    with several(tmp_path, **sites):
+    with several(tmp_path, **one_node_each(*apart.executor)):
         alone = app(executor='here', mode=mode, total_samples=64)(trainer_name='alone')
         found = apart().result(LIMIT_S)
         assert ft.same_weights(found, alone.result(LIMIT_S))
@@ -178,8 +181,7 @@ def test_sites_without_a_common_folder_train_one_training(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_replicas_of_one_training_are_in_several_executors(tmp_path: Path) -> None:
     both = app(mode=FOUR, executor=('here', 'there'))
-    sites = {name: (ft.LocalSite(nodes=1, poll_s=0.2), '127.0.0.1') for name in both.executor}
-    with several(tmp_path, **sites) as executors:
+    with several(tmp_path, **one_node_each(*both.executor)) as executors:
         found = both().result(LIMIT_S)
         alone = app(mode=FOUR, executor='here')(trainer_name='alone').result(LIMIT_S)
         assert ft.same_weights(found, alone)

@@ -28,7 +28,14 @@ class _Checking(StructMeta):
             refuse_unknown(self.__name__, kwargs, names)
             for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
                 check_value(f'{self.__name__}: {name}', value, hints_of(self)[name])
-            return super().__call__(*args, **kwargs)
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError as error:
+                if not str(error).startswith('Extra positional'):
+                    raise
+                name = self.__name__
+                say = f'{name}({names[0]}={shown(args[0])})'
+                raise BadInput(f'{name} takes its settings by name: say {say}.') from None
 
 
 class Settings(
