@@ -1,10 +1,10 @@
 """Loss at equal samples of a training in rounds, beside synchronous training; prints JSON lines.
 
-``python -m workflows.apart_losses digits|gpt [--overlap] [SEED ...]`` trains in one process what
-``mode=DiLoCo(...)`` (with ``overlap=1``) trains in pieces: the same parts of the same global
-batches, an optimizer for each replica, and the outer step, which is torch's SGD (that these are the
-same: tests/training/checkpoint/test_outer.py). Random numbers of dropout are others than in
-fragments.
+``python -m workflows.apart_losses digits|gpt [--overlap] [bfloat16|int8] [SEED ...]`` trains in one
+process what ``mode=DiLoCo(...)`` (with ``overlap=1``, ``compress=``) trains in pieces: the same
+parts of the same global batches, an optimizer for each replica, and the outer step, which is
+torch's SGD (that these are the same: tests/training/checkpoint/test_outer.py). Random numbers of
+dropout are others than in fragments.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parsl_freetrain.training.checkpoint.outer_means import compressed, decompressed
 from parsl_freetrain.training.data.sample_order import GlobalOrder
 from workflows.digits import digits
 from workflows.digits_models import cnn
@@ -46,9 +47,9 @@ def images() -> tuple[nn.Module, Any, int, Any, Any, list[Any]]:
 
 
 def train(
-    what: str, seed: int, replicas: int, length: int, lr: float, overlap: bool = False
+    what: str, seed: int, replicas: int, length: int, lr: float, overlap: bool, how: str
 ) -> dict[str, Any]:
-    """``length`` 0: synchronous training; ``lr`` 1: no outer optimizer."""
+    """``length`` 0: synchronous training; ``lr`` 1: no outer optimizer; ``how``: compression."""
     torch.manual_seed(seed)
     net, data, batch, optimizer_of, loss_of, held = gpt() if what == 'gpt' else images()
     order = GlobalOrder(len(data), batch, seed, total_samples=STEPS * batch, drop_last=True)
@@ -67,12 +68,12 @@ def train(
             optimizers[k].step()
         if length and step % length == 0:
             after = copy.deepcopy(net) if overlap else net  # what the next round begins with
-            exchange(net, nets, begun, outer)
+            exchange(net, nets, begun, outer, how)
             for other in (begun, *nets):
                 other.load_state_dict(after.state_dict())
     return {
         'what': what, 'seed': seed, 'replicas': replicas, 'steps': length, 'outer': lr < 1,
-        'overlap': overlap,
+        'overlap': overlap, 'compress': how,
         'loss': evaluate(net if length else nets[0], loss_of, held),
         'rounds': STEPS // length if length else 0,
         'bytes': sum(4 * p.numel() for p in net.parameters()),
@@ -81,11 +82,14 @@ def train(
 
 @torch.no_grad()
 def exchange(
-    net: nn.Module, nets: list[nn.Module], begun: nn.Module, outer: torch.optim.Optimizer
+    net: nn.Module, nets: list[nn.Module], begun: nn.Module, outer: torch.optim.Optimizer, how: str
 ) -> None:
     every = (one.parameters() for one in (begun, *nets))
     for p, before, *others in zip(net.parameters(), *every, strict=True):
-        p.grad = before - torch.stack(others).mean(0)
+        changes = [before - other for other in others]
+        if how:
+            changes = [decompressed(compressed(one, how), how, one) for one in changes]
+        p.grad = torch.stack(changes).mean(0) if how else before - torch.stack(others).mean(0)
     outer.step()
     for b, *others in zip(net.buffers(), *(one.buffers() for one in nets), strict=True):
         b.copy_(torch.stack(others).float().mean(0) if b.is_floating_point() else others[0])
@@ -98,7 +102,8 @@ def evaluate(net: nn.Module, loss_of: Any, held: list[Tensor]) -> float:
 
 if __name__ == '__main__':
     torch.set_num_threads(1)
+    how = next((one for one in sys.argv if one in ('bfloat16', 'int8')), '')
     late, seeds = '--overlap' in sys.argv, [one for one in sys.argv[2:] if one.isdigit()]
     for seed in map(int, seeds or ('1', '2', '3')):
         for replicas, length, lr in [(1, 0, 1.0), *product(REPLICAS, LENGTHS, (0.7, 1.0))]:
-            print(json.dumps(train(sys.argv[1], seed, replicas, length, lr, late)), flush=True)
+            print(json.dumps(train(sys.argv[1], seed, replicas, length, lr, late, how)), flush=True)
