@@ -20,6 +20,7 @@ from parsl_freetrain.training.checkpoint.outer_means import (
     compressed,
     compressed_size,
     decompressed,
+    precise,
 )
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
@@ -130,7 +131,7 @@ def test_a_change_is_rounded_and_what_is_not_finite_is_never_a_number(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     for shape in ((), (0, 3), (5, 7), (300, 3)):
-        change = torch.randn(shape, generator=generator, dtype=steps.precise(dtype)) * 1e-3
+        change = torch.randn(shape, generator=generator, dtype=precise(dtype)) * 1e-3
         content = compressed(change, how)
         assert content.numel() == compressed_size(change.dtype, shape, how)
         again = decompressed(content, how, change)
