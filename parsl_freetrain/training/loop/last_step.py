@@ -26,6 +26,7 @@ from parsl_freetrain.training.checkpoint.transport_memory import (
 from parsl_freetrain.training.comm.peers import Peers, on_any_rank
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.save_timing import AHEAD_S
 from parsl_freetrain.training.spec.fork_messages import OfferState
 from parsl_freetrain.training.spec.messages import LeavingState, StateLeft
 from parsl_freetrain.training.steps.buffers import copy_all, plain_buffers
@@ -90,6 +91,12 @@ class LastStep:
     @property
     def settings(self) -> dict[str, Any]:
         return (self._end.settings if self._end is not None else None) or {}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a short step follows in the same epoch, as far as is known."""
+        short = self._parts.checkpointer.timing.expected_step_s <= AHEAD_S
+        return short and self._end is not None and not self._end.epoch_due
 
     def begin_batch(self) -> None:
         self._in_batch = True

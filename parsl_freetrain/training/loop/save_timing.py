@@ -20,7 +20,7 @@ written there. The last checkpoint is written when the user's function returns; 
 repeats the work since this one.
 """
 _RARE = 10  # kills are rare, while a wait for a checkpoint is certain
-_AHEAD_S = 1.0  # so long, a stop may take for computing the next step ahead
+AHEAD_S = 1.0  # so long, a stop or a loss may take for computing the next step
 _SHORT_S = 0.5  # so long, the last checkpoint may wait for one before it
 
 
@@ -83,7 +83,7 @@ class SaveTiming:
         """Whether there is time to write, or ask, for ``seconds``, and a step, before the end."""
         seconds += self.expected_step_s
         enough = seconds + 2 * self.longest_s + FLOOR_S < self.time_left()
-        return enough and seconds <= max(self.longest_s, _AHEAD_S)
+        return enough and seconds <= max(self.longest_s, AHEAD_S)
 
     def must_stop(self, steps_ahead: int, *, writing: bool) -> bool:
         """Whether time may be short after ``steps_ahead`` batches, and a save ``writing`` now."""

@@ -13,7 +13,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.host.slot import wait_as_slow
 from parsl_freetrain.training.checkpoint.state import Position
-from parsl_freetrain.training.comm.peers import Agreed, on_any_rank
+from parsl_freetrain.training.comm.peers import Agreed, PeerLost, on_any_rank
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop.body import Body
@@ -141,7 +141,7 @@ class TrainingLoop:
                     'several times (SAM: step(closure) in place of first_step and second_step).'
                 )
             needed = self._end_batch(decision, data)
-            self._verification.conclude()
+            yield from self._exchange(self._verification.conclude, batches)
             notable = self._at_end or state.epoch_due or state.round_ended
             if notable or decision >= Agreed.SAVE or state.wanted is not None:
                 self._steps.settle()
@@ -150,7 +150,7 @@ class TrainingLoop:
             ):
                 return
             if notable or decision >= Agreed.REPORT:
-                state.reports.gather(self._peers)
+                yield from self._exchange(partial(state.reports.gather, self._peers), batches)
                 self.wishes.report(wait=self._at_end)
             if state.round_ended:
                 yield from self._end_round()
@@ -175,6 +175,17 @@ class TrainingLoop:
                 self._between_epochs_s = time.monotonic() - since
                 self._begin_loop(goes_on=False)
 
+    def _exchange(self, exchange: Callable[[], None], batches: Iterator[Batch]) -> Iterator[Any]:
+        """Between steps. If a rank is lost, shards of the next one are computed, to verify by."""
+        try:
+            exchange()
+        except PeerLost:
+            going_on = self._verification.by_steps and self._last.goes_on
+            if going_on and (following := next(batches, None)):
+                self._begin(following[0])
+                yield from self._train(*following[1:])
+            raise
+
     def _begin_loop(self, *, goes_on: bool) -> None:
         numbers = self._carried.begin_loop(self._state, goes_on=goes_on)
         if isinstance(self._steps, ReproducibleSteps):
@@ -183,9 +194,8 @@ class TrainingLoop:
     def _batches(self, data: BatchSource) -> Iterator[Batch]:
         self._draw_for_itself()
         # Workers load ahead: not over an end of an epoch at which the data may be changed.
-        of_epoch = bool(data.read.num_workers) and (
-            self._hooks.at_epochs or data.read.sampler is not None
-        )
+        by_epochs = self._hooks.at_epochs or data.read.sampler is not None
+        of_epoch = bool(data.read.num_workers) and by_epochs
         ahead, loader, before = Restarted(), None, b''
         while self._state.samples < data.end:
             batches = data.batches(self._state.samples, of_epoch=of_epoch)
@@ -213,11 +223,8 @@ class TrainingLoop:
         self._guard.begin_batch()
         self._checkpointer.timing.begin()
         if state.samples == self._began[0]:
-            self._channel.send(
-                FragmentStarted(
-                    time.time(), *self._key, state.samples, self._rank, keeps=self._last.possible
-                )
-            )
+            started = time.time(), *self._key, state.samples, self._rank
+            self._channel.send(FragmentStarted(*started, keeps=self._last.possible))
 
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
         state, mode = self._state, self._mode

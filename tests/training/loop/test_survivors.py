@@ -62,6 +62,9 @@ def train(
     average = ctx.ema(model, 0.9)
     assert ctx._run.model is not None
     steps: Any = ctx._run.model.steps
+    timing: Any = ctx._run.checkpointer.timing
+    took = timing.step_took
+    timing.step_took = lambda seconds: took(0.01)  # on a busy computer, too
     exchange: Any = getattr(steps, '_exchange', None)
 
     def exchanged(*arguments: Any) -> Any:
@@ -211,7 +214,7 @@ def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
     assert equal(training.weights(), undisturbed)
     saved = training.gang.ranks[0].said(CheckpointSaved)[-1].checkpoint
     # By the virtual shards that survivors have computed, and that a rank has by itself again.
-    assert (saved.resumes, saved.verified) == (7, 3)
+    assert (saved.resumes, saved.verified) == (7, 4)
 
 
 def test_what_survivors_have_computed_of_a_step_shows_that_a_training_differs(
