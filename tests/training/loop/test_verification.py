@@ -114,7 +114,7 @@ def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
     from parsl_freetrain.training.comm import peers
     from parsl_freetrain.training.loop import save_timing
 
-    save_timing._AHEAD_S = 30.0  # a step may take as long on a busy computer
+    save_timing.AHEAD_S = 30.0  # a step may take as long on a busy computer
     peers.EVERY_S = 0.0  # ranks agree after each other step
     torch.manual_seed(1)
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
