@@ -159,8 +159,7 @@ class Trainer:
             raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')
         source = self._begin(model, datamodule, train_dataloaders, 'fit')
         ctx, validates = self.ctx, arguments.is_own('validation_step', model, LightningModule)
-        data = _training_data(source)
-        held_out = _validation_data(val_dataloaders, source)
+        data, held_out = _training_data(source), _validation_data(val_dataloaders, source)
         self._count_steps(StepCount(len(data.dataset), data.batch_size * self._accumulate))
         configured, configs = _optimizer_of(model)
         memory = Memory(ctx, 'lightning', self.callbacks, model)
@@ -184,8 +183,7 @@ class Trainer:
             memory.keep({})
 
         ctx.before_step(before_step)
-        self._at_end = end_of_epoch
-        means = arguments.wants_means(model, LightningModule)
+        self._at_end, means = end_of_epoch, arguments.wants_means(model, LightningModule)
         ctx.each_epoch(self._end_with_means if means else end_of_epoch)
         model.train()
         self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
