@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from parsl_freetrain.app import FreeTrainApp, freetrain_app
     from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
     from parsl_freetrain.core.model.shape import Shape
-    from parsl_freetrain.core.model.types import Checkpoint
+    from parsl_freetrain.core.model.types import Checkpoint, Progress
     from parsl_freetrain.executor.executor import FreeTrainExecutor
     from parsl_freetrain.executor.settings import HtexOptions, Policy, Recording, Timeouts
-    from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
+    from parsl_freetrain.executor.trainer.future import TrainingFuture
     from parsl_freetrain.remote.client import FreeTrainClient, RemoteTraining
     from parsl_freetrain.sites.cobalt import CobaltSite
     from parsl_freetrain.sites.local import LocalSite
@@ -44,10 +44,10 @@ _MODULES = {
     'app': ('freetrain_app', 'FreeTrainApp'),
     'core.model.errors': ('BadInput', 'FreeTrainError', 'TrainerFailed'),
     'core.model.shape': ('Shape',),
-    'core.model.types': ('Checkpoint',),
+    'core.model.types': ('Checkpoint', 'Progress'),
     'executor.executor': ('FreeTrainExecutor',),
     'executor.settings': ('HtexOptions', 'Policy', 'Recording', 'Timeouts'),
-    'executor.trainer.future': ('Progress', 'TrainingFuture'),
+    'executor.trainer.future': ('TrainingFuture',),
     'remote.client': ('FreeTrainClient', 'RemoteTraining'),
     'sites.cobalt': ('CobaltSite',),
     'sites.local': ('LocalSite',),

@@ -24,9 +24,10 @@ from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.fragment.payload import Packed, definition, name_of, pack, unfit
 from parsl_freetrain.executor.fragment.trainer_record import TellReplica, TrainerRecord
 from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
+from parsl_freetrain.executor.run_lock import check_name
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer import arguments
-from parsl_freetrain.executor.trainer.future import TrainingFuture, check_name
+from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.host.rehearsals import say_if_never
 from parsl_freetrain.training.checkpoint.folder_claim import claim, round_samples
 from parsl_freetrain.training.checkpoint.identity import move_aside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -19,10 +20,25 @@ from parsl_freetrain.training.process import block_lease
 logger = logging.getLogger(__name__)
 
 FILE = 'run.json'
+OURS = ('environment', 'logs', 'requests', FILE)  # beside the folders of trainers
 BEAT_S = 20.0  # seconds between two signs of life of a run
 CLAIM_S = 10.0  # maximum seconds to wait for another run that begins in the same folder
 LOOK_S = 0.1
 SILENT_S = 90.0  # seconds without one after which a run on another computer counts as dead
+
+
+def check_name(name: str) -> None:
+    """Refuse a trainer's name that cannot also be a folder's name; raises BadInput."""
+    if not re.fullmatch(r'[A-Za-z0-9_][A-Za-z0-9._-]*', name):
+        raise BadInput(
+            f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, '
+            'dashes and underscores, and begin with no dot and no dash.'
+        )
+    if name in OURS or name.startswith('ledger.journal'):
+        raise BadInput(
+            f'{name!r} cannot name a trainer, since a run keeps something else under this name in '
+            'its checkpoint_dir; give another trainer_name.'
+        )
 
 
 class RunLock:

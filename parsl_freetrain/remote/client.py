@@ -19,8 +19,10 @@ from parsl.executors.base import ParslExecutor
 
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed, needs
+from parsl_freetrain.core.model.types import Progress
 from parsl_freetrain.executor.fragment.payload import pack
-from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture, check_name
+from parsl_freetrain.executor.run_lock import check_name
+from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.host.clocks import Backoff
 from parsl_freetrain.remote import orders
 from parsl_freetrain.training.process import probe

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.executor.run_lock import FILE, refuse_live
-from parsl_freetrain.executor.trainer.future import check_name
+from parsl_freetrain.executor.run_lock import FILE, check_name, refuse_live
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import refuse_foreign
 from parsl_freetrain.host.processes import start_of

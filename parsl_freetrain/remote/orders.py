@@ -12,8 +12,7 @@ from msgspec import field
 import parsl_freetrain
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import FINAL_STATES
-from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor.trainer.future import Progress
+from parsl_freetrain.core.model.types import Checkpoint, Progress
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 

@@ -17,9 +17,10 @@ from parsl.config import Config
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.state import FINAL_STATES
+from parsl_freetrain.core.model.types import Progress
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.run_lock import refuse_live
-from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
+from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.remote.endpoint import LABEL, Desk
 from parsl_freetrain.remote.orders import Order, TrainerStatus

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,7 @@ from parsl_freetrain.remote.run import OrderedRun
 from parsl_freetrain.training.process import probe
 from parsl_freetrain.training.process.block_lease import read_holder
 from parsl_freetrain.training.process.probe import COMPARED, compare, versions
+from tests.support.programs import run_to_end
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -102,7 +104,7 @@ def trainer(**settings: Any) -> FreeTrainApp:
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_is_followed_by_another_one_with_the_same_weights(
+def test_a_killed_run_is_followed_by_one_with_the_same_weights(
     connect: Connect, tmp_path: Path
 ) -> None:
     settings = {
@@ -177,7 +179,7 @@ def _what_goes_wrong_is_a_sentence(
     assert remote.trainers().keys() == {'fit', 'failing'}
 
 
-def test_what_this_computer_can_tell_is_refused_at_once(
+def test_what_can_be_told_here_is_refused(
     endpoint: Endpoint, connect: Connect, tmp_path: Path
 ) -> None:
     remote = connect()
@@ -207,6 +209,11 @@ def test_a_python_without_the_package_is_told(connect: Connect) -> None:
     for python in ('/nowhere/python', '/bin/false'):
         with pytest.raises((FileNotFoundError, RuntimeError)):
             connect(python=python).compare_versions()
+
+
+def test_what_answers_a_look_is_quickly_there() -> None:
+    code = 'import sys, parsl_freetrain.remote.endpoint; print({"parsl", "torch"} & {*sys.modules})'
+    assert run_to_end([sys.executable, '-c', code], check=True).stdout == 'set()\n'
 
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
@@ -251,7 +258,7 @@ def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> No
         Desk(str(tmp_path))
 
 
-def test_a_damaged_order_and_a_full_disk_hold_up_no_other_order(
+def test_damage_and_a_full_disk_hold_up_no_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = Desk(str(tmp_path))
@@ -280,12 +287,8 @@ def test_what_another_version_sends_is_bad_input() -> None:
 
 
 def test_versions_fit_if_what_matters_is_the_same() -> None:
-    there = {
-        'python': '3.11.2',
-        'parsl-freetrain': '2026.11.21',
-        'cloudpickle': '3.1.2',
-        'torch': '2.13.0+cu126',
-    }
+    there = {'python': '3.11.2', 'parsl-freetrain': '2026.11.21', 'cloudpickle': '3.1.2'}
+    there['torch'] = '2.13.0+cu126'
     here = {**there, 'python': '3.11.7', 'torch': '2.13.0+cpu', 'cloudpickle': '3.0.0'}
     assert [one.name for one in compare(here, there)] == list(COMPARED)
     assert all(one.fits for one in compare(here, there))

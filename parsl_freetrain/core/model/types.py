@@ -310,6 +310,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """The progress of a trainer."""
+
+    samples: int = 0  #: samples trained so far
+    total_samples: int | None = None  #: None while only the number of epochs is known
+    nodes: int = 0  #: nodes that its fragment holds now
+    fragments: int = 0  #: in this run
+    preempted: int = 0  #: preempted fragments in this run
+    rescaled: int = 0  #: changes of the node count in this run
+    #: The last values given to ``ctx.report``.
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class NodeDemand:
     """A job of others (or a reservation, or a drain) that would start if we gave nodes back."""
 

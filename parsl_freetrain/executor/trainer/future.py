@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from parsl.dataflow.memoization import id_for_memo
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.core.model.types import Checkpoint, Progress
 from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.report.cells import trainer_html
 from parsl_freetrain.report.status import TrainerNow
 
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a trainer."""
-
-    samples: int = 0  #: samples trained so far
-    total_samples: int | None = None  #: None while only the number of epochs is known
-    nodes: int = 0  #: nodes that its fragment holds now
-    fragments: int = 0  #: in this run
-    preempted: int = 0  #: preempted fragments in this run
-    rescaled: int = 0  #: changes of the node count in this run
-    #: The last values given to ``ctx.report``.
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]*')
-OURS = ('environment', 'logs', 'requests', 'run.json')  # beside the folders of trainers
 _COUNTS = ('samples', 'nodes', 'fragments', 'preempted', 'rescaled')
 
 
@@ -154,20 +136,6 @@ class TrainingFuture(Future[Checkpoint]):
         return (
             f'<TrainingFuture {self.name!r} {self.state}, {progress.samples} of '
             f'{progress.total_samples or "?"} samples{why}>'
-        )
-
-
-def check_name(name: str) -> None:
-    """Refuse a trainer's name that cannot also be a folder's name; raises BadInput."""
-    if not NAME.fullmatch(name):
-        raise BadInput(
-            f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, '
-            'dashes and underscores, and begin with no dot and no dash.'
-        )
-    if name in OURS or name.startswith('ledger.journal'):
-        raise BadInput(
-            f'{name!r} cannot name a trainer, since a run keeps something else under this name in '
-            'its checkpoint_dir; give another trainer_name.'
         )
 
 

@@ -11,7 +11,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
+from parsl_freetrain.core.model.types import Progress
+from parsl_freetrain.executor.trainer.future import TrainingFuture
 from tests.support.waiting import LIMIT_S
 
 
@@ -77,21 +78,15 @@ checkpoint.samples
 def test_in_a_real_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ('IPYTHONDIR', 'JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR'):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
-    empty: dict[str, Any] = {
-        'cell_type': 'code',
-        'metadata': {},
-        'execution_count': None,
-        'outputs': [],
-    }
+    empty: dict[str, Any] = {'cell_type': 'code', 'metadata': {}}
+    empty |= {'execution_count': None, 'outputs': []}
     cells = [{**empty, 'id': f'cell{i}', 'source': source} for i, source in enumerate(CELLS)]
     document = json.dumps({'nbformat': 4, 'nbformat_minor': 5, 'metadata': {}, 'cells': cells})
     notebook = nbformat.reads(document, as_version=4)  # type: ignore[no-untyped-call]
     NotebookClient(
         notebook, timeout=LIMIT_S, resources={'metadata': {'path': str(tmp_path)}}
     ).execute()
-    told = [
-        [output['data'] for output in cell.outputs if 'data' in output] for cell in notebook.cells
-    ]
+    told = [[o['data'] for o in cell.outputs if 'data' in o] for cell in notebook.cells]
     assert 'samples' in told[1][-1]['text/html']
     assert shown(told[2][-1]['text/html'])['samples'] == '128/128'
     assert told[3][-1]['text/plain'] == '128'
