@@ -167,11 +167,8 @@ def _pool(count: int, shape: tuple[int, ...], device: torch.device, words: int =
     key = (count, shape, device, words)
     if key not in _POOLS:
         drawn = torch.Generator().manual_seed(1)
-        made = (
-            torch.randint(words, (count, *shape), generator=drawn)
-            if words
-            else torch.randn((count, *shape), generator=drawn)
-        )
+        size, how = (count, *shape), dict[str, Any](generator=drawn)
+        made = torch.randint(words, size, **how) if words else torch.randn(size, **how)
         _POOLS[key] = made.to(device)
     return _POOLS[key]
 

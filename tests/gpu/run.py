@@ -35,10 +35,9 @@ from parsl_freetrain.training.spec.messages import Outcome
 from tests.gpu import in_rank
 from tests.gpu.networks import WORKLOADS
 from tests.support.ranks import Ranks, order, ranks
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 Figures = dict[str, Any]
-START_S = 120.0  # of a fork server on a cold machine
 CASE_S = 100.0
 
 
@@ -67,8 +66,9 @@ class Machine:
 
     @property
     def patience_s(self) -> float:
-        """How long a case may take that hangs."""
-        return min(CASE_S, max(self.ends_at - time.monotonic(), 20.0))
+        """How long a case may take that hangs; a CPU may be busy with other work."""
+        left_s = max(self.ends_at - time.monotonic(), 20.0)
+        return min(CASE_S, left_s) if self.devices else LIMIT_S
 
     @property
     def tiny(self) -> str:
@@ -144,7 +144,7 @@ def kill(gang: Ranks, saves: int, timeout_s: float) -> float:
     assert len(main.said(CheckpointSaved)) >= saves, main.log.read_text()
     victim.process.kill()
     at = time.time()
-    gang.hear(lambda: False, 60.0)
+    gang.hear(lambda: False, timeout_s)
     assert victim.status == -9, victim.log.read_text()
     return at
 
@@ -216,9 +216,7 @@ def two_on_one_device(machine: Machine) -> Figures:
 
 def other_seed_other_bits(machine: Machine) -> Figures:
     """That the comparison can fail."""
-    one, other = (
-        final_weights(machine, 'mixed', 1, mode='reproducible', seed=seed) for seed in (7, 8)
-    )
+    one, other = (final_weights(machine, 'mixed', 1, mode='reproducible', seed=s) for s in (7, 8))
     assert not torch.equal(one['mix.weight'], other['mix.weight'])
     return {'differ': True}
 
@@ -363,7 +361,7 @@ def started(folder: Path) -> Iterator[ForkClient]:
     log = folder / 'fork_server.log'
     parent = ForkClient.start(f'gpu-{secrets.token_hex(8)}', os.getpid(), str(log))
     try:
-        parent.wait_ready(START_S)
+        parent.wait_ready(LIMIT_S)
         yield parent
     finally:
         parent.stop()
@@ -397,9 +395,7 @@ def main(argv: list[str] | None = None) -> int:
         found = run(chosen, machine, options.out)
     failed = [name for name, figures in found.items() if 'failed' in figures]
     left = [name for name in chosen if name not in found]
-    print(
-        f'{len(found)} cases, failed: {failed or "none"}, left for want of time: {left or "none"}'
-    )
+    print(f'{len(found)} cases, failed: {failed or "none"}, left for time: {left or "none"}')
     return 1 if failed else 0
 
 

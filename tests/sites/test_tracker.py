@@ -1,7 +1,7 @@
 """How often the scheduler is asked while it does not answer, and what waits for it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -72,8 +72,11 @@ class Scripted:
 
 
 @pytest.fixture
-def scheduler() -> Scripted:
-    return Scripted()
+def scheduler() -> Iterator[Scripted]:
+    yield (made := Scripted())
+    made.answered.set()
+    for thread in set(made.asked_in) - {threading.current_thread()}:
+        thread.join()
 
 
 @pytest.fixture
@@ -108,9 +111,7 @@ def test_a_silent_scheduler_is_asked_again_soon_while_blocks_are_open(
 
 
 @pytest.mark.parametrize('state', [JobState.RUNNING, JobState.ENDING])
-def test_whatever_runs_for_parsl_has_an_end(
-    scheduler: Scripted, tracker: BlockTracker, state: JobState
-) -> None:
+def test_what_runs_has_an_end(scheduler: Scripted, tracker: BlockTracker, state: JobState) -> None:
     """An end that is unknown would count as none."""
     scheduler.now = 10.0
     scheduler.queue = (BatchJob('1', state, 'batch', 1, 0.0, 300.0, names=('n1',)),)
@@ -133,7 +134,7 @@ def test_a_slow_database_holds_nothing_up(
 
 
 @pytest.mark.parametrize('stray', [False, True])
-def test_a_job_that_cannot_be_cancelled_is_tried_less_and_less_often(
+def test_a_job_that_cannot_be_cancelled_is_tried_less_often(
     scheduler: Scripted, stray: bool
 ) -> None:
     """A block that did not start in time, or whose submission got no answer in ``command_s``."""
@@ -160,9 +161,7 @@ def test_a_job_that_cannot_be_cancelled_is_tried_less_and_less_often(
     assert not unanswered
 
 
-def test_a_clock_that_was_set_back_makes_no_pause(
-    scheduler: Scripted, tracker: BlockTracker
-) -> None:
+def test_clock_that_was_set_back_makes_no_pause(scheduler: Scripted, tracker: BlockTracker) -> None:
     """The times of the last answers are still to come then, and those of the next tries."""
 
     def asked() -> int:
@@ -182,9 +181,7 @@ def test_a_clock_that_was_set_back_makes_no_pause(
     assert len(scheduler.cancelled) > tries
 
 
-def test_the_queue_is_played_through_before_an_answer_is_told_of(
-    scheduler: Scripted, tracker: BlockTracker
-) -> None:
+def test_the_queue_is_played_before_an_answer(scheduler: Scripted, tracker: BlockTracker) -> None:
     """Not by the event loop, which that may hold up for a second."""
     tracker.snapshot()
     scheduler.now += 60.0
