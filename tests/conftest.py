@@ -157,9 +157,7 @@ def no_orphans() -> Iterator[None]:
     """At the end of the session, no process that a test started is left, with or without parent."""
     yield
     _end_clusters()
-    _expect_nothing(
-        'processes of this test session', lambda: _without_helpers(_ours()), _describe, _kill
-    )
+    _expect_nothing('processes of tests', lambda: _without_helpers(_ours()), _describe, _kill)
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -186,12 +184,8 @@ def no_determinism_for_later_processes() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(home: Path) -> Iterator[None]:
     """Fail if something that the test started goes on after it."""
-    processes, threads, sockets, files = (
-        _pids(),
-        set(threading.enumerate()),
-        set(_sockets().values()),
-        _files(home),
-    )
+    processes, threads = _pids(), set(threading.enumerate())
+    sockets, files = set(_sockets().values()), _files(home)
     parsl_before = _parsl()
     yield
     parsl_left = _parsl()

@@ -165,9 +165,7 @@ def test_settings_that_can_never_work() -> None:
             app(**{k: value() if callable(value) else value for k, value in settings.items()})
 
 
-def test_another_division_of_layers_does_not_go_on_with_the_bits_of_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_another_division_of_layers_does_not_go_on_with_bits_of_checkpoint(tmp_path: Path) -> None:
     """In reproducible mode; elsewhere any shape goes on."""
     for mode in (Reproducible(), Throughput()):
         folder = tmp_path / type(mode).__name__
@@ -273,12 +271,8 @@ def test_a_trainer_that_the_metric_cannot_judge_is_refused() -> None:
     ):
         with refused(said):
             check_trainer(trainer, metric, 0, 0.0)
-    check_trainer(
-        app(total_epochs=None, goal=Samples(5, finish_by=10.0)).spec.trainer('fit'),
-        'deadline',
-        0,
-        20.0,
-    )
+    late = app(total_epochs=None, goal=Samples(5, finish_by=10.0)).spec.trainer('fit')
+    check_trainer(late, 'deadline', 0, 20.0)
 
 
 def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
@@ -291,10 +285,8 @@ def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
         1: (Shape(shard=2), Shape(data=2)),
         3: (Shape(shard=6), Shape(data=2, shard=3), Shape(data=3, shard=2), Shape(data=6)),
     }
-    assert throughput.trainer('t').shapes[0] == (
-        1,
-        ('data 1 x shard 2', 'data 2 x spatial 1x1x1 x pipeline 1'),
-    )
+    shapes = ('data 1 x shard 2', 'data 2 x spatial 1x1x1 x pipeline 1')
+    assert throughput.trainer('t').shapes[0] == (1, shapes)
     reproducible = freetrain_app(max_nodes=4, sizes='auto', total_epochs=1)(fit).spec
     assert reproducible.shapes == {
         1: (Shape(),),
@@ -310,10 +302,8 @@ def test_sizes_and_shapes_say_how_many_nodes() -> None:
         trainer = app(**settings).spec.trainer('fit')
         assert (trainer.min_nodes, trainer.max_nodes, trainer.sizes) == (2, 4, (2, 4))
     when = datetime(2030, 1, 31, 18, tzinfo=UTC)
-    assert (
-        app(total_epochs=None, goal=Samples(5, finish_by=when)).spec.trainer('fit').finish_by_s
-        == when.timestamp()
-    )
+    late = app(total_epochs=None, goal=Samples(5, finish_by=when)).spec.trainer('fit')
+    assert late.finish_by_s == when.timestamp()
 
 
 @pytest.fixture
@@ -347,18 +337,13 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
     with refused('argument 1', 'cannot be serialised'):
         app()(lock)
 
-    strange: dict[str, str] = {
-        'nothing_like_this': 'it has pause_s, fail_at, trainer_name',
-        'ctx': 'it has pause_s, fail_at, trainer_name',
-        'pauses': 'say pause_s',
-    }
+    every = 'it has pause_s, fail_at, trainer_name'
+    strange = {'nothing_like_this': every, 'ctx': every, 'pauses': 'say pause_s'}
     for wrong, right in strange.items():
         given: dict[str, Any] = {wrong: 1}
         with refused(f"Trainer 'fit' has no argument {wrong!r}; {right}"):
             app()(**given)
-    with refused(
-        "'fit': too many positional arguments; the function is fit(ctx, pause_s, fail_at)"
-    ):
+    with refused("'fit': too many positional arguments", 'function is fit(ctx, pause_s, fail_at)'):
         app()(1, 2, 3)
     for name in ('a/b', '../up', '.', '', 'a b', '-a'):
         with refused('cannot name a trainer', 'begin with no dot and no dash'):
@@ -465,9 +450,7 @@ def test_futures_anywhere_in_the_arguments_become_their_values(tmp_path: Path) -
             freetrain_app(total_epochs=1)(around)()
 
 
-def test_the_folder_is_fixed_when_the_executor_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_fixed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not changed by os.chdir; two executors of a program cannot share one."""
     for name in ('one', 'two'):
         (tmp_path / name).mkdir()
@@ -484,7 +467,7 @@ def test_the_folder_is_fixed_when_the_executor_is_made(
     lock.free_folder()
 
 
-def test_a_trainer_that_is_cancelled_while_its_arguments_are_serialised_does_not_start(
+def test_a_trainer_cancelled_while_it_is_serialised_does_not_start(
     executor: FreeTrainExecutor,
 ) -> None:
     """And whoever settles the argument, the event loop for instance, does not wait for that."""
@@ -529,22 +512,13 @@ def test_checkpoint_folders_that_cannot_be_written(below: str, tmp_path: Path) -
     (tmp_path / 'file').touch()
     folder = {'file': str(tmp_path / 'file' / 'checkpoints'), 'proc': '/proc/checkpoints'}[below]
     with refused(folder, 'cannot be written'):
-        load(
-            tmp_path,
-            FreeTrainExecutor(
-                provider=BackfillProvider(site=LocalSite(nodes=1)), checkpoint_dir=folder
-            ),
-        )
+        provider = BackfillProvider(site=LocalSite(nodes=1))
+        load(tmp_path, FreeTrainExecutor(provider=provider, checkpoint_dir=folder))
 
 
 def load(folder: Path, *executors: Any, **settings: Any) -> Any:
-    return parsl.load(
-        Config(
-            executors=list(executors),
-            run_dir=str(folder / 'runinfo'),
-            **{'strategy': 'none', **settings},
-        )
-    )
+    given = {'strategy': 'none', 'run_dir': str(folder / 'runinfo'), **settings}
+    return parsl.load(Config(executors=list(executors), **given))
 
 
 def test_without_parsl_or_without_the_executor(tmp_path: Path) -> None:
@@ -648,15 +622,8 @@ def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
         cores_per_worker=0.1,
         provider=LocalProvider(init_blocks=0, max_blocks=1),  # type: ignore[no-untyped-call]
     )
-    with load(
-        tmp_path,
-        ours,
-        stock,
-        ThreadPoolExecutor(label='threads'),
-        strategy='simple',
-        max_idletime=0.5,
-        strategy_period=0.2,
-    ):
+    more = {'strategy': 'simple', 'max_idletime': 0.5, 'strategy_period': 0.2}
+    with load(tmp_path, ours, stock, ThreadPoolExecutor(label='threads'), **more):
         first = app()()
         assert in_stock(first, in_threads(first)).result(LIMIT_S) == (96, 96)
         # Idle blocks stay for a while, longer than Parsl's strategy would leave them.
@@ -693,9 +660,7 @@ def train(ctx, bonus):
 """
 
 
-def test_functions_in_modules_that_nodes_cannot_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_in_modules_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One beside the script, which imports another one beside it."""
     place = tmp_path / 'beside'
     (place / 'own_package').mkdir(parents=True)
@@ -711,11 +676,8 @@ def test_functions_in_modules_that_nodes_cannot_import(
         futures: list[TrainingFuture] = []
         for module in ('own_training', 'own_package.training'):
             function = importlib.import_module(module).train
-            futures.append(
-                freetrain_app(total_epochs=1, ranks=Ranks(threads=len(futures) + 2))(function)(
-                    0.5, trainer_name=module
-                )
-            )
+            made = freetrain_app(total_epochs=1, ranks=Ranks(threads=len(futures) + 2))(function)
+            futures.append(made(0.5, trainer_name=module))
         metrics = [future.result(LIMIT_S).metrics for future in futures]
         assert [(found['slope'], found['threads']) for found in metrics] == [(3.5, 2.0), (3.5, 3.0)]
 

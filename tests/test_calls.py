@@ -61,9 +61,7 @@ def test_other_settings_of_the_same_function() -> None:
     assert shaped.with_options(mode=ft.Reproducible(seed=4)).spec.shapes == shaped.spec.shapes
     with pytest.raises(ft.BadInput, match='total_epoch'):
         train.with_options(total_epoch=3)
-    with pytest.raises(
-        ft.BadInput, match='The seed given to train is 0.5; it must be a whole number'
-    ):
+    with pytest.raises(ft.BadInput, match='The seed given .* 0.5; it must be a whole number'):
         train.debug(seed=0.5)
 
 
@@ -83,9 +81,7 @@ def seeds(ctx: Any, seed: int) -> list[int]:
     return [seed, ctx.spec.mode.seed]
 
 
-def test_the_best_checkpoint_and_other_arguments(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_best_checkpoint_and_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     app = train.with_options(total_epochs=4, checkpoints=ft.Checkpoints(keep=1))
     with freetrain(tmp_path, ft.LocalSite(nodes=1)):
         result = app(lr=0.1, trainer_name='a').result(LIMIT_S)
@@ -146,9 +142,7 @@ def test_a_call_asks_the_file_system_little_and_looks_at_modules_once(tmp_path: 
         train()
         profile.disable()
     calls = {getattr(e.code, 'co_name', e.code): e.callcount for e in profile.getstats()}
-    files = {
-        name: n for name, n in calls.items() if 'posix.' in str(name) and 'fspath' not in str(name)
-    }
+    files = {k: n for k, n in calls.items() if 'posix.' in str(k) and 'fspath' not in str(k)}
     assert calls['_home'] == 1, 'that of the function; modules were looked at'
     assert '<built-in method posix.fsync>' not in files, 'the first fragment waits for the disk'
     assert sum(files.values()) <= 20, files

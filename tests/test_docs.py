@@ -22,9 +22,7 @@ def changed_lines(plain: str, changed: str) -> int:
 
 @pytest.mark.parametrize('script', ['digits', 'transformers', 'lightning', 'images'])
 def test_at_most_ten_lines_change(script: str) -> None:
-    plain, freetrain = (
-        (EXAMPLES / f'{script}_{kind}.py').read_text() for kind in ('plain', 'freetrain')
-    )
+    plain, freetrain = ((EXAMPLES / f'{script}_{k}.py').read_text() for k in ('plain', 'freetrain'))
     assert 5 < changed_lines(plain, freetrain) <= 10
 
 

@@ -132,9 +132,7 @@ def test_any_cuts_and_any_nodes_give_the_same_network(
     cut = trained(fork_server, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
     alone = trained(fork_server, tmp_path / 'alone', volumes, ((1, None),), threads=2)
     assert cut.keys() == alone.keys() and all(torch.equal(cut[key], alone[key]) for key in cut)
-    curves = [
-        json.loads((volumes[0] / f'{name}-losses.json').read_text()) for name in ('cut', 'alone')
-    ]
+    curves = [json.loads((volumes[0] / f'{n}-losses.json').read_text()) for n in ('cut', 'alone')]
     assert curves[0] == curves[1] and len(curves[0]) == 4 and curves[0][-1][1] < curves[0][0][1]
 
 

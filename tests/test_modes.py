@@ -26,9 +26,7 @@ def train(ctx: FragmentContext, nan_at: int | None = None) -> None:
     ctx.report(batch=sizes[0])
 
 
-def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(
-    tmp_path: Path,
-) -> None:
+def test_scaled_mode_and_policy_reach_the_ranks_and_the_folder_remembers(tmp_path: Path) -> None:
     """And without that policy a loss that is not a number fails its trainer with a sentence."""
     scaled = Scaled(lr='sqrt', combine='mean', on_nan='skip')
     with freetrain(tmp_path, LocalSite(nodes=2)):

@@ -26,9 +26,7 @@ def test_every_architecture_is_a_network() -> None:
 
 
 @pytest.mark.long
-def test_a_smaller_search_over_architectures(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_search_over_architectures(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = nas.main(laptop.config(nodes=2), trials=2, epochs=1)
     assert len(found.trials) == 2 and 0.1 < found.best.values[1] <= 1.0
     assert found.best.values[1] == max(trial.values[1] for trial in found.trials)
@@ -58,9 +56,7 @@ def test_a_smaller_search_over_settings(
 
 
 @pytest.mark.long
-def test_a_pipeline_learns_through_kills_and_in_other_shapes(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_learns_through_kills(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert chimera_gpt.main(['--small', '--out', str(run_dir / 'out')]) == 0
     told = json.loads((run_dir / 'out' / 'summary.json').read_text())
     divided = told['divided']
@@ -71,10 +67,8 @@ def test_a_pipeline_learns_through_kills_and_in_other_shapes(
     letters = len(chimera_gpt.corpus()[2])
     assert found['divided']['tested'] < 0.7 * math.log(letters)  # what one knows who knows nothing
     assert found['divided']['tested'] == pytest.approx(found['whole']['tested'], rel=1e-3)
-    assert (
-        found['divided']['written'].startswith('The ')
-        and found['divided']['written'] in capsys.readouterr().out
-    )
+    written = found['divided']['written']
+    assert written.startswith('The ') and written in capsys.readouterr().out
     assert (run_dir / 'out' / 'chimera_gpt.png').read_bytes().startswith(b'\x89PNG')
 
 
@@ -83,9 +77,7 @@ TO_IMPORT = ('workflows.gpt_sharded', *fork_server._FOR_SHARDED)
 
 
 @pytest.mark.long
-def test_a_sharded_model_learns_through_kills_and_in_other_shapes_to_the_same_bits(
-    run_dir: Path,
-) -> None:
+def test_sharded_model_learns_through_kills_and_in_other_shapes_to_same_bits(run_dir: Path) -> None:
     out = run_dir / 'with a space'
     for name in ('hurry', 'summary.json', 'checkpoints/sharded/fence'):  # of an earlier run
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +97,7 @@ def test_a_sharded_model_learns_through_kills_and_in_other_shapes_to_the_same_bi
     assert (before / 'checkpoints' / 'sharded' / 'fence').exists()
 
 
-def test_a_second_run_beside_a_live_one_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = tmp_path / 'checkpoints'
     checkpoints.mkdir()
     lock = RunLock(checkpoints, 'the first')
@@ -118,7 +108,7 @@ def test_a_second_run_beside_a_live_one_is_one_sentence(
 
 
 @pytest.mark.parametrize('workflow', [chimera_gpt, cosmoflow, gpt_apart, gpt_sharded, unet3d])
-def test_an_output_folder_that_cannot_be_made_is_one_sentence(
+def test_a_bad_output_folder_is_a_sentence(
     workflow: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert workflow.main(['--small', '--out', '/proc/nothing']) == 2

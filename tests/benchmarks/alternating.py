@@ -153,11 +153,8 @@ def _peers() -> Peers:
     if dist.get_world_size() == 1:
         return Peers()
     gang = RankGroup.__new__(RankGroup)  # the process group is torchrun's
-    gang.rank, gang.world_size, gang.exchanges_on_cpu = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        ON_CPU,
-    )
+    gang.rank, gang.world_size = dist.get_rank(), dist.get_world_size()
+    gang.exchanges_on_cpu = ON_CPU
     gang._group, gang._open = dist.group.WORLD, []
     gang._texts = SealedStore(dist.distributed_c10d._get_default_store(), 'a benchmark')
     return gang

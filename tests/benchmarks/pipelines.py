@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,24 +19,14 @@ BATCHES_PER_ROUND = 4
 
 
 def ours(method: str, x: Tensor, y: Tensor) -> tuple[Callable[[], object], torch.nn.Module]:
-    model = Pipeline(
-        layers(LETTERS, LENGTH, WIDTH),
-        loss_of,
-        method=method,
-        micro_batches=MICRO_BATCHES,
-        group=dist.group.WORLD,
-    )
+    how: Any = {'micro_batches': MICRO_BATCHES, 'group': dist.group.WORLD}
+    model = Pipeline(layers(LETTERS, LENGTH, WIDTH), loss_of, method=method, **how)
     return lambda: model.step(x, y), model
 
 
 def theirs(schedule: type, x: Tensor, y: Tensor) -> tuple[Callable[[], object], torch.nn.Module]:
-    whole = Pipeline(
-        layers(LETTERS, LENGTH, WIDTH),
-        loss_of,
-        method='gpipe',
-        micro_batches=MICRO_BATCHES,
-        group=dist.group.WORLD,
-    )
+    how: Any = {'micro_batches': MICRO_BATCHES, 'group': dist.group.WORLD}
+    whole = Pipeline(layers(LETTERS, LENGTH, WIDTH), loss_of, method='gpipe', **how)
     module = torch.nn.Sequential(*whole.layers.values())
     rank, stages = dist.get_rank(), dist.get_world_size()
     runs = schedule(
@@ -84,14 +75,8 @@ def main(rounds: int) -> None:
         if a is not None and b.grad is not None
     )
     if dist.get_rank() == 0:
-        print(
-            json.dumps(
-                {
-                    'ms': {name: took[1:] for name, took in times.items()},
-                    'largest difference of gradients': unlike,
-                }
-            )
-        )
+        ms = {name: took[1:] for name, took in times.items()}
+        print(json.dumps({'ms': ms, 'largest difference of gradients': unlike}))
     dist.destroy_process_group()
 
 

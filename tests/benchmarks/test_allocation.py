@@ -44,18 +44,8 @@ def problem(
         held, b = [0] * len(sizes), draw.randrange(len(sizes))
         held[b] = min(left[b], draw.choice([0, draw.randint(1, 64), draw.randint(1, 64)]))
         left[b] -= held[b]
-        bids.append(
-            Bid(
-                f't{j}',
-                1,
-                64,
-                sum(held),
-                draw.uniform(17, 19),
-                draw.uniform(11, 13),
-                curve(draw),
-                tuple(held) if ends else (),
-            )
-        )
+        costs = draw.uniform(17, 19), draw.uniform(11, 13), curve(draw)
+        bids.append(Bid(f't{j}', 1, 64, sum(held), *costs, tuple(held) if ends else ()))
     return Problem(120.0, nodes, tuple(bids), blocks if ends else (), spans)
 
 
@@ -86,13 +76,8 @@ def many(trainers: int, nodes: int, count: int) -> list[Problem]:
 def test_allocation_by_size() -> None:
     print(f'\nOne decision on nodes without ends ({MACHINE})')
     times(MilpAllocator, many(2, 4, 1))  # imports
-    for trainers, nodes, count in (
-        (10, 100, 300),
-        (30, 500, 300),
-        (35, 1000, 300),
-        (1000, 4734, 100),
-        (1000, 10000, 100),
-    ):
+    sizes = (10, 100, 300), (30, 500, 300), (35, 1000, 300), (1000, 4734, 100), (1000, 10000, 100)
+    for trainers, nodes, count in sizes:
         print(
             f'  {trainers:5} x {nodes:6}  dp          '
             f'{shown(times(DpAllocator, many(trainers, nodes, count)))}'
@@ -136,9 +121,7 @@ def test_allocation_with_ends() -> None:
                 f'  {trainers:5} x {nodes:5}, {ends} ends   MILP        '
                 f'{shown(times(MilpAllocator, some[:3]))}'
             )
-        alone = [
-            problem(random.Random(seed), trainers, nodes, ends, spans=False) for seed in range(5)
-        ]
+        alone = [problem(random.Random(s), trainers, nodes, ends, spans=False) for s in range(5)]
         print(
             f'  {trainers:5} x {nodes:5}, {ends} ends   MILP, one block each '
             f'{shown(times(MilpAllocator, alone))}'

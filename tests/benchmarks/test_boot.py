@@ -66,7 +66,7 @@ def plain(statement: str) -> float:
     return time.monotonic() - begun
 
 
-def test_from_a_node_to_its_first_step(
+def test_node_to_its_first_step(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, list[list[float]]] = {}

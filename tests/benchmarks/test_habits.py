@@ -78,9 +78,7 @@ def test_habits_and_an_oracle(at_a_time: int) -> None:
     oracle = knowing(trace)
     ends = np.where(trace.ends < trace.end_s, trace.ends, math.inf)
     told = replace(trace, known_until=ends)
-    print(
-        f'\nSummit, 1,024 nodes, 6 days; hazard {learned.hazard}, {learned.together:.1f} together'
-    )
+    print(f'\nSummit, 1,024 nodes; hazard {learned.hazard}, {learned.together:.1f} together')
     for name, where, habits, known in (
         ('without habits', trace, None, False),
         ('habits', trace, learned, False),

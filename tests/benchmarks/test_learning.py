@@ -61,16 +61,11 @@ def test_learned_curves() -> None:
     trace = summit()
     published = read_trainers(DATA / 'trainers/imagenet-speedup-1001.json.gz')
     print(f'\nNormalised work with learned curves / with known ones, noise 10 % ({MACHINE})')
-    for name, trainers in (
-        ('saturating', saturating(1, 1000)),
-        ('published', published),
-        ('published, by network', by_network(published)),
-    ):
+    made = ('saturating', saturating(1, 1000)), ('published', published)
+    for name, trainers in (*made, ('published, by network', by_network(published))):
         for at_a_time in (10, 30):
             found = learned(trace, trainers, at_a_time)
-            print(
-                f'  {name:24} {at_a_time:3} at a time   {ratio(found):.4f}   {found.wall_s:.0f} s'
-            )
+            print(f'  {name:24} {at_a_time:3} at a time {ratio(found):.4f}   {found.wall_s:.0f} s')
 
 
 def ratio(found: ReplayResult) -> float:

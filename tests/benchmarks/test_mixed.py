@@ -44,11 +44,8 @@ def test_mixed_classes(tmp_path: Path, shards: int) -> None:
     results = []
     with freetrain(tmp_path, site):
         for i in range(ROUNDS):
-            for name, classes, nodes in (
-                ('fast', ['fast'], 1),
-                ('slow', ['slow'], 1),
-                ('both', RATES, 2),
-            ):
+            alone = ('fast', ['fast'], 1), ('slow', ['slow'], 1)
+            for name, classes, nodes in (*alone, ('both', RATES, 2)):
                 scaling = ft.Scaling(class_rates={c: RATES[c] for c in classes}, mixed=nodes > 1)
                 train = ft.freetrain_app(
                     min_nodes=nodes,

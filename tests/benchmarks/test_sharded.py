@@ -6,6 +6,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,15 +58,8 @@ def save(
     fork_server: ForkClient, folder: Path, number: int, writers: int
 ) -> tuple[Checkpoint, float, float]:
     """CPU time of all ranks for reading a checkpoint and writing the next one meanwhile."""
-    ordered = order(
-        folder,
-        number,
-        total_samples=32 * number,
-        shape=SHAPES[writers],
-        shapes=SHAPES,
-        keep=1,
-        checkpoint_every_s=0.01,
-    )
+    how: Any = {'shape': SHAPES[writers], 'shapes': SHAPES, 'keep': 1, 'checkpoint_every_s': 0.01}
+    ordered = order(folder, number, total_samples=32 * number, **how)
     with ranks(fork_server, ordered, writers, folder, train) as gang:
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ['finished'] * writers
@@ -100,9 +94,7 @@ def test_checkpoints_by_several_writers(tmp_path: Path) -> None:
 
 def test_what_a_step_of_a_sharded_fragment_costs() -> None:
     """Blocks of steps of plain FSDP2 and of a fragment in turns, in the same processes."""
-    print(
-        f'\nA sharded fragment and plain FSDP2 in turns, {RANKS} ranks, {BLOCKS} blocks ({MACHINE})'
-    )
+    print(f'\nA sharded fragment and plain FSDP2 {RANKS} ranks, {BLOCKS} blocks ({MACHINE})')
     for width, steps in ((384, 4), (1024, 2)):
         for mode in ('throughput', 'reproducible'):
             in_turns(f'{mode:12}', width, BLOCKS, steps, mode, 'stop', 'sharded')

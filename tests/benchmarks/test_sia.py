@@ -21,11 +21,7 @@ SIMULATOR = os.environ.get('SIA_SIMULATOR', '')
 def test_a_workload_of_sia(policy: str) -> None:
     workload = os.environ.get('SIA_WORKLOAD', 'workloads/philly/workload-1.csv')
     paths = str(REPOSITORY), os.environ.get('SIA_PACKAGES', '')
-    done = subprocess.run(
-        [sys.executable, sia_simulation.__file__, SIMULATOR, workload, policy],
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'OMP_NUM_THREADS': '1'},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, sia_simulation.__file__, SIMULATOR, workload, policy]
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, flush=True)

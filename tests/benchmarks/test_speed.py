@@ -46,11 +46,8 @@ def test_what_a_step_of_a_fragment_costs() -> None:
     """Blocks of steps of plain DDP and of a fragment in turns, in the same processes."""
     print(f'\nA fragment and plain DDP in turns, {RANKS} ranks, {BLOCKS} blocks ({MACHINE})')
     for width, steps in ((384, 8), (1024, 4)):
-        for mode, on_nan in (
-            ('throughput', 'stop'),
-            ('throughput', 'skip'),
-            ('reproducible', 'stop'),
-        ):
+        modes = ('throughput', 'stop'), ('throughput', 'skip'), ('reproducible', 'stop')
+        for mode, on_nan in modes:
             in_turns(f'{mode:12} on_nan={on_nan:5}', width, BLOCKS, steps, mode, on_nan)
 
 
@@ -106,9 +103,7 @@ def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:
         warm = fragment_starts(executor.ledger_path)[1:]
         cold = [cold_start(ranks) for _ in range(ROUNDS)]
         if ranks == 1:
-            print(
-                f'\nDecision to first step against a cold start by torchrun, s, median ({MACHINE})'
-            )
+            print(f'\nDecision to first step, and a cold start of torchrun, s, median ({MACHINE})')
         print(
             f'  {ranks} ranks: fragment {statistics.median(warm):.3f} (from '
             f'{min(warm):.3f} to {max(warm):.3f}), '

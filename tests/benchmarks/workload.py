@@ -37,14 +37,8 @@ def data() -> tuple[Tensor, Tensor]:
 
 def under_torchrun(ranks: int, module: str, *args: object) -> Any:
     """What a module of this folder prints as JSON when it is run by torchrun."""
-    done = run_to_end(
-        [
-            *(sys.executable, '-m', 'torch.distributed.run', '--standalone'),
-            *('--nproc-per-node', str(ranks), '-m', f'tests.benchmarks.{module}'),
-            *map(str, args),
-        ],
-        more_env={'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
-        timeout=None,
-        check=True,
-    )
+    words = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
+    words += [str(ranks), '-m', f'tests.benchmarks.{module}', *map(str, args)]
+    env = {'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    done = run_to_end(words, more_env=env, timeout=None, check=True)
     return json.loads(done.stdout.splitlines()[-1])

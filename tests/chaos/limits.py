@@ -22,9 +22,7 @@ def possible() -> bool:
     try:
         for group in groups:
             group.mkdir()
-        return all(
-            (group / _mount(kind)[1]).exists() for group, kind in zip(groups, LIMITS, strict=True)
-        )
+        return all((g / _mount(kind)[1]).exists() for g, kind in zip(groups, LIMITS, strict=True))
     except OSError:
         return False
     finally:

@@ -105,10 +105,8 @@ class Run:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if (
-                    process.environ().get(MARK) == self.mark
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
+                ours = process.environ().get(MARK) == self.mark
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

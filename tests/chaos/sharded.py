@@ -126,14 +126,8 @@ def run(
     function: Callable[..., Any],
     every_s: float,
 ) -> list[Any]:
-    ordered = order(
-        folder,
-        number,
-        total_samples=samples,
-        shape=shape,
-        shapes=SHAPES,
-        checkpoint_every_s=every_s,
-    )
+    how: dict[str, Any] = {'shape': shape, 'shapes': SHAPES, 'checkpoint_every_s': every_s}
+    ordered = order(folder, number, total_samples=samples, **how)
     with ranks(fork_server, ordered, shape.ranks, folder, function) as gang:
         return gang.run()
 

@@ -53,11 +53,8 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     good, doubled, different = (Checkpoint('chaos', path, 3 * SAMPLES, 1) for path in made)
     monkey.check(good, good, 3)
-    for ended, epochs, words in (
-        (good, 4, 'were wanted'),
-        (doubled, 3, 'do not count 3 times'),
-        (different, 3, 'weights differ'),
-    ):
+    bad = (doubled, 3, 'do not count 3 times'), (different, 3, 'weights differ')
+    for ended, epochs, words in ((good, 4, 'were wanted'), *bad):
         with pytest.raises(monkey.Broken, match=words):
             monkey.check(ended, good, epochs)
 

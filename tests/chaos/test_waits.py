@@ -144,9 +144,7 @@ def test_a_task_that_parsl_never_passes_on_ends_with_a_sentence(raises: bool) ->
         return Future()
 
     spec = freetrain_app(max_nodes=1, total_epochs=1)(fit).spec
-    record = TrainerRecord(
-        spec.trainer('cnn'), spec, '/store', launch, TrainingFuture('cnn'), ended
-    )
+    record = TrainerRecord(spec.trainer('c'), spec, '/store', launch, TrainingFuture('c'), ended)
     told: Any = SimpleNamespace(send=lambda *_: None, forget=lambda *_: None, post=said.append)
     told.take, told.flush = said.append, lambda: None
     endpoint = ControlEndpoint([], 0, None, None, '')

@@ -51,13 +51,9 @@ def counted(ctx: ft.FragmentContext, pause_s: float = 0.0) -> None:
 
     torch.manual_seed(3)
     model = Counting()
-    optimizer = torch.optim.SGD(
-        [
-            {'params': model.net.parameters(), 'lr': 0.05, 'momentum': 0.9},
-            {'params': [model.count], 'lr': 1.0, 'momentum': 0.0},
-        ],
-        lr=0.05,
-    )
+    trained = {'params': model.net.parameters(), 'lr': 0.05, 'momentum': 0.9}
+    counted = {'params': [model.count], 'lr': 1.0, 'momentum': 0.0}
+    optimizer = torch.optim.SGD([trained, counted], lr=0.05)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(5))
     data = TensorDataset(torch.arange(SAMPLES), x, x.sum(1, keepdim=True))

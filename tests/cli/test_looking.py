@@ -44,7 +44,7 @@ def talk(ctx: Any, pause_s: float) -> None:
     fit(ctx, pause_s)
 
 
-def test_looking_at_a_run_that_trains_and_cancelling_it(
+def test_looking_at_a_run_and_cancelling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keep = Checkpoints(every_s=1000.0)
@@ -75,10 +75,8 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
         running = said(capsys, 'why', 'first', *ledger)
         waiting = wait_until(reasons)
         assert (running['state'], running['fragment'], running['waits_for']) == ('running', 1, None)
-        assert (
-            waiting['waits_for']
-            == "It waits because others do more with the pool's 1 node: 'first' 1."
-        )
+        why = "It waits because others do more with the pool's 1 node: 'first' 1."
+        assert waiting['waits_for'] == why
         # A newer decision that changed nothing has come without its problem, perhaps.
         newest = next(one for one in waiting['decisions'] if one['alternative'] is not None)
         assert (newest['nodes'], newest['nodes_after'], newest['others']) == (1, 0, {'first': 1})
@@ -125,11 +123,8 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
     assert json.loads(rest.splitlines()[-1])['state'] == 'ended'
     assert watched.returncode == 0
     after = said(capsys, 'status', *ledger)
-    assert (after['state'], {t['state'] for t in after['trainers']}, after['blocks']) == (
-        'ended',
-        {'cancelled'},
-        [],
-    )
+    assert (after['state'], after['blocks']) == ('ended', [])
+    assert {t['state'] for t in after['trainers']} == {'cancelled'}
     assert said(capsys, 'why', 'second', *ledger)['waits_for'] is None
     told = said(capsys, 'report', *ledger, '--out', str(tmp_path / 'report.html'))
     assert (tmp_path / 'report.html').stat().st_size > 10_000
@@ -175,7 +170,7 @@ time.sleep(1000)
 """
 
 
-def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
+def test_a_run_that_died_says_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / 'ledger.journal'
@@ -187,10 +182,8 @@ def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
         process.send_signal(signal.SIGKILL)
     seen = said(capsys, 'status', '--ledger', str(path))
     assert (seen['state'], seen['trainers'][0]['state']) == ('died', 'interrupted')
-    assert (
-        f'To resume, run python mine.py in {tmp_path} again; it goes on from the checkpoints.'
-        in seen['note']
-    )
+    how = f'To resume, run python mine.py in {tmp_path} again; it goes on from the checkpoints.'
+    assert how in seen['note']
     assert main(['status', '--ledger', str(path)]) == 0
     assert 'died' in capsys.readouterr().out
     assert main(['watch', '--ledger', str(path)]) == 0  # does not wait for what will not come
@@ -256,9 +249,7 @@ def test_watch_shows_the_end_of_a_run_last(
     assert 'failed' in (out.splitlines()[-1] if form != 'terminal' else out)
 
 
-def test_watch_waits_for_a_run_that_has_not_begun(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_waits_for_a_run_to_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First there is no ledger, then one without a run."""
     path = tmp_path / 'ledger.journal'
     with Program([*FREETRAIN, 'watch', '--ledger', path], stderr=subprocess.PIPE) as watching:
@@ -271,9 +262,7 @@ def test_watch_waits_for_a_run_that_has_not_begun(
     assert watching.returncode == 0 and 'mlp' in out
 
 
-def test_an_empty_ledger_is_said_to_be_empty(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_ledger_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'ledger.journal').touch()
     assert main(['status', '--ledger', str(tmp_path)]) == 2
     assert 'ledger.journal is empty: no run has written to it yet.' in capsys.readouterr().err
@@ -294,9 +283,7 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.stderr == said
 
 
-def test_a_run_elsewhere_that_has_long_been_silent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_elsewhere_long_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Told(tmp_path / 'ledger.journal')
     about = {'host': 'elsewhere', 'pid': 1, 'folder': '/home/x'}
     ledger.begin_run('r0', at=time.time() - 1000, command='python mine.py', **about)
@@ -304,9 +291,7 @@ def test_a_run_elsewhere_that_has_long_been_silent(
     ledger.commit()
     seen = said(capsys, 'status', '--ledger', str(tmp_path))
     assert seen['state'] == 'silent'
-    assert re.search(
-        r'noted nothing for 50\d s: its process 1 on elsewhere may have died', seen['note']
-    )
+    assert re.search(r'noted nothing for 50\d s: its process 1 on elsewhere may', seen['note'])
     ledger.alive(time.time())
     ledger.commit()
     assert said(capsys, 'status', '--ledger', str(tmp_path))['state'] == 'running'

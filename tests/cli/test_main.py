@@ -69,12 +69,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_usage_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, says in (
-        (['alocate', 'x'], "Did you mean 'allocate'"),
-        (['allocate'], 'FILE'),
-        (['allocate', 'a', 'b'], 'b'),
-        (['--versio'], '--versio'),
-    ):
+    wrong = (['alocate', 'x'], "Did you mean 'allocate'"), (['allocate'], 'FILE')
+    for arguments, says in (*wrong, (['allocate', 'a', 'b'], 'b'), (['--versio'], '--versio')):
         assert main(arguments) == 2
         said = capsys.readouterr()
         assert (said.out, len(said.err.splitlines())) == ('', 1)
@@ -110,9 +106,7 @@ def test_an_interrupt_ends_it_with_the_shells_status(
     assert capsys.readouterr().err == ''
 
 
-def test_the_nearest_ledger_from_here_upwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nearest_ledger_from_here_upwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / 'a' / 'b'
     deep.mkdir(parents=True)
     monkeypatch.chdir(deep)
@@ -133,9 +127,7 @@ def test_the_nearest_ledger_from_here_upwards(
 @pytest.mark.parametrize('given', ['none', 'a'])
 def test_what_is_named_must_be_there(tmp_path: Path, given: str) -> None:
     (tmp_path / 'a').mkdir()
-    with pytest.raises(
-        BadInput, match=r'no run with the ledger .*name the ledger\.journal of a run'
-    ):
+    with pytest.raises(BadInput, match=r'no run with the ledger .*name the ledger\.journal'):
         ledger_at(tmp_path / given)
 
 
@@ -156,7 +148,5 @@ def test_the_nearest_names_come_first_and_not_all_of_a_thousand() -> None:
     names = [*(f'trainer-{i}' for i in range(1000)), 'mlp', 'cnn']
     assert nearest('cn', names)[0] == 'cnn'
     assert trainer_named(names, 'mlp') == 'mlp'
-    with pytest.raises(
-        BadInput, match="no trainer 'CNN' in this run; it has 'cnn', .* and 994 more"
-    ):
+    with pytest.raises(BadInput, match="no trainer 'CNN' .* has 'cnn', .* and 994 more"):
         trainer_named(names, 'CNN')

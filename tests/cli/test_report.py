@@ -43,15 +43,8 @@ def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
     ledger = Told(path)
     ledger.begin_run('r', at=1000.0, command='python x.py')
     ledger.offered([('n0', 1000.0, 1300.0), ('n1', 1050.0, 1200.0)])
-    spec = {
-        'min_nodes': 1,
-        'max_nodes': 4,
-        'rescale_up_s': 3.0,
-        'rescale_down_s': 2.0,
-        'curve': CURVE,
-        'stated_costs': ('up', 'down'),
-        **more,
-    }
+    spec: dict[str, Any] = {'min_nodes': 1, 'max_nodes': 4, 'curve': CURVE}
+    spec |= {'rescale_up_s': 3.0, 'rescale_down_s': 2.0, 'stated_costs': ('up', 'down'), **more}
     ledger.submitted('t', at=1000.0, spec=spec, total_samples=10_000)
     for block, node, at, end in (('b0', 'n0', 1000.0, 1300.0), ('b1', 'n1', 1060.0, 1200.0)):
         ledger.block_opened(block, at=at, names=[node])
@@ -76,28 +69,15 @@ def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
     ledger.fragment_decided('t', 2, at=1102.0, nodes=('b0/n0', 'b1/n1'), from_samples=920)
     ledger.fragment_started('t', 2, at=1106.0, samples=920)
     for at in range(1116, 1201, 10):
-        ledger.fragment_progress(
-            't',
-            2,
-            at=float(at),
-            samples=920 + (at - 1106) * 20,
-            rate=20.0,
-            metrics={'loss': 1000.0 / at},
-        )
+        done, loss = 920 + (at - 1106) * 20, {'loss': 1000.0 / at}
+        ledger.fragment_progress('t', 2, at=float(at), samples=done, rate=20.0, metrics=loss)
     ledger.checkpoint('t', 2, at=1150.0, samples=1800, seconds=1.0, pause_s=1.0)
     ledger.fragment_ended('t', 2, at=1200.0, ending='preempted', samples=1800, reached=2800)
     decide(ledger, 1200.0, {'t': 0}, {'t': 1})
     ledger.fragment_decided('t', 3, at=1200.0, nodes=('b0/n0',), from_samples=1800)
     ledger.fragment_started('t', 3, at=1204.0, samples=1800)
-    ledger.fragment_ended(
-        't',
-        3,
-        at=1230.0,
-        ending='failed',
-        samples=1800,
-        reached=2060,
-        error='ValueError: ' + HOSTILE,
-    )
+    how = {'ending': 'failed', 'error': 'ValueError: ' + HOSTILE}
+    ledger.fragment_ended('t', 3, at=1230.0, samples=1800, reached=2060, **how)
     if fails:
         ledger.over('t', at=1230.0, state='failed', why='it broke')
     return ledger
@@ -147,13 +127,8 @@ def test_predictions_are_told_beside_what_came_true(small: Path) -> None:
     assert found == pytest.approx([1970, 1000, 1800 - 900])
     # Nothing is left of the two nodes that were taken: changing nothing would train nothing, and
     # the change costs nothing.
-    assert (third.at, third.until, third.nodes_before, third.nodes, third.trained) == (
-        1200.0,
-        1230.0,
-        0,
-        1,
-        0.0,
-    )
+    assert (third.at, third.until) == (1200.0, 1230.0)
+    assert (third.nodes_before, third.nodes, third.trained) == (0, 1, 0.0)
     assert [third.expected, third.staying] == pytest.approx([30 * 10, 0])
 
 
@@ -191,18 +166,14 @@ def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Pat
     assert expected[1250.0] == pytest.approx(50 * 20 - 7 * 10)
 
 
-def test_why_knows_speeds_that_were_stated_by_class(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_knows_speeds_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     by_class = (('fast', ScalingCurve((1, 2), (1.0, 2.0))),)
     small_ledger(tmp_path / 'ledger.journal', curve=None, class_curves=by_class).close()
     assert main(['why', 't', '--ledger', str(tmp_path)]) == 0
     assert 'Its scaling curve was stated' in capsys.readouterr().out
 
 
-def test_speeds_of_two_node_classes_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speeds_of_classes_are_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = small_ledger(tmp_path / 'ledger.journal', fails=False, curve=None)
     for block, node_class in (('b0', 'fast'), ('b1', 'fast'), ('b2', 'slow'), ('b3', 'cpu')):
         ledger.block_opened(block, at=1000.0, nodes=1, node_class=node_class)
@@ -236,9 +207,7 @@ def test_speeds_of_two_node_classes_are_told_apart(
     }
 
 
-def test_why_says_what_a_decision_has_gained(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_says_what_decision_has_gained(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['why', 't', '--last', '9', '--ledger', str(small)]) == 0
     out = capsys.readouterr().out
     assert (
@@ -270,7 +239,7 @@ def test_costs_of_changes_and_the_curve(small: Path) -> None:
     assert scaling.curve == ((1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0))
 
 
-def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_number(
+def test_losses_are_thinned_with_their_extremes_and_without_what_is_no_number(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / 'ledger.journal'
@@ -444,13 +413,8 @@ def test_the_page_may_run_and_load_nothing(small: Path, browser: Browser, tmp_pa
     out = tmp_path / 'out.html'
     page_text = report_page(read(small))
     assert '</h1>' in page_text
-    out.write_text(
-        page_text.replace(
-            '</h1>',
-            '</h1><script>document.title="broken"</script><img src="http://127.0.0.1:9/x">',
-            1,
-        )
-    )
+    bad = '<script>document.title="broken"</script><img src="http://127.0.0.1:9/x">'
+    out.write_text(page_text.replace('</h1>', f'</h1>{bad}', 1))
     with tab(browser, out.as_uri()) as seen:
         assert seen.page.title() == 't – FreeTrain'
         assert any('Content Security Policy' in said for said in seen.complaints)
@@ -468,11 +432,9 @@ def test_the_file_is_private_whole_and_where_it_was_asked_for(
     assert 'open it in a browser' in capsys.readouterr().out
     assert stat.S_IMODE((tmp_path / 'freetrain-report.html').stat().st_mode) == 0o600
     assert {p.name for p in tmp_path.iterdir()} == {'ledger.journal', 'freetrain-report.html'}
-    for arguments, words in (
-        (['--out', 'absent/x.html'], 'The report absent/x.html cannot be written'),
-        (['--run', 'x'], "no run 'x'"),
-        (['--out', '.'], 'cannot be written'),
-    ):
+    unwritten = 'The report absent/x.html cannot be written'
+    bad = (['--out', 'absent/x.html'], unwritten), (['--run', 'x'], "no run 'x'")
+    for arguments, words in (*bad, (['--out', '.'], 'cannot be written')):
         assert main(['report', *arguments]) == 2
         out = capsys.readouterr()
         assert out.out == '' and len(out.err.splitlines()) == 1 and words in out.err

@@ -169,11 +169,8 @@ def test_the_users_own_error_comes_with_its_traceback(
     said = capsys.readouterr()
     assert said.out == ''  # a workflow that has begun no run has none to tell of
     err = said.err
-    assert (
-        'return 1 / 0' in err
-        and 'broken_workflow.py ended with ZeroDivisionError' in err
-        and 'should not have happened' not in err
-    )
+    assert 'return 1 / 0' in err and 'should not have happened' not in err
+    assert 'broken_workflow.py ended with ZeroDivisionError' in err
     (folder / 'refusing_workflow.py').write_text('def main(config):\n    return 3\n')
     assert main(['run', 'refusing_workflow.py', '--site', 'site.py']) == 1
 

@@ -4,10 +4,5 @@ from parsl.tests import conftest
 
 LEFT_OUT = {'pytest_ignore_collect'}  # it leaves out folders that are not asked for here
 
-globals().update(
-    {
-        name: thing
-        for name, thing in vars(conftest).items()
-        if not name.startswith('__') and name not in LEFT_OUT
-    }
-)
+here = {name for name in vars(conftest) if not name.startswith('__')} - {*LEFT_OUT}
+globals().update({name: vars(conftest)[name] for name in here})

@@ -48,11 +48,8 @@ def run_suite(config: str, folder: Path) -> dict[str, bool]:
         # It may write where these two expect to be refused, and would leave things there.
         left_out += ['test_bad_stdout_file', 'test_bad_stderr_file']
     command += ['-k', ' and '.join(f'not {name}' for name in left_out)]
-    environment = {
-        **os.environ,
-        'FREETRAIN_CONFORMANCE_DIR': str(folder),
-        'PYTHONPATH': str(HERE.parents[1]),
-    }
+    environment = {**os.environ, 'FREETRAIN_CONFORMANCE_DIR': str(folder)}
+    environment['PYTHONPATH'] = str(HERE.parents[1])
     done = run_to_end(command, cwd=folder, env=environment)
     assert report.exists(), done.stdout + done.stderr
     results: dict[str, bool] = {}

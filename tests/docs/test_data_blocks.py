@@ -80,10 +80,8 @@ def test_sql_finds_fragments_in_parsls_database(tmp_path: Path) -> None:
         db.execute(
             'CREATE TABLE task (task_id INTEGER, run_id TEXT, task_time_invoked TIMESTAMP)'
         )  # as Parsl's
-        db.executemany(
-            "INSERT INTO task VALUES (?, 'run-0', '2026-01-01')",
-            [(number,) for number in range(1, 50)],
-        )
+        rows = [(number,) for number in range(1, 50)]
+        db.executemany("INSERT INTO task VALUES (?, 'run-0', '2026-01-01')", rows)
     write_sqlite(journal.history(), database, 'freetrain_')
     for block in all_blocks('sql'):
         with closing(sqlite3.connect(database)) as db:

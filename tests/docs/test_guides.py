@@ -22,11 +22,8 @@ HERE = 'interface = "lo"\npoll_s = 0.5\nsubmit_every_s = 0\nstart_s = 3\n'
 def perform(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What a command says: ``freetrain run`` in a process of its own, the others in this one."""
     if words[1] == 'run':
-        done = run_to_end(
-            [sys.executable, '-m', 'parsl_freetrain.cli.main', *words[1:]],
-            cwd=folder,
-            more_env={'PYTHONPATH': str(ROOT)},
-        )
+        words = [sys.executable, '-m', 'parsl_freetrain.cli.main', *words[1:]]
+        done = run_to_end(words, cwd=folder, more_env={'PYTHONPATH': str(ROOT)})
         assert done.returncode == 0, f'{words}\n{done.stdout}{done.stderr}'
         return done.stdout
     capsys.readouterr()
@@ -52,17 +49,8 @@ def test_to_a_first_site(
     for command in commands(GUIDE):
         assert command.words[0] == 'freetrain'
         said[command.words[1]] = perform(command.words, run_dir, capsys)
-    assert said.keys() == {
-        'holes',
-        'plan',
-        'doctor',
-        'run',
-        'status',
-        'watch',
-        'why',
-        'logs',
-        'report',
-    }
+    verbs = {'holes', 'plan', 'doctor', 'run', 'status', 'watch', 'why', 'logs', 'report'}
+    assert said.keys() == verbs
     assert '#SBATCH --partition=batch' in said['plan']
     assert 'first' in said['status'] and 'finished' in said['status']
     assert 'samples=5000' in said['run']  # five epochs of a thousand samples
@@ -80,9 +68,7 @@ def trains(future: TrainingFuture, fragment: int) -> None:
 
 
 def test_to_rehearsing_a_preemption(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    app = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=0.5))(
-        fit
-    )
+    app = freetrain_app(max_nodes=1, total_epochs=10**5, checkpoints=Checkpoints(every_s=0.5))(fit)
     with freetrain(run_dir, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=2.0) as executor:
         future = app(pause_s=0.01, trainer_name='digits')
         fragment = 1

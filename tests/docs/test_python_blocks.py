@@ -62,10 +62,8 @@ def train_with(page: str, names: dict[str, Any], folder: Path) -> None:
     else:
         return
     app = freetrain_app(sizes={1: Shape()}, total_epochs=1, mode=Throughput())
-    assert (
-        app(names['train'].function)(*given, trainer_name=page.removesuffix('.md')).result().samples
-        == 16
-    )
+    trained = app(names['train'].function)(*given, trainer_name=page.removesuffix('.md'))
+    assert trained.result().samples == 16
 
 
 def run(block: Block, names: dict[str, Any]) -> None:
@@ -80,11 +78,8 @@ def run_in_a_fragment(block: Block) -> None:
         import torch
 
         model = torch.nn.Linear(4, 1)
-        names = {
-            'ctx': ctx,
-            'model': model,
-            'optimizer': torch.optim.SGD(model.parameters(), lr=0.1),
-        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {'ctx': ctx, 'model': model, 'optimizer': optimizer}
         exec(code, names)
         for x, y in ctx.loop(
             torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 1)), batch_size=8
@@ -105,12 +100,8 @@ def run_in_a_fragment(block: Block) -> None:
 def speaks_to_ctx(block: Block) -> bool:
     """Whether ``ctx`` is used outside of any function."""
     tree = ast.parse(block.code)
-    inner = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.Lambda)
-        for node in ast.walk(outer)
-    }
+    outer = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+    inner = {id(node) for function in outer for node in ast.walk(function)}
     return any(
         isinstance(node, ast.Name) and node.id == 'ctx' and id(node) not in inner
         for node in ast.walk(tree)

@@ -24,9 +24,7 @@ def with_another_clock(ctx: FragmentContext, ahead_s: float) -> None:
     fit(ctx, pause_s=0.05)
 
 
-def test_a_training_goes_on_in_hole_after_hole_whatever_its_nodes_clock_says(
-    tmp_path: Path,
-) -> None:
+def test_training_goes_on_in_hole_after_hole_whatever_its_nodes_clock_says(tmp_path: Path) -> None:
     """Ahead, holes seemed to have ended; behind, the checkpoint before the end was missed."""
     holes, at, spells = tmp_path / 'holes.csv', 0, ''
     for long_s in (8, 8, 16, 16, 32, 32, 64, 64, 128, 128):  # on a busy computer, starts take long

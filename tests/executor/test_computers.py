@@ -69,13 +69,8 @@ def test_a_node_that_is_cut_off_and_a_bad_line_change_no_bit(tmp_path: Path) -> 
         words = [sys.executable, '-m', 'tests.support.login', str(tmp_path), str(EPOCHS)]
         words += [str(PAUSE_S), near.name, far.name]
         with (tmp_path / 'output').open('w+') as output:
-            run = subprocess.Popen(
-                login.command(words),
-                cwd=ROOT,
-                env=os.environ | {'PYTHONPATH': str(ROOT)},
-                stdout=output,
-                stderr=output,
-            )
+            words, env = login.command(words), os.environ | {'PYTHONPATH': str(ROOT)}
+            run = subprocess.Popen(words, cwd=ROOT, env=env, stdout=output, stderr=output)
             try:
                 cut_off_and_back(tmp_path, far)
                 assert run.wait(LIMIT_S) == 0, (tmp_path / 'output').read_text()

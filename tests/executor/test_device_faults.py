@@ -62,9 +62,7 @@ def train(ctx: FragmentContext, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures('two_devices')
-def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_avoided(
-    tmp_path: Path,
-) -> None:
+def test_a_broken_device_is_a_preemption_and_its_node_is_avoided(tmp_path: Path) -> None:
     seen = tmp_path / 'seen'
     seen.mkdir()
     with freetrain(tmp_path, LocalSite(nodes=3, poll_s=0.2)) as executor:

@@ -76,9 +76,7 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
         assert len(executor.blocks_to_job_id) == 1
 
 
-def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflow_ends(
-    tmp_path: Path,
-) -> None:
+def test_without_an_interchange_all_futures_fail_and_the_workflow_ends(tmp_path: Path) -> None:
     @python_app
     def ordinary(mark: str) -> None:
         import pathlib

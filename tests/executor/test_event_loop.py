@@ -26,7 +26,7 @@ from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
 
-def test_four_nodes_that_join_within_30_ms_get_one_decision(
+def test_four_nodes_at_once_get_one_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes' greetings are held until all four have come, and passed on 10 ms apart."""
@@ -61,7 +61,7 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
     assert [len(fragment.nodes) for fragment in history.fragments] == [4]
 
 
-def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
+def test_without_usable_nodes_trainers_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of the nodes' logs is no folder: every node's first task fails."""
@@ -84,7 +84,7 @@ def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
     assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
 
 
-def test_whatever_ends_the_event_loop_fails_all_futures(
+def test_the_end_of_the_loop_fails_all_futures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works, broken = Controller.handle_all, threading.Event()
@@ -114,9 +114,7 @@ def test_whatever_ends_the_event_loop_fails_all_futures(
     assert {trainer.state for trainer in history.trainings} >= {'interrupted'}
 
 
-def test_a_start_that_fails_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: HighThroughputExecutor) -> None:
         raise RuntimeError('no port is free')
 

@@ -212,9 +212,7 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
         )
         if victim is worker:
             bad.resume()
-            wait_until(
-                lambda: future.progress().nodes == 2, 'the node that came back is not used again'
-            )
+            wait_until(lambda: future.progress().nodes == 2, 'the node is not used again')
 
 
 def test_steps_that_take_longer_than_a_hang_are_none(tmp_path: Path) -> None:
@@ -235,9 +233,7 @@ def as_the_scheduler_does(started: Started, node: str, number: int) -> None:
             process.send_signal(number)
 
 
-def test_a_signal_ends_a_fragment_at_a_boundary_and_costs_no_work(
-    tmp_path: Path, started: Started
-) -> None:
+def test_a_signal_ends_a_fragment_and_costs_no_work(tmp_path: Path, started: Started) -> None:
     """As a scheduler that warns, or preempts: to everything on the node at once. The fragment saves
     and ends; nothing starts there again. A request to one process alone stops its fragment, too.
     """

@@ -42,21 +42,15 @@ def test_parsl_has_what_the_subclass_needs() -> None:
         assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, (
             f"Parsl's Interchange.{name} has changed"
         )
-    made = set(
-        re.findall(
-            r'^\s*self\.(\w+)[^=\n(]*=', inspect.getsource(Interchange.__init__), re.MULTILINE
-        )
-    )
+    source = inspect.getsource(Interchange.__init__)
+    made = set(re.findall(r'^\s*self\.(\w+)[^=\n(]*=', source, re.MULTILINE))
     assert made >= ATTRIBUTES, f"Parsl's Interchange has no {ATTRIBUTES - made} any more"
     assert ManagerRecord.__annotations__.keys() >= MANAGER_KEYS, (
         'what Parsl notes of a manager has changed'
     )
     queued = inspect.getsource(Interchange.process_task_incoming)
-    assert (
-        "msg['task_id']" in queued
-        and "msg['context']" in queued
-        and 'queue_entry = (-priority, -task_id, msg)' in queued
-    )
+    assert "msg['task_id']" in queued and "msg['context']" in queued
+    assert 'queue_entry = (-priority, -task_id, msg)' in queued
     assert 'Interchange(**config)' in inspect.getsource(sys.modules[Interchange.__module__]), (
         'Parsl starts its interchange in another way'
     )
@@ -145,9 +139,7 @@ def two_busy_nodes(
         ]
         try:
             started = [folder / f'started{i}' for i in range(2)]
-            wait_until(
-                lambda: all(file.exists() and file.read_text().endswith('\n') for file in started)
-            )
+            wait_until(lambda: all(f.exists() and f.read_text().endswith('\n') for f in started))
             on = [file.read_text().strip() for file in started]
             assert set(on) == {manager['manager'] for manager in executor.connected_managers()}
             yield executor, dict(zip(on, releases, strict=True)), held

@@ -56,9 +56,7 @@ def test_only_sqlite_files_are_copied_into(tmp_path: Path) -> None:
 
 
 def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
-    pytest.importorskip(
-        'sqlalchemy', reason="needs Parsl's monitoring: pip install 'parsl[monitoring]'"
-    )
+    pytest.importorskip('sqlalchemy', reason="pip install 'parsl[monitoring]'")
     from parsl.monitoring import MonitoringHub
 
     logger = Recorder()
@@ -77,12 +75,8 @@ def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
         assert freetrain_app(max_nodes=1, total_epochs=2)(fit)().result().samples == 192
         run = dfk.run_id
     with closing(sqlite3.connect(tmp_path / 'runinfo' / 'monitoring.db')) as db:
-        assert (
-            db.execute(
-                "SELECT count(*) FROM block WHERE run_id = ? AND status = 'RUNNING'", (run,)
-            ).fetchone()[0]
-            >= 1
-        )
+        count = "SELECT count(*) FROM block WHERE run_id = ? AND status = 'RUNNING'"
+        assert db.execute(count, (run,)).fetchone()[0] >= 1
         fragments = db.execute(
             'SELECT f.trainer, f.ending, t.task_func_name FROM freetrain_fragments f JOIN task t '
             'ON t.run_id = f.run_id AND t.task_id = f.task_id WHERE f.run_id = ?',
@@ -142,9 +136,7 @@ def test_runs_that_go_on_are_one_training_without_repeats(tmp_path: Path) -> Non
     assert [samples for _, samples, _ in logger.points[10:]] == [10, 20]
 
 
-def test_a_logger_that_fails_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logger_that_fails_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, logger = tmp_path / 'l.db', Recorder(fails=3)
     one_run(path, 'aaaaaaaaaaaa', 0, reached=60, saved=60)
     export(path, 'aaaaaaaaaaaa', logger, until=6)

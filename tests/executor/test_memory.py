@@ -52,9 +52,7 @@ def train(ctx: FragmentContext, group: str) -> None:
         optimizer.step()
 
 
-def test_a_rank_that_the_kernel_ends_for_lack_of_memory_needs_more_nodes(
-    tmp_path: Path, small: Path
-) -> None:
+def test_a_rank_ended_for_lack_of_memory_needs_more_nodes(tmp_path: Path, small: Path) -> None:
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)) as executor:
         app = freetrain_app(sizes=(1, 2), total_epochs=2, scaling=Scaling(rate={1: 2.0, 2: 1.0}))
         app(train)(str(small)).result(LIMIT_S)

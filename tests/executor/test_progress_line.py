@@ -35,9 +35,7 @@ def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert lines.endswith('1 finished\n') and lines.count('\n') == 1
 
 
-def test_a_line_that_is_written_at_once_is_followed_by_others_and_files_get_none(
-    tmp_path: Path,
-) -> None:
+def test_a_line_written_at_once_is_followed_by_others_and_files_get_none(tmp_path: Path) -> None:
     """Nor does standard error that is closed."""
     terminal, file, now = Terminal(), io.StringIO(), [0.0]
     records = cast(Any, {'a': SimpleNamespace(future=TrainingFuture('a'))})
@@ -51,7 +49,7 @@ def test_a_line_that_is_written_at_once_is_followed_by_others_and_files_get_none
     assert file.getvalue() == ''
 
 
-def test_output_that_was_stuck_until_its_queue_was_full_leaves_no_thread(
+def test_output_stuck_until_its_queue_is_full_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(off_loop, 'LAST_S', 0.0)

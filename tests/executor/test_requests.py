@@ -51,9 +51,7 @@ def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_run_that_is_over_does_not_answer_and_a_new_one_does_not_do_what_an_old_one_was_asked(
-    ledger: Path,
-) -> None:
+def test_a_run_that_is_over_does_not_answer_nor_a_new_one_in_its_place(ledger: Path) -> None:
     folder = requests_folder(ledger)
     Requests(folder)
     with pytest.raises(BadInput, match=r'No run answered within 0\.2 s'):

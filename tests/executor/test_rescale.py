@@ -54,9 +54,7 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bits(
-    tmp_path: Path,
-) -> None:
+def test_trainer_moves_to_faster_class_and_uses_two_at_once_with_same_bits(tmp_path: Path) -> None:
     soon, go = tmp_path / 'soon', tmp_path / 'go'
 
     def trainer(nodes: int = 1, **rate: dict[int, float]) -> Any:

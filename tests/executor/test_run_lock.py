@@ -32,9 +32,7 @@ with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
 """
 
 
-def test_a_second_live_run_is_refused_and_status_sees_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_live_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = str(tmp_path / 'checkpoints' / 'ledger.journal')
 
     def state() -> str:
@@ -101,9 +99,7 @@ def test_a_clock_that_was_set_back_ends_no_signs_of_life(tmp_path: Path) -> None
     lock.free_folder()
 
 
-def test_of_two_runs_that_begin_together_one_has_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_runs_one_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one looks when the first has looked and not yet written."""
     said: list[str] = []
 
@@ -126,13 +122,11 @@ def test_of_two_runs_that_begin_together_one_has_the_folder(
     monkeypatch.setattr(block_lease, 'write_holder', meanwhile)
     begin('first')
     second.join()
-    assert sorted(text.partition(' has the checkpoint_dir')[0] for text in said) == [
-        "Executor '' of this program",
-        'has it',
-    ]
+    found = sorted(text.partition(' has the checkpoint_dir')[0] for text in said)
+    assert found == ["Executor '' of this program", 'has it']
 
 
-def test_a_run_that_was_killed_as_it_began_costs_one_try(
+def test_a_run_killed_as_it_began_costs_a_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, 'CLAIM_S', 0.3)
@@ -145,9 +139,7 @@ def test_a_run_that_was_killed_as_it_began_costs_one_try(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trainers_of_a_run_whose_folder_another_one_has_taken_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_its_folder_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped for minutes, for instance, and the other one is on another computer."""
     monkeypatch.setattr(run_lock, 'BEAT_S', 0.0)
     file = tmp_path / 'checkpoints' / FILE

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,21 +28,11 @@ def training(tmp_path: Path) -> Iterator[FragmentRunner]:
     """A fragment that trains on one node, as far as its executor knows."""
     control = ControlServer(None, '127.0.0.1', (50000, 60000))
     settings = freetrain_app(total_epochs=1, max_nodes=2)(fit).spec
-    record = TrainerRecord(
-        settings.trainer('fit'),
-        settings,
-        str(tmp_path),
-        lambda specification, previous: Future(),
-        TrainingFuture('fit'),
-        Checkpoint('fit', '', 0, 0),
-    )
-    runner = FragmentRunner(
-        control,
-        Stream([]),
-        ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs'),
-        Timeouts(),
-        NoParsl(),
-    )
+    begun: Any = Checkpoint('fit', '', 0, 0)
+    known = settings.trainer('fit'), settings, str(tmp_path)
+    record = TrainerRecord(*known, lambda *_: Future(), TrainingFuture('fit'), begun)
+    endpoint = ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs')
+    runner = FragmentRunner(control, Stream([]), endpoint, Timeouts(), NoParsl())
     runner.records['fit'] = record
     runner.start(ev.StartFragment('fit', 1, NODES[:1], None, 0), 0.0)
     runner.arrived({'resource_spec': {FRAGMENT: 'fit/1'}}, b'', Future())
@@ -51,7 +42,7 @@ def training(tmp_path: Path) -> Iterator[FragmentRunner]:
 
 
 @pytest.mark.parametrize('rehearsed_first', [True, False])
-def test_a_rescale_does_not_weaken_a_rehearsed_preemption(
+def test_a_rescale_does_not_weaken_preemption(
     training: FragmentRunner, rehearsed_first: bool
 ) -> None:
     runner = training

@@ -115,7 +115,7 @@ class Stuck(io.StringIO, logging.Handler, MetricLogger):
 
 
 @pytest.mark.parametrize('what', ['terminal', 'handler'])
-def test_what_is_the_users_never_runs_on_the_event_loop(
+def test_what_users_do_is_off_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Callbacks of futures, exceptions that are loaded, loggers and the terminal: each may take for
@@ -175,9 +175,7 @@ def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
         assert good.result(LIMIT_S).samples == 288
     [note] = caught.value.__notes__
     assert "fragment 1 of trainer 'bad'" in note
-    log = Path(
-        note.partition('its output is in ')[2].partition(';')[0].partition('.log')[0] + '.log'
-    )
+    log = Path(note.partition('output is in ')[2].partition(';')[0].partition('.log')[0] + '.log')
     assert 'no more after 40 samples' in log.read_text()
     assert 'in fit' in note
     assert (bad.state, bad.progress().fragments) == ('failed', 1)

@@ -29,11 +29,7 @@ def globus_python(pytestconfig: pytest.Config) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder)
         # What a test's own processes are known by must not stay with pip's.
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith('FREETRAIN_TEST')
-        }
+        kept = {n: v for n, v in os.environ.items() if not n.startswith('FREETRAIN_TEST')}
         done = subprocess.run(
             # By the pip that is here; what is imported is compiled then, and no more.
             [

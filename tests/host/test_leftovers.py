@@ -87,9 +87,7 @@ with own_names():
 """
 
 
-def test_a_manager_that_is_killed_before_it_locks_its_folder_leaves_it_to_the_next_one(
-    tmp_path: Path,
-) -> None:
+def test_a_manager_killed_before_it_locks_its_folder_leaves_it_to_the_next(tmp_path: Path) -> None:
     own = {'TMPDIR': str(tmp_path), 'PYTHONPATH': str(ROOT)}
     killed = run_to_end([sys.executable, '-c', KILLED], more_env=own)
     assert killed.returncode == -signal.SIGKILL
@@ -100,9 +98,7 @@ def test_a_manager_that_is_killed_before_it_locks_its_folder_leaves_it_to_the_ne
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_not_locked_yet_may_be_taken_for_a_leftover(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_folder_not_yet_locked_may_be_taken_as_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
 
     def made_and_taken(folder: Path, mode: int) -> None:

@@ -187,7 +187,7 @@ torch.save([found, float(trainer.checkpoint_callback.best_model_score), best.sta
 
 
 @pytest.mark.parametrize('bare', [False, True], ids=['with its Trainer', 'and exit'])
-def test_a_script_that_makes_its_trainer_itself(
+def test_a_script_with_a_trainer(
     bare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_script = example('lightning_command').run_script

@@ -73,10 +73,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = MlflowClient(where)
     found = client.search_runs([client.get_experiment_by_name('mine').experiment_id])
     runs: dict[str, Any] = {run.info.run_name: run for run in found}
-    assert {name: run.info.status for name, run in runs.items()} == {
-        'net': 'FINISHED',
-        'other': 'FAILED',
-    }
+    assert {n: run.info.status for n, run in runs.items()} == {'net': 'FINISHED', 'other': 'FAILED'}
     history = client.get_metric_history(runs['net'].info.run_id, 'loss')
     assert [(one.step, one.value) for one in history] == [(s, 1 / s) for s in (10, 20, 30, 40)]
     assert history[0].timestamp == 1000 * (10**9 + 10)

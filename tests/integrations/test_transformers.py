@@ -31,32 +31,21 @@ def dataset(size: int = 22) -> list[dict[str, Any]]:
 
 def network() -> Any:
     torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=16,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+    size = {'vocab_size': 16, 'hidden_size': 8, 'intermediate_size': 8}
+    depth = {'num_hidden_layers': 1, 'num_attention_heads': 2}
+    none = {'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0}
+    config = transformers.BertConfig(**size, **depth, **none)
+    return transformers.BertForSequenceClassification(config)
 
 
 def arguments(folder: Path, **changes: Any) -> Any:
-    given = {
+    given: dict[str, Any] = {
         'num_train_epochs': EPOCHS,
         'per_device_train_batch_size': 4,
         'learning_rate': 0.01,
-        'max_grad_norm': 0.1,
-        'warmup_steps': 3,
-        'train_sampling_strategy': 'sequential',
-        'eval_strategy': 'epoch',
-        'report_to': 'none',
-        'disable_tqdm': True,
-        'use_cpu': True,
     }
+    given |= {'max_grad_norm': 0.1, 'warmup_steps': 3, 'train_sampling_strategy': 'sequential'}
+    given |= {'eval_strategy': 'epoch', 'report_to': 'none', 'disable_tqdm': True, 'use_cpu': True}
     return transformers.TrainingArguments(str(folder), **given | changes)
 
 
@@ -71,15 +60,9 @@ def ours(
         from parsl_freetrain.integrations.transformers import InFragments, Trainer
 
         both = Trainer if kind is None else type(kind.__name__, (InFragments, kind), {})
-        trainer = both(
-            ctx,
-            network(),
-            arguments(folder, **changes),
-            train_dataset=dataset(),
-            eval_dataset=dataset(7),
-            compute_metrics=accuracy,
-            callbacks=callbacks,
-        )
+        data = {'train_dataset': dataset(), 'eval_dataset': dataset(7)}
+        how = {'compute_metrics': accuracy, 'callbacks': callbacks}
+        trainer = both(ctx, network(), arguments(folder, **changes), **data, **how)
         trainer.train()
         return trainer.evaluate()
 
@@ -88,13 +71,8 @@ def ours(
 
 def test_with_one_shard_it_trains_what_transformers_trains(tmp_path: Path) -> None:
     """Clipping, warm-up, schedule, the last batch of an epoch, and evaluation."""
-    plain = transformers.Trainer(
-        network(),
-        arguments(tmp_path),
-        train_dataset=dataset(),
-        eval_dataset=dataset(7),
-        compute_metrics=accuracy,
-    )
+    given = {'train_dataset': dataset(), 'eval_dataset': dataset(7), 'compute_metrics': accuracy}
+    plain = transformers.Trainer(network(), arguments(tmp_path), **given)
     plain.train()
     wanted = plain.evaluate()
     checkpoint, weights = in_this_process(ours(tmp_path), total_epochs=EPOCHS, shards=1)

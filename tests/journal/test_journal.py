@@ -60,9 +60,7 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     assert decided.document == {'x': [1]}
 
 
-def test_what_users_report_may_be_numbers_of_numpy_and_odd_texts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_may_be_of_numpy_and_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = {'loss': np.float32(0.5)}
     write(
         tmp_path / 'l',
@@ -71,11 +69,9 @@ def test_what_users_report_may_be_numbers_of_numpy_and_odd_texts(
         ev.TotalKnown(3.0, 'a', 2**70),
         ev.Tick(4.0),
     )
-    assert of(tmp_path / 'l')[1:] == [
-        ev.FragmentProgressed(1.0, 'a', 1, 3, None, {'loss': 0.5}),
-        ev.NodeUnusable(2.0, 'b', 'n', 'no file ?'),
-        ev.Tick(4.0),
-    ]
+    progressed = ev.FragmentProgressed(1.0, 'a', 1, 3, None, {'loss': 0.5})
+    unusable = ev.NodeUnusable(2.0, 'b', 'n', 'no file ?')
+    assert of(tmp_path / 'l')[1:] == [progressed, unusable, ev.Tick(4.0)]
     assert 'leaves out' in caplog.text and 'TotalKnown' in caplog.text
 
 
@@ -114,9 +110,7 @@ def test_a_resume_appends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('opener', [JournalWriter, Journal])
-def test_what_is_no_journal_gets_a_sentence(
-    tmp_path: Path, opener: Callable[[Path], object]
-) -> None:
+def test_what_is_no_journal_gets_sentence(tmp_path: Path, opener: Callable[[Path], object]) -> None:
     newer, text = tmp_path / 'newer', tmp_path / 'notes.txt'
     newer.write_bytes(HEAD.replace(b'1\n', b'9\n'))
     text.write_text('not a journal at all, whatever its name says\n' * 50)
@@ -220,9 +214,7 @@ def test_what_remains_of_a_journal_is_set_aside_at_the_start(
 
 @given(cut=st.integers(0, 400))
 @settings(max_examples=40, deadline=None)
-def test_a_torn_end_is_dropped_and_the_next_run_goes_on(
-    tmp_path_factory: pytest.TempPathFactory, cut: int
-) -> None:
+def test_a_torn_end_is_dropped_at_once(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp('torn') / 'l'
     write(path, *(ev.NodeUnusable(float(i), 'b', str(i), 'x' * 50) for i in range(20)))
     whole = of(path)
@@ -308,7 +300,7 @@ def test_a_journal_that_is_damaged_while_it_is_written_is_begun_anew(
     assert {node.name: node.left_at for node in run.nodes.values()} == {'x': None, 'y': 1006.0}
 
 
-def test_where_no_new_file_can_be_made_the_events_wait(
+def test_without_a_new_file_the_events_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / 'folder'
@@ -366,9 +358,7 @@ def test_a_run_that_has_nothing_to_say_notes_that_it_is_alive(tmp_path: Path) ->
     journal.close()
 
 
-def test_lengths_that_are_none_cost_little_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_false_lengths_cost_little_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's file: a thousand records that claim more than there is, or too much."""
     monkeypatch.setattr(records, '_MOST', 2**26)
     path = tmp_path / 'l'

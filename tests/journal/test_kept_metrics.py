@@ -80,15 +80,8 @@ class Training:
         fold(self.history, (new,))
 
 
-HAPPENS: list[Callable[[Training, int], None]] = [
-    Training.report,
-    Training.report,
-    Training.save,
-    Training.go_back,
-    Training.preempt,
-    Training.rescale,
-    Training.again,
-]
+HAPPENS: list[Callable[[Training, int], None]] = [Training.report, Training.report, Training.save]
+HAPPENS += [Training.go_back, Training.preempt, Training.rescale, Training.again]
 
 
 @holds_for(

@@ -30,9 +30,7 @@ from parsl_freetrain.journal.usage import charged, used_node_s
 from tests.support.journals import demo_journal
 
 
-def test_a_user_gets_a_file_for_sql_or_for_pandas(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_for_sql_or_for_pandas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_journal(tmp_path / 'ledger.journal', seconds=20.0, runs=2)
     given = ('export', '--ledger', str(tmp_path))
     assert main([*given]) == 2
@@ -44,9 +42,7 @@ def test_a_user_gets_a_file_for_sql_or_for_pandas(
     assert 'cannot be written' in capsys.readouterr().err
 
 
-def test_runs_are_written_beside_what_is_there_and_again_when_they_have_changed(
-    tmp_path: Path,
-) -> None:
+def test_runs_are_written_beside_others_and_again_when_they_changed(tmp_path: Path) -> None:
     path, database = demo_journal(tmp_path / 'l', seconds=20.0, runs=2), tmp_path / 'some.db'
     journal = Journal(path)
     with closing(sqlite3.connect(database)) as db:

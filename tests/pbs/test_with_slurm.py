@@ -59,11 +59,8 @@ def test_nodes_whose_clocks_differ_train_until_their_known_end(
     lines = [f'export {name}={value}' for name, value in shim.environment.items()]
     lines.append('export FREETRAIN_NODE=${SLURMD_NODENAME:-$(hostname)}')  # for the script itself
     path = f'export PATH={Path(sys.executable).parent}:$PATH'
-    how: Any = {
-        'longest_s': max(60.0, under_load(20.0)),
-        'worker_init': '; '.join([path, *lines]),
-        **QUICK,
-    }
+    how: Any = {'longest_s': max(60.0, under_load(20.0)), **QUICK}
+    how['worker_init'] = '; '.join([path, *lines])
     sites: Any = {
         'slurm': (ft.SlurmSite(partition='batch', **how), '127.0.0.1'),
         'pbs': (ft.PbsSite(queue='batch', **how), ADDRESS),

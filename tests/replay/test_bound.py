@@ -11,11 +11,8 @@ from parsl_freetrain.replay.trace import Trace
 from tests.replay.test_virtual_clock import Interval, trace_of, trainer
 from tests.support.properties import holds_for
 
-CURVES = (
-    ScalingCurve((0, 1, 3), (0.0, 10.0, 24.0)),
-    ScalingCurve((0, 2, 3), (0.0, 18.0, 20.0)),
-    ScalingCurve((1, 2), (6.0, 15.0)),
-)
+WITH_0 = ScalingCurve((0, 1, 3), (0.0, 10.0, 24.0)), ScalingCurve((0, 2, 3), (0.0, 18.0, 20.0))
+CURVES = (*WITH_0, ScalingCurve((1, 2), (6.0, 15.0)))
 
 
 def bound(trace: Trace, curves: tuple[ScalingCurve, ...], up_s: float, down_s: float) -> float:

@@ -21,11 +21,8 @@ SETTINGS = ControllerSettings(min_hole_s=5.0)
 def trainer(
     total: int, name: str = 'a', submit_s: float = 0.0, worth: ScalingCurve = LINEAR, least: int = 1
 ) -> ReplayTrainer:
-    return ReplayTrainer(
-        Trainer(name, least, 4, total, LINEAR, rescale_up_s=2.0, rescale_down_s=0.0),
-        submit_s,
-        worth,
-    )
+    made = Trainer(name, least, 4, total, LINEAR, rescale_up_s=2.0, rescale_down_s=0.0)
+    return ReplayTrainer(made, submit_s, worth)
 
 
 def block(nodes: int, seconds: float, preemptible: bool = False) -> PlannedBlock:
@@ -36,17 +33,11 @@ def block(nodes: int, seconds: float, preemptible: bool = False) -> PlannedBlock
 def test_one_block_for_one_trainer() -> None:
     # 4 nodes for 100 s at 40 samples/s; at worst they come 20 s later.
     [far] = forecasts([block(4, 100.0)], [trainer(10_000)], SETTINGS, 20.0, 1000.0)
-    assert (
-        far.left == 10_000
-        and far.samples == pytest.approx((3200, 4000))
-        and far.finish_s == (None, None)
-    )
+    assert (far.left, far.finish_s) == (10_000, (None, None))
+    assert far.samples == pytest.approx((3200, 4000))
     [near] = forecasts([block(4, 100.0)], [trainer(3600)], SETTINGS, 20.0, 1000.0)
-    assert (
-        near.samples == pytest.approx((3200, 3600))
-        and near.finish_s[0] == pytest.approx(90)
-        and near.finish_s[1] is None
-    )
+    assert near.samples == pytest.approx((3200, 3600))
+    assert near.finish_s[0] == pytest.approx(90) and near.finish_s[1] is None
     [sure] = forecasts([block(4, 100.0)], [trainer(800)], SETTINGS, 20.0, 1000.0)
     assert sure.samples == pytest.approx((800, 800)) and list(sure.finish_s) == pytest.approx(
         [20, 40]
@@ -70,13 +61,8 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
     [may_go] = forecasts(planned, [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0)
     assert may_go.samples == pytest.approx((0, 2400))
     # At worst it is preempted as soon as the scheduler may: 30 s after its start.
-    [exempt] = forecasts(
-        [PlannedBlock(4, 60.0, preemptible=True, exempt_s=30.0)],
-        [trainer(ENDLESS)],
-        SETTINGS,
-        20.0,
-        1000.0,
-    )
+    safe = PlannedBlock(4, 60.0, preemptible=True, exempt_s=30.0)
+    [exempt] = forecasts([safe], [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0)
     assert exempt.samples == pytest.approx((1200, 2400))
 
 
@@ -84,13 +70,8 @@ def test_when_trainers_come_and_what_they_are_worth_is_as_their_file_says() -> N
     [late] = forecasts([block(4, 100.0)], [trainer(ENDLESS, submit_s=30.0)], SETTINGS, 0.0, 50.0)
     assert late.samples == pytest.approx((2800, 2800))
     dear = ScalingCurve((0, 4), (0.0, 4000.0))
-    one, other = forecasts(
-        [block(4, 100.0)],
-        [trainer(ENDLESS), trainer(ENDLESS, 'b', worth=dear)],
-        SETTINGS,
-        0.0,
-        50.0,
-    )
+    two = [trainer(ENDLESS), trainer(ENDLESS, 'b', worth=dear)]
+    one, other = forecasts([block(4, 100.0)], two, SETTINGS, 0.0, 50.0)
     assert one.samples == (0, 0) and other.samples == pytest.approx((4000, 4000))
 
 
@@ -109,21 +90,11 @@ def test_plan_tells_of_the_blocks_that_would_be_submitted(
         assert main(['plan', '--site', str(site), '--trainers', str(trainers), '--json']) == 0
         told = json.loads(capsys.readouterr().out)
         [only] = told['blocks']
-        assert [only[what] for what in ('nodes', 'walltime_s', 'hole_s', 'preemptible')] == [
-            4,
-            900,
-            None,
-            mode == 'preemptible',
-        ]
+        found = [only[what] for what in ('nodes', 'walltime_s', 'hole_s', 'preemptible')]
+        assert found == [4, 900, None, mode == 'preemptible']
         assert only['cost'] == [0.0, pytest.approx(1.0)]  # 4 nodes, a quarter of an hour
-        assert told['trainers'] == [
-            {
-                'trainer': 'cnn',
-                'left': 1_000_000,
-                'samples': pytest.approx(samples),
-                'finish_s': [None, None],
-            }
-        ]
+        cnn = {'trainer': 'cnn', 'left': 1_000_000, 'samples': pytest.approx(samples)}
+        assert told['trainers'] == [{**cnn, 'finish_s': [None, None]}]
         assert main(['plan', '--site', str(site)]) == 0
         said = capsys.readouterr().out
         assert 'it costs 0 to 1 charged node-hours' in said
@@ -171,9 +142,7 @@ def test_a_ledger_says_which_node_counts_a_trainer_may_have(tmp_path: Path) -> N
     assert one.samples == pytest.approx((2000, 2000))  # on two of three nodes
 
 
-def test_files_that_say_too_little_get_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_say_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / 'ledger.journal'
     ledger = Told(path)
     for words in ('has no run yet', 'anything left to train', "how fast 't' trains"):

@@ -24,9 +24,7 @@ def record(path: Path, prefix: str, weeks: range) -> Path:
     return path
 
 
-def test_habits_of_one_record_spare_preemptions_in_the_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_habits_spare_preemptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after = (
         str(record(tmp_path / f'{weeks[0]}.csv', 'n', weeks)) for weeks in (range(9), range(9, 19))
     )
@@ -53,11 +51,9 @@ def test_habits_of_one_record_spare_preemptions_in_the_next(
     assert 'are of another machine, with nodes such as n0, n1' in capsys.readouterr().err
     empty = json.loads(Path(habits).read_text()) | {'nodes': []}
     (tmp_path / 'empty.json').write_text(json.dumps(empty))
-    for wrong, why in (
-        ('trainers.json', 'is not a file of habits'),
-        ('empty.json', 'is not a file of habits'),
-        ('none', 'cannot be read'),
-    ):
+    wrong_kind = 'is not a file of habits'
+    files = ('trainers.json', wrong_kind), ('empty.json', wrong_kind), ('none', 'cannot be read')
+    for wrong, why in files:
         assert main([*asked, after, by(wrong)]) == 2
         assert why in capsys.readouterr().err
     assert main(['replay', '--horizon', '9', '--idle', before, '--learn-habits', habits]) == 2

@@ -20,13 +20,8 @@ def result() -> ReplayResult:
         ReplayTrainer(Trainer(f't{i}', 1, 16, 20_000, CURVE, 18.0, 12.0), 0.0, CURVE)
         for i in range(30)
     )
-    return replay(
-        Scenario(
-            synthetic(2).window(100, None, 40_000.0),
-            trainers,
-            ControllerSettings(trainers_at_a_time=4),
-        )
-    )
+    settings = ControllerSettings(trainers_at_a_time=4)
+    return replay(Scenario(synthetic(2).window(100, None, 40_000.0), trainers, settings))
 
 
 def test_the_bands_hold_all_node_seconds_that_were_used(result: ReplayResult) -> None:

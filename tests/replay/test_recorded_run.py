@@ -77,9 +77,7 @@ def ledger(tmp_path: Path) -> Path:
     return recorded(tmp_path / 'ledger.journal')
 
 
-def test_the_same_settings_decide_the_same(
-    ledger: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_same_settings_decide_the_same(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, ledger)
     assert found['decisions'] == found['same'] == found['reproduced'] >= 4
     assert found['differences'] == []
@@ -120,9 +118,7 @@ def test_another_objective_and_another_solver(
     assert doubled['gain_per_s']['replay'] == pytest.approx(2 * doubled['gain_per_s']['run'])
 
 
-def test_a_human_reads_what_would_have_changed(
-    ledger: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_human_reads_what_would_change(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['replay', '--ledger', str(ledger), '--horizon', '5']) == 0
     said = capsys.readouterr().out
     assert 'replayed with        solver auto, horizon 5 s, objective throughput' in said
@@ -161,7 +157,7 @@ def test_bad_input_gets_a_sentence(
     assert "has no events of run 'r'" in refusal(capsys, '--ledger', str(empty.path))
 
 
-def test_every_decision_of_a_live_run_is_made_again(
+def test_decisions_of_a_run_are_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three trainers on three nodes, whose speed is measured, with rescales and a kill."""

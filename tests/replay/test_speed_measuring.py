@@ -28,13 +28,8 @@ TRAINERS = tuple(
     saturating(f't{half}', half, falls)
     for half, falls in ((2, False), (6, False), (20, True), (60, False), (100, True), (4, False))
 )
-SCENARIO = Scenario(
-    TRACE,
-    TRAINERS,
-    ControllerSettings(metric='speedup'),
-    by_file=False,
-    learning=CurveLearning(noise=0.1, seed=5),
-)
+SETTINGS, LEARNING = ControllerSettings(metric='speedup'), CurveLearning(noise=0.1, seed=5)
+SCENARIO = Scenario(TRACE, TRAINERS, SETTINGS, by_file=False, learning=LEARNING)
 
 
 def test_learned_curves_come_close_to_known_ones() -> None:

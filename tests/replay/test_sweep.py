@@ -3,6 +3,7 @@
 import json
 import stat
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,8 @@ def options(tmp_path: Path) -> dict[str, object]:
 
 
 def arguments(options: dict[str, object], *more: object) -> list[str]:
-    return [
-        'replay',
-        *(str(part) for name, path in options.items() for part in (f'--{name}', path)),
-        *map(str, more),
-    ]
+    given = (part for name, path in options.items() for part in (f'--{name}', path))
+    return ['replay', *map(str, (*given, *more))]
 
 
 def study(folder: Path, **swept: list[object]) -> str:
@@ -50,23 +48,14 @@ def results(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in kept]
 
 
-def test_every_combination_is_a_row_and_says_what_it_would_alone(
-    options: dict[str, object],
-) -> None:
-    swept: dict[str, list[object]] = {
-        'horizon': [2, 60],
-        'max_trainers': [1, 'all'],
-        'solver': ['auto', 'equal-share'],
-    }
+def test_every_combination_is_row_and_says_what_it_would_alone(options: dict[str, object]) -> None:
+    swept: dict[str, list[object]] = {'horizon': [2, 60], 'max_trainers': [1, 'all']}
+    swept['solver'] = ['auto', 'equal-share']
     asked = requests(options, swept)
     table = sweep(asked, list(swept))
     assert list(table.columns[:3]) == ['horizon', 'max_trainers', 'solver']
-    assert [tuple(row) for row in table.iloc[:, :3].itertuples(index=False)] == [
-        (horizon, trainers, solver)
-        for horizon in (2.0, 60.0)
-        for trainers in (1, 2)
-        for solver in ('auto', 'equal-share')
-    ]
+    rows = [tuple(row) for row in table.iloc[:, :3].itertuples(index=False)]
+    assert rows == list(product((2.0, 60.0), (1, 2), ('auto', 'equal-share')))
     for found, request in zip(results(table), asked, strict=True):
         alone = results(pd.DataFrame([row(replay(request.scenario()))]))[0]
         assert {name: found[name] for name in alone} == alone
@@ -76,11 +65,8 @@ def test_every_combination_is_a_row_and_says_what_it_would_alone(
 def test_the_files_hold_what_was_found(
     options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    swept: dict[str, list[object]] = {
-        'max-trainers': [1, 'all'],
-        'objective': ['throughput'],
-        'from': [0, 100],
-    }
+    swept: dict[str, list[object]] = {'max-trainers': [1, 'all'], 'objective': ['throughput']}
+    swept['from'] = [0, 100]
     more = (study(tmp_path, **swept), '--jobs', 1)
     said = []
     for name in ('out.csv', 'out.parquet'):
@@ -104,17 +90,9 @@ def test_a_human_gets_a_table(
     assert [line.split()[0] for line in rows] == ['2', '60']
 
 
-def test_one_replay_gives_a_table_of_one_row_and_pictures(
-    options: dict[str, object], tmp_path: Path
-) -> None:
-    assert (
-        main(
-            arguments(
-                options, '--out', tmp_path / 'one.csv', '--pictures', tmp_path / 'new' / 'pictures'
-            )
-        )
-        == 0
-    )
+def test_one_replay_gives_one_row_and_pictures(options: dict[str, object], tmp_path: Path) -> None:
+    out = ('--out', tmp_path / 'one.csv', '--pictures', tmp_path / 'new' / 'pictures')
+    assert main(arguments(options, *out)) == 0
     assert len(pd.read_csv(tmp_path / 'one.csv')) == 1
     pictures = tmp_path / 'new' / 'pictures'
     assert stat.S_IMODE(pictures.stat().st_mode) == 0o700
@@ -127,9 +105,7 @@ def test_one_replay_gives_a_table_of_one_row_and_pictures(
 
 
 @pytest.mark.long
-def test_several_processes_find_the_same_and_end_with_the_command(
-    options: dict[str, object], tmp_path: Path
-) -> None:
+def test_processes_find_the_same_and_end(options: dict[str, object], tmp_path: Path) -> None:
     swept: dict[str, list[object]] = {'horizon': [2, 60], 'max_trainers': [1, 'all']}
     swept['solver'] = ['auto', 'dp']
     more = (study(tmp_path, **swept), '--jobs', 2, '--pictures', tmp_path / 'pictures', '--json')
@@ -141,12 +117,8 @@ def test_several_processes_find_the_same_and_end_with_the_command(
     assert results(pd.DataFrame(json.loads(done.stdout))) == results(
         sweep(requests(options, swept), list(swept))
     )
-    assert {path.name for path in (tmp_path / 'pictures').iterdir()} == {
-        'efficiency-horizon.png',
-        'efficiency-max-trainers.png',
-        'node-seconds.png',
-        'decisions.png',
-    }
+    names = 'efficiency-horizon', 'efficiency-max-trainers', 'node-seconds', 'decisions'
+    assert {p.name for p in (tmp_path / 'pictures').iterdir()} == {f'{name}.png' for name in names}
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,7 @@ def schedules(draw: st.DrawFn, exact: bool) -> tuple[list[Simulated], list[Promi
 
 def traced(jobs: list[Simulated]) -> Trace | None:
     """The holes of the simulated log; None if there is nothing to replay."""
-    listed = [
-        Job(job.number, job.submit, job.start, job.end, job.nodes, job.requested) for job in jobs
-    ]
+    listed = [Job(j.number, j.submit, j.start, j.end, j.nodes, j.requested) for j in jobs]
     try:
         return holes(job_table('log', listed, MACHINE))
     except BadInput:
@@ -68,11 +66,8 @@ def test_what_jobs_do_not_use_is_idle(made: tuple[list[Simulated], list[Promise]
     found = traced(jobs)
     if found is None:
         return
-    used = sum(
-        job.nodes * (min(job.end, found.end_s) - min(job.start, found.end_s))
-        for job in jobs
-        if job.start >= found.start_s
-    )
+    later = [job for job in jobs if job.start >= found.start_s]
+    used = sum(j.nodes * (min(j.end, found.end_s) - min(j.start, found.end_s)) for j in later)
     assert found.idle_node_s() == pytest.approx(MACHINE * (found.end_s - found.start_s) - used)
     for at in np.arange(found.start_s, found.end_s) + 0.5:
         idle = int(((found.starts <= at) & (at < found.ends)).sum())
@@ -124,9 +119,7 @@ def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exa
     st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 12)), max_size=6),
     tries=100,
 )
-def test_reservations_agree_with_trying_every_second(
-    needed: int, runs: list[tuple[int, int]]
-) -> None:
+def test_reservations_agree_with_every_second(needed: int, runs: list[tuple[int, int]]) -> None:
     """Also where running jobs have outlived their requests."""
     running: list[Simulated] = []
     for nodes, left in runs:
@@ -145,11 +138,8 @@ def test_reservations_agree_with_trying_every_second(
 def test_a_promise_that_runs_out_is_renewed_when_there_is_one_to_make() -> None:
     # The job that was to be over at 100 goes on until 130, when the head still is not started but
     # someone else submits.
-    found = holes(
-        table(
-            (0, 0, 130, 6, 100), (0, 0, 20, 4, 20), (10, 160, 300, 10, 90), (400, 400, 410, 1, 10)
-        )
-    )
+    both = (0, 0, 130, 6, 100), (0, 0, 20, 4, 20)
+    found = holes(table(*both, (10, 160, 300, 10, 90), (400, 400, 410, 1, 10)))
     first, then = (20, 100, 4, 100), (100, 160, 4, 100)
     assert rows(found) == [first, then, (130, 160, 6, 130), (300, 400, 10, INF)]
     assert found.idle_node_s(known_ends=True) == 4 * 80 + 10 * 100
@@ -162,46 +152,29 @@ def test_a_waiting_job_that_fits_is_passed_over_after_a_while() -> None:
     jobs = table(
         (0, 0, 1000, 4, 1000), (0, 0, 20, 6, 20), (10, 500, 600, 4, 100), (700, 700, 710, 1, 10)
     )
-    assert rows(holes(jobs, patience_s=60)) == [
-        (20, 80, 4, 20),
-        (20, 700, 2, INF),
-        (80, 500, 4, INF),
-        (600, 700, 4, INF),
-    ]
+    found = rows(holes(jobs, patience_s=60))
+    assert found == [(20, 80, 4, 20), (20, 700, 2, INF), (80, 500, 4, INF), (600, 700, 4, INF)]
     first, then = (20, 500, 4, INF), (20, 700, 2, INF)
     assert rows(holes(jobs, patience_s=0)) == [first, then, (600, 700, 4, INF)]
 
 
-def test_a_cancelled_job_waits_until_then_and_one_larger_than_the_machine_reserves_nothing() -> (
-    None
-):
+def test_cancelled_job_waits_until_then_and_one_larger_than_machine_reserves_nothing() -> None:
     base = ((0, 0, 100, 6, 100), (0, 0, 20, 4, 20), (200, 200, 210, 1, 10))
     alone = rows(holes(table(*base)))
     assert alone == [(20, 200, 4, INF), (100, 200, 6, INF)]
-    assert rows(holes(table(*base, (5, 50, 50, 8, 10)))) == [
-        (20, 100, 2, 100),
-        (20, 200, 2, INF),
-        (100, 200, 8, INF),
-    ]
+    shared = rows(holes(table(*base, (5, 50, 50, 8, 10))))
+    assert shared == [(20, 100, 2, 100), (20, 200, 2, INF), (100, 200, 8, INF)]
     assert rows(holes(table(*base, (5, INF, INF, 11, 10)))) == alone
 
 
 def test_jobs_take_the_nodes_that_the_log_names_and_share_them() -> None:
-    jobs = [
-        Job(1, 0, 0, 50, 2, 50, ('b', 'c')),
-        Job(2, 0, 10, 30, 1, 30, ('a',)),
-        Job(3, 0, 40, 90, 1, 50, ('c',)),
-        Job(4, 0, 100, 110, 1, 10, ('a',)),
-    ]
+    jobs = [Job(1, 0, 0, 50, 2, 50, ('b', 'c')), Job(2, 0, 10, 30, 1, 30, ('a',))]
+    jobs += [Job(3, 0, 40, 90, 1, 50, ('c',)), Job(4, 0, 100, 110, 1, 10, ('a',))]
     found = holes(job_table('log', jobs, None))
     assert found.names == ('a', 'b', 'c')
     starts, ends, nodes, _ = found.intervals()
-    assert list(zip(starts.tolist(), ends.tolist(), nodes.tolist(), strict=True)) == [
-        (0, 10, 0),
-        (30, 100, 0),
-        (50, 100, 1),
-        (90, 100, 2),
-    ]
+    listed = list(zip(starts.tolist(), ends.tolist(), nodes.tolist(), strict=True))
+    assert listed == [(0, 10, 0), (30, 100, 0), (50, 100, 1), (90, 100, 2)]
 
 
 def test_a_log_that_uses_more_than_the_machine_has_is_refused() -> None:
@@ -219,13 +192,8 @@ def test_a_part_of_a_year_of_theta(tmp_path: Path) -> None:
     jobs = read_swf(THETA)
     assert (len(jobs), len(jobs.machine)) == (23_911, 4360)
     first = 2000
-    short = replace(
-        jobs,
-        **{
-            name: getattr(jobs, name)[:first]
-            for name in ('line', 'submit', 'start', 'end', 'nodes', 'requested', 'placed')
-        },
-    )
+    columns = ('line', 'submit', 'start', 'end', 'nodes', 'requested', 'placed')
+    short = replace(jobs, **{name: getattr(jobs, name)[:first] for name in columns})
     found = holes(short)
     since, until = short.window
     assert (found.start_s, found.end_s) == (since, until)

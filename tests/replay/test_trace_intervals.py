@@ -20,15 +20,8 @@ Row = tuple[float, float, int, float]
 
 def trace(rows: list[Row], names: str = 'abcd', since: float = 0, until: float = 100) -> Trace:
     starts, ends, nodes, known = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Trace(
-        tuple(names),
-        since,
-        until,
-        np.array(starts),
-        np.array(ends),
-        np.array(nodes, dtype=np.int64),
-        np.array(known),
-    )
+    columns = np.array(starts), np.array(ends), np.array(nodes, dtype=np.int64), np.array(known)
+    return Trace(tuple(names), since, until, *columns)
 
 
 def rows_of(found: Trace, known_ends: bool | None = None) -> list[Row]:
@@ -69,9 +62,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 @holds_for(traces(), st.booleans(), tries=100)
-def test_intervals_come_back_from_changes_and_no_node_second_is_lost(
-    found: Trace, known_ends: bool
-) -> None:
+def test_intervals_come_back_and_no_node_second_is_lost(found: Trace, known_ends: bool) -> None:
     changes = found.changes(known_ends)
     assert [change.at for change in changes] == sorted({change.at for change in changes})
     assert all(len(change.joined) or len(change.left) for change in changes)
@@ -148,13 +139,8 @@ def test_bad_intervals_and_empty_windows_get_a_sentence(
 
 
 def test_a_trace_made_in_code_is_checked_too() -> None:
-    for row in (
-        (5, 5, 0, math.inf),
-        (-1, 5, 0, math.inf),
-        (0, 101, 0, math.inf),
-        (0, 5, 4, math.inf),
-        (0, 5, 0, math.nan),
-    ):
+    rows = (5, 5, 0), (-1, 5, 0), (0, 101, 0), (0, 5, 4)
+    for row in (*((*each, math.inf) for each in rows), (0, 5, 0, math.nan)):
         with pytest.raises(BadInput):
             trace([row])
         with pytest.raises(BadInput, match='Node b is idle'):

@@ -83,9 +83,7 @@ def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None
     assert len(read_swf(unsized, machine_nodes=8).machine) == 8
 
 
-def test_an_untidy_swf_is_read_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_untidy_swf_gets_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     head, lines = SWF.split('\n\n')
     tidy = read_swf(written(tmp_path, SWF))
     assert not caplog.records
@@ -106,9 +104,7 @@ def test_an_untidy_swf_is_read_with_one_warning(
         read_swf(path, machine_nodes=4)
 
 
-def test_odd_lines_of_a_swf_do_not_refuse_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_odd_lines_of_swf_are_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tidy = rows(read_swf(written(tmp_path, SWF)))
     first = SWF.splitlines()[4]
     nothing = '5 1030 1 1 -1 -1 -1 -1 1 -1 1 1 1 -1 1 -1 -1 -1\n'
@@ -145,12 +141,8 @@ def test_the_records_of_an_array_itself_count_no_nodes(tmp_path: Path) -> None:
 def test_sacct_without_steps_and_with_node_lists(tmp_path: Path) -> None:
     found = read_sacct(written(tmp_path, SACCT))
     assert found.machine == ('cn01', 'cn02', 'gpu1', 'gpu3')
-    assert rows(found) == [
-        (0, 10, 60, 2, 100),
-        (20, INF, INF, 3, INF),
-        (20, 60, 60, 1, INF),
-        (30, 105, INF, 4, 93_600),
-    ]
+    listed = [(0, 10, 60, 2, 100), (20, INF, INF, 3, INF), (20, 60, 60, 1, INF)]
+    assert rows(found) == [*listed, (30, 105, INF, 4, 93_600)]
     assert places(found) == [['cn01', 'cn02'], None, None, ['cn01', 'cn02', 'gpu1', 'gpu3']]
     assert [len(read_sacct(tmp_path / 'log', n).machine) for n in (4, 6)] == [4, 6]
 
@@ -162,10 +154,8 @@ def test_sacct_in_seconds_without_node_lists(tmp_path: Path) -> None:
     )
     found = read_sacct(written(tmp_path, text), 2000)
     assert rows(found) == [(0, 10, 60, 2, 120), (5, 60, 70, 1024, INF)]
-    with pytest.raises(
-        BadInput,
-        match='line 2: the log names no nodes for this job; say how many nodes the machine has',
-    ):
+    words = 'line 2: the log names no nodes for this job; say how many nodes the machine has'
+    with pytest.raises(BadInput, match=words):
         read_sacct(tmp_path / 'log')
 
 
@@ -235,12 +225,9 @@ def test_the_same_jobs_give_the_same_holes_from_every_kind_of_log(tmp_path: Path
     }
     for trace in found.values():
         assert trace.names == ('node0', 'node1')
-        assert (
-            trace.starts.tolist(),
-            trace.ends.tolist(),
-            trace.nodes.tolist(),
-            trace.known_until.tolist(),
-        ) == ([10, 70, 70], [50, 200, 200], [1, 0, 1], [100, INF, INF])
+        columns = [column.tolist() for column in (trace.starts, trace.ends, trace.nodes)]
+        assert columns == [[10, 70, 70], [50, 200, 200], [1, 0, 1]]
+        assert trace.known_until.tolist() == [100, INF, INF]
 
 
 def test_part_of_a_log_and_errors_name_the_file(tmp_path: Path) -> None:

@@ -9,18 +9,9 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 
-GOOD: dict[str, Any] = {
-    'name': 'a',
-    'submit_s': 5.5,
-    'min_nodes': 2,
-    'max_nodes': 8,
-    'rescale_up_s': 18.0,
-    'rescale_down_s': 12,
-    'total_samples': 1e6,
-    'nodes': [0, 1, 8],
-    'samples_per_s': [0, 10.0, 60],
-    'objective': [0, 1, 6],
-}
+GOOD: dict[str, Any] = {'name': 'a', 'submit_s': 5.5, 'min_nodes': 2, 'max_nodes': 8}
+GOOD |= {'rescale_up_s': 18.0, 'rescale_down_s': 12, 'total_samples': 1e6}
+GOOD |= {'nodes': [0, 1, 8], 'samples_per_s': [0, 10.0, 60], 'objective': [0, 1, 6]}
 
 
 def read(tmp_path: Path, *trainers: Any) -> tuple[ReplayTrainer, ...]:
@@ -72,9 +63,7 @@ def test_a_trainer_with_all_it_can_have_and_one_with_what_it_must(tmp_path: Path
         ({'name': ''}, "trainer 1: name is ''; it must be a text that is not empty"),
     ],
 )
-def test_a_bad_trainer_gets_a_sentence_with_file_and_trainer(
-    tmp_path: Path, change: dict[str, Any], says: str
-) -> None:
+def test_a_bad_trainer_gets_its_place(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     with pytest.raises(BadInput) as raised:
         read(tmp_path, GOOD | change)
     assert says in str(raised.value)

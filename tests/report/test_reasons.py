@@ -134,10 +134,8 @@ def test_a_decision_in_words(alternative: Alternative | None, says: str) -> None
         first == "nodes joined, a trainer was submitted; there are 4 nodes to give away. 'me' goes "
         "from 0 to 3 nodes; 'you' 1."
     )
-    assert (
-        second == 'In all this is worth 300 over the next 120 s, 100 more than changing nothing '
-        '(optimal, by dp).'
-    )
+    worth = 'In all this is worth 300 over the next 120 s, 100 more than changing nothing'
+    assert second == f'{worth} (optimal, by dp).'
     assert third.startswith("To 'me' it is worth 250, keeping what it had 0; ") and says in third
 
 

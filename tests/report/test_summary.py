@@ -226,11 +226,8 @@ def test_efficiency_is_unknown_where_the_pool_has_nothing_for_a_trainer(tmp_path
     ledger.submitted('a', at=0)
     ledger.commit()
     with Journal(tmp_path / 'l.db') as journal:
-        assert (
-            efficiency(journal.history(), 0.0, MilpAllocator())
-            == efficiency(journal.history(), 50.0, MilpAllocator())
-            == RunEfficiency({'a': None}, None)
-        )
+        found = [efficiency(journal.history(), at, MilpAllocator()) for at in (0.0, 50.0)]
+        assert found == [RunEfficiency({'a': None}, None)] * 2
         assert summary(journal.history())['trainers']['a']['samples_expected'] is None
     ledger.close()
 
@@ -260,11 +257,9 @@ def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -
     with Journal(path) as journal:
         view = LiveView(journal)
         seen = view.snapshot(2030.0)
-        assert seen.limits == (
-            LimitNow('budget', 'user anna', 400.0, 160.0),
-            LimitNow('budget', 'total', 150.0, 160.0),
-            LimitNow('minimum share', 'user anna', 3, 2),
-        )
+        most = ('user anna', 400.0, 160.0), ('total', 150.0, 160.0)
+        share = LimitNow('minimum share', 'user anna', 3, 2)
+        assert seen.limits == (*(LimitNow('budget', *each) for each in most), share)
         assert as_document(seen)['limits'][2]['whose'] == 'user anna'
         first = LiveView(journal, run='first').snapshot(2030.0)
         assert [limit.used for limit in first.limits] == pytest.approx([100.0, 100.0, 0])

@@ -117,9 +117,7 @@ def still(c: Checkpoint) -> tuple[float, float]:
 
 
 @holds_for(stories(), maybe, tries=100)
-def test_every_offered_second_counts_once_in_the_right_class(
-    history: History, now: int | None
-) -> None:
+def test_every_offered_second_counts_once_in_right_class(history: History, now: int | None) -> None:
     found = node_seconds_of(history, now)
     assert found == counted(history, now)
     assert found['offered'] == sum(v for k, v in found.items() if k != 'offered')

@@ -69,7 +69,7 @@ def overwrite_for_ever(port: int, path: str, begun: int) -> None:
         time.sleep(0.001)
 
 
-def test_a_forged_checkpoint_is_not_loaded(
+def test_forged_checkpoints_are_refused(
     fork_server: ForkClient, tmp_path: Path, theirs: Path
 ) -> None:
     """The other user knows the port before rank 1 does, and writes all the time."""
@@ -102,7 +102,7 @@ def test_a_forged_checkpoint_is_not_loaded(
     assert {outcome.how for outcome in outcomes} <= {'finished', 'peer-lost'}, logs
 
 
-def test_a_folder_of_another_user_is_not_read(
+def test_folders_of_others_are_not_read(
     fork_server: ForkClient, tmp_path: Path, theirs: Path
 ) -> None:
     """The trainer's folder was replaced by one of another user between two fragments."""
@@ -136,7 +136,7 @@ def test_a_ledger_that_another_user_can_change_is_refused(tmp_path: Path, theirs
     assert mine.read_bytes() == before and not list(theirs.iterdir())
 
 
-def test_a_folder_that_another_user_can_replace_is_refused(
+def test_a_folder_others_can_replace_is_refused(
     theirs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = theirs / 'shared' / 'mine'
@@ -165,9 +165,7 @@ def test_a_folder_that_another_user_can_replace_is_refused(
     refuse_replaceable(folder, 'run_dir')
 
 
-def test_a_group_without_other_members_may_write_above_a_folder(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_of_one_may_write_above(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a umask of 002, as is usual where each user has a group."""
     (theirs / 'above').mkdir()
     (theirs / 'above').chmod(0o775)
@@ -187,7 +185,7 @@ def test_a_group_without_other_members_may_write_above_a_folder(
             refuse_replaceable(theirs / 'above' / 'mine', 'run_dir')
 
 
-def test_the_folder_of_a_project_may_hold_checkpoints_but_nothing_that_is_run(
+def test_a_projects_folder_may_hold_checkpoints_but_nothing_run(
     theirs: Path, tmp_path: Path
 ) -> None:
     """Each member of the project could put a folder of their own in place of this one."""
@@ -228,9 +226,7 @@ def test_links_of_another_user_are_not_followed(theirs: Path) -> None:
     refuse_replaceable(theirs / 'loop', 'checkpoint_dir')  # it leads nowhere
 
 
-def test_a_run_dir_into_which_another_user_has_written_is_refused(
-    theirs: Path, tmp_path: Path
-) -> None:
+def test_a_run_dir_where_another_user_has_written_is_refused(theirs: Path, tmp_path: Path) -> None:
     """Parsl makes it with the umask's permissions, and writes into it before it is private."""
     run_dir = theirs / '000'
     run_dir.mkdir()

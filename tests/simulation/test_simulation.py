@@ -38,7 +38,7 @@ def test_many_short_runs_keep_every_promise() -> None:
         run(seed)
 
 
-def test_a_broken_promise_is_noticed_though_the_event_loop_goes_on(
+def test_a_broken_promise_is_noticed_though_the_loop_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(world: World, action: object) -> None:

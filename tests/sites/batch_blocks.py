@@ -12,14 +12,8 @@ from parsl_freetrain.sites.provider import BackfillProvider
 from tests.support.waiting import wait_until
 
 # In seconds.
-QUICK: dict[str, Any] = {
-    'poll_s': 0.3,
-    'submit_every_s': 0.0,
-    'start_s': 2.0,
-    'margin_s': 2.0,
-    'ending_s': 2.0,
-    'shortest_s': 2.0,
-}
+QUICK: dict[str, Any] = {'poll_s': 0.3, 'submit_every_s': 0.0}
+QUICK |= dict.fromkeys(('start_s', 'margin_s', 'ending_s', 'shortest_s'), 2.0)
 
 
 class Blocks:
@@ -42,13 +36,8 @@ class Blocks:
         node_class: str = '',
         lasts_s: float = math.inf,
     ) -> str:
-        self.jobs.append(
-            self.provider.open_block(
-                BlockRequest(nodes, walltime_s, node_class=node_class, lasts_s=lasts_s),
-                command,
-                f'block-{len(self.jobs)}',
-            )
-        )
+        request = BlockRequest(nodes, walltime_s, node_class=node_class, lasts_s=lasts_s)
+        self.jobs.append(self.provider.open_block(request, command, f'block-{len(self.jobs)}'))
         return self.jobs[-1]
 
     def running(self, nodes: int = 1, **more: Any) -> str:

@@ -193,11 +193,8 @@ def test_a_job_on_several_nodes_has_all_that_it_can_of_the_first_ones() -> None:
     nodes, jobs = shared(0, 0)
     for has, step, wants, lacks in ((7, 1, 5, 1), (7, 1, 6, 2), (6, 1, 2, 0), (6, 3, 2, 1)):
         there = replace(running('5', 'c', 'd'), cpus=has, step=step)
-        found = needs(
-            nodes,
-            [jobs[0], there, waiting('7', 1, cpus=wants, step=1 + (wants == 2))],
-            *((), frozenset({'mine'}), NOW),
-        )
+        queue = [jobs[0], there, waiting('7', 1, cpus=wants, step=1 + (wants == 2))]
+        found = needs(nodes, queue, *((), frozenset({'mine'}), NOW))
         assert sum(d.nodes for d in found.demands) == lacks, (has, step, wants)
 
 
@@ -308,11 +305,8 @@ def test_a_plan_that_was_made_around_a_block_is_not_waited_for() -> None:
     """
     maintenance = [NodeReservation('m', NOW + 50, NOW + 110, ('a', 'b'))]
     nodes = [Nodes('batch', ('a', 'b', 'd', 'e'), 'allocated'), Nodes('batch', ('c',), 'idle')]
-    jobs = (
-        running('5', 'd', end_s=NOW + 350),
-        waiting('next', 3, 120.0, planned=('b', 'c', 'e')),
-        waiting('7', 1, 240.0),
-    )
+    planned = waiting('next', 3, 120.0, planned=('b', 'c', 'e'))
+    jobs = (running('5', 'd', end_s=NOW + 350), planned, waiting('7', 1, 240.0))
     short = running('mine', 'b', 'e', end_s=NOW + 100)
     ends = running('other', 'a', end_s=NOW + 100)
     lasts = running('other', 'a', end_s=NOW + 200)
@@ -326,10 +320,8 @@ def test_a_job_gets_the_nodes_that_it_names_and_others() -> None:
     jobs = running('mine', 'a', 'b', 'c'), waiting('7', 2, only=('c',))
     named = NodeDemand('7', 1, frozenset('c'))
     assert need(cluster(('d',)), *jobs).demands == (named,)
-    assert need(cluster(), running('5', 'd'), *jobs).demands == (
-        named,
-        NodeDemand('7', 1, frozenset('ab')),
-    )
+    either = NodeDemand('7', 1, frozenset('ab'))
+    assert need(cluster(), running('5', 'd'), *jobs).demands == (named, either)
 
 
 def test_only_nodes_with_the_features_that_a_job_wants_serve_it() -> None:

@@ -39,15 +39,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(intervals)
 
 
-def test_reads_intervals_sorted_by_start_whatever_the_order_of_lines_and_columns(
-    tmp_path: Path,
-) -> None:
+def test_intervals_are_sorted_whatever_the_order_of_lines_and_columns(tmp_path: Path) -> None:
     path = written(tmp_path, '\ufeffnode,start_s,end_s\r\nb,5,7.5\r\na,5,6\r\n"c",0,1e3\r\n\r\n')
-    assert read_schedule(path).intervals == (
-        IdleInterval(0, 1000, 'c'),
-        IdleInterval(5, 6, 'a'),
-        IdleInterval(5, 7.5, 'b'),
-    )
+    rows = (0, 1000, 'c'), (5, 6, 'a'), (5, 7.5, 'b')
+    assert read_schedule(path).intervals == tuple(IdleInterval(*row) for row in rows)
 
 
 def test_a_fourth_column_has_the_nodes_classes(tmp_path: Path) -> None:
@@ -95,9 +90,7 @@ def test_touching_intervals_of_a_node_stay_two(tmp_path: Path) -> None:
         (HEADER + '0,1,\n', "line 2: the node name is ''"),
     ],
 )
-def test_bad_schedule_gets_one_sentence_with_file_and_line(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_bad_schedule_gets_file_and_line(tmp_path: Path, text: str, says: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(BadInput) as raised:
         read_schedule(path)
@@ -138,9 +131,7 @@ def test_what_was_written_reads_back_equal(
 
 
 @holds_for(tries=50, schedule=schedules(), factor=st.sampled_from([0.5, 2.0, 64.0]))
-def test_idle_nodes_and_node_seconds_agree_with_the_intervals(
-    schedule: Schedule, factor: float
-) -> None:
+def test_idle_nodes_and_seconds_agree_with_intervals(schedule: Schedule, factor: float) -> None:
     total = sum(interval.end_s - interval.start_s for interval in schedule.intervals)
     assert schedule.node_seconds(0, math.inf) == pytest.approx(total)
     times = change_times(schedule)

@@ -49,9 +49,7 @@ def site_on(machine: str, **settings: Any) -> BatchSite:
     ],
 )
 @pytest.mark.usefixtures('utc')
-def test_the_script_of_a_machine_is_the_golden_one(
-    machine: str, queue: str, nodes: int, hole_s: float | None
-) -> None:
+def test_scripts_are_golden(machine: str, queue: str, nodes: int, hole_s: float | None) -> None:
     site = site_on(machine, account='my-project', queue=queue)
     kind = type(site).__name__
     shape = shape_for(
@@ -78,9 +76,7 @@ def test_every_queue_of_a_machine_keeps_its_limits(machine: str) -> None:
 
 
 @pytest.mark.parametrize('machine', MACHINES)
-def test_what_a_machine_needs_is_asked_for_in_a_sentence(
-    machine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_machine_needs_is_asked_for(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
     with pytest.raises(BadInput, match="has no queue 'nosuch' for blocks; it has "):
         site_on(machine, account='p', queue='nosuch')
@@ -131,9 +127,6 @@ def test_walltimes_on_frontier_depend_on_the_number_of_nodes() -> None:
 def test_devices_on_frontier_are_hidden_by_one_variable_only(tmp_path: Path) -> None:
     """Slurm sets ROCR_VISIBLE_DEVICES."""
     lines = site_on('frontier', account='p', worker_init='').options.worker_init
-    done = run_to_end(
-        ['/bin/bash', '-c', f'{lines}\nenv'],
-        env={'CUDA_VISIBLE_DEVICES': '0', 'ROCR_VISIBLE_DEVICES': '0', 'PATH': os.environ['PATH']},
-        check=True,
-    )
+    env = {'CUDA_VISIBLE_DEVICES': '0', 'ROCR_VISIBLE_DEVICES': '0', 'PATH': os.environ['PATH']}
+    done = run_to_end(['/bin/bash', '-c', f'{lines}\nenv'], env=env, check=True)
     assert [line for line in done.stdout.split() if 'VISIBLE' in line] == ['ROCR_VISIBLE_DEVICES=0']

@@ -172,7 +172,7 @@ def test_nodes_that_share_a_folder_leave_each_others_environments_alone(tmp_path
         ),
     ],
 )
-def test_an_archive_that_another_user_can_change_is_refused(
+def test_an_archive_others_can_change_is_refused(
     tmp_path: Path, mode: int, owner: int | None
 ) -> None:
     archive = tmp_path / 'environment.tar'
@@ -184,9 +184,7 @@ def test_an_archive_that_another_user_can_change_is_refused(
         PackedEnvironment(archive=str(archive)).prepare(tmp_path)
 
 
-def test_an_environment_that_does_not_work_on_the_node_is_not_used(
-    tmp_path: Path, prefix: Path
-) -> None:
+def test_environment_that_does_not_work_on_node_is_not_used(tmp_path: Path, prefix: Path) -> None:
     bare = tmp_path / 'bare'
     venv.create(bare, symlinks=True)
     (tmp_path / 'local').mkdir()
@@ -218,7 +216,5 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         PackedEnvironment(prefix=str(made)).prepare(tmp_path)
     assert sorted(path.name for path in (tmp_path / 'environment').iterdir()) == []
     monkeypatch.setattr(packed_environment, 'find_spec', lambda name: None)
-    with pytest.raises(
-        BadInput, match=r'venv-pack, which is not installed: pip install venv-pack2'
-    ):
+    with pytest.raises(BadInput, match=r'venv-pack, .* is not installed: pip install venv-pack2'):
         packer(made)

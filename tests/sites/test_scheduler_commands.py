@@ -55,9 +55,7 @@ def test_a_job_id_is_found_among_what_a_site_prints_besides(
         scheduler.submit(script)
 
 
-def test_a_command_that_prints_nothing_has_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_without_output_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'sbatch').symlink_to('/bin/true')
     monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
     with pytest.raises(SchedulerRefused, match='it gave no job id'):

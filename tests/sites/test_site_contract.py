@@ -19,13 +19,8 @@ from parsl_freetrain.sites.registry import site_types
 from parsl_freetrain.sites.slurm import SlurmSite
 from tests.support.waiting import wait_until
 
-QUICK: dict[str, Any] = {
-    'poll_s': 0.4,
-    'submit_every_s': 0.0,
-    'start_s': 2.0,
-    'margin_s': 2.0,
-    'ending_s': 2.0,
-}
+QUICK: dict[str, Any] = {'poll_s': 0.4, 'submit_every_s': 0.0}
+QUICK |= {'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0}
 # Each gives a site with at least two idle nodes.
 SITES: dict[str, Callable[[], Site]] = {
     'local': lambda: LocalSite(3),
@@ -76,9 +71,7 @@ def first_holes(site: Site) -> tuple[Hole, ...]:
     return found[-1]
 
 
-def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
-    site: Site, provider: BackfillProvider
-) -> None:
+def test_a_block_fills_a_hole_that_comes_back(site: Site, provider: BackfillProvider) -> None:
     holes = first_holes(site)
     for hole in holes:
         assert hole.nodes >= 1
@@ -99,9 +92,7 @@ def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
     wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
 
 
-def test_each_block_is_one_call_with_a_job_of_its_own(
-    site: Site, provider: BackfillProvider, tmp_path: Path
-) -> None:
+def test_each_block_is_one_job(site: Site, provider: BackfillProvider, tmp_path: Path) -> None:
     """worker_init runs once, the command on each node; when they have ended the nodes are back."""
     before = sum(hole.nodes for hole in first_holes(site))
     jobs: list[str] = []
@@ -109,14 +100,9 @@ def test_each_block_is_one_call_with_a_job_of_its_own(
     def opened() -> bool:
         """One submission at a time: a site may ask to look at the holes again."""
         with contextlib.suppress(HoleGone):
-            jobs.append(
-                site.open_block(
-                    BlockRequest(1, 300.0),
-                    f'echo "$GREETING" >> {tmp_path}/said',
-                    f'block-{len(jobs)}',
-                    'export GREETING=hello',
-                )
-            )
+            command, name = f'echo "$GREETING" >> {tmp_path}/said', f'block-{len(jobs)}'
+            greeting = 'export GREETING=hello'
+            jobs.append(site.open_block(BlockRequest(1, 300.0), command, name, greeting))
         return len(jobs) == 2
 
     wait_until(opened)

@@ -107,11 +107,8 @@ def test_slurm_24_11_tells_it_so(slurm24: None, tmp_path: Path) -> None:
 
 # --- one cluster, in every form
 
-KINDS = {
-    'skylake': ((), 0),
-    'icelake': (('icelake', 'big'), 0),
-    'gpu': (('icelake', 'gpu:a100'), 4),
-}
+GPU_KIND = ('icelake', 'gpu:a100'), 4
+KINDS = {'skylake': ((), 0), 'icelake': (('icelake', 'big'), 0), 'gpu': GPU_KIND}
 ODD = ('', 'Nodes=n0', 'EndTime=5 StartTime=1', 'ReservationName=x Nodes=n1', '"|\\', 'é%N')
 
 Said = tuple[tuple[Nodes, ...], tuple[BatchJob, ...], tuple[NodeReservation, ...]]
@@ -126,16 +123,10 @@ def clusters(draw: st.DrawFn) -> tuple[Said, str]:
     jobs: list[BatchJob] = []
     free = [name for name in names if states[name] == 'idle']
     for number in range(draw(st.integers(0, 5))):
-        job = BatchJob(
-            str(number),
-            JobState.PENDING,
-            'batch',
-            draw(st.integers(1, 3)),
-            user='eve',
-            name=draw(st.sampled_from(ODD)),
-            limit_s=60.0 * draw(st.integers(1, 600)),
-            priority=float(draw(st.integers(1, 9))),
-        )
+        count, name = draw(st.integers(1, 3)), draw(st.sampled_from(ODD))
+        limit_s, priority = 60.0 * draw(st.integers(1, 600)), float(draw(st.integers(1, 9)))
+        job = BatchJob(str(number), JobState.PENDING, 'batch', count, user='eve', name=name)
+        job = replace(job, limit_s=limit_s, priority=priority)
         if bool(free) and draw(st.booleans()):
             held = tuple(free[: job.nodes])
             free = free[job.nodes :]
@@ -278,9 +269,7 @@ FORMS: dict[str, Callable[[tuple[BatchJob, ...]], tuple[BatchJob, ...]]] = {
 
 
 @holds_for(clusters(), tries=400)
-def test_every_form_of_slurms_gives_the_holes_and_demands_of_the_cluster(
-    drawn: tuple[Said, str],
-) -> None:
+def test_every_form_of_slurms_gives_holes_and_demands_of_cluster(drawn: tuple[Said, str]) -> None:
     said, odd = drawn
     nodes = answers_text.parse_nodes(nodes_text(said[0]))
     reservations = answers_text.parse_reservations(reservations_text(said[2], odd))
@@ -304,17 +293,10 @@ def test_pbs_gives_the_holes_and_demands_of_the_cluster(drawn: tuple[Said, str])
     }
     queue = {}
     for job in jobs:
-        record: dict[str, object] = {
-            'Job_Name': job.name,
-            'Job_Owner': 'eve@login',
-            'job_state': 'R' if job.names else 'Q',
-            'Priority': int(job.priority),
-            'Resource_List': {
-                'nodect': job.nodes,
-                'walltime': int(job.limit_s or 0),
-                'place': 'excl',
-            },
-        }
+        asked = {'nodect': job.nodes, 'walltime': int(job.limit_s or 0), 'place': 'excl'}
+        record: dict[str, object] = {'Job_Name': job.name, 'Job_Owner': 'eve@login'}
+        record |= {'job_state': 'R' if job.names else 'Q', 'Priority': int(job.priority)}
+        record['Resource_List'] = asked
         if job.names:
             record['exec_vnode'] = '+'.join(f'({name}:ncpus=4)' for name in job.names)
             record['stime'] = int((job.end_s or 0) - (job.limit_s or 0))
@@ -361,10 +343,8 @@ ANSWERS = [
     for reader in [max((r for r in READERS if path.name.startswith(r)), key=len)]
 ]
 ANSWERS += [('history', '7|CANCELLED by 0|0:15\n8|FAILED|143:0\n'), ('exits', '7 15\n8 256\n')]
-JUNK = (
-    *('', '²', '-1', '9' * 400, 'n[1-', 'n[0-99999999]'),
-    *('{', 'null', '[]', '0', 'é\0', 'NaN', '\n'),
-)
+JUNK = ['', '²', '-1', '9' * 400, 'n[1-', 'n[0-99999999]']
+JUNK += ['{', 'null', '[]', '0', 'é\0', 'NaN', '\n']
 
 
 @st.composite
@@ -389,11 +369,8 @@ def test_a_damaged_answer_is_read_or_not_understood(drawn: tuple[str, str]) -> N
 def test_a_damaged_answer_makes_no_holes(drawn: tuple[Said, str], data: st.DataObject) -> None:
     """Cut off within a line, or with a state, a time or a list of nodes that nobody can read."""
     (nodes, jobs, reservations), _ = drawn
-    said = {
-        'nodes': nodes_text(nodes),
-        'jobs': jobs_text(jobs),
-        'reservations': reservations_text(reservations, ''),
-    }
+    said = {'nodes': nodes_text(nodes), 'jobs': jobs_text(jobs)}
+    said['reservations'] = reservations_text(reservations, '')
     where = data.draw(st.sampled_from(sorted(said)))
     text = said[where]
     if data.draw(st.booleans()) and text:

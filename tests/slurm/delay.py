@@ -61,9 +61,7 @@ def idle_of(outcome: Outcome) -> Idle:
         len(b.names) * max(0.0, min(b.end_s, end) - max(b.start_s, 0.0)) for b in outcome.blocks
     )
     spent = outcome.node_s or {}
-    fragments = sum(
-        max(0.0, min(ended, end) - max(begun, 0.0)) for _, begun, ended in outcome.trained
-    )
+    fragments = sum(max(0.0, min(ended, end) - max(b, 0.0)) for _, b, ended in outcome.trained)
     checkpointing, lost = spent.get('checkpointing', 0.0), spent.get('lost', 0.0)
     long = [
         (name, start, stop)

@@ -23,13 +23,8 @@ TICK_S = 2.0  # bf_interval of the cluster
 ROUNDING_S = 1.0  # Slurm tells times in whole seconds
 KILL_WAIT_S = 5.0  # of the cluster
 
-QUICK: dict[str, Any] = {
-    'poll_s': 1.0,
-    'waiting_poll_s': 0.5,
-    'submit_every_s': 0.0,
-    'start_s': 3.0,
-    'ending_s': 3.0,
-}
+QUICK: dict[str, Any] = {'poll_s': 1.0, 'waiting_poll_s': 0.5, 'submit_every_s': 0.0}
+QUICK |= {'start_s': 3.0, 'ending_s': 3.0}
 # Trainers have one node each, and so have blocks: no other node is lost when one is given back.
 _OFTEN = {**QUICK, 'poll_s': 0.25, 'waiting_poll_s': 0.25, 'margin_s': 3.0, 'most_nodes': 1}
 MODES: dict[str, dict[str, Any]] = {
@@ -188,15 +183,8 @@ class SlurmMachine:
         return [f'{job_id}_{task}' for task in range(job.tasks)] if job.tasks > 1 else [job_id]
 
     def rows(self) -> list[Row]:
-        asked = self._cluster.run(
-            'env',
-            'SLURM_TIME_FORMAT=%s',
-            'squeue',
-            '--noheader',
-            '--all',
-            '--states=all',
-            '--format=%i|%S|%e|%T|%N',
-        )
+        words = 'squeue', '--noheader', '--all', '--states=all', '--format=%i|%S|%e|%T|%N'
+        asked = self._cluster.run('env', 'SLURM_TIME_FORMAT=%s', *words)
         fields = (line.split('|') for line in asked.splitlines())
         return [
             Row(job, _time(start), _time(end), state == 'COMPLETED', expand(names))
@@ -301,11 +289,7 @@ def _watched(machine: Machine, mix: Mix, fillers: list[Filler], blocks_first: bo
         ids.append(machine.submit(job, None if job.after is None else ids[job.after]))
     for filler in () if blocks_first else fillers:
         filler.begin()
-    each = [
-        task
-        for job_id, job in zip(ids, mix.jobs, strict=True)
-        for task in machine.tasks(job_id, job)
-    ]
+    each = [t for job_id, j in zip(ids, mix.jobs, strict=True) for t in machine.tasks(job_id, j)]
 
     def over() -> bool:
         time.sleep(2.0)  # when a job ended is what the scheduler says, not when it was asked
@@ -313,16 +297,10 @@ def _watched(machine: Machine, mix: Mix, fillers: list[Filler], blocks_first: bo
 
     machine.wait(over, LIMIT_S)
     answers = [filler.end() for filler in fillers]
-    ran = {
-        row.job: Ran(row.start - zero, row.end - zero, row.names)
-        for row in machine.rows()
-        if row.names and row.start and row.end
-    }
-    trained = tuple(
-        (machine.known_as(node), begun - zero, ended - zero)
-        for answer in answers
-        for node, begun, ended in answer['fragments']
-    )
+    rows = [row for row in machine.rows() if row.names and row.start and row.end]
+    ran = {row.job: Ran(row.start - zero, row.end - zero, row.names) for row in rows}
+    fragments = [fragment for answer in answers for fragment in answer['fragments']]
+    trained = tuple((machine.known_as(n), begun - zero, end - zero) for n, begun, end in fragments)
     node_s: Counter[str] = Counter()
     commands: Counter[str] = Counter()
     for answer in answers:

@@ -23,12 +23,8 @@ SETTLED = 80  # samples, ten steps: what starts a training is over
 
 def main(folder: str, kind: str, settings: str, address: str | None = None) -> None:
     # One node each: whatever hole there is, a trainer fits.
-    trainer = freetrain_app(
-        max_nodes=1,
-        total_epochs=1e6,
-        checkpoints=Checkpoints(every_s=5.0),
-        scaling=Scaling(rescale_up_s=0.1, rescale_down_s=0.1),
-    )(fit)
+    often, quick = Checkpoints(every_s=5.0), Scaling(rescale_up_s=0.1, rescale_down_s=0.1)
+    trainer = freetrain_app(max_nodes=1, total_epochs=1e6, checkpoints=often, scaling=quick)(fit)
     site = site_types()[kind].make(**json.loads(settings))
     assert isinstance(site, BatchSite)
     with freetrain(
@@ -57,17 +53,8 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
     fragments = [
         [names[f.nodes[0]], f.started_at, f.ended_at] for f in history.fragments if f.started_at
     ]
-    print(
-        json.dumps(
-            {
-                'node_s': summary(history)['node_s'],
-                'commands': site.client.commands,
-                'fragments': fragments,
-                'needs': needs,
-            }
-        ),
-        flush=True,
-    )
+    said = {'node_s': summary(history)['node_s'], 'commands': site.client.commands}
+    print(json.dumps({**said, 'fragments': fragments, 'needs': needs}), flush=True)
 
 
 if __name__ == '__main__':

@@ -74,9 +74,7 @@ def wait(process: subprocess.Popen[str], folder: Path, least_runs: int, more_tha
 
 @pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
-def test_the_next_run_goes_on_with_the_blocks_of_one_that_was_killed(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_the_next_run_goes_on_with_blocks_of_a_killed_one(slurm: Cluster, tmp_path: Path) -> None:
     before = set(blocks(slurm))
 
     def ours() -> dict[str, str]:

@@ -105,9 +105,7 @@ def test_close_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> N
     assert answers == ['feasible']
 
 
-def test_the_child_inherits_neither_sockets_nor_files_nor_threads(
-    isolated: IsolatedAllocator, tmp_path: Path
-) -> None:
+def test_the_child_inherits_nothing_of_ours(isolated: IsolatedAllocator, tmp_path: Path) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()

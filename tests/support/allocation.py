@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -40,22 +41,15 @@ def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
     if not problem.spans_blocks:
         ways = [way for way in ways if sum(n > 0 for n in way) <= 1]
     keep = keepers(problem, sizes)
-    choices = []
-    for b in problem.bids:
-        choices.append(
-            [keep[b.name]]
-            if b.name in keep
-            else [
-                way
-                for way in ways
-                if sum(way) == 0
-                or (
-                    b.min_nodes <= sum(way) <= b.max_nodes
-                    and (not b.sizes or sum(way) in b.sizes)
-                    and in_time(problem, b, way)
-                )
-            ]
-        )
+
+    def may(b: Bid, way: tuple[int, ...]) -> bool:
+        fits = b.min_nodes <= sum(way) <= b.max_nodes and (not b.sizes or sum(way) in b.sizes)
+        return sum(way) == 0 or (fits and in_time(problem, b, way))
+
+    choices = [
+        [keep[b.name]] if b.name in keep else [way for way in ways if may(b, way)]
+        for b in problem.bids
+    ]
     for picked in itertools.product(*choices):
         totals = [sum(column) for column in zip(*picked, strict=True)] or [0] * len(sizes)
         if all(t <= n for t, n in zip(totals, sizes, strict=True)):
@@ -94,20 +88,13 @@ def keepers(problem: Problem, sizes: list[int]) -> dict[str, tuple[int, ...]]:
         )
         together = [sum(column) for column in zip(held, *keep.values(), strict=True)]
         whole = problem.spans_blocks or sum(n > 0 for n in held) <= 1
-        if (
-            b.fixed
-            and allowed
-            and whole
-            and all(t <= n for t, n in zip(together, sizes, strict=True))
-        ):
+        if b.fixed and allowed and whole and all(map(le, together, sizes)):
             keep[b.name] = held
     return keep
 
 
 def kept_by(problem: Problem, limit: Limit, allocation: dict[str, tuple[int, ...]]) -> bool:
-    members = [
-        way for name, way in allocation.items() if name in limit.members or not limit.members
-    ]
+    members = [way for n, way in allocation.items() if n in limit.members or not limit.members]
     nodes = sum(map(sum, members))
     seconds = [min(block.remaining_s, problem.horizon_s) for block in problem.blocks] or [
         problem.horizon_s
@@ -174,20 +161,13 @@ def class_curve(b: Bid, node_class: str) -> ScalingCurve:
 def running(problem: Problem, b: Bid, way: dict[int, int], *, allowed: bool = False) -> float:
     """Rate at the largest allowed count of the nodes there are; ``allowed``: all may be used."""
     there = sum(way.values())
-    counts = [
-        n
-        for n in range(1, there + 1)
-        if b.min_nodes <= n <= b.max_nodes and (not b.sizes or n in b.sizes)
-    ]
+    sizes = b.sizes or range(there + 1)
+    counts = [n for n in range(1, there + 1) if b.min_nodes <= n <= b.max_nodes and n in sizes]
     most = there if allowed and not b.mixed_parts else max(counts, default=0)
-    rates = sorted(
-        (
-            class_curve(b, classes(problem)[i]).rate_at(most)
-            for i, n in way.items()
-            for _ in range(n)
-        ),
-        reverse=True,
-    )[:most]
+    each = [
+        class_curve(b, classes(problem)[i]).rate_at(most) for i, n in way.items() for _ in range(n)
+    ]
+    rates = sorted(each, reverse=True)[:most]
     if not b.mixed_parts:
         return rates[0] if rates else 0.0
     return dealt(b.mixed_parts, [rate / most for rate in rates if rate > 0])
@@ -256,10 +236,8 @@ def curves(draw: st.DrawFn) -> ScalingCurve:
     )
 
 
-SECONDS_UP, SECONDS_DOWN = (
-    st.sampled_from([0.0, 0.7, 18.0, 500.0]),
-    st.sampled_from([0.0, 0.3, 12.0, 500.0]),
-)
+SECONDS_UP = st.sampled_from([0.0, 0.7, 18.0, 500.0])
+SECONDS_DOWN = st.sampled_from([0.0, 0.3, 12.0, 500.0])
 
 
 @st.composite
@@ -270,20 +248,10 @@ def problems(draw: st.DrawFn, constrained: bool = False) -> Problem:
     for j in range(draw(st.integers(1, 4))):
         low = draw(st.integers(1, 5))
         sizes = tuple(draw(st.lists(st.integers(1, 8), max_size=3))) if constrained else ()
-        bids.append(
-            Bid(
-                f't{j}',
-                low,
-                draw(st.integers(low, 12)),
-                draw(st.integers(0, 12)),
-                draw(SECONDS_UP),
-                draw(SECONDS_DOWN),
-                draw(curves()),
-                (),
-                sizes,
-                constrained and draw(st.booleans()),
-            )
-        )
+        high, current = draw(st.integers(low, 12)), draw(st.integers(0, 12))
+        costs = draw(SECONDS_UP), draw(SECONDS_DOWN), draw(curves())
+        fixed = constrained and draw(st.booleans())
+        bids.append(Bid(f't{j}', low, high, current, *costs, (), sizes, fixed))
     if draw(st.booleans()):  # equal trainers
         bids = [replace(bids[0], name=f't{j}') for j in range(len(bids))]
     horizon_s = draw(st.sampled_from([0.5, 10.0, 120.0, 3600.0]))
@@ -296,20 +264,11 @@ def problems(draw: st.DrawFn, constrained: bool = False) -> Problem:
 
 
 def limit_on_one_or_all(bids: int, horizon_s: float) -> st.SearchStrategy[Limit]:
-    one = st.builds(
-        Limit,
-        st.integers(0, bids - 1).map(lambda j: (f't{j}',)),
-        st.integers(0, 3),
-        st.none() | st.integers(0, 8),
-        st.none() | st.integers(0, 9).map(lambda n: n * horizon_s),
-    )
-    every = st.builds(
-        Limit,
-        st.just(()),
-        st.just(0),
-        st.none() | st.integers(0, 8),
-        st.none() | st.integers(0, 9).map(lambda n: n * horizon_s),
-    )
+    most, node_s = st.integers(0, 8), st.integers(0, 9).map(lambda n: n * horizon_s)
+    more = st.none() | most, st.none() | node_s
+    name = st.integers(0, bids - 1).map(lambda j: (f't{j}',))
+    one = st.builds(Limit, name, st.integers(0, 3), *more)
+    every = st.builds(Limit, st.just(()), st.just(0), *more)
     return one | every
 
 
@@ -321,15 +280,15 @@ def problems_with_blocks(
 ) -> Problem:
     """With one to three small blocks of ``names``, some too short; any spanning and limits."""
     horizon_s = draw(st.sampled_from([10.0, 120.0]))
-    blocks = tuple(
-        Capacity(
-            f'b{i}',
+    places = [
+        (
             draw(st.integers(0, 3)),
             draw(st.sampled_from(ends)) * horizon_s,
             draw(st.sampled_from(names)),
         )
-        for i in range(draw(st.integers(1, 3)))
-    )
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    blocks = tuple(Capacity(f'b{i}', *place) for i, place in enumerate(places))
     fits = draw(st.booleans())
     left = [block.nodes if fits else 4 for block in blocks]
     bids = []
@@ -346,44 +305,24 @@ def problems_with_blocks(
             left = [n - h for n, h in zip(left, held, strict=True)]
         low = draw(st.integers(1, 3))
         sizes = tuple(draw(st.lists(st.integers(1, 8), max_size=3)))
-        bids.append(
-            Bid(
-                f't{j}',
-                low,
-                draw(st.integers(low, 9)),
-                sum(held),
-                draw(SECONDS_UP),
-                draw(SECONDS_DOWN),
-                draw(curves()),
-                held if sum(held) or len(names) > 1 or draw(st.booleans()) else (),
-                sizes,
-                draw(st.integers(0, 5)) == 0,
-                draw(st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.2, 2.0])) * horizon_s,
-                tuple((name, draw(curves())) for name in used),
-                its_class if sum(held) else '',
-            )
+        high, costs = (
+            draw(st.integers(low, 9)),
+            (draw(SECONDS_UP), draw(SECONDS_DOWN), draw(curves())),
         )
+        told = held if sum(held) or len(names) > 1 or draw(st.booleans()) else ()
+        fixed = draw(st.integers(0, 5)) == 0
+        shortest_s = draw(st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.2, 2.0])) * horizon_s
+        by_class = tuple((name, draw(curves())) for name in used)
+        its_class = its_class if sum(held) else ''
+        made = Bid(f't{j}', low, high, sum(held), *costs, told, sizes, fixed, shortest_s)
+        bids.append(replace(made, class_curves=by_class, current_class=its_class))
     who = [b.name for b in bids]
-    limits = draw(
-        st.lists(
-            st.builds(
-                Limit,
-                st.lists(st.sampled_from(who), max_size=2, unique=True).map(tuple),
-                st.sampled_from([0, 0, 0, 1, 2]),
-                st.none() | st.integers(0, 5),
-                st.none() | st.integers(0, 6).map(lambda n: n * 0.3 * horizon_s),
-            ),
-            max_size=2,
-        )
-    )
-    return Problem(
-        horizon_s,
-        sum(block.nodes for block in blocks),
-        tuple(bids),
-        blocks,
-        draw(st.booleans()),
-        tuple(limits),
-    )
+    members = st.lists(st.sampled_from(who), max_size=2, unique=True).map(tuple)
+    least, most = st.sampled_from([0, 0, 0, 1, 2]), st.none() | st.integers(0, 5)
+    node_s = st.none() | st.integers(0, 6).map(lambda n: n * 0.3 * horizon_s)
+    limits = draw(st.lists(st.builds(Limit, members, least, most, node_s), max_size=2))
+    nodes, spans = sum(block.nodes for block in blocks), draw(st.booleans())
+    return Problem(horizon_s, nodes, tuple(bids), blocks, spans, tuple(limits))
 
 
 def recorded() -> list[tuple[str, Problem, float]]:
@@ -393,9 +332,7 @@ def recorded() -> list[tuple[str, Problem, float]]:
         return []
     with gzip.open(files[0], 'rt') as lines, gzip.open(files[1], 'rt') as answers:
         both = [(line, json.loads(answer)) for line, answer in zip(lines, answers, strict=True)]
-    return [
-        (answer['id'], problem_of(check(decode(line))), answer['optimum']) for line, answer in both
-    ]
+    return [(a['id'], problem_of(check(decode(line))), a['optimum']) for line, a in both]
 
 
 class Remembering:

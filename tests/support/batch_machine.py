@@ -83,9 +83,7 @@ class Machine:
         for reserved in state['reservations']:
             for name in reserved['nodes'] if reserved['end'] > now else ():
                 windows[name] = min(windows[name], reserved['start'])
-        busy = {
-            name: job['start'] + job['walltime_s'] for name, (_, job) in on_nodes(state).items()
-        }
+        busy = {n: job['start'] + job['walltime_s'] for n, (_, job) in on_nodes(state).items()}
         for number in sorted(state['jobs'], key=lambda n: (-state['jobs'][n]['priority'], int(n))):
             job = state['jobs'][number]
             if job['state'] == WAITING:
@@ -117,11 +115,9 @@ class Machine:
     ) -> None:
         """Start a waiting job, or plan it; planned jobs constrain the later ones."""
         job['planned'] = None
-        fitting = sorted(
-            name
-            for name in free
-            if now + job['walltime_s'] <= windows[name] and self._suits(state['nodes'][name], job)
-        )
+        walltime_s, nodes = job['walltime_s'], state['nodes']
+        lasting = [name for name in free if now + walltime_s <= windows[name]]
+        fitting = sorted(name for name in lasting if self._suits(nodes[name], job))
         if len(fitting) >= job['nodes']:
             names = fitting[: job['nodes']]
             free -= set(names)
@@ -129,9 +125,7 @@ class Machine:
             return
         if job['priority'] > BLOCK_PRIORITY:
             up = [name for name, node in state['nodes'].items() if node.get('up', True)]
-            chosen = sorted(up, key=lambda name: (max(now, busy.get(name, now)), name))[
-                : job['nodes']
-            ]
+            chosen = sorted(up, key=lambda n: (max(now, busy.get(n, now)), n))[: job['nodes']]
             if len(chosen) == job['nodes']:
                 start = max(max(now + 1, busy.get(name, now)) for name in chosen)
                 job['planned'] = {'start': start, 'names': chosen}
@@ -151,41 +145,26 @@ class Machine:
             return
         folder = self.folder / 'jobs'
         (folder / f'{number}.nodes').write_text('\n'.join(names) + '\n')
-        order = {
-            'script': job['script'],
-            'out': job['out'],
-            'err': job['err'],
-            'log': job.get('log'),
-            'exit': str(folder / f'{number}.exit'),
-            'end': str(folder / f'{number}.end'),
-            'environment': {
-                'PATH': f'{self.folder / "bin"}:{os.environ["PATH"]}',
-                'MACHINE_JOB': f'{self.folder}:{number}',
-                **self._environment(number, job, now),
-            },
-        }
+        ends = {'exit': str(folder / f'{number}.exit'), 'end': str(folder / f'{number}.end')}
+        environment = {'PATH': f'{self.folder / "bin"}:{os.environ["PATH"]}'}
+        environment |= self._environment(number, job, now)
+        environment['MACHINE_JOB'] = f'{self.folder}:{number}'
+        order = {name: job.get(name) for name in ('script', 'out', 'err', 'log')}
+        order |= {**ends, 'environment': environment}
         (folder / f'{number}.order').write_text(json.dumps(order))
         daemon = ROOT / 'tests' / 'support' / 'batch_job.py'
-        process = subprocess.Popen(
-            [sys.executable, str(daemon), str(folder / f'{number}.order')],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        nowhere: Any = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.DEVNULL)
+        words = [sys.executable, str(daemon), str(folder / f'{number}.order')]
+        process = subprocess.Popen(words, start_new_session=True, **nowhere)
         process.returncode = 0  # it outlives this process
 
     def _environment(self, number: str, job: Job, now: float) -> dict[str, str]:
         nodes = str(self.folder / 'jobs' / f'{number}.nodes')
-        return {
-            'MACHINE_NODEFILE': nodes,
-            'COBALT_JOBID': number,
-            'COBALT_NODEFILE': nodes,
-            'COBALT_STARTTIME': str(int(now)),
-            'COBALT_ENDTIME': str(int(now + job['walltime_s'])),
-            'LSB_JOBID': number,
-            'LSB_HOSTS': ' '.join(job['names']),
-        }
+        start, end = int(now), int(now + job['walltime_s'])
+        times = {'COBALT_STARTTIME': str(start), 'COBALT_ENDTIME': str(end)}
+        cobalt = {'COBALT_JOBID': number, 'COBALT_NODEFILE': nodes, **times}
+        lsf = {'LSB_JOBID': number, 'LSB_HOSTS': ' '.join(job['names'])}
+        return {'MACHINE_NODEFILE': nodes, **cobalt, **lsf}
 
 
 Command = Callable[[Machine, list[str]], int]
@@ -225,23 +204,15 @@ def clock(seconds: float) -> str:
 
 def on_nodes(state: State) -> dict[str, tuple[str, Job]]:
     """The number and the job that each busy node has."""
-    return {
-        name: (number, job)
-        for number, job in state['jobs'].items()
-        if job['state'] in (RUNNING, ENDING)
-        for name in job['names']
-    }
+    going = [(n, job) for n, job in state['jobs'].items() if job['state'] in (RUNNING, ENDING)]
+    return {name: (number, job) for number, job in going for name in job['names']}
 
 
 def directives(script: str, prefix: str) -> list[str]:
     """The words of the options in a batch script."""
     lines = Path(script).read_text().splitlines()
-    return [
-        word
-        for line in lines
-        if line.startswith(prefix)
-        for word in shlex.split(line.removeprefix(prefix))
-    ]
+    ours = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    return [word for line in ours for word in shlex.split(line)]
 
 
 def install(machine: Machine, module: str) -> Path:

@@ -104,9 +104,7 @@ def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """PBS's commands as on four idle nodes; one that submits or deletes leaves ``called``."""
     queues = {name: {'enabled': 'True', 'started': 'True'} for name in ('batch', 'preemptable')}
     has = [{'ncpus': 8, 'ngpus': 4, 'system': 'polaris'}] * 3 + [{'ncpus': 8, 'ngpus': 2}]
-    nodes = {
-        f'x{n:04}': {'state': 'free', 'resources_available': each} for n, each in enumerate(has, 1)
-    }
+    nodes = {f'x{n:04}': {'state': 'free', 'resources_available': e} for n, e in enumerate(has, 1)}
     queues_said, nodes_said = json.dumps({'Queue': queues}), json.dumps({'nodes': nodes})
     no_jobs = json.dumps({'Jobs': {}})
     folder = tmp_path / 'pbs'

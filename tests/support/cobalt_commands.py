@@ -168,12 +168,10 @@ def nodelist(machine: Machine, arguments: list[str]) -> int:
     now = time.time()
     with machine.state() as state:
         busy = on_nodes(state)
-        drained = {
-            name: job['planned']['start']
-            for job in reversed(state['jobs'].values())
-            if job['planned'] and job['state'] == WAITING
-            for name in job['planned']['names']
-        }
+        drained: dict[str, float] = {}
+        for job in reversed(state['jobs'].values()):
+            if job['planned'] and job['state'] == WAITING:
+                drained |= dict.fromkeys(job['planned']['names'], job['planned']['start'])
         rows = []
         for name, node in state['nodes'].items():
             number, has = int(name[3:]), node.get('has', {})
@@ -184,17 +182,9 @@ def nodelist(machine: Machine, arguments: list[str]) -> int:
                 if name not in busy
                 else ('cleanup-pending' if busy[name][1]['state'] == ENDING else 'busy')
             )
-            rows.append(
-                [
-                    str(number),
-                    f'c0-0c0s{number // 4}n{number % 4}',
-                    ':'.join(state['queues']),
-                    status,
-                    has['mcdram'],
-                    has['numa'],
-                    clock(drained[name] - now) if name in drained else '-',
-                ]
-            )
+            place, queues = f'c0-0c0s{number // 4}n{number % 4}', ':'.join(state['queues'])
+            soon = clock(drained[name] - now) if name in drained else '-'
+            rows.append([str(number), place, queues, status, has['mcdram'], has['numa'], soon])
     table(['Node_id', 'Name', 'Queues', 'Status', 'MCDRAM', 'NUMA', 'Backfill'], rows)
     return 0
 
@@ -223,11 +213,5 @@ def aprun(machine: Machine, arguments: list[str]) -> int:
     return launch(os.environ['COBALT_NODEFILE'], arguments)
 
 
-COMMANDS: dict[str, Command] = {
-    'aprun': aprun,
-    'qsub': qsub,
-    'qstat': qstat,
-    'qdel': qdel,
-    'nodelist': nodelist,
-    'showres': showres,
-}
+COMMANDS: dict[str, Command] = {'aprun': aprun, 'qsub': qsub, 'qstat': qstat, 'qdel': qdel}
+COMMANDS |= {'nodelist': nodelist, 'showres': showres}

@@ -174,11 +174,8 @@ def _train(stream: Stream, job: _Trainer, at: float, rng: random.Random) -> bool
     rate = 280.0 * len(running.nodes) ** 0.9
     running.samples = min(job.total, running.samples + rate * TICK_S)
     job.metrics = {'loss': 2.3 / (1.0 + 6.0 * running.samples / job.total) + rng.uniform(0.0, 0.02)}
-    stream.emit(
-        ev.FragmentProgressed(
-            at, job.name, running.number, int(running.samples), rate, dict(job.metrics)
-        )
-    )
+    done = int(running.samples), rate, dict(job.metrics)
+    stream.emit(ev.FragmentProgressed(at, job.name, running.number, *done))
     if at - running.saved_at > 6.0:
         _save(stream, job, running, at)
     if running.samples >= job.total:
@@ -205,11 +202,8 @@ def _end(stream: Stream, job: _Trainer, at: float, ending: str) -> None:
     if ending != 'preempted' and running.started:
         _save(stream, job, running, at)
     reached = max(int(running.samples), running.kept)
-    stream.emit(
-        ev.FragmentEnded(
-            at, job.name, running.number, running.kept, ev.Ending(ending), reached=reached
-        )
-    )
+    how = running.kept, ev.Ending(ending)
+    stream.emit(ev.FragmentEnded(at, job.name, running.number, *how, reached=reached))
     job.samples, job.running = running.kept, None
 
 
@@ -247,8 +241,5 @@ def _start(stream: Stream, job: _Trainer, nodes: tuple[str, ...], at: float) -> 
     job.running = _Fragment(
         job.fragments, nodes, at, job.samples, samples=float(job.samples), kept=job.samples
     )
-    stream.emit(
-        ev.FragmentLaunched(
-            at, job.name, job.fragments, nodes, None, job.samples, task=job.fragments
-        )
-    )
+    start = nodes, None, job.samples
+    stream.emit(ev.FragmentLaunched(at, job.name, job.fragments, *start, task=job.fragments))

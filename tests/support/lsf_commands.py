@@ -58,11 +58,8 @@ def bjobs(machine: batch_machine.Machine, arguments: list[str]) -> int:
 
 
 def fields(number: str, job: batch_machine.Job, now: float) -> dict[str, str]:
-    words = {
-        batch_machine.WAITING: 'PEND',
-        batch_machine.RUNNING: 'RUN',
-        batch_machine.ENDING: 'RUN',
-    }
+    words = {batch_machine.WAITING: 'PEND'}
+    words |= dict.fromkeys((batch_machine.RUNNING, batch_machine.ENDING), 'RUN')
     done = job['state'] == batch_machine.OVER and job['exit'] == 0 and not job['how']
     return {
         'JOBID': number,
@@ -92,16 +89,11 @@ def bhosts(machine: batch_machine.Machine, arguments: list[str]) -> int:
     assert '-json' in arguments
     with machine.state() as state:
         busy = batch_machine.on_nodes(state)
-        return answer(
-            [
-                {
-                    'HOST_NAME': name,
-                    'STATUS': 'ok' if node.get('up', True) else 'unavail',
-                    'NJOBS': str(int(name in busy)),
-                }
-                for name, node in state['nodes'].items()
-            ]
-        )
+        rows = []
+        for name, node in state['nodes'].items():
+            status = 'ok' if node.get('up', True) else 'unavail'
+            rows.append({'HOST_NAME': name, 'STATUS': status, 'NJOBS': str(int(name in busy))})
+        return answer(rows)
 
 
 def bqueues(machine: batch_machine.Machine, arguments: list[str]) -> int:
@@ -115,11 +107,5 @@ def blaunch(machine: batch_machine.Machine, arguments: list[str]) -> int:
     return launch(os.environ['MACHINE_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
 
 
-COMMANDS: dict[str, batch_machine.Command] = {
-    'blaunch': blaunch,
-    'bsub': bsub,
-    'bjobs': bjobs,
-    'bkill': bkill,
-    'bhosts': bhosts,
-    'bqueues': bqueues,
-}
+COMMANDS: dict[str, batch_machine.Command] = {'blaunch': blaunch, 'bsub': bsub, 'bjobs': bjobs}
+COMMANDS |= {'bkill': bkill, 'bhosts': bhosts, 'bqueues': bqueues}

@@ -62,20 +62,10 @@ class PbsCluster(RealCluster):
         system: str = '',
     ) -> str:
         """Submit an ordinary job of another user, on whole nodes; return its id."""
-        return self.run(
-            'qsub',
-            '-f',
-            f'-lselect={nodes}:ncpus=4' + (f':system={system}' if system else ''),
-            '-lplace=scatter:excl',
-            f'-lwalltime={walltime_s}',
-            '-o/dev/null',
-            '-e/dev/null',
-            '-Nordinary',
-            *options,
-            '--',
-            '/bin/sleep',
-            f'{seconds:g}',
-        ).strip()
+        where = f'-lselect={nodes}:ncpus=4' + (f':system={system}' if system else '')
+        how = where, '-lplace=scatter:excl', f'-lwalltime={walltime_s}', '-Nordinary', *options
+        words = '-f', *how, '-o/dev/null', '-e/dev/null', '--', '/bin/sleep', f'{seconds:g}'
+        return self.run('qsub', *words).strip()
 
     def job(self, job_id: str) -> dict[str, Any]:
         """All that PBS says about a job; empty if it does not know it."""
@@ -100,17 +90,16 @@ class PbsCluster(RealCluster):
         """The command lines of what runs on a node beside PBS's own."""
         lines = self.control('on', node, 'ps', '-eo', 'stat,args').splitlines()[1:]
         own = ('pbs_mom', 'pbs-cluster', 'sleep 3600', 'ps -eo')
-        return [
-            line for line in lines if not line.startswith('Z') and not any(w in line for w in own)
-        ]
+        return [s for s in lines if not s.startswith('Z') and not any(w in s for w in own)]
 
     def log_of(self, job_id: str) -> list[str]:
         """What the server, and then each node's mom, have logged of a job."""
         logs = [*self.folder.glob('home/server_logs/*'), *self.folder.glob('nodes/*/mom_logs/*')]
+        texts = [(log.parts[-3], log.read_text(errors='replace')) for log in sorted(logs)]
         return [
-            f'{log.parts[-3]}: {line}'
-            for log in sorted(logs)
-            for line in log.read_text(errors='replace').splitlines()
+            f'{n}: {line}'
+            for n, text in texts
+            for line in text.splitlines()
             if f';{job_id};' in line
         ]
 

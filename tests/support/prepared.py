@@ -39,16 +39,10 @@ def prepare(folder: Path) -> None:
     (folder / 'study.toml').write_text(
         'idle = "idle.csv"\ntrainers = "trainers.json"\n[sweep]\nmax_trainers = [2, 4]\n'
     )
-    shown = [
-        json.loads(block.code) for block in all_blocks('json') if block.page == 'command-line.md'
-    ]
+    shown = [json.loads(b.code) for b in all_blocks('json') if b.page == 'command-line.md']
     problems = [document for document in shown if 'horizon_s' in document]
-    (folder / 'problems.jsonl').write_text(
-        ''.join(json.dumps(problem) + '\n' for problem in problems)
-    )
-    wrong = problems[0] | {
-        'id': 'p7',
-        'trainers': [problems[0]['trainers'][0] | {'name': 'b', 'rate': [0, 10, 19, -5, 70]}],
-    }
+    (folder / 'problems.jsonl').write_text(''.join(json.dumps(p) + '\n' for p in problems))
+    second = problems[0]['trainers'][0] | {'name': 'b', 'rate': [0, 10, 19, -5, 70]}
+    wrong = problems[0] | {'id': 'p7', 'trainers': [second]}
     (folder / 'slip.jsonl').write_text(f'{json.dumps(problems[0])}\n{json.dumps(wrong)}\n')
     demo_journal(folder / 'checkpoints' / 'ledger.journal')

@@ -66,17 +66,8 @@ def order(folder: Path, fragment: int = 1, **changes: Any) -> FragmentOrder:
         ),
     )
     own = {name: changes[name] for name in FragmentOrder.__dataclass_fields__ if name in changes}
-    return FragmentOrder(
-        **{
-            'trainer': 'digits',
-            'fragment': fragment,
-            'store': str(folder / 'store'),
-            'spec': spec,
-            'deadline': None,
-            'interface': 'lo',
-            **own,
-        }
-    )
+    given = {'trainer': 'digits', 'fragment': fragment, 'store': str(folder / 'store')}
+    return FragmentOrder(**{**given, 'spec': spec, 'deadline': None, 'interface': 'lo', **own})
 
 
 @dataclass
@@ -226,12 +217,8 @@ def all_finish(*given: Any, **options: Any) -> list[Any]:
 @contextmanager
 def running_fork_server(folder: Path, of: str | None = None) -> Iterator[ForkClient]:
     """A fork server, forked from ``of`` or the session's template, ended at exit."""
-    parent = ForkClient.start(
-        f'tests-{secrets.token_hex(8)}',
-        os.getpid(),
-        str(folder / 'fork_server.log'),
-        of or template.name(),
-    )
+    own, log = f'tests-{secrets.token_hex(8)}', str(folder / 'fork_server.log')
+    parent = ForkClient.start(own, os.getpid(), log, of or template.name())
     try:
         parent.wait_ready(LIMIT_S)
         yield parent

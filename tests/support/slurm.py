@@ -66,11 +66,7 @@ class Cluster(RealCluster):
             time.sleep(0.02)
 
     def start_scheduler(self) -> None:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith('FREETRAIN_TEST')
-        }
+        kept = {n: v for n, v in os.environ.items() if not n.startswith('FREETRAIN_TEST')}
         subprocess.run(
             ['slurmctld', '-f', str(self.conf)],
             check=True,
@@ -105,11 +101,8 @@ class Cluster(RealCluster):
             self.run('scontrol', 'update', f'NodeName={node}', 'State=RESUME')
 
     def idle_nodes(self) -> int:
-        return len(
-            self.run(
-                'sinfo', '--noheader', '--Node', '--partition=batch', '--states=idle', '--format=%N'
-            ).split()
-        )
+        words = '--noheader', '--Node', '--partition=batch', '--states=idle', '--format=%N'
+        return len(self.run('sinfo', *words).split())
 
     def clear(self) -> None:
         """Remove all jobs and reservations; wait until every node is idle."""

@@ -94,9 +94,7 @@ def test_a_preemption_with_a_grace_saves(fork_server: ForkClient, tmp_path: Path
 
 
 @pytest.mark.parametrize('after', ['begin', 'before-commit'])
-def test_it_kills_between_writing_and_committing(
-    fork_server: ForkClient, tmp_path: Path, after: str
-) -> None:
+def test_it_kills_before_committing(fork_server: ForkClient, tmp_path: Path, after: str) -> None:
     fault = kill_between(after, 'committed', checkpoint=2)
     gang = run(fork_server, tmp_path, fault, world_size=1)
     assert gang.ranks[0].status == -signal.SIGKILL

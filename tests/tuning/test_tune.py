@@ -79,19 +79,13 @@ def test_what_cannot_be_searched_is_a_sentence(options: dict[str, Any], sentence
     assert sentence in str(refused.value)
 
 
-def test_dropped_trainers_give_back_their_nodes_and_the_best_setting_is_found(
-    tmp_path: Path,
-) -> None:
+def test_dropped_trainers_give_back_their_nodes_and_best_setting_is_found(tmp_path: Path) -> None:
     app = freetrain_app(total_epochs=4)(train)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
         space = [{'score': score} for score in (4.0, 2.0, 99.0, 88.0)]
         # The first two go on. Each of the others would keep the only node for ever.
         found = parsl_freetrain.tune(app, space, metric='score', factor=2, at_once=2)
-        assert found.best.setting == {'score': 2.0} and found.best.values == {
-            1: 2.0,
-            2: 1.0,
-            4: -1.0,
-        }
+        assert found.best.setting == {'score': 2} and found.best.values == {1: 2, 2: 1, 4: -1}
         assert [trial.dropped for trial in found.trials] == [False, False, True, True]
         assert found.trials[2].values[1] == 99.0 and 4 not in found.trials[2].values
         assert found.best.checkpoint is not None and found.best.checkpoint.samples == 16
@@ -102,9 +96,7 @@ def test_dropped_trainers_give_back_their_nodes_and_the_best_setting_is_found(
         silent.name = 'silent'
         with pytest.raises(TrainerFailed, match='no setting was trained') as failed:
             parsl_freetrain.tune(silent, [{'score': 0.0, 'silent': True}], metric='score')
-        assert "'score', which was not reported before the end of epoch 1" in str(
-            failed.value.__cause__
-        )
+        assert "'score', which was not reported before the end of" in str(failed.value.__cause__)
         _with_optuna(app)
 
 

@@ -46,11 +46,7 @@ def arguments() -> argparse.Namespace:
     add('--gap', type=float, default=10.0, help='seconds between two events, at least')
     add('--limit', type=float, default=90.0, help='seconds to wait for a training to go on')
     add('--out', type=Path, default=Path('demo-out/versus'))
-    add(
-        '--docs',
-        action='store_true',
-        help='write docs/evidence/versus.md and docs/versus.json, too',
-    )
+    add('--docs', action='store_true', help='write docs/evidence/versus.md, too')
     add('--install', action='store_true', help='make .venv-versus, and no more')
     given = parser.parse_args()
     strange = set(given.systems.split(',')) - SYSTEMS.keys()

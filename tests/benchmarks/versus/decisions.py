@@ -71,13 +71,9 @@ def ours(problem: Problem) -> tuple[float, float]:
 
 
 def theirs(folder: Path, problems: Sequence[dict[str, Any]], limit_s: float) -> list[Any]:
-    done = subprocess.run(
-        [str(environment.PYTHON), bftrainer.__file__, str(folder), str(limit_s)],
-        input=''.join(json.dumps(problem) + '\n' for problem in problems),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    words = [str(environment.PYTHON), bftrainer.__file__, str(folder), str(limit_s)]
+    asked = ''.join(json.dumps(problem) + '\n' for problem in problems)
+    done = subprocess.run(words, input=asked, stdout=subprocess.PIPE, text=True, check=True)
     # CBC writes to standard output, too.
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"nodes"')]
     return [json.loads(line) for line in lines]

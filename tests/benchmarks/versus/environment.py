@@ -21,15 +21,9 @@ def install() -> None:
     subprocess.run([sys.executable, '-m', 'venv', str(PEERS)], check=True)
     for line in wanted.splitlines():
         if words := shlex.split(line, comments=True):
-            done = subprocess.run(
-                [
-                    *(str(PYTHON), '-m', 'pip', 'install', '--quiet'),
-                    *('-c', str(ROOT / '.ci' / 'constraints.txt'), *words),
-                ],
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
+            pip = [str(PYTHON), '-m', 'pip', 'install', '--quiet']
+            words = [*pip, '-c', str(ROOT / '.ci' / 'constraints.txt'), *words]
+            done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 _reason(words[0]).write_text(done.stderr)
                 print(f'{words[0]} cannot be installed: {_last(done.stderr)}', flush=True)

@@ -39,12 +39,8 @@ def main() -> None:
         log.step(position, world)
         position += BATCH
         if rank == 0 and (asked or time.monotonic() - saved_at > EVERY_S):
-            state = {
-                'model': model.state_dict(),
-                'optimizer': optimizer.state_dict(),
-                'position': position,
-            }
-            torch.save(state, f'{path}.new')
+            both = {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}
+            torch.save({**both, 'position': position}, f'{path}.new')
             os.replace(f'{path}.new', path)
             saved_at = time.monotonic()
         if asked:

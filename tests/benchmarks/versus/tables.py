@@ -83,10 +83,7 @@ def cell(row: Row, values: Sequence[Value]) -> str:
 def markdown(columns: Sequence[Column]) -> str:
     """The table; what could not be run has its reason below."""
     there = [column for column in columns if not column.not_measured]
-    lines = [
-        '| | ' + ' | '.join(column.name for column in there) + ' |',
-        '|---' * (1 + len(there)) + '|',
-    ]
+    lines = ['| | ' + ' | '.join(c.name for c in there) + ' |', '|---' * (1 + len(there)) + '|']
     for key, row in ROWS.items():
         cells = [cell(row, column.values.get(key, [])) for column in there]
         if key == 'block':
@@ -122,12 +119,9 @@ def picture(columns: Sequence[Column], path: Path) -> None:
 
 def document(columns: Sequence[Column], facts: dict[str, Any]) -> dict[str, Any]:
     """What the JSON file has."""
-    return {
-        **facts,
-        'systems': [
-            {'name': c.name, 'not_measured': c.not_measured, 'values': c.values} for c in columns
-        ],
-    }
+    rows = ((c.name, c.not_measured, c.values) for c in columns)
+    fields = ('name', 'not_measured', 'values')
+    return {**facts, 'systems': [dict(zip(fields, row, strict=True)) for row in rows]}
 
 
 def columns_of(document: dict[str, Any]) -> list[Column]:

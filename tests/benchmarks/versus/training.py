@@ -22,15 +22,8 @@ from tests.benchmarks.versus.constants import (
 def network() -> nn.Module:
     """An MLP of 1.3 million weights."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(128, WIDTH),
-        nn.ReLU(),
-        nn.Linear(WIDTH, WIDTH),
-        nn.ReLU(),
-        nn.Linear(WIDTH, WIDTH),
-        nn.ReLU(),
-        nn.Linear(WIDTH, 10),
-    )
+    between = (layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    return nn.Sequential(nn.Linear(128, WIDTH), nn.ReLU(), *between, nn.Linear(WIDTH, 10))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -59,12 +59,8 @@ def written(folder: Path, kind: str, nodes: int = 2, more: str = '', tmp: str = 
 def doctor(path: Path, nodes: int) -> tuple[int, list[dict[str, str]]]:
     """The exit status, and what is said of the site."""
     out = path.with_suffix('.json')
-    status = main(
-        [
-            *('doctor', '--checkpoints', str(path.parent), '--out', str(out)),
-            *('--site', str(path), '--nodes', str(nodes)),
-        ]
-    )
+    where = '--checkpoints', str(path.parent), '--out', str(out), '--site', str(path)
+    status = main(['doctor', *where, '--nodes', str(nodes)])
     found = json.loads(out.read_text())['findings']
     return status, found[[f['what'] for f in found].index('ports') + 1 :]
 
@@ -115,13 +111,8 @@ def test_on_pbs(openpbs: PbsCluster, tmp_path: Path) -> None:
 
 
 def node(**more: Any) -> dict[str, Any]:
-    return {
-        'node': 'n1',
-        'torch': {'version': '2', 'import_s': 3.0},
-        'accelerators': 4,
-        'tmpdir': {'folder': '/tmp', 'error': ''},
-        **more,
-    }
+    known = {'node': 'n1', 'torch': {'version': '2', 'import_s': 3.0}, 'accelerators': 4}
+    return {**known, 'tmpdir': {'folder': '/tmp', 'error': ''}, **more}
 
 
 @pytest.mark.parametrize(

@@ -80,19 +80,8 @@ def test_the_view_fits_its_console_and_says_all(tmp_path: Path, width: int) -> N
         text = shown(Screen(LiveView(journal, MilpAllocator()).snapshot(1030.0)), width)
     ledger.close()
     assert all(len(line) <= width for line in text.splitlines())
-    for word in (
-        'cnn',
-        'running',
-        'mlp',
-        'queued',
-        '12.5k/50k',
-        '0.4321',
-        '690/s',
-        'b0',
-        '1:10',
-        'unknown',
-        'starting',
-    ):
+    words = 'cnn', 'running', 'mlp', 'queued', '12.5k/50k', '0.4321', '690/s', 'b0', '1:10'
+    for word in (*words, 'unknown', 'starting'):
         assert word in text
     assert ('trainer ' in text) == (width >= 80)
     assert '…' not in text
@@ -104,13 +93,8 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         view = LiveView(journal, MilpAllocator())
         seen = view.snapshot(1030.0)
         cnn, mlp = seen.trainers
-        assert (cnn.nodes, cnn.samples, cnn.total, cnn.loss, cnn.rate) == (
-            3,
-            12_500,
-            50_000,
-            0.4321,
-            690.0,
-        )
+        assert (cnn.nodes, cnn.samples, cnn.total) == (3, 12_500, 50_000)
+        assert (cnn.loss, cnn.rate) == (0.4321, 690.0)
         assert (cnn.fragments, cnn.preempted, cnn.rescaled) == (2, 1, 1)
         assert (mlp.nodes, mlp.samples, mlp.loss, mlp.rate, mlp.fragments) == (0, 0, None, None, 0)
         plain = LiveView(journal).snapshot(1030.0).trainers[0]
@@ -167,15 +151,8 @@ def test_the_closing_table(tmp_path: Path, width: int) -> None:
     other = {'accuracy': 0.95, 'accuracy_undisturbed': 0.96, 'weights_equal': False}
     found['trainers']['mlp'] |= other
     text = shown(ClosingTable(found), width)
-    for word in (
-        'cnn',
-        '97.77%',
-        'equal',
-        'mlp',
-        '96.00%',
-        'DIFFER',
-        f'{found["trainers"]["cnn"]["samples"]:,}/60,000',
-    ):
+    samples = f'{found["trainers"]["cnn"]["samples"]:,}/60,000'
+    for word in ('cnn', '97.77%', 'equal', 'mlp', '96.00%', 'DIFFER', samples):
         assert word in text
     assert f'killed while training: {found["blocks_killed"]}' in text
     assert all(len(line) <= width for line in text.splitlines()) and '…' not in text

@@ -41,12 +41,8 @@ def live_run(folder: Path) -> Iterator[Told]:
     ledger.begin_run('run-1', at=now - 100, command='python x.py')
     ledger.offered([('n0', now - 100, None), ('n1', now - 100, None)])
     for name in ('cnn', HOSTILE):
-        ledger.submitted(
-            name,
-            at=now - 100,
-            spec={'min_nodes': 1, 'max_nodes': 2, 'curve': CURVE},
-            total_samples=20_000,
-        )
+        spec = {'min_nodes': 1, 'max_nodes': 2, 'curve': CURVE}
+        ledger.submitted(name, at=now - 100, spec=spec, total_samples=20_000)
     ledger.block_opened('b0', at=now - 100, nodes=2, walltime_s=3600.0, names=['n0', 'n1'])
     for node in ('n0', 'n1'):
         ledger.joined(f'b0/{node}', at=now - 90, block='b0', name=node)
@@ -103,15 +99,8 @@ def test_only_who_has_the_token_gets_anything(page: Page) -> None:
     cookie = cookie_of(page)
     assert 'HttpOnly' in cookie and 'SameSite' in cookie and token in cookie
     name = cookie.partition('=')[0]
-    for given in (
-        '',
-        f'{name}=',
-        f'{name}={token[:-1]}',
-        f'other={token}',
-        f'{name}={token}x',
-        '\xff;;=',
-        f'{name}="',
-    ):
+    others = '', f'{name}=', f'{name}={token[:-1]}', f'other={token}', f'{name}={token}x'
+    for given in (*others, '\xff;;=', f'{name}="'):
         status, headers, text = ask(page, '/', Cookie=given)
         assert status == 403 and token not in str(headers) + text and 'the page' not in text
     status, headers, text = ask(page, '/', Cookie=cookie)
@@ -129,14 +118,8 @@ def test_only_who_has_the_token_gets_anything(page: Page) -> None:
 
 def test_a_name_that_is_not_this_computers_is_refused(page: Page) -> None:
     cookie, port = cookie_of(page), page.server_port
-    for host in (
-        'evil.example',
-        f'evil.example:{port}',
-        '127.0.0.1.evil.example',
-        '',
-        'localhost.evil:80',
-        '10.0.0.1',
-    ):
+    evil = 'evil.example', f'evil.example:{port}', '127.0.0.1.evil.example', 'localhost.evil:80'
+    for host in (*evil, '', '10.0.0.1'):
         assert ask(page, '/', Cookie=cookie, Host=host)[0] == 421, host
         assert ask(page, f'/?token={page.token}', Host=host)[0] == 421, host
     # A tunnel has another port.
@@ -171,15 +154,13 @@ with socket.socket() as one:
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can become another user')
 def test_other_users_get_nothing_at_all(page: Page) -> None:
-    said = [
-        run_to_end([sys.executable, '-c', ASK, str(page.server_port), *user]).stdout.strip()
-        for user in ([], ['65534'])
-    ]
+    words = [sys.executable, '-c', ASK, str(page.server_port)]
+    said = [run_to_end([*words, *user]).stdout.strip() for user in ([], ['65534'])]
     assert said == ['HTTP/1.0 403', '']
 
 
 @pytest.mark.parametrize('limit_s', [1.0, LIMIT_S])
-def test_slow_requests_keep_nobody_out(
+def test_slow_ones_keep_nobody_out(
     page: Page, monkeypatch: pytest.MonkeyPatch, limit_s: float
 ) -> None:
     """Each is ended after a time, the oldest when there are too many; the last is the owner's."""
@@ -227,9 +208,7 @@ def test_the_page_follows_the_run(tmp_path: Path, browser: Browser) -> None:
         assert seen.asked_for - {'data:,'} == {page.address, where}
 
 
-def test_the_last_page_is_not_asked_for_again_and_damage_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_page_ends_damage_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('parsl_freetrain.cli.live.web.SHARE', 0)
     path = tmp_path / 'ledger.journal'
     with live_run(tmp_path) as ledger:
@@ -246,9 +225,7 @@ def test_the_last_page_is_not_asked_for_again_and_damage_is_said(
     assert live.newest() == (text, None)
 
 
-def test_the_verb_prints_the_address_and_ends_with_ctrl_c(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_prints_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with live_run(tmp_path):
         command = [*FREETRAIN, 'watch', '--web', '--json', '--ledger', tmp_path]
         with Program(command, stderr=subprocess.PIPE) as watching:
@@ -259,11 +236,8 @@ def test_the_verb_prints_the_address_and_ends_with_ctrl_c(
             watching.send_signal(signal.SIGINT)
             said = watching.wait(LIMIT_S), watching.stdout.read(), watching.stderr.read()
             assert said == (0, '', '')
-        for arguments, words in (
-            (['--port', '80'], '--port says where --web'),
-            (['--web', '--run', 'x'], "no run 'x'"),
-            (['--web', '--port', '99999'], 'Port 99999'),
-        ):
+        ports = (['--port', '80'], 'says where --web'), (['--web', '--port', '99999'], '99999')
+        for arguments, words in (*ports, (['--web', '--run', 'x'], "no run 'x'")):
             assert main(['watch', '--ledger', str(tmp_path), *arguments]) == 2
             out = capsys.readouterr()
             assert out.out == '' and len(out.err.splitlines()) == 1 and words in out.err

@@ -80,11 +80,8 @@ def test_as_good_as_the_textbook(kind: Callable[[np.random.Generator, int, int],
     assert fits > 40
 
 
-CURVES = (
-    ScalingCurve((1, 8), (10.0, 80.0)),
-    ScalingCurve((1, 2, 4), (10.0, 17.0, 27.0)),
-    ScalingCurve((1, 3, 4), (5.0, 6.0, 90.0)),
-)
+BENT = ScalingCurve((1, 2, 4), (10.0, 17.0, 27.0)), ScalingCurve((1, 3, 4), (5.0, 6.0, 90.0))
+CURVES = (ScalingCurve((1, 8), (10.0, 80.0)), *BENT)
 BIDS = st.builds(
     lambda low, more, held, curve, fixed: Bid(
         '', low, low + more, min(held, low + more), 3.0, 2.0, curve, fixed=fixed
@@ -95,12 +92,10 @@ BIDS = st.builds(
     st.sampled_from(CURVES),
     st.sampled_from([False, False, False, True]),
 )
-CHANGES = st.tuples(
-    st.integers(4, 30),
-    st.lists(st.tuples(st.integers(0, 4), BIDS), min_size=1, max_size=2),
-    st.sampled_from(['same', 'same', 'same', 'one more', 'one less']),
-    st.sampled_from([120.0, 120.0, 120.0, 60.0]),
-)
+ONE_OR_TWO = st.lists(st.tuples(st.integers(0, 4), BIDS), min_size=1, max_size=2)
+KINDS = st.sampled_from(['same', 'same', 'same', 'one more', 'one less'])
+HORIZONS = st.sampled_from([120.0, 120.0, 120.0, 60.0])
+CHANGES = st.tuples(st.integers(4, 30), ONE_OR_TWO, KINDS, HORIZONS)
 
 
 def timeless(answer: Answer) -> Answer:

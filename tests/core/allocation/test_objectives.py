@@ -205,15 +205,8 @@ def test_every_objective_gives_a_curve_that_can_be_maximised(
     remaining: float,
     name: str,
 ) -> None:
-    of = candidate(
-        low,
-        low + more,
-        priority,
-        deadline_s,
-        remaining,
-        Efficiency((1, 5), (1.0, 0.25)),
-        ScalingCurve.from_points(points),
-    )
+    efficiency, curve = Efficiency((1, 5), (1.0, 0.25)), ScalingCurve.from_points(points)
+    of = candidate(low, low + more, priority, deadline_s, remaining, efficiency, curve)
     curve = objective_named(name)(of)
     assert curve.rate_at(0) == 0
     rates = [curve.rate_at(n) for n in range(of.max_nodes + 3)]

@@ -85,11 +85,8 @@ def test_no_more_nodes_than_fit_the_sizes_are_asked_for() -> None:
     pair = Trainer('a', 2, 8, sizes=(2, 4, 8))
     assert opened(controller(pair), Hole(1)) == []
     assert opened(controller(pair), Hole(7)) == [BlockRequest(4)]
-    assert opened(controller(pair), Hole(2), Hole(1), Hole(1)) == [
-        BlockRequest(2),
-        BlockRequest(1),
-        BlockRequest(1),
-    ]
+    three = opened(controller(pair), Hole(2), Hole(1), Hole(1))
+    assert three == [BlockRequest(2), BlockRequest(1), BlockRequest(1)]
     assert opened(controller(pair, Trainer('b', 3, 3, sizes=(3,))), Hole(6)) == [BlockRequest(5)]
     assert opened(controller(pair, Trainer('c', 1, 1)), Hole(8)) == [BlockRequest(8)]
     apart = controller(pair, settings=ControllerSettings(spans_blocks=False))
@@ -97,11 +94,8 @@ def test_no_more_nodes_than_fit_the_sizes_are_asked_for() -> None:
 
 
 def test_no_more_nodes_than_caps_allow_are_asked_for() -> None:
-    trainers = (
-        Trainer('a', 1, 4, user='anna', group='x'),
-        Trainer('b', 1, 4, user='anna'),
-        Trainer('c', 1, 4, group='x'),
-    )
+    annas = Trainer('a', 1, 4, user='anna', group='x'), Trainer('b', 1, 4, user='anna')
+    trainers = (*annas, Trainer('c', 1, 4, group='x'))
     assert opened(
         controller(*trainers, settings=ControllerSettings(caps={'user anna': 3})), Hole(20)
     ) == [BlockRequest(7)]

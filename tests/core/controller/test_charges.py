@@ -71,11 +71,8 @@ def test_trainers_end_with_a_sentence_when_nothing_can_be_paid_any_more() -> Non
     [end] = made.handle(ev.HolesSeen(0.0, (Hole(8, 3600.0, charge=Charge(1.0)),))).actions
     assert isinstance(end, ev.EndTrainer) and end.state == 'failed'
     assert '2.5 of charge_budget=3 are charged' in end.why and '1 node for 3600 s' in end.why
-    [end] = (
-        controller(max_price=0.5)
-        .handle(ev.HolesSeen(0.0, (Hole(8, 3600.0, charge=Charge(1.0)),)))
-        .actions
-    )
+    dear = ev.HolesSeen(0.0, (Hole(8, 3600.0, charge=Charge(1.0)),))
+    [end] = controller(max_price=0.5).handle(dear).actions
     assert isinstance(end, ev.EndTrainer)
     assert 'a node costs at least 1 an hour, above max_price=0.5' in end.why
 
@@ -121,13 +118,9 @@ def test_the_budget_is_never_exceeded(
 def test_a_fragment_is_told_until_when_nothing_preempts_it() -> None:
     made = controller()
     request = BlockRequest(2, 3600.0, exempt_s=600.0)
-    started = made.handle_all(
-        (
-            ev.BlockOpened(10.0, 'b', request),
-            ev.BlockStarted(10.0, 'b', 4.0),
-            ev.NodesJoined(10.0, 'b', ('n1', 'n2'), 3600.0),
-        )
-    ).actions
+    opened = ev.BlockOpened(10.0, 'b', request), ev.BlockStarted(10.0, 'b', 4.0)
+    joined = ev.NodesJoined(10.0, 'b', ('n1', 'n2'), 3600.0)
+    started = made.handle_all((*opened, joined)).actions
     [start] = [action for action in started if isinstance(action, ev.StartFragment)]
     assert start.exempt_until_s == 604.0
     # Nodes of a block whose start is not known may be preempted.

@@ -109,10 +109,8 @@ def test_names_that_begin_alike_are_different() -> None:
         for name, t in history.controller.state.trainers.items()
         if t.running and not t.running.broken
     ] == [next(name for name in held if name != loser)]
-    assert history.tell(ev.TrainerCancelled(history.at, 't1')) in (
-        (),
-        (StopFragment('t1', 1, 'cancelled'),),
-    )
+    stop = (StopFragment('t1', 1, 'cancelled'),)
+    assert history.tell(ev.TrainerCancelled(history.at, 't1')) in ((), stop)
     assert not history.controller.state.trainers['t10'].dismissed
 
 
@@ -333,10 +331,8 @@ def test_a_trainer_that_cannot_go_on_fails_with_the_reason_and_its_nodes_go_on()
     history.join('x', 'n1', 'n2')
     history.submit('b', low=2)
     abandon, end, start = history.tell(ev.TrainerAborted(0.0, 'a', 'its network is gone'))
-    assert (abandon, end) == (
-        AbandonFragment('a', 1),
-        EndTrainer('a', 'failed', 'its network is gone'),
-    )
+    assert abandon == AbandonFragment('a', 1)
+    assert end == EndTrainer('a', 'failed', 'its network is gone')
     assert start == StartFragment('b', 1, ('n1', 'n2'), None, 0)
     assert history.tell(ev.TrainerAborted(0.0, 'a', 'again')) == ()
 
@@ -349,14 +345,9 @@ def test_what_follows_whatever_the_allocation_is_done_though_the_allocator_fails
     controller = Controller(Failing())
     trainer = Trainer('a', 1, 1, 10)
     with pytest.raises(DecisionFailed) as caught:
-        controller.handle_all(
-            (
-                ev.TrainerSubmitted(0.0, trainer),
-                ev.TrainerAborted(0.0, 'a', 'no'),
-                ev.TrainerSubmitted(0.0, trainer),
-                ev.NodesJoined(0.0, 'b', ('n',)),
-            )
-        )
+        first = ev.TrainerSubmitted(0.0, trainer), ev.TrainerAborted(0.0, 'a', 'no')
+        joined = ev.NodesJoined(0.0, 'b', ('n',))
+        controller.handle_all((*first, ev.TrainerSubmitted(0.0, trainer), joined))
     assert 'The allocator failed: out of memory. Nothing new' in str(caught.value)
     assert caught.value.actions == (EndTrainer('a', 'failed', 'no'),)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -369,10 +360,8 @@ def test_nobody_is_stopped_for_nodes_that_a_cancelled_trainer_still_holds() -> N
     history.submit('b')
     history.join('x', 'n1', 'n2', 'n3', 'n4')
     assert history.tell(ev.TrainerCancelled(0.0, 'a')) == (StopFragment('a', 1, 'cancelled'),)
-    assert history.ended('a', 1) == (
-        EndTrainer('a', 'cancelled'),
-        StopFragment('b', 1, 'rescale from 2 to 4 nodes'),
-    )
+    stop = StopFragment('b', 1, 'rescale from 2 to 4 nodes')
+    assert history.ended('a', 1) == (EndTrainer('a', 'cancelled'), stop)
 
 
 def test_a_trainer_that_finishes_while_it_is_cancelled_has_finished() -> None:
@@ -390,10 +379,8 @@ def test_shutdown_stops_everything_with_a_checkpoint_and_starts_nothing() -> Non
     history.submit('a', high=1)
     history.submit('b', high=1)
     history.join('x', 'n1', 'n2')
-    assert history.tell(ev.ShutdownRequested(1.0)) == (
-        StopFragment('a', 1, 'shutdown'),
-        StopFragment('b', 1, 'shutdown'),
-    )
+    stops = tuple(StopFragment(name, 1, 'shutdown') for name in 'ab')
+    assert history.tell(ev.ShutdownRequested(1.0)) == stops
     assert history.tell(ev.ShutdownRequested(1.0)) == ()
     assert history.ended('a', 1, samples=5) == ()
     assert history.leave('n1', 'n2') == (AbandonFragment('b', 1),)

@@ -99,11 +99,8 @@ def test_a_trainer_is_left_alone_for_a_while_after_a_rescale_but_not_when_it_los
 
 
 def test_nodes_kept_free_and_the_cap_on_all() -> None:
-    for settings, expected in (
-        ({'keep_free': 3}, 5),
-        ({'max_nodes': 2}, 2),
-        ({'keep_free': 7, 'max_nodes': 6}, 1),
-    ):
+    each = ({'keep_free': 3}, 5), ({'max_nodes': 2}, 2), ({'keep_free': 7, 'max_nodes': 6}, 1)
+    for settings, expected in each:
         history = CountingController(**settings)
         history.submit('net')
         history.tell(ev.NodesJoined(0.0, 'b', names(8)))

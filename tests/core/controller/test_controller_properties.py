@@ -83,15 +83,9 @@ class World(RuleBasedStateMachine):
     def begin(
         self, spans: bool, at_a_time: int | None, retries: int, horizon_s: float, metric: str
     ) -> None:
-        self.settings = ControllerSettings(
-            horizon_s=horizon_s,
-            spans_blocks=spans,
-            trainers_at_a_time=at_a_time,
-            retries=retries,
-            stalls=3,
-            metric=metric,
-            max_blocks=4,
-        )
+        self.settings = ControllerSettings(horizon_s=horizon_s, spans_blocks=spans, metric=metric)
+        more = {'trainers_at_a_time': at_a_time, 'retries': retries, 'stalls': 3, 'max_blocks': 4}
+        self.settings = structs.replace(self.settings, **more)
         self.controller = Controller(MilpAllocator(), self.settings)
         self.at = 0.0
         self.told: list[ev.Event] = []

@@ -134,10 +134,8 @@ def test_the_hazard_and_the_order_of_a_record_are_learned() -> None:
     assert low.position < 0.01
     high = learn(np.zeros(400), at[::-1].copy(), np.arange(400), 0.0, 1e6)
     assert high.position > 0.99
-    assert (low.together, learn(np.zeros(9), np.full(9, 5.0), np.arange(9), 0.0, 9.0).together) == (
-        1.0,
-        9.0,
-    )
+    assert low.together == 1.0
+    assert learn(np.zeros(9), np.full(9, 5.0), np.arange(9), 0.0, 9.0).together == 9.0
     with pytest.raises(BadInput, match='No idle node leaves'):
         learn(np.zeros(2), np.array([9.0, 9.0]), np.arange(2), 0.0, 9.0)
 
@@ -151,9 +149,7 @@ def test_habits_that_cannot_be_are_refused() -> None:
 
 
 def test_a_fragment_is_told_how_often_to_expect_an_interruption() -> None:
-    young, old = (
-        PoolNode(name, 'b', None, since_s=since) for name, since in (('y', 9e4), ('o', 0))
-    )
+    young, old = (PoolNode(name, 'b', None, since_s=s) for name, s in (('y', 9e4), ('o', 0)))
     falling = NodeHabits(hazard=(0.004, *[0.002] * (len(AGES_S) - 1)))
     assert falling.interruptions_per_s([young], 9e4) == pytest.approx(0.004)
     # One at a time: each counts. Where all leave together, two are hit hardly more often than one.

@@ -152,7 +152,5 @@ def test_classes_that_the_site_does_not_have_are_refused() -> None:
         FreeTrainExecutor(provider, policy=Policy(solver='equal-share'))
     FreeTrainExecutor(BackfillProvider(LocalSite(2)), policy=Policy(solver='dp'))
     site.start()
-    assert site.holes() == (
-        Hole(1, names=('slot00',), node_class='fast'),
-        Hole(1, names=('slot01',), node_class='slow'),
-    )
+    classes = ('slot00', 'fast'), ('slot01', 'slow')
+    assert site.holes() == tuple(Hole(1, names=(name,), node_class=kind) for name, kind in classes)

@@ -102,11 +102,8 @@ def test_the_choice_is_the_best_of_all(
         assert found == frozenset()
         return
     assert served(found, demands) and allowed(found, blocks)
-    best = min(
-        price(chosen, holder, cost, already, demands)
-        for chosen in sets
-        if served(chosen, demands) and allowed(chosen, blocks)
-    )
+    allowed_sets = [s for s in sets if served(s, demands) and allowed(s, blocks)]
+    best = min(price(chosen, holder, cost, already, demands) for chosen in allowed_sets)
     assert price(found, holder, cost, already, demands) == best
 
 

@@ -1,6 +1,7 @@
 """What is measured of fragments: what it changes in bids, and how short a hole may be."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -58,16 +59,8 @@ def timed(
     at: float, name: str, fragment: int, start_s: float, step_s: float, checkpoint_s: float | None
 ) -> ev.FragmentEnded:
     """A fragment took so long."""
-    return ev.FragmentEnded(
-        at,
-        name,
-        fragment,
-        0,
-        ev.Ending.PREEMPTED,
-        start_s=start_s,
-        step_s=step_s,
-        checkpoint_s=checkpoint_s,
-    )
+    took: Any = {'start_s': start_s, 'step_s': step_s, 'checkpoint_s': checkpoint_s}
+    return ev.FragmentEnded(at, name, fragment, 0, ev.Ending.PREEMPTED, **took)
 
 
 def opened(controller: Controller, at: float, seconds: float) -> list[float | None]:
@@ -100,11 +93,8 @@ def test_a_hole_is_used_if_start_step_and_checkpoint_fit_and_not_otherwise() -> 
 
 
 def started(controller: Controller, event: ev.NodesJoined) -> list[tuple[str, tuple[str, ...]]]:
-    return [
-        (action.trainer, action.nodes)
-        for action in controller.handle(event).actions
-        if isinstance(action, ev.StartFragment)
-    ]
+    actions = controller.handle(event).actions
+    return [(one.trainer, one.nodes) for one in actions if isinstance(one, ev.StartFragment)]
 
 
 def test_what_a_trainer_that_is_over_could_use_does_not_count() -> None:

@@ -83,16 +83,8 @@ def test_settings_may_be_unlimited() -> None:
 
 
 def test_rate_between_before_and_behind_the_points() -> None:
-    assert [CURVE.rate_at(n) for n in (-1, 0, 1, 2, 3, 4, 5, 99)] == [
-        0,
-        0,
-        10,
-        19,
-        27.5,
-        36,
-        36,
-        36,
-    ]
+    rates = [CURVE.rate_at(n) for n in (-1, 0, 1, 2, 3, 4, 5, 99)]
+    assert rates == [0, 0, 10, 19, 27.5, 36, 36, 36]
     late = ScalingCurve((4, 8), (40.0, 60.0))
     assert [late.rate_at(n) for n in (1, 2, 4, 6)] == [10, 20, 40, 50]
 

@@ -39,9 +39,7 @@ def test_the_same_folder_and_label_name_the_same_run(tmp_path: Path) -> None:
     [(LocalSite(nodes=1), 300.0), (SlurmSite(partition='batch'), 0.0)],
     ids=['local', 'slurm'],
 )
-def test_where_blocks_end_with_the_process_there_is_nothing_to_adopt(
-    tmp_path: Path, site: Any, wait_s: float
-) -> None:
+def test_where_blocks_end_nothing_is_adopted(tmp_path: Path, site: Any, wait_s: float) -> None:
     plain = adoption(tmp_path, site, wait_s=wait_s)
     plain.begin()
     assert plain.node_command() == NODE
@@ -50,7 +48,7 @@ def test_where_blocks_end_with_the_process_there_is_nothing_to_adopt(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nodes_of_adopted_blocks_are_told_how_to_reach_this_run(
+def test_adopted_nodes_are_told_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from parsl_freetrain.sites.protocols import FoundBlock
@@ -62,10 +60,8 @@ def test_nodes_of_adopted_blocks_are_told_how_to_reach_this_run(
     mine = adoption(tmp_path / "it's here", site)
     mine.begin()
     blocks = mine.take_over(NoParsl())
-    assert [(b.block, b.job_id, b.request.nodes) for b in blocks] == [
-        ('block-17', '17', 2),
-        ('block-18', '18', 1),
-    ]
+    found = [(b.block, b.job_id, b.request.nodes) for b in blocks]
+    assert found == [('block-17', '17', 2), ('block-18', '18', 1)]
     assert blocks[0].request == BlockRequest(2, None, 'batch')
     assert (blocks[1].request.walltime_s or 0) > 1e9
     (file,) = (tmp_path / "it's here").iterdir()

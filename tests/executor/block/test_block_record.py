@@ -30,23 +30,14 @@ def test_hosts_become_managers_and_jobs_become_blocks() -> None:
         'b2': block_record.BlockRecord('8', BlockRequest(1), noticed=True),
     }
     hosts = frozenset({'n1', 'n2', 'n3', 'n4'})
-    found = block_record.nodes_needed(
-        1.0,
-        [NodeDemand('9', 2, hosts, frozenset({'n2', 'n4'}))],
-        [
-            BlockNodes('7', ('n1', 'n2'), frozenset({'n2'})),
-            BlockNodes('8', ('n3',)),
-            BlockNodes('6', ('n4',)),
-        ],
-        blocks,
-    )
+    needed = [NodeDemand('9', 2, hosts, frozenset({'n2', 'n4'}))]
+    lent = [BlockNodes('7', ('n1', 'n2'), frozenset({'n2'})), BlockNodes('8', ('n3',))]
+    found = block_record.nodes_needed(1.0, needed, [*lent, BlockNodes('6', ('n4',))], blocks)
     assert found.demands == (
         NodeDemand('9', 2, frozenset({'m1', 'm2', 'b2 n3'}), frozenset({'m2'})),
     )
-    assert found.blocks == (
-        BlockNodes('b1', ('m1', 'm2'), frozenset({'m2'})),
-        BlockNodes('b2', ('b2 n3',), leaving=True),
-    )
+    both = BlockNodes('b1', ('m1', 'm2'), frozenset({'m2'}))
+    assert found.blocks == (both, BlockNodes('b2', ('b2 n3',), leaving=True))
 
 
 def test_logs_of_the_first_blocks_go_when_there_are_many_nodes(tmp_path: Path) -> None:

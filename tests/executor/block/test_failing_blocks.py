@@ -13,9 +13,7 @@ from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize('name', ["it's", '{block_id}', 'two\nlines'])
-def test_a_folder_that_cannot_be_in_a_command_is_refused_at_the_start(
-    tmp_path: Path, name: str
-) -> None:
+def test_folder_that_cannot_be_in_command_is_refused_at_start(tmp_path: Path, name: str) -> None:
     with (
         pytest.raises(BadInput, match='single quotes, braces and line ends'),
         freetrain(tmp_path / name, LocalSite(1)),
@@ -23,9 +21,7 @@ def test_a_folder_that_cannot_be_in_a_command_is_refused_at_the_start(
         pytest.fail('it was loaded')
 
 
-def test_three_failures_in_a_row_name_the_output_that_has_the_reason(
-    cobalt: Rehearsal, tmp_path: Path
-) -> None:
+def test_three_failures_in_a_row_name_the_output(cobalt: Rehearsal, tmp_path: Path) -> None:
     settings = {**QUICK, 'worker_init': 'echo no such module >&2; exit 3'}
     trainer = freetrain_app(max_nodes=1, total_epochs=1)(fit)
     with freetrain(

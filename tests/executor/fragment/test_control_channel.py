@@ -85,9 +85,7 @@ sys.stdin.read()
         assert most < few_files - 20
         members.append(ControlClient(['127.0.0.1'] * 60, server.port, None, ('cnn', 3, 2)))
         members[1].send(Hello('late'))
-        assert wait_until(
-            lambda: [said for said in from_server(server) if said.message == Hello('late')]
-        )
+        assert wait_until(lambda: [s for s in from_server(server) if s.message == Hello('late')])
     finally:
         for member in members:
             member.close()
@@ -105,9 +103,7 @@ def from_server(server: ControlServer) -> list[Any]:
     return list(server.receive(0.1))
 
 
-def test_a_connection_that_ends_is_told_of_after_what_it_has_said(
-    server: ControlServer, cert_dir: str | None
-) -> None:
+def test_an_end_is_told_after_what_was_said(server: ControlServer, cert_dir: str | None) -> None:
     client = ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
     client.send(Hello('n1'))
     assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
@@ -123,9 +119,7 @@ def test_a_connection_that_ends_is_told_of_after_what_it_has_said(
     assert said == [FromMember('cnn', 3, 1, Hello('n1')), MemberDisconnected('cnn', 3, 1)]
 
 
-def test_a_notice_that_waits_with_the_result_comes_first(
-    server: ControlServer, cert_dir: str | None
-) -> None:
+def test_a_notice_comes_before_the_result(server: ControlServer, cert_dir: str | None) -> None:
     """With the result its fragment is over, and its node would be used again."""
     client = ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
     try:
@@ -139,7 +133,7 @@ def test_a_notice_that_waits_with_the_result_comes_first(
         client.close()
 
 
-def test_messages_go_both_ways_once_a_member_has_spoken(
+def test_messages_go_both_ways_once_a_member_spoke(
     server: ControlServer, cert_dir: str | None
 ) -> None:
     assert not server.send(KEY, StopTraining('test'))

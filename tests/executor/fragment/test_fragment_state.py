@@ -71,12 +71,8 @@ def user_error(error: Exception) -> msg.RankError:
         raise error
     except Exception as raised:
         trace = tblib.Traceback(sys.exc_info()[2]).as_dict()
-        return msg.RankError(
-            type(raised).__name__,
-            str(raised),
-            'Traceback of the node',
-            cloudpickle.dumps((raised, trace)),
-        )
+        pickled = cloudpickle.dumps((raised, trace))
+        return msg.RankError(type(raised).__name__, str(raised), 'Traceback of the node', pickled)
 
 
 def test_the_end_and_the_checkpoint_are_rank_0s_whoever_came_back_first() -> None:
@@ -401,10 +397,8 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
 
     assert found() == [('n1', 'e', 916), ('n0', 'd', 900)]
     assert furthest(fragment) == 932
-    assert left_states(fragment, fragment.result())[0].handover.metrics == {
-        'loss': 0.5,
-        'skipped_steps': 1.0,
-    }
+    newest = left_states(fragment, fragment.result())[0].handover
+    assert newest.metrics == {'loss': 0.5, 'skipped_steps': 1.0}
     fragment.uses_state = True  # which rank 0 alone has
     assert found() == [('n0', 'd', 900)]
     fragment.checkpoint = Checkpoint('cnn', '/c/9', 900, 7)  # there is one as new
@@ -430,16 +424,9 @@ def test_parts_of_a_state_are_handed_over_if_all_are_there_and_of_the_same_step(
     fragment.lost = {3}
 
     def lefts(*samples: int) -> None:
-        fragment.settled = {
-            member: [
-                outcome(
-                    member,
-                    'peer-lost',
-                    left=msg.StateLeft(f'd{member}', at, here=True, part=member % 2, parts=2),
-                )
-            ]
-            for member, at in enumerate(samples)
-        }
+        for m, at in enumerate(samples):
+            left = msg.StateLeft(f'd{m}', at, here=True, part=m % 2, parts=2)
+            fragment.settled[m] = [outcome(m, 'peer-lost', left=left)]
 
     lefts(900, 900, 900)
     (left,) = left_states(fragment, fragment.result())
@@ -487,9 +474,7 @@ def looks(watchdog: Watchdog, fragment: RunningFragment, begin: float, end: floa
 
 
 @pytest.mark.parametrize('others_ended', [True, False])
-def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(
-    others_ended: bool,
-) -> None:
+def test_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(others_ended: bool) -> None:
     told, _, fragment, hear = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
     for member in range(3):
@@ -569,11 +554,8 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
     assert [message for _, message in told.messages][-1] == msg.Abandon(
         fragment.given_up.why, spare_s=5.0 if keeps else 0.0
     )
-    fragment.settled = {
-        0: [result(0, 'n0', status=-9)],
-        1: [result(1, 'n1', status=-11)],
-        2: [result(2, 'n2', status=-9)],
-    }
+    ends = enumerate((-9, -11, -9))
+    fragment.settled = {n: [result(n, f'n{n}', status=status)] for n, status in ends}
     assert 'rank 1 on n1 was ended by SIGSEGV' in fragment.result().error
 
 

@@ -33,14 +33,12 @@ def test_a_worker_whose_manager_was_killed_takes_nobody_else_for_it(tmp_path: Pa
     wait_until((tmp_path / 'began').exists)
     manager.kill()
     manager.join()
-    assert (
-        wait_until(lambda: (tmp_path / 'told').exists() and (tmp_path / 'told').read_text())
-        == f'{manager.pid}\n'
-    )
+    told = tmp_path / 'told'
+    assert wait_until(lambda: told.exists() and told.read_text()) == f'{manager.pid}\n'
 
 
 @pytest.mark.parametrize(('ranks', 'first', 'oldest'), [(1, 1, 201), (128, 1181, 1191)])
-def test_old_logs_go_but_never_those_of_the_last_fragments(
+def test_old_logs_go_the_last_ones_stay(
     tmp_path: Path, ranks: int, first: int, oldest: int
 ) -> None:
     (tmp_path / 'notes').touch()

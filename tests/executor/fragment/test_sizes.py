@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,15 +91,10 @@ def shaped(ctx: FragmentContext, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_shapes_are_tried_and_the_fastest_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fastest_shape_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of them has too little memory, which is no error of the function."""
-    trainer = freetrain_app(
-        sizes={2: (Shape(data=2), Shape(shard=2), Shape(tensor=2))},
-        mode=Throughput(),
-        total_samples=10000,
-    )(shaped)
+    shapes = Shape(data=2), Shape(shard=2), Shape(tensor=2)
+    trainer = freetrain_app(sizes={2: shapes}, mode=Throughput(), total_samples=10000)(shaped)
     with freetrain(tmp_path, LocalSite(nodes=2), retries=0) as executor:
         trainer(str(tmp_path)).result(LIMIT_S)
     assert main(['why', 'shaped', '--json', '--ledger', str(executor.ledger_path)]) == 0
@@ -116,18 +112,14 @@ def test_shapes_are_tried_and_the_fastest_is_kept(
     assert (
         'On 2 nodes it has tried the shapes data 2 x spatial 1x1x1 x pipeline 1 (not meas' in said
     )
-    assert (
-        main(['report', '--ledger', str(executor.ledger_path), '--out', str(tmp_path / 'r.html')])
-        == 0
-    )
+    out = '--out', str(tmp_path / 'r.html')
+    assert main(['report', '--ledger', str(executor.ledger_path), *out]) == 0
     page = (tmp_path / 'r.html').read_text()
     assert 'Shapes that were tried' in page
     assert 'GB per rank' in page
 
 
-def test_fragments_have_allowed_counts_and_shapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fragments_have_allowed_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of five nodes three may be used, and one more is kept free. Otto has two of the three; when
     they are his no more, two are used. He may have no more than two at all.
     """
@@ -148,14 +140,8 @@ def test_fragments_have_allowed_counts_and_shapes(
         scaling=Scaling(rate={1: 1.0, 4: 4.0}, rescale_up_s=0.1, rescale_down_s=0.1),
         owner=Owner(user='anna'),
     )(halves)
-    with freetrain(
-        tmp_path,
-        LocalSite(nodes=5, poll_s=0.2),
-        min_rescale_s=0.5,
-        keep_free=1,
-        max_nodes=3,
-        caps={'user otto': 2},
-    ) as executor:
+    limits: Any = {'keep_free': 1, 'max_nodes': 3, 'caps': {'user otto': 2}, 'min_rescale_s': 0.5}
+    with freetrain(tmp_path, LocalSite(nodes=5, poll_s=0.2), **limits) as executor:
 
         def why() -> str:
             status = main(['why', 'halves', '--ledger', str(executor.ledger_path)])
@@ -169,12 +155,8 @@ def test_fragments_have_allowed_counts_and_shapes(
         before = first(str(go))
         wait_until(lambda: before.progress().nodes == 2, 'the first one does not start')
         future = trainer()
-        wait_until(
-            lambda: (
-                "'halves' is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)"
-                in why()
-            )
-        )
+        running = "'halves' is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)"
+        wait_until(lambda: running in why())
         assert before.progress().nodes == 2
         assert main(['status', '--json', '--ledger', str(executor.ledger_path)]) == 0
         assert [t['shape'] for t in json.loads(capsys.readouterr().out)['trainers']] == [

@@ -52,21 +52,11 @@ def orders(tmp_path: Path) -> Iterator[tuple[FragmentRunner, list[FragmentOrder]
         sent.append(context['task_executor']['a'][0].fragment)
         return Future()
 
-    runner = FragmentRunner(
-        control,
-        Stream([]),
-        ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs'),
-        ft.Timeouts(),
-        NoParsl(submit),
-    )
-    runner.records['fit'] = TrainerRecord(
-        settings.trainer('fit'),
-        settings,
-        str(tmp_path),
-        lambda specification, previous: Future(),
-        ft.TrainingFuture('fit'),
-        ft.Checkpoint('fit', '', 0, 0),
-    )
+    endpoint = ControlEndpoint(['127.0.0.1'], control.port, None, None, '/logs')
+    runner = FragmentRunner(control, Stream([]), endpoint, ft.Timeouts(), NoParsl(submit))
+    nothing: Any = lambda *_: Future()  # noqa: E731
+    known = settings.trainer('fit'), settings, str(tmp_path), nothing, ft.TrainingFuture('fit')
+    runner.records['fit'] = TrainerRecord(*known, ft.Checkpoint('fit', '', 0, 0))
     yield runner, sent
     control.close()
 
@@ -91,9 +81,7 @@ def test_the_first_nodes_determine_the_shards(
     ]
 
 
-def test_a_number_of_shards_that_followed_from_the_nodes_may_be_stated_later(
-    tmp_path: Path,
-) -> None:
+def test_number_of_shards_that_followed_from_the_nodes_may_be_stated_later(tmp_path: Path) -> None:
     record_or_compare(tmp_path, 'fit', {'function': 'f', **spec(max_nodes=2).mode.identity()})
     stated = spec(max_nodes=2, mode=ft.Reproducible(shards=8)).mode.identity()
     record_or_compare(tmp_path, 'fit', {'function': 'f', **stated})

@@ -51,14 +51,9 @@ def endpoint(tmp_path: Path) -> Iterator[EndpointProcess]:
     shutil.rmtree(folder)
 
 
-def test_an_endpoint_that_is_killed_and_started_anew_goes_on(
-    tmp_path: Path, endpoint: EndpointProcess
-) -> None:
-    settings = {
-        'total_epochs': 10,
-        'checkpoints': Checkpoints(every_s=0.5, resume='never'),
-        'mode': Reproducible(shards=4),
-    }
+def test_a_killed_endpoint_goes_on_anew(tmp_path: Path, endpoint: EndpointProcess) -> None:
+    settings = {'total_epochs': 10, 'mode': Reproducible(shards=4)}
+    settings['checkpoints'] = Checkpoints(every_s=0.5, resume='never')
     sdk = OfflineExecutor(endpoint.deliver)
     with FreeTrainClient(executor=sdk, checkpoint_dir=str(tmp_path / 'far'), **QUICK) as remote:
         assert all(one.fits for one in remote.compare_versions(LIMIT_S))

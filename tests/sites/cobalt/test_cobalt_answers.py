@@ -91,10 +91,8 @@ def test_the_script_of_theta_is_the_golden_one() -> None:
         128, 5000.0, (), site.options, None, 1_800_000_000.0, 60, site.options.shortest_s
     )
     golden = GOLDEN / 'theta.sh'
-    assert (
-        Cobalt(site.options).render(shape, PLACE, "process_worker_pool.py --cert_dir '/a b'")
-        == golden.read_text()
-    )
+    words = "process_worker_pool.py --cert_dir '/a b'"
+    assert Cobalt(site.options).render(shape, PLACE, words) == golden.read_text()
     subprocess.run(['/bin/bash', '-n', str(golden)], check=True)
 
 

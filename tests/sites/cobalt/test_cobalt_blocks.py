@@ -16,7 +16,7 @@ from tests.support.waiting import under_load
 Make = Callable[..., Blocks]
 
 
-def test_a_block_fits_the_window_in_which_the_scheduler_lets_jobs_be_backfilled(
+def test_a_block_fits_the_window_in_which_jobs_are_backfilled(
     cobalt: Rehearsal, blocks: Make
 ) -> None:
     cobalt.others(1, walltime_s=600)
@@ -63,9 +63,7 @@ def test_named_nodes_are_asked_for(cobalt: Rehearsal, blocks: Make) -> None:
     from parsl_freetrain.core.model.types import BlockRequest
 
     mine = blocks(pin_nodes=True)
-    mine.provider.open_block(
-        BlockRequest(2, 300.0, names=('nid00021', 'nid00023')), 'true', 'pinned'
-    )
+    mine.provider.open_block(BlockRequest(2, 300.0, names=('nid00021', 'nid00023')), 'true', 'pin')
     [script] = mine.folder.glob('*.sh')
     assert '#COBALT --attrs location=21,23\n' in script.read_text()
 

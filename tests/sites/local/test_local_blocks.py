@@ -132,9 +132,7 @@ def test_cancel_right_after_the_submission_leaves_nothing(blocks: Blocks) -> Non
         job = blocks.open('slot00', 'slot01')
         assert blocks.provider.cancel([job]) == [True]
         assert not alive(int(job))
-    assert gone(
-        [int(file.read_text()) for file in blocks.pids_folder.iterdir() if file.read_text()]
-    )
+    assert gone([int(f.read_text()) for f in blocks.pids_folder.iterdir() if f.read_text()])
 
 
 def test_ctrl_c_does_not_reach_the_block(blocks: Blocks) -> None:

@@ -15,14 +15,8 @@ from parsl_freetrain.sites.protocols import HoleGone
 BEGIN = 1_000_000.0
 
 #   a ████████ 40      b ████████ 40 … 60 ██ 80     c     20 ██████████ 70
-SCHEDULE = Schedule(
-    [
-        IdleInterval(0, 40, 'a'),
-        IdleInterval(0, 40, 'b'),
-        IdleInterval(60, 80, 'b'),
-        IdleInterval(20, 70, 'c'),
-    ]
-)
+BOTH = IdleInterval(0, 40, 'a'), IdleInterval(0, 40, 'b')
+SCHEDULE = Schedule([*BOTH, IdleInterval(60, 80, 'b'), IdleInterval(20, 70, 'c')])
 
 
 class Clock:
@@ -90,17 +84,10 @@ def test_nodes_of_open_blocks_are_no_hole_and_come_back_together_when_the_block_
 
 def test_known_ends_separate_nodes_that_join_together() -> None:
     clock = Clock()
-    local = site(
-        clock,
-        schedule=Schedule(
-            [IdleInterval(0, 40, 'a'), IdleInterval(0, 50, 'b'), IdleInterval(0, 50, 'c')]
-        ),
-        taken='known',
-    )
-    assert local.holes() == (
-        Hole(1, BEGIN + 40, names=('a',)),
-        Hole(2, BEGIN + 50, names=('b', 'c')),
-    )
+    ends = [IdleInterval(0, end, name) for name, end in (('a', 40), ('b', 50), ('c', 50))]
+    local = site(clock, schedule=Schedule(ends), taken='known')
+    both = Hole(2, BEGIN + 50, names=('b', 'c'))
+    assert local.holes() == (Hole(1, BEGIN + 40, names=('a',)), both)
     assert local.end_of(local.open('a', 'b')) == BEGIN + 40
 
 
@@ -159,12 +146,8 @@ def test_requests_that_come_too_late_and_those_that_never_can_be_met() -> None:
     for request in (BlockRequest(1, names=('a',)), BlockRequest(2), BlockRequest(1, names=('c',))):
         with pytest.raises(HoleGone, match='look at the holes again'):
             local.open_block(request, 'true', 'block')
-    for request in (
-        BlockRequest(0),
-        BlockRequest(4),
-        BlockRequest(2, names=('a',)),
-        BlockRequest(1, names=('z',)),
-    ):
+    named = BlockRequest(2, names=('a',)), BlockRequest(1, names=('z',))
+    for request in (BlockRequest(0), BlockRequest(4), *named):
         with pytest.raises(BadInput, match='LocalSite'):
             local.open_block(request, 'true', 'block')
 
@@ -192,10 +175,7 @@ def test_the_schedule_says_of_which_class_the_slots_are() -> None:
     site = LocalSite(2, schedule)
     site.start()
     assert site.classes == ('fast', 'slow')
-    assert [(hole.names, hole.node_class) for hole in site.holes()] == [
-        (('a',), 'fast'),
-        (('b',), 'slow'),
-    ]
+    assert [(h.names, h.node_class) for h in site.holes()] == [(('a',), 'fast'), (('b',), 'slow')]
 
 
 def test_time_factor_stretches_the_schedule() -> None:
@@ -207,12 +187,9 @@ def test_time_factor_stretches_the_schedule() -> None:
 
 def test_offers_are_the_schedule_clipped() -> None:
     local = site(Clock())
-    assert set(local.offers(BEGIN + 30, BEGIN + 65)) == {
-        NodeOffer('a', BEGIN + 30, BEGIN + 40),
-        NodeOffer('b', BEGIN + 30, BEGIN + 40),
-        NodeOffer('b', BEGIN + 60, BEGIN + 65),
-        NodeOffer('c', BEGIN + 30, BEGIN + 65),
-    }
+    offers = ('a', 30, 40), ('b', 30, 40), ('b', 60, 65), ('c', 30, 65)
+    expected = {NodeOffer(name, BEGIN + begin, BEGIN + end) for name, begin, end in offers}
+    assert set(local.offers(BEGIN + 30, BEGIN + 65)) == expected
 
 
 def test_nothing_is_offered_before_the_start_and_no_hole_after_the_end() -> None:

@@ -182,7 +182,7 @@ def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blo
 
 
 @pytest.mark.parametrize('order', ['R', 'D'])
-def test_a_preemption_takes_the_nodes_whatever_the_scheduler_does(
+def test_a_preemption_takes_the_nodes_in_any_way(
     openpbs: PbsCluster, blocks: Make, order: str
 ) -> None:
     """The same for every preempt_order: what was deleted without us counts as preempted."""
@@ -270,9 +270,7 @@ def test_a_block_fits_between_the_jobs_of_others(openpbs: PbsCluster, blocks: Ma
     assert abs(planned_s() - 2 - hole.until_s) <= 5
 
 
-def test_a_reservation_ends_a_hole_and_the_block_asks_how_long_it_has(
-    openpbs: PbsCluster, blocks: Make
-) -> None:
+def test_a_reservation_ends_a_hole_and_the_block_asks(openpbs: PbsCluster, blocks: Make) -> None:
     start = int(time.time()) + 70  # PBS plans in minutes
     said = openpbs.run(
         'pbs_rsub',
@@ -366,9 +364,7 @@ def test_a_block_that_starts_after_its_hole_ends_at_once(openpbs: PbsCluster, bl
 
 
 @pytest.mark.parametrize('ours', [False, True])
-def test_a_block_is_deleted_by_us_or_by_somebody_else(
-    openpbs: PbsCluster, blocks: Make, ours: bool
-) -> None:
+def test_a_block_is_deleted_by_us_or_others(openpbs: PbsCluster, blocks: Make, ours: bool) -> None:
     mine = blocks()
     # A job that is deleted before its script has begun may seem to have ended by itself.
     job = at_work(openpbs, mine, 1)
@@ -397,9 +393,7 @@ def test_a_job_that_has_vanished_is_not_over(openpbs: PbsCluster, blocks: Make) 
 
 
 @pytest.mark.parametrize('how', ['down', 'silent'])
-def test_a_server_that_does_not_answer_ends_nothing(
-    openpbs: PbsCluster, blocks: Make, how: str
-) -> None:
+def test_a_silent_server_ends_nothing(openpbs: PbsCluster, blocks: Make, how: str) -> None:
     mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
     job = mine.running()
     end = mine.provider.end_of(job)
@@ -417,9 +411,7 @@ def test_a_server_that_does_not_answer_ends_nothing(
     openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
-    openpbs: PbsCluster, blocks: Make
-) -> None:
+def test_a_later_process_goes_on_with_blocks_of_its_run(openpbs: PbsCluster, blocks: Make) -> None:
     mine, other = blocks(run='my run/1'), blocks(run='my run/2')
     job = mine.running()
     other.running()

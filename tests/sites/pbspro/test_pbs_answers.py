@@ -35,25 +35,17 @@ NEW, OLD = frozenset({'model=new', 'bigmem=true'}), frozenset({'model=old'})
 
 
 def jobs(known: Collection[str] = (), **job: Any) -> tuple[records.BatchJob, ...]:
-    said = {
-        'Job_Name': 'n',
-        'Job_Owner': 'eve@login',
-        'queue': 'small',
-        'Resource_List': {'nodect': 2, 'walltime': '01:00:00'},
-        **job,
-    }
+    said: dict[str, Any] = {'Job_Name': 'n', 'Job_Owner': 'eve@login', 'queue': 'small'}
+    said |= {'Resource_List': {'nodect': 2, 'walltime': '01:00:00'}, **job}
     text = json.dumps({'timestamp': NOW, 'Jobs': {'7.polaris': said}})
     return answers.parse_jobs(text, 'pool', known)
 
 
 def test_a_running_job_has_nodes_and_an_end() -> None:
-    [job] = jobs(
-        job_state='R',
-        stime='Thu Nov  9 13:05:50 2023',
-        run_count=2,
-        exec_vnode='(x1:ncpus=64:ngpus=4)+(x2[0]:ncpus=1+x2[1]:ncpus=1)',
-        estimated={'start_time': 'Thu Nov  9 13:00:00 2023'},
-    )
+    vnodes = '(x1:ncpus=64:ngpus=4)+(x2[0]:ncpus=1+x2[1]:ncpus=1)'
+    planned = {'start_time': 'Thu Nov  9 13:00:00 2023'}
+    stime = 'Thu Nov  9 13:05:50 2023'
+    [job] = jobs(job_state='R', stime=stime, run_count=2, exec_vnode=vnodes, estimated=planned)
     times = 1699535150.0, 1699538750.0
     assert job == records.BatchJob(
         '7.polaris', records.JobState.RUNNING, 'pool', 2, *times, (), ('x1', 'x2'), 'eve', '',
@@ -103,13 +95,9 @@ def test_a_job_whose_nodes_are_made_ready_has_an_end_although_it_has_no_start() 
 
 
 def test_a_planned_job_has_a_start() -> None:
-    [job] = jobs(
-        job_state='Q',
-        estimated={
-            'start_time': 'Thu Nov  9 13:05:50 2023',
-            'exec_vnode': '(x1:ncpus=64)+(x2:ncpus=64)',
-        },
-    )
+    planned = {'start_time': 'Thu Nov  9 13:05:50 2023'}
+    both = {'exec_vnode': '(x1:ncpus=64)+(x2:ncpus=64)'}
+    [job] = jobs(job_state='Q', estimated=planned | both)
     found = job.state, job.start_s, job.planned, job.names
     assert found == ('PENDING', 1699535150.0, ('x1', 'x2'), ())
     [job] = jobs(job_state='B', estimated={'start_time': 'Thu Nov  9 13:05:50 2023'})
@@ -221,12 +209,8 @@ def test_a_host_is_of_the_first_class_whose_resources_all_its_vnodes_have() -> N
     def vnode(kind: str) -> dict[str, object]:
         return {'state': 'free', 'resources_available': {'ncpus': 32, 'gputype': kind}}
 
-    machine = {
-        'a[0]': vnode('a100'),
-        'a[1]': vnode('a100'),
-        'b[0]': vnode('a100'),
-        'b[1]': vnode('v'),
-    }
+    new = vnode('a100')
+    machine = {'a[0]': new, 'a[1]': new, 'b[0]': new, 'b[1]': vnode('v')}
     found = answers.parse_nodes(
         json.dumps({'nodes': machine}), 'prod', {}, classes={'new': {'gputype': 'a100'}}
     )
@@ -324,9 +308,7 @@ def test_no_occurrence_of_a_rule_is_missed() -> None:
     )
 )
 def test_whatever_users_have_in_their_environment_the_jobs_are_read(values: list[str]) -> None:
-    variables = ''.join(
-        f'                "V{number}":"{value}",\n' for number, value in enumerate(values)
-    )
+    variables = ''.join(f'                "V{n}":"{v}",\n' for n, v in enumerate(values))
     text = (
         '{\n    "Jobs":{\n        "7.s":{\n            "job_state":"R",\n            '
         '"Variable_List":{\n'
@@ -342,21 +324,10 @@ def test_whatever_users_have_in_their_environment_the_jobs_are_read(values: list
 
 
 def test_values_that_are_no_json_become_texts() -> None:
-    for value in (
-        '"a "quoted" word"',
-        '"back\\slash \\[ \\033"',
-        '"two\nlines"',
-        '"tab\t"',
-        '007',
-        '1e',
-        '"',
-        '0x1F',
-    ):
-        text = (
-            '{\n    "Jobs":{\n        "7.s":{\n            "comment":'
-            + value
-            + ',\n            "run_count":1\n        }\n    }\n}'
-        )
+    texts = '"a "quoted" word"', '"back\\slash \\[ \\033"', '"two\nlines"', '"tab\t"'
+    for value in (*texts, '007', '1e', '"', '0x1F'):
+        head = '{\n    "Jobs":{\n        "7.s":{\n            "comment":'
+        text = f'{head}{value},\n            "run_count":1\n        }}\n    }}\n}}'
         found = document(text, 'qstat')['Jobs']['7.s']
         assert found['run_count'] == 1
         assert isinstance(found['comment'], str)
@@ -432,11 +403,9 @@ def test_of_a_job_that_is_there_twice_nothing_is_known(comes_first: bool) -> Non
 def test_a_job_that_cannot_be_read_hides_no_other() -> None:
     """An estimate that a hook has written, and numbers that are none."""
     sound = {'job_state': 'Q', 'Resource_List': {'nodect': 2}}
-    for odd in (
-        {'estimated': {'start_time': 'UNKNOWN'}},
-        {'Resource_List': {'walltime': 'INFINITE'}},
-        {'Resource_List': {'nodect': 0, 'ncpus': 1}},
-    ):
+    times: list[dict[str, Any]] = [{'estimated': {'start_time': 'UNKNOWN'}}]
+    resources = {'walltime': 'INFINITE'}, {'nodect': 0, 'ncpus': 1}
+    for odd in (*times, *({'Resource_List': each} for each in resources)):
         queue = {'7': {**sound, **odd}, '8': sound}
         found = answers.parse_jobs(json.dumps({'Jobs': queue}), 'pool')
         told = [(job.job_id, job.state.value) for job in found]
@@ -505,20 +474,11 @@ case $* in -Q*) cat "$0.queues" ;; *) cat "$0.jobs" ;; esac
 """
 
 
-def test_the_priority_of_its_queue_comes_before_that_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queue_priority_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the scheduler goes through them, where it has no formula."""
     queues = {'small': {'Priority': 150}, 'large': {'queue_type': 'Execution'}}
-    waiting = {
-        name: {'job_state': 'Q', 'queue': queue, 'Priority': priority}
-        for name, queue, priority in (
-            ('1', 'large', 1023),
-            ('2', 'small', -1024),
-            ('3', 'small', 5),
-            ('4', 'small', 5),
-        )
-    }
+    order = ('1', 'large', 1023), ('2', 'small', -1024), ('3', 'small', 5), ('4', 'small', 5)
+    waiting = {name: {'job_state': 'Q', 'queue': q, 'Priority': p} for name, q, p in order}
     qstat = tmp_path / 'qstat'
     qstat.write_text(QSTAT)
     qstat.chmod(0o755)

@@ -42,9 +42,7 @@ def test_blocks_are_asked_for_at_the_lowest_priority() -> None:
 
 
 @pytest.mark.parametrize('ahead_s', [3600, -3600, 0])
-def test_a_block_ends_with_its_hole_whatever_the_clock_of_its_node_says(
-    tmp_path: Path, ahead_s: int
-) -> None:
+def test_a_block_ends_with_its_hole_whatever_its_clock_says(tmp_path: Path, ahead_s: int) -> None:
     """By the scheduler's times, the job has waited for 40 s of a hole of 300."""
     shape = shape_for(1, 300.0, (), options(start_s=30.0), 36000.0, NOW, 1)
     script = render(options(launch=('true',)), shape, PLACE, 'true')
@@ -81,12 +79,9 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
         (fakes / name).write_text(f'#!/bin/bash\n{text}\n')
         (fakes / name).chmod(0o700)
     (tmp_path / 'script').write_text(script)
-    subprocess.run(
-        ['/bin/bash', str(tmp_path / 'script')],
-        check=True,
-        timeout=LIMIT_S,
-        env={'PATH': f'{fakes}:/usr/bin:/bin', 'PBS_JOBID': '1', 'SAID': str(tmp_path / 'said')},
-    )
+    env = {'PATH': f'{fakes}:/usr/bin:/bin', 'PBS_JOBID': '1', 'SAID': str(tmp_path / 'said')}
+    words = ['/bin/bash', str(tmp_path / 'script')]
+    subprocess.run(words, check=True, timeout=LIMIT_S, env=env)
     assert (tmp_path / 'said').read_text() == command
     assert not marker.exists()
 

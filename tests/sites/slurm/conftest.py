@@ -24,11 +24,8 @@ def blocks(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Blocks]]:
     made: list[Blocks] = []
 
     def make(partition: str = 'batch', **settings: Any) -> Blocks:
-        made.append(
-            Blocks(
-                tmp_path / f"a run's $HOME %j folder {len(made)}", slurm_site(partition, **settings)
-            )
-        )
+        folder = tmp_path / f"a run's $HOME %j folder {len(made)}"
+        made.append(Blocks(folder, slurm_site(partition, **settings)))
         return made[-1]
 
     yield make

@@ -42,24 +42,17 @@ def test_jobs_as_text() -> None:
     assert [name for name, job in jobs.items() if job.blocked] == ['4'], 'it waits for a date'
     assert (jobs['7'].only, jobs['2'].only) == (('node08',), ('node04', 'node05'))
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
-    [picky] = answers_text.parse_jobs(
-        record(
-            n='node02', x='node[03-04]', b='gres:gpu:a100:2', f='big&new|huge', m='2G', j='a|/|b'
-        )
-    )
+    gpu = 'gpu:a100'
+    words = {'n': 'node02', 'x': 'node[03-04]', 'b': 'gres:gpu:a100:2', 'f': 'big&new|huge'}
+    [picky] = answers_text.parse_jobs(record(**words, m='2G', j='a|/|b'))
     assert (picky.only, picky.excluded, picky.gpus) == (('node02',), ('node03', 'node04'), 2)
-    assert picky.features == (
-        frozenset({'big', 'new', 'gpu:a100'}),
-        frozenset({'huge', 'gpu:a100'}),
-    )
+    assert picky.features == (frozenset({'big', 'new', gpu}), frozenset({'huge', gpu}))
     assert (picky.name, picky.blocked) == ('a|/|b', False)
     assert (picky.cpus, picky.step, picky.memory) == (8, 2, 2048.0)
     [whole] = answers_text.parse_jobs(record(h='NO'))
     assert whole.cpus == 0
-    assert answers_text.choices_of('[rack1*2&rack2*2]', 'N/A') == (
-        frozenset({'rack1'}),
-        frozenset({'rack2'}),
-    )
+    racks = frozenset({'rack1'}), frozenset({'rack2'})
+    assert answers_text.choices_of('[rack1*2&rack2*2]', 'N/A') == racks
 
 
 def test_no_user_can_write_the_record_of_another_job() -> None:
@@ -103,9 +96,7 @@ printf '%s\\n' "$SQUEUE_FORMAT" | sed 's/%i/7/; s/%T/RUNNING/; s/%D/1/; s/%Q/3/;
 """
 
 
-def test_nobody_else_sees_the_format_and_it_is_another_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_format_is_another_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line of a process is there for all to read, and its environment is not."""
     squeue = tmp_path / 'squeue'
     squeue.write_text(SQUEUE)
@@ -145,9 +136,7 @@ def test_tasks_of_an_array_that_wait(tasks: str, count: int) -> None:
     assert answers_text.tasks_of(tasks) == count
 
 
-def test_a_slurm_that_tells_no_gpus_of_whole_jobs_tells_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slurm_without_gpus_tells_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, said in {
         'squeue': SQUEUE.replace('RUNNING', 'PENDING').replace(
             's/%D', 's/%P/batch/; s/%r/None/; s/%D'

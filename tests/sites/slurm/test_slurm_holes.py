@@ -56,25 +56,14 @@ def test_recorded_answers_give_the_holes_that_were_there() -> None:
     """node07 is planned for a wide job, node06 broken, node08 in a maintenance that comes later."""
     partitions = answers_text.parse_partitions((RECORDED / 'partition-22.05.txt').read_text())
     now = 1795247731.0
-    found = holes(
-        windows(
-            answers_text.parse_nodes((RECORDED / 'sinfo-22.05.txt').read_text()),
-            answers_text.parse_jobs((RECORDED / 'squeue-22.05.txt').read_text()),
-            answers_text.parse_reservations((RECORDED / 'reservation-22.05.txt').read_text()),
-            ANY,
-            frozenset(),
-            now,
-        ),
-        [],
-        partitions['batch'],
-        now,
-        10.0,
-        60.0,
+    nodes, jobs, reservations = (
+        (RECORDED / f'{name}-22.05.txt').read_text() for name in ('sinfo', 'squeue', 'reservation')
     )
-    assert found == (
-        Hole(1, 1795249490.0 - 10, 'batch', ('node08',)),
-        Hole(1, 1795248170.0 - 10, 'batch', ('node07',)),
-    )
+    seen = answers_text.parse_nodes(nodes), answers_text.parse_jobs(jobs)
+    free = windows(*seen, answers_text.parse_reservations(reservations), ANY, frozenset(), now)
+    found = holes(free, [], partitions['batch'], now, 10.0, 60.0)
+    ends = (1795249490.0, 'node08'), (1795248170.0, 'node07')
+    assert found == tuple(Hole(1, end - 10, 'batch', (name,)) for end, name in ends)
 
 
 def test_the_first_of_plans_and_reservations_ends_a_window() -> None:
@@ -99,16 +88,10 @@ def test_an_idle_node_is_no_hole_while_a_job_of_others_has_it_by_the_older_answe
 
 
 def test_only_nodes_that_fit_count() -> None:
-    groups = [
-        idle('a', features=('x', 'y'), gpus=4),
-        idle('b', features=('x',), gpus=4),
-        idle('c', features=('z',), gpus=4),
-        idle('d', features=('x', 'y')),
-        idle('e', marks='*'),
-        idle('f', state='mixed'),
-        idle('g', partition='other'),
-        idle('h', marks='-'),
-    ]
+    groups = [idle('a', features=('x', 'y'), gpus=4), idle('b', features=('x',), gpus=4)]
+    groups += [idle('c', features=('z',), gpus=4), idle('d', features=('x', 'y'))]
+    groups += [idle('e', marks='*'), idle('f', state='mixed')]
+    groups += [idle('g', partition='other'), idle('h', marks='-')]
     assert set(until(groups)) == {'a', 'b', 'c', 'd', 'h'}
     assert set(
         until(groups, wanted=Wanted('batch', (frozenset({'x', 'y'}), frozenset({'z'})), 1))
@@ -131,11 +114,8 @@ def test_holes_are_grouped_by_their_end_and_end_a_margin_earlier() -> None:
     found = holes(
         {'d': math.inf, 'a': 1500, 'c': 1300, 'b': 1500, 'e': 1079}, [], BATCH, NOW, 20.0, 60.0
     )
-    assert found == (
-        Hole(1, None, 'batch', ('d',)),
-        Hole(2, 1480, 'batch', ('a', 'b')),
-        Hole(1, 1280, 'batch', ('c',)),
-    )
+    first = Hole(1, None, 'batch', ('d',)), Hole(2, 1480, 'batch', ('a', 'b'))
+    assert found == (*first, Hole(1, 1280, 'batch', ('c',)))
 
 
 def test_a_partition_bounds_holes() -> None:
@@ -148,15 +128,11 @@ def test_a_partition_bounds_holes() -> None:
 
 def test_blocks_on_their_way_take_the_shortest_windows_that_fit_them() -> None:
     free = {'a': 1500.0, 'b': 1500.0, 'c': 3000.0, 'd': math.inf}
-    assert holes(free, [OnTheWay(1, 1400)], BATCH, NOW, 0, 60) == (
-        Hole(1, None, 'batch', ('d',)),
-        Hole(1, 3000, 'batch', ('c',)),
-        Hole(1, 1500, 'batch', ('a',)),
-    )
-    assert [h.names for h in holes(free, [OnTheWay(1, 2500)], BATCH, NOW, 0, 60)] == [
-        ('d',),
-        ('a', 'b'),
-    ]
+    apart = (None, 'd'), (3000, 'c'), (1500, 'a')
+    expected = tuple(Hole(1, until_s, 'batch', (name,)) for until_s, name in apart)
+    assert holes(free, [OnTheWay(1, 1400)], BATCH, NOW, 0, 60) == expected
+    found = [h.names for h in holes(free, [OnTheWay(1, 2500)], BATCH, NOW, 0, 60)]
+    assert found == [('d',), ('a', 'b')]
     assert holes(free, [OnTheWay(9, 1400)], BATCH, NOW, 0, 60) == ()
     [short] = holes(free, [OnTheWay(9, 2500, least_end_s=1501.0)], BATCH, NOW, 0, 60)
     assert short.names == ('a', 'b'), 'the scheduler cannot start it there'
@@ -184,7 +160,7 @@ def test_holes_are_of_one_class_and_blocks_on_their_way_take_only_from_theirs() 
     st.lists(st.builds(OnTheWay, st.integers(1, 4), st.floats(1000, 5000)), max_size=5),
     st.integers(1, 5),
 )
-def test_no_node_is_offered_twice_nor_beyond_its_window(
+def test_no_node_is_offered_twice(
     free: dict[str, float], blocks: list[OnTheWay], most: int
 ) -> None:
     found = holes(free, blocks, Partition('batch', most_nodes=most), NOW, 15.0, 60.0)

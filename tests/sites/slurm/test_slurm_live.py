@@ -25,9 +25,7 @@ def until_training(future: TrainingFuture) -> None:
 
 def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None:
     """A wide job takes the nodes; the checkpoint comes in the grace time, nothing is repeated."""
-    trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoints=Checkpoints(every_s=1000.0))(
-        fit
-    )
+    trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoints=Checkpoints(every_s=1e3))(fit)
     site = slurm_site('scavenger', mode='preemptible')
     with freetrain(tmp_path, site, address='127.0.0.1') as executor:
         future = trainer(pause_s=0.02)

@@ -50,12 +50,8 @@ def site_of(name: str) -> SlurmSite:
 @pytest.mark.usefixtures('utc')
 def test_the_script_of_a_site_config_is_the_golden_one() -> None:
     given = site_of('slurm_generic').options
-    script = render(
-        given,
-        shape_for(4, 1000.0, (), given, 172800.0, NOW),
-        PLACE,
-        "process_worker_pool.py --cert_dir '/a b'",
-    )
+    shape = shape_for(4, 1000.0, (), given, 172800.0, NOW)
+    script = render(given, shape, PLACE, "process_worker_pool.py --cert_dir '/a b'")
     golden = GOLDEN / 'slurm_generic.sh'
     assert script == golden.read_text()
     subprocess.run(['/bin/bash', '-n', str(golden)], check=True)
@@ -121,12 +117,9 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
         (fakes / name).write_text(f'#!/bin/bash\n{text}\n')
         (fakes / name).chmod(0o700)
     (tmp_path / 'script').write_text(script)
-    subprocess.run(
-        ['/bin/bash', str(tmp_path / 'script')],
-        check=True,
-        timeout=LIMIT_S,
-        env={'PATH': f'{fakes}:/usr/bin:/bin', 'SLURM_JOB_ID': '1', 'SAID': str(tmp_path / 'said')},
-    )
+    env = {'PATH': f'{fakes}:/usr/bin:/bin', 'SLURM_JOB_ID': '1', 'SAID': str(tmp_path / 'said')}
+    words = ['/bin/bash', str(tmp_path / 'script')]
+    subprocess.run(words, check=True, timeout=LIMIT_S, env=env)
     assert (tmp_path / 'said').read_text() == command
     assert not marker.exists()
 

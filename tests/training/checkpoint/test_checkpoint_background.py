@@ -95,13 +95,8 @@ def keeper(
 ) -> Checkpointer:
     changes.setdefault('checkpoint_every_s', 1e-9)
     ordered = order(folder, **changes)
-    return Checkpointer(
-        PosixCheckpointStore(Path(ordered.store), ordered.trainer, hook=hook),
-        ordered,
-        channel,
-        None,
-        sender,
-    )
+    store = PosixCheckpointStore(Path(ordered.store), ordered.trainer, hook=hook)
+    return Checkpointer(store, ordered, channel, None, sender)
 
 
 def files(path: str) -> dict[str, str]:
@@ -133,9 +128,7 @@ def test_a_device_copies_while_python_goes_on_and_before_what_follows(
     assert order_of_events[1:4] == ['the next pass', 'copied', 'begin']
 
 
-def test_training_goes_on_and_the_checkpoint_holds_what_was(
-    tmp_path: Path, channels: Channels
-) -> None:
+def test_training_goes_on_and_checkpoint_holds_what_was(tmp_path: Path, channels: Channels) -> None:
     gate, prepared = Gate('begin'), things()
     at_once = keeper(tmp_path / 'at once', channels[0])
     at_once.save_now(state_of(prepared), 10, {'loss': 1.0})
@@ -176,12 +169,8 @@ def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
 def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
     tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
-    for per_s, checkpoint_s, after_s in (
-        (None, 2.0, 30.0),
-        (0.04, 2.0, 10.0),
-        (100.0, 2.0, 4.0),
-        (100.0, 0.2, 1.0),
-    ):
+    rows = (None, 2.0, 30.0), (0.04, 2.0, 10.0), (100.0, 2.0, 4.0), (100.0, 0.2, 1.0)
+    for per_s, checkpoint_s, after_s in rows:
         kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=per_s)
         kept.timing.expect(0, checkpoint_s)
         clock[0] += after_s - 0.01
@@ -221,9 +210,7 @@ def test_the_next_one_waits_for_the_one_before(tmp_path: Path, channels: Channel
     assert [checkpoint.samples for checkpoint in store.checkpoints()] == [10, 20]
 
 
-def test_a_stop_allows_for_the_one_that_is_being_written(
-    tmp_path: Path, channels: Channels
-) -> None:
+def test_stop_allows_for_the_one_that_is_being_written(tmp_path: Path, channels: Channels) -> None:
     gate, prepared = Gate('begin'), things()
     kept = keeper(tmp_path, channels[0], gate, deadline=time.monotonic() + 250.0)
     kept.timing.expect(0, 100.0)  # two times that and a bit are left
@@ -251,11 +238,8 @@ def test_what_goes_wrong_is_raised_at_the_next_step(tmp_path: Path, channels: Ch
 
     kept = keeper(tmp_path / 'full', channels[0], full)
     kept.save_beside(state_of(prepared), 10, {})
-    with pytest.raises(
-        FreeTrainError,
-        match=r"of trainer 'digits' at 10 samples cannot be written to .*full/store \(No space "
-        r'left',
-    ):
+    said = r"of trainer 'digits' at 10 samples cannot be written to .*full/store \(No space left"
+    with pytest.raises(FreeTrainError, match=said):
         kept.save_beside(state_of(prepared), 20, {})
     kept.save_beside(state_of(prepared), 20, {})
     assert kept.settled() is None
@@ -348,13 +332,8 @@ def test_the_deadline_margin_uses_the_slowest_rank(
         return PartWriters(store, rank, 2, tmp_path / 'store', lambda: LIMIT_S)
 
     ordered = order(tmp_path, deadline=clock[0] + 250.0)
-    kept = Checkpointer(
-        PosixCheckpointStore(Path(ordered.store), ordered.trainer),
-        ordered,
-        channels[0],
-        None,
-        writers=writers(0),
-    )
+    store = PosixCheckpointStore(Path(ordered.store), ordered.trainer)
+    kept = Checkpointer(store, ordered, channels[0], None, writers=writers(0))
     kept.timing.step_took(1.0)
     follower = writers(1)
     other = threading.Thread(target=lambda: follower.follow(follower.begin(), half(1)))
@@ -420,12 +399,8 @@ def test_memory_for_a_large_state_is_made_beside_the_first_steps(
 def test_near_the_end_a_checkpoint_is_written_if_a_kill_would_cost_more(
     tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
-    for writing_s, age_s, saves in (
-        (0.1, 0.9, False),
-        (0.1, 1.1, True),
-        (5.0, 1.1, False),
-        (5.0, 5.4, True),
-    ):
+    rows = (0.1, 0.9, False), (0.1, 1.1, True), (5.0, 1.1, False), (5.0, 5.4, True)
+    for writing_s, age_s, saves in rows:
         kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0)
         kept.timing.expect(0, writing_s)
         clock[0] += age_s
@@ -437,13 +412,8 @@ def test_the_last_checkpoint_does_not_wait_for_one_that_saves_little(
     tmp_path: Path, channels: Channels, clock: list[float]
 ) -> None:
     """Writing takes 5 s and a step .1 s, and a checkpoint every 2 s was asked for."""
-    for steps_left, age_s, saves in (
-        (1, 40.0, False),
-        (1, 50.0, True),
-        (40, 9.0, False),
-        (40, 11.0, True),
-        (48, 3.0, True),
-    ):
+    last = (1, 40.0, False), (1, 50.0, True)
+    for steps_left, age_s, saves in (*last, (40, 9.0, False), (40, 11.0, True), (48, 3.0, True)):
         kept = keeper(tmp_path, channels[0], checkpoint_every_s=2.0)
         for _ in range(2):
             kept.timing.step_took(0.1)

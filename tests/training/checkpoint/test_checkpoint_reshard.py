@@ -86,9 +86,7 @@ def reader_of(folder: Path) -> tuple[PartReader, Disk]:
 
 @pytest.mark.parametrize('writers', [1, 4])
 @pytest.mark.parametrize('parts', [(8,), (1, 3, 2)], ids=str)
-def test_any_parts_are_read_whoever_wrote_them(
-    tmp_path: Path, writers: int, parts: tuple[int, ...]
-) -> None:
+def test_parts_are_read_whoever_wrote(tmp_path: Path, writers: int, parts: tuple[int, ...]) -> None:
     full = written(tmp_path, writers)
     assert {file.name for file in verify(tmp_path).files} >= {'rank-0.safetensors'}
     for name, tensor in full.items():

@@ -327,9 +327,7 @@ class SharpCounting(Sharp):
         (Holding, ''),
     ],
 )
-def test_an_optimizer_that_cannot_go_on_is_refused_before_it_trains(
-    kind: Any, refused: str
-) -> None:
+def test_optimizer_that_cannot_go_on_is_refused_before_it_trains(kind: Any, refused: str) -> None:
     model, called = nn.Sequential(nn.Linear(200, 3), nn.Conv1d(3, 3, 3)), list[Any]()
     optimizer = kind(model.parameters())
     optimizer.register_step_pre_hook(lambda *how: called.append(how))

@@ -87,9 +87,7 @@ def frozen(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize('sharded', [False, True], ids=['whole', 'sharded'])
-def test_checkpoints_have_the_size_of_what_is_trained(
-    fork_server: ForkClient, tmp_path: Path, sharded: bool
-) -> None:
+def test_checkpoints_are_small(fork_server: ForkClient, tmp_path: Path, sharded: bool) -> None:
     alone, cut = tmp_path / 'alone', tmp_path / 'cut'
     whole = fragment(fork_server, alone, 1, sharded=sharded)
     assert whole.how == 'finished', whole.error

@@ -112,9 +112,7 @@ def files_of(image: FileImage) -> Mapping[str, tuple[int, tuple[str, ...]]]:
     return {'rank-0.safetensors': (len(image.content), image.blocks)}
 
 
-def test_what_was_put_is_got_by_others(
-    make: Callable[[Files], Transport], image: FileImage
-) -> None:
+def test_what_was_put_others_get(make: Callable[[Files], Transport], image: FileImage) -> None:
     files = files_of(image)
     (name,) = files
     assert len(files[name][1]) == 3
@@ -128,9 +126,7 @@ def test_what_was_put_is_got_by_others(
     assert found == [CONTENT[:BLOCK], CONTENT[2 * BLOCK :]]
 
 
-def test_what_has_changed_since_is_damage(
-    make: Callable[[Files], Transport], image: FileImage
-) -> None:
+def test_what_changed_since_is_damage(make: Callable[[Files], Transport], image: FileImage) -> None:
     files = files_of(image)
     (name,) = files
     wrong = image_of(CONTENT[:-1] + b'x')

@@ -24,9 +24,7 @@ from tests.support.ranks import order, ranks
 VARIABLES = (*ROCM.variables, *XPU.variables)
 
 
-def test_two_variables_that_hide_devices_from_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_variables_that_hide_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('ROCR_VISIBLE_DEVICES', '0,1')
@@ -81,9 +79,7 @@ class Machine:
         patch.setattr(torch.accelerator, 'device_count', self.device_count)
         patch.setattr(torch.accelerator, 'set_device_index', lambda index: None)
         patch.setattr(torch, 'zeros', lambda *_, device: None)
-        module = SimpleNamespace(
-            get_device_properties=lambda device: SimpleNamespace(uuid=self.uuid)
-        )
+        module = SimpleNamespace(get_device_properties=lambda d: SimpleNamespace(uuid=self.uuid))
         patch.setattr(torch, 'get_device_module', lambda device: module)
 
 
@@ -170,9 +166,7 @@ def test_a_demonstration_runs_with_any_number_of_devices(
     assert {devices.backend_for(gang, CUDA, shared=shared) for gang in gangs} == backends
 
 
-def test_fewer_devices_than_slots_or_ranks_are_refused_unless_they_may_be_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_few_devices_are_refused_unless_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(CUDA, 1).install(monkeypatch)
     monkeypatch.setenv(DEVICES_VARIABLE, 'own 1 2')
     with pytest.raises(BadInput, match=r"say LocalSite\(nodes=1\), or LocalSite\(devices='share'"):
@@ -185,9 +179,7 @@ def test_fewer_devices_than_slots_or_ranks_are_refused_unless_they_may_be_shared
     assert devices.backend_for(['a 0', 'a 0'], CUDA, shared=True) == GLOO
 
 
-def test_memory_of_a_shared_device_that_runs_out_gets_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_shared_device_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
     no_memory = 'CUDA out of memory. Tried to allocate 2 GiB.'
     assert devices.where_shared(no_memory, False) == no_memory
@@ -200,7 +192,7 @@ def test_memory_of_a_shared_device_that_runs_out_gets_a_sentence(
     ('named', 'uuid'),
     [('MIG-00000000-0000-0000-0000-000000000000', ''), ('7', ''), ('GPU-99', '1a')],
 )
-def test_devices_that_do_not_exist_get_a_sentence(
+def test_missing_devices_get_a_sentence(
     monkeypatch: pytest.MonkeyPatch, named: str, uuid: str
 ) -> None:
     Machine(CUDA, 4, uuid).install(monkeypatch)
@@ -219,9 +211,7 @@ def test_a_sentence_says_that_devices_are_not_used(
     assert 'say ranks=Ranks(per_node=4)' in capsys.readouterr().out
 
 
-def test_the_devices_of_a_node_are_counted_in_another_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_devices_of_a_node_are_counted_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(CUDA, 4)
     machine.install(monkeypatch)
     assert devices.count_visible() == 4
@@ -230,9 +220,7 @@ def test_the_devices_of_a_node_are_counted_in_another_process(
     assert os.getpid() not in machine.asked_by
 
 
-def test_ranks_with_devices_use_their_backend_or_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_with_devices_use_its_backend_or_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, 'has_backend', lambda _: True)
     for names, kind, backend in (
         (['a 1', 'a 2', 'b 3'], CUDA, 'cpu:gloo,cuda:nccl'),
@@ -253,7 +241,7 @@ def test_ranks_with_devices_use_their_backend_or_are_refused(
         devices.backend_for(['a 1', 'a 2'], CUDA)
 
 
-def test_the_interface_of_nccl_stays_as_the_environment_sets_it(
+def test_nccls_interface_stays_as_it_is_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv('GLOO_SOCKET_IFNAME', '')

@@ -51,9 +51,7 @@ def test_a_loss_that_exchanges(fork_server: ForkClient, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('world_size', [1, 2])
-def test_exchanges_in_the_body_are_refused_by_name(
-    fork_server: ForkClient, tmp_path: Path, world_size: int
-) -> None:
+def test_exchanges_are_refused(fork_server: ForkClient, tmp_path: Path, world_size: int) -> None:
     ordered = order(tmp_path, shards=3, total_samples=36)
     with ranks(fork_server, ordered, world_size, tmp_path, train, True) as gang:
         outcomes = gang.run()

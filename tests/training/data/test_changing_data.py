@@ -100,7 +100,7 @@ def split(ctx: FragmentContext, at: int, how: str) -> None:
 
 
 @pytest.mark.parametrize('how', ['tensors', 'subset'])
-def test_data_that_are_split_without_a_seed_are_refused(
+def test_splits_without_a_seed_are_refused(
     fork_server: ForkClient, tmp_path: Path, how: str
 ) -> None:
     said = refused(fork_server, tmp_path / '2', split, 0, how, world_size=2)

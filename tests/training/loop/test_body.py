@@ -48,9 +48,7 @@ def by_loss(ctx: FragmentContext, kind: str) -> None:
 
 
 @pytest.mark.parametrize('kind', LOSSES)
-def test_any_part_of_a_batch_counts_as_the_loss_says(
-    fork_server: ForkClient, tmp_path: Path, kind: str
-) -> None:
+def test_parts_count_as_the_loss_says(fork_server: ForkClient, tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -241,10 +241,8 @@ def test_a_learning_rate_by_samples(fork_server: ForkClient, tmp_path: Path, mod
         scheduler = ctx.samples_lr(optimizer, lambda samples: 1 - samples / 32)
         model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler)
         for (x,) in ctx.loop(DATA, 4):
-            assert optimizer.param_groups[0]['lr'] == 2 * (1 - ctx.samples / 32), (
-                ctx.samples,
-                optimizer.param_groups,
-            )
+            lr = optimizer.param_groups[0]['lr']
+            assert lr == 2 * (1 - ctx.samples / 32), (ctx.samples, lr)
             optimizer.zero_grad()
             model(x).mul(0).mean().backward()
             optimizer.step()

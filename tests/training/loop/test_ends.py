@@ -171,7 +171,7 @@ def phases(ctx: FragmentContext, stop_at: int | None = None) -> None:
 
 
 @pytest.mark.parametrize('stop_at', [16, 22, 44])
-def test_several_loops_go_on_in_the_right_one(
+def test_of_loops_the_right_one_goes_on(
     fork_server: ForkClient, tmp_path: Path, stop_at: int
 ) -> None:
     (one,), _ = run(fork_server, tmp_path / 'one', phases, total_samples=56)

@@ -179,11 +179,8 @@ def test_what_is_done_by_epoch_for_any_cuts(fork_server: ForkClient, tmp_path: P
     outcomes = run(fork_server, folder, steps_by_epochs, fragment=2, world_size=2, **options)
     assert [outcome.result for outcome in outcomes] == ['"behind"'] * 2, outcomes
     (_, one), (_, cut) = last(tmp_path / 'one'), last(folder)
-    assert [row[:3] for row in one.position.user['seen']] == [
-        [0, 3, [0.25]],
-        [1, 3, [0.125]],
-        [2, 3, [0.0625]],
-    ]
+    seen = [row[:3] for row in one.position.user['seen']]
+    assert seen == [[0, 3, [0.25]], [1, 3, [0.125]], [2, 3, [0.0625]]]
     assert one.position.user == cut.position.user
     assert all(torch.equal(cut.models[0][name], its) for name, its in one.models[0].items())
 

@@ -106,14 +106,8 @@ def differences(one: Any, other: Any, where: str = '') -> list[str]:
         same = one.dtype == other.dtype and torch.equal(one, other)
         return [] if same else [where]
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [
-            found for key in one for found in differences(one[key], other[key], f'{where}.{key}')
-        ]
-    if (
-        isinstance(one, (list, tuple))
-        and isinstance(other, (list, tuple))
-        and len(one) == len(other)
-    ):
+        return [found for k in one for found in differences(one[k], other[k], f'{where}.{k}')]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         return [
             found
             for i, pair in enumerate(zip(one, other, strict=True))

@@ -154,9 +154,7 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
         with running_ahead(
             fork_server, ordered, after, tmp_path, at_prepare=mark, endless=1
         ) as asked:
-            assert all(
-                channel.poll(LIMIT_S) and channel.recv() == msg.Waiting() for channel in asked
-            )
+            assert all(c.poll(LIMIT_S) and c.recv() == msg.Waiting() for c in asked)
         last = stopped(gang)[0]
         first = {rank.process.pid for rank in gang.ranks}
     waiting = {int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')} - first
@@ -489,9 +487,7 @@ def launch() -> Launch:
     return Launch(order(Path('/')), RankPlace(0, 1, 0, 1, ''), {}, '')
 
 
-def test_only_a_rank_that_is_wanted_and_lives_is_given_to_a_launch(
-    sleepers: Callable[[], StandbyRank],
-) -> None:
+def test_a_rank_that_is_wanted_and_lives_is_given(sleepers: Callable[[], StandbyRank]) -> None:
     slots, (ours, theirs) = StandbySlots(), channel_pair()
     first, second, third = (sleepers() for _ in range(3))
     with closing(ours), closing(theirs):
@@ -508,9 +504,7 @@ def test_only_a_rank_that_is_wanted_and_lives_is_given_to_a_launch(
         os.close(rank.pidfd)
 
 
-def test_ranks_ahead_end_some_time_after_their_trainer_has_left_the_node(
-    sleepers: Callable[[], StandbyRank],
-) -> None:
+def test_ranks_ahead_end_after_their_trainer_has_left(sleepers: Callable[[], StandbyRank]) -> None:
     slots, (ours, theirs) = StandbySlots(), channel_pair()
     with closing(ours), closing(theirs):
         slots.add(rank := sleepers())

@@ -222,10 +222,8 @@ def copies_of_the_model(ctx: FragmentContext) -> None:
     torch.manual_seed(3)
     model = nn.Linear(4, 1)
     model, optimizer = ctx.prepare(model, sgd(model))
-    start, first = (
-        copy.deepcopy(model.state_dict()),
-        [p.detach().clone() for p in model.parameters()],
-    )
+    start = copy.deepcopy(model.state_dict())
+    first = [p.detach().clone() for p in model.parameters()]
     old, flat = copy.deepcopy(model), nn.utils.parameters_to_vector(model.parameters()).detach()
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -380,15 +378,8 @@ def variables(ctx: FragmentContext) -> list[Any]:
     model.load_state_dict(best_weights)
     assert all(torch.equal(best_weights[name], one) for name, one in stopper.weights.items())
     steps = steps if not ctx.spec.shards else 0
-    return [
-        round(best, 4),
-        history,
-        list(recent),
-        stopper.bad,
-        steps,
-        seen,
-        scores.round(3).tolist(),
-    ]
+    kept = list(recent), stopper.bad, steps, seen, scores.round(3).tolist()
+    return [round(best, 4), history, *kept]
 
 
 @dataclass

@@ -185,9 +185,7 @@ def trained(
 
 
 @pytest.mark.parametrize('by_epochs', [False, True])
-def test_counters_count_steps_wherever_shards_are_trained(
-    fork_server: ForkClient, tmp_path: Path, by_epochs: bool
-) -> None:
+def test_counters_count_steps(fork_server: ForkClient, tmp_path: Path, by_epochs: bool) -> None:
     one, log = trained(fork_server, tmp_path / '1', [1], 'reproducible', by_epochs, 0)
     cut, _ = trained(fork_server, tmp_path / '2', [3, 2], 'reproducible', by_epochs, 8)
     last = (STEPS // EPOCHS if by_epochs else STEPS) - 1

@@ -283,10 +283,8 @@ def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path)
     for file in (tmp_path / '0' / 'store' / 'outer').rglob('*.safetensors'):
         assert file.stat().st_size < 2**19  # what is frozen is in the moving average only
     alone = structs.replace(DILOCO, replicas=1)
-    hows = [
-        run(fork_server, piece(tmp_path / 'one', 0, fragment, diloco=alone)).how
-        for fragment in range(1, ROUNDS + 2)
-    ]
+    pieces = [piece(tmp_path / 'one', 0, n, diloco=alone) for n in range(1, ROUNDS + 2)]
+    hows = [run(fork_server, one).how for one in pieces]
     assert hows == ['stopped'] * ROUNDS + ['finished']
 
 

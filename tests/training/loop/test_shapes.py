@@ -184,10 +184,8 @@ def test_ranks_of_a_group_see_the_same_samples(fork_server: ForkClient, tmp_path
     seen = tmp_path / 'seen'
     seen.mkdir()
     run(fork_server, tmp_path, BOTH, noise=0.5, dropout=0.5, seen=seen)
-    rows = [
-        [json.loads(line) for line in (seen / f'{rank}').read_text().splitlines()]
-        for rank in range(4)
-    ]
+    texts = [(seen / f'{rank}').read_text() for rank in range(4)]
+    rows = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert rows[0] == rows[1] != rows[2] == rows[3]
     sizes = [first[0] + second[0] for first, second in zip(rows[0], rows[2], strict=True)]
     assert sizes == [10, 10, 10, 7] * 2

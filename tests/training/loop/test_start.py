@@ -33,7 +33,7 @@ def save(store: PosixCheckpointStore, samples: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize('file', ['rank-0.safetensors', 'contents.json'])
-def test_a_damaged_file_is_found_while_it_is_read(
+def test_damage_is_found_while_reading(
     tmp_path: Path, store: PosixCheckpointStore, file: str
 ) -> None:
     before, newest = save(store, 8), save(store, 16)
@@ -71,9 +71,7 @@ def test_pruning_reads_the_newest_only_if_another_process_wrote_it(
     assert [checkpoint.samples for checkpoint in store.checkpoints()] == [24]
 
 
-def test_pruning_notices_that_a_file_of_its_own_checkpoint_is_gone(
-    store: PosixCheckpointStore,
-) -> None:
+def test_pruning_notices_that_a_file_of_its_own_is_gone(store: PosixCheckpointStore) -> None:
     save(store, 8)
     Path(save(store, 16).path, 'rank-0.safetensors').unlink()
     store.prune(Retention(1))

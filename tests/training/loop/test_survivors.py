@@ -39,11 +39,7 @@ def train(
     forgets: bool = False,
 ) -> None:
     """Each is struck as ``faults`` says; nothing counts twice. ``forgets``: a cut changes it."""
-    mine = [
-        (samples, point)
-        for rank, samples, point in faults.get(ctx.fragment, ())
-        if ctx.rank == rank
-    ]
+    mine = [(at, p) for rank, at, p in faults.get(ctx.fragment, ()) if ctx.rank == rank]
 
     def struck(point: str) -> bool:
         return (ctx.samples, point) in mine
@@ -257,7 +253,7 @@ def test_a_kill_while_it_is_saved_or_left_costs_no_more(
 
 
 @pytest.mark.parametrize('victim', [0, 1])
-def test_what_rank_0_alone_remembers_is_not_forgotten(
+def test_what_rank_0_has_is_not_forgotten(
     nodes: list[ForkClient], tmp_path: Path, victim: int
 ) -> None:
     """Its ``ctx.state`` counts, so without it the checkpoint is used."""

@@ -102,9 +102,7 @@ def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
     }
     rows: list[dict[str, bytes]] = [{} for _ in range(world_size)]
     dist.all_gather_object(rows, own)
-    return {
-        number: {row[number] for row in rows if number in row} for row in rows for number in row
-    }
+    return {n: {row[n] for row in rows if n in row} for row in rows for n in row}
 
 
 @pytest.mark.parametrize(

@@ -210,9 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize('function', REFUSED)
-def test_a_model_that_is_sharded_otherwise(
-    fork_server: ForkClient, tmp_path: Path, function: Any
-) -> None:
+def test_a_model_sharded_otherwise(fork_server: ForkClient, tmp_path: Path, function: Any) -> None:
     shape = Shape(tensor=2) if function in (uneven, without_plan) else Shape(shard=2)
     ordered = order(tmp_path, total_samples=8, shape=shape, shapes={2: shape})
     outcomes = ended(fork_server, ordered, 2, tmp_path, function)

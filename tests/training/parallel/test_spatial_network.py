@@ -165,9 +165,7 @@ def measure(ctx: FragmentContext) -> None:
     really = dist.batch_isend_irecv
 
     def counted(operations: list[Any]) -> Any:
-        sent.extend(
-            operation.tensor.nbytes for operation in operations if operation.op is dist.isend
-        )
+        sent.extend(o.tensor.nbytes for o in operations if o.op is dist.isend)
         return really(operations)
 
     dist.batch_isend_irecv = counted  # type: ignore[assignment]

@@ -42,9 +42,7 @@ def until_it_waits(process: subprocess.Popen[str]) -> None:
     assert 'waiting' in process.stderr.readline()
 
 
-def test_a_node_runs_what_the_next_holder_says_and_nothing_of_the_lost_run_beside_it(
-    tmp_path: Path,
-) -> None:
+def test_node_runs_what_next_holder_says_and_nothing_of_lost_run_beside_it(tmp_path: Path) -> None:
     file = tmp_path / 'holder.json'
     with node(file, 'sleep 600 & echo first $!') as process:
         assert process.stdout is not None

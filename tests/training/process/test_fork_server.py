@@ -341,9 +341,7 @@ def test_an_owner_that_is_gone_already(tmp_path: Path) -> None:
         parent.wait_ready(60)
 
 
-def test_a_parent_that_cannot_start_shows_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_parent_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'torch.py').write_text('raise ImportError("no torch today")')
     monkeypatch.syspath_prepend(tmp_path)
     parent = ForkClient.start(secrets.token_hex(8), os.getpid(), str(tmp_path / 'fork_server.log'))

@@ -91,9 +91,7 @@ def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
     assert not (tmp_path / 'logs').exists()
 
 
-def test_a_node_that_is_left_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_that_is_left_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, temporary = tmp_path / 'manager.py', tmp_path / 'tmp'
     script.write_text(f'COMMAND = {COMMAND!r}\n{MANAGER}')
     temporary.mkdir()

@@ -60,14 +60,8 @@ FROM_RANK = [
     ),
     ms.Exit(-9),
 ]
-FROM_MEMBER = [
-    *NEWS,
-    ms.Hello('n1'),
-    ms.Alive(),
-    ms.Notice('SIGTERM'),
-    ms.RankEnded(0, ok=False),
-    ms.StandbyReady(),
-]
+FROM_MEMBER = [*NEWS, ms.Hello('n1'), ms.Alive(), ms.Notice('SIGTERM'), ms.RankEnded(0, ok=False)]
+FROM_MEMBER.append(ms.StandbyReady())
 STOP = ms.StopTraining('preempted', node_leaves=True)
 TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays(), ms.NodeEnds(1e5)]
 TO_MEMBER = [
@@ -84,14 +78,8 @@ REQUESTS = [
     fm.KeepState('t', 'digest', fm.OfferState('t', 2, 10), 'rank-0.safetensors'),
     fm.FetchState('t', 'digest', keep=True),
 ]
-ANSWERS = [
-    fm.Ready(17),
-    fm.StateWanted(),
-    fm.StateKept(),
-    fm.Refused('another Python'),
-    fm.Serving(),
-    fm.ForkServerEnded(3),
-]
+ANSWERS = [fm.Ready(17), fm.StateWanted(), fm.StateKept(), fm.Refused('another Python')]
+ANSWERS += [fm.Serving(), fm.ForkServerEnded(3)]
 CHANNELS = {
     'rank to member': (ms.FromRank, FROM_RANK),
     'member to rank': (ms.ToRank, TO_RANK),
@@ -154,7 +142,7 @@ def test_a_trainer_with_shapes_can_be_launched() -> None:
 
 @pytest.mark.parametrize('channel', CHANNELS)
 @holds_for(data=st.data(), tries=50)
-def test_a_decoder_never_raises_and_gives_only_what_is_expected(
+def test_a_decoder_never_raises_and_gives_what_is_expected(
     channel: str, data: st.DataObject
 ) -> None:
     union, messages = CHANNELS[channel]
@@ -165,9 +153,7 @@ def test_a_decoder_never_raises_and_gives_only_what_is_expected(
             assert abs(value) <= 2**53, name  # finite, and what a ledger can store
 
 
-def test_each_unknown_kind_is_logged_once_and_not_too_many(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unknown_kinds_are_logged_once_and_not_too_many(caplog: pytest.LogCaptureFixture) -> None:
     decoder: Decoder[Any] = Decoder(ms.FromRank, 'rank 7')
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

@@ -226,7 +226,7 @@ def graphed(ctx: FragmentContext, micro_batch: int | None = None, plain: bool = 
     return model.weight.detach().tolist()
 
 
-def test_gradients_in_the_memory_of_a_cuda_graph_are_copied_or_refused(
+def test_gradients_in_memory_of_a_graph_are_copied_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for mode, size in ((Reproducible(shards=4), None), (Throughput(), 3)):
@@ -253,9 +253,7 @@ def accumulates(ctx: FragmentContext, by_hand: bool = False) -> list[float]:
 
 
 @pytest.mark.parametrize(('mode', 'count'), [('reproducible', 2), ('throughput', 2)])
-def test_accumulated_batches(
-    fork_server: ForkClient, tmp_path: Path, mode: str, count: int
-) -> None:
+def test_accumulation(fork_server: ForkClient, tmp_path: Path, mode: str, count: int) -> None:
     """Steps of three batches each; by hand, what a fragment would drop at its end is refused."""
     ordered = order(tmp_path / '1', mode=mode, shards=3, total_samples=2 * SIZE)
     outcome = all_finish(fork_server, ordered, count, tmp_path, accumulates)[0]

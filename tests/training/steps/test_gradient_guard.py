@@ -36,9 +36,7 @@ def set_one(model: nn.Linear) -> None:
 
 @pytest.mark.parametrize('of_several', [True, False])
 @pytest.mark.parametrize('then', [pass_through, set_one])
-def test_what_is_left_behind_a_step_is_cleared(
-    of_several: bool, then: Callable[[nn.Linear], None]
-) -> None:
+def test_what_a_step_leaves_is_cleared(of_several: bool, then: Callable[[nn.Linear], None]) -> None:
     model = nn.Linear(2, 1)
     with guarded(model, of_several) as guard:
         assert guard.none_left

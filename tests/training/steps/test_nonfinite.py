@@ -172,7 +172,7 @@ def test_the_result_is_as_if_the_batch_had_not_been_trained(
 
 
 @pytest.mark.parametrize(('on_nan', 'mode'), [('rollback', 'throughput'), ('skip', 'reproducible')])
-def test_what_is_never_finite_again_ends(
+def test_what_stays_not_finite_ends(
     fork_server: ForkClient, tmp_path: Path, on_nan: str, mode: str
 ) -> None:
     outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=40)

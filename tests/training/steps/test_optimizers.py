@@ -112,9 +112,7 @@ def result(
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
-def test_cut_is_uncut_for_every_optimizer_and_fused_is_unfused(
-    fork_server: ForkClient, tmp_path: Path, mode: str
-) -> None:
+def test_cut_is_uncut_fused_is_unfused(fork_server: ForkClient, tmp_path: Path, mode: str) -> None:
     whole = result(fork_server, tmp_path / 'whole', mode, (TOTAL,))
     cut = result(fork_server, tmp_path / 'cut', mode, (TOTAL // 3, TOTAL))
     all_kinds = kinds(mode == 'reproducible')

@@ -25,9 +25,7 @@ def plus(a: str, b: str) -> str:
 
 @given(shards=st.integers(1, 40), world_size=st.integers(1, 50), empty=st.sets(st.integers(0, 39)))
 @example(shards=40, world_size=2, empty=set())
-def test_the_sum_does_not_depend_on_the_ranks(
-    shards: int, world_size: int, empty: set[int]
-) -> None:
+def test_sum_does_not_depend_on_the_ranks(shards: int, world_size: int, empty: set[int]) -> None:
     tree = ShardTree(shards)
     values = [None if s in empty else str(s) for s in range(shards)]
     alone: dict[Node, str | None] = {}
@@ -145,11 +143,8 @@ def counts_what_it_receives(ctx: FragmentContext, elements: int, apart: bool) ->
         received.extend(op.tensor.nbytes for op in ops if op.op is dist.irecv)
         return swap(ops)
 
-    vars(dist).update(
-        all_gather=all_gather,
-        all_to_all_single=all_to_all_single,
-        batch_isend_irecv=batch_isend_irecv,
-    )
+    exchanges = {'all_gather': all_gather, 'all_to_all_single': all_to_all_single}
+    vars(dist).update(exchanges, batch_isend_irecv=batch_isend_irecv)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(elements // 10, 10), torch.nn.BatchNorm1d(10))
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))

@@ -40,11 +40,8 @@ class RayTrain:
     def start(self, machine: Machine, nodes: list[str]) -> None:
         self._ray(machine, '', '--head', f'--port={self._port}', '--num-cpus=0')
         until(lambda: answers((own_address(), self._port)))
-        machine.run(
-            ['python', '-m', __name__, self._address, str(machine.folder)],
-            python=PYTHON,
-            environment=QUICK,
-        )
+        words = ['python', '-m', __name__, self._address, str(machine.folder)]
+        machine.run(words, python=PYTHON, environment=QUICK)
         for node in nodes:
             self.join(machine, node)
             # Raylets of one computer that start at the same time keep each other from starting.
@@ -138,11 +135,8 @@ def train() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint = None
                 if rank == 0:
-                    state = {
-                        'model': model.state_dict(),
-                        'optimizer': optimizer.state_dict(),
-                        'position': position,
-                    }
+                    state = {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}
+                    state['position'] = position
                     torch.save(state, os.path.join(folder, 'saved.pt'))
                     checkpoint = ray.train.Checkpoint.from_directory(folder)
                 ray.train.report({'position': position}, checkpoint=checkpoint)
