@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from msgspec import structs
@@ -29,11 +28,10 @@ from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer import arguments
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.host.rehearsals import say_if_never
-from parsl_freetrain.training.checkpoint.folder_claim import claim, round_samples
-from parsl_freetrain.training.checkpoint.identity import move_aside
+from parsl_freetrain.training.checkpoint import folder_claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec import training as ts
-from parsl_freetrain.training.spec.diloco import OUTER, DiLoCo, replica_folder, replica_name
+from parsl_freetrain.training.spec.diloco import DiLoCo
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints, Resume
 from parsl_freetrain.training.spec.shapes import identity_of
@@ -110,19 +108,17 @@ class FreeTrainApp:
         try:
             packed = pack(self.function, args, kwargs, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
-            folder = Path(executor.checkpoint_dir) / name
-            roots = self._roots(executors, name)
+            places = [one.checkpoint_dir for one in executors]
+            stores = folder_claim.stores_of(places, name, self.spec.diloco)
+            folder = stores[0].folder
             resume = self.spec.checkpoints.resume or executor.resume
-            checkpoint = claim(folder, name, self.identity(), resume)
-            for replica in range(1, self.spec.diloco.replicas if self.spec.diloco else 1):
+            checkpoint = folder_claim.claim(folder, name, self.identity(), resume)
+            for replica, store in enumerate(stores[1:], 1):
                 names = executors[replica % len(executors)].names
-                own = names.take(replica_name(name, replica), explicit=True)
+                own = names.take(store.trainer, explicit=True)
                 taken.append(own)
                 anew: Resume = 'never' if resume == 'never' else 'auto'
-                root = roots[replica % len(roots)]
-                if anew == 'never' and root != folder and (root / OUTER).is_dir():
-                    move_aside(root)
-                others.append(claim(replica_folder(root, replica), own, self.identity(), anew))
+                others.append(folder_claim.claim(store.folder, own, self.identity(), anew))
         except BaseException:
             free()
             raise
@@ -143,7 +139,7 @@ class FreeTrainApp:
                     values = arguments.by_name(self.function, args, kwargs)
                     changed = arguments.compare(folder, checkpoint, values)
                     what = (checkpoint, *others), packed.payload, changed
-                    self._start(future, executors, dfk, folder, *what)
+                    self._start(future, executors, dfk, stores, *what)
             except Exception as error:
                 free()
                 future._settle_failed(error)
@@ -190,11 +186,6 @@ class FreeTrainApp:
         self._check_arguments(args, kwargs)
         args, kwargs = arguments.values_of(args, kwargs)
         return rehearsal.rehearse(app, args, kwargs, steps, plain)
-
-    def _roots(self, executors: Sequence[FreeTrainExecutor], name: str) -> list[Path]:
-        """Where the replicas have their folders, in turn."""
-        apart = self.spec.diloco is not None and self.spec.diloco.transport is not None
-        return [Path(e.checkpoint_dir) / name for e in executors[: len(executors) if apart else 1]]
 
     def _parsl(self) -> tuple[DataFlowKernel, list[FreeTrainExecutor]]:
         """And the executors that train it; the first one's folder has its checkpoints."""
@@ -249,7 +240,7 @@ class FreeTrainApp:
         future: TrainingFuture,
         executors: Sequence[FreeTrainExecutor],
         dfk: DataFlowKernel,
-        folder: Path,
+        stores: Sequence[PosixCheckpointStore],
         newest: Sequence[Checkpoint | None],
         payload: bytes,
         changed: bool,
@@ -272,21 +263,14 @@ class FreeTrainApp:
             )
             return task
 
-        known = round_samples(folder, future.name) if self.spec.diloco else None
-        roots, names = self._roots(executors, future.name), [future.name]
-        names += (replica_name(future.name, replica) for replica in range(1, len(newest)))
-        stores = [
-            PosixCheckpointStore(replica_folder(roots[replica % len(roots)], replica), name)
-            for replica, name in enumerate(names)
-        ]
-        each = enumerate(store.handed_in() for store in stores)
-        handed_in = {(replica, at): told for replica, its in each for at, told in its.items()}
-        future._replicas = list(map(TrainingFuture, names[1:]))
+        first = stores[0].folder
+        known = folder_claim.round_samples(first, future.name) if self.spec.diloco else None
+        handed_in = folder_claim.all_handed_in(stores)
+        future._replicas = [TrainingFuture(store.trainer) for store in stores[1:]]
         futures = [future, *future._replicas]
-        for replica, checkpoint in enumerate(newest):
+        for replica, (store, checkpoint) in enumerate(zip(stores, newest, strict=True)):
             spec = structs.replace(self.spec, replica=replica)
             trainer = spec.trainer(future.name, name_of(self.function))
-            name, store = trainer.name, stores[replica]
             executor = executors[replica % len(executors)]
             others = [one for one in executors if one is not executor]
             executor.submit_trainer(
@@ -297,7 +281,7 @@ class FreeTrainApp:
                     launch=functools.partial(launch, executor),
                     tell_others=functools.partial(_tell, others) if others else None,
                     future=futures[replica],
-                    checkpoint=checkpoint or Checkpoint(name, '', 0, 0),
+                    checkpoint=checkpoint or Checkpoint(store.trainer, '', 0, 0),
                     fragments_before=store.last_fragment(),
                     handed_in=handed_in,
                     changed_at=checkpoint.path if changed and checkpoint else '',

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import identity as ids
 from parsl_freetrain.training.checkpoint.store import BAD, PosixCheckpointStore
-from parsl_freetrain.training.spec.diloco import OUTER, ROUND_SAMPLES
+from parsl_freetrain.training.spec.diloco import (
+    OUTER,
+    REPLICAS,
+    ROUND_SAMPLES,
+    DiLoCo,
+    replica_folder,
+    replica_name,
+)
 from parsl_freetrain.training.spec.retention import Resume
 
 
@@ -28,6 +35,9 @@ def claim(
             "name the one that it trained in, or use resume='auto'."
         )
     new = ids.prove_writable(folder, trainer)
+    root = folder.parent.parent if folder.parent.name == REPLICAS else None
+    if root and resume == 'never' and not ids.is_trainer_folder(root) and (root / OUTER).is_dir():
+        ids.move_aside(root)  # where a training has only other replicas than the first
     store = PosixCheckpointStore(folder, trainer)
     if resume == 'never' and ids.is_trainer_folder(folder):
         if last := store.last_fragment():
@@ -50,6 +60,23 @@ def claim(
             f"use resume='auto' to start from the beginning."
         )
     return found
+
+
+def stores_of(
+    folders: Sequence[str], training: str, diloco: DiLoCo | None
+) -> list[PosixCheckpointStore]:
+    """Those of its replicas: with a transport in all folders in turn, else in the first one."""
+    apart = diloco is not None and diloco.transport is not None
+    roots = [Path(one) / training for one in folders[: len(folders) if apart else 1]]
+    return [
+        PosixCheckpointStore(replica_folder(roots[k % len(roots)], k), replica_name(training, k))
+        for k in range(diloco.replicas if diloco is not None else 1)
+    ]
+
+
+def all_handed_in(stores: Sequence[PosixCheckpointStore]) -> dict[tuple[int, int], str]:
+    each = enumerate(store.handed_in() for store in stores)
+    return {(replica, at): told for replica, its in each for at, told in its.items()}
 
 
 def round_samples(folder: Path, training: str) -> int | None:
