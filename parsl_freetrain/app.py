@@ -258,9 +258,8 @@ class FreeTrainApp:
             if (fragment := executor.fragment_app) is None:
                 how: Any = {'executors': [executor.label], 'cache': False}
                 fragment = executor.fragment_app = python_app(fragment_task, dfk, **how)
-            task: Future[Checkpoint] = fragment(
-                payload, previous, parsl_resource_specification=dict(specification)
-            )
+            how = {'parsl_resource_specification': dict(specification)}
+            task: Future[Checkpoint] = fragment(payload, previous, **how)
             return task
 
         first = stores[0].folder
