@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
@@ -111,7 +112,7 @@ class RemoteTraining(TrainingFuture):
             self._settle_finished(self.checkpoint)
         elif found.state == 'cancelled':
             self._settle_cancelled()
-        elif found.over:
+        elif found.state in ('finished', 'failed'):
             said = found.sentence or f'The endpoint answered {found.state!r} without a checkpoint.'
             self.fail((BadInput if found.refused else TrainerFailed)(said))
         elif found.sentence:
@@ -175,17 +176,17 @@ class FreeTrainClient(Executor):
         **settings: Any,
     ) -> None:
         if (endpoint_id is None) == (executor is None):
-            raise BadInput(
-                'FreeTrainClient needs an endpoint_id, or an executor with an endpoint; give one.'
-            )
+            raise BadInput('FreeTrainClient needs an endpoint_id or an executor: give one of them.')
         if executor is None:
-            _sdk_executor()
+            with needs('Submitting from afar'):
+                import globus_compute_sdk as sdk
+            how = {'endpoint_id': endpoint_id, 'user_endpoint_config': user_endpoint_config}
+            self._new_executor = functools.partial(sdk.Executor, **how)
         known = endpoint_id or getattr(executor, 'endpoint_id', getattr(executor, 'label', ''))
         self.name = f'endpoint {known}' if known else 'the endpoint'
         self.look_every_s = look_every_s
         here = site == 'local' or (isinstance(site, Mapping) and site.get('type') == 'local')
         self.hold_s = look_every_s if here else 0.0
-        self._endpoint = {'endpoint_id': endpoint_id, 'user_endpoint_config': user_endpoint_config}
         self._given, self._executor = executor, executor
         self._folder, self._python = checkpoint_dir, python
         self._settings = settings if site is None else {'site': site, **settings}
@@ -230,8 +231,7 @@ class FreeTrainClient(Executor):
         if len(payload) > LARGEST_PAYLOAD:
             raise BadInput(
                 f'{why}: its function and arguments have {len(payload)} bytes, and Globus Compute '
-                f'takes {LARGEST_PAYLOAD}; put data into files at the endpoint, and pass their '
-                'paths.'
+                f'takes {LARGEST_PAYLOAD}; put data into files there, and pass their paths.'
             )
         run, request = (self._folder, self._settings), secrets.token_hex(8)
         order = orders.Order('train', *run, name, request, 0.0, probe.versions(), app.spec, payload)
@@ -255,8 +255,8 @@ class FreeTrainClient(Executor):
         """State and progress of all trainers of ``checkpoint_dir``. Raises BadInput if
         parsl-freetrain cannot be run there; TimeoutError.
         """
-        found = self._answer_to(orders.Order('look', self._folder), timeout_s).trainers
-        return {name: (known.state, known.progress) for name, known in found.items()}
+        found = self._answer_to(orders.Order('look', self._folder), timeout_s).trainers.items()
+        return {name: (known.state, known.progress) for name, known in found}
 
     def compare_versions(self, timeout_s: float = 60.0) -> tuple[probe.Comparison, ...]:
         """Versions here and at the endpoint; raises as :meth:`trainers` does."""
@@ -267,12 +267,11 @@ class FreeTrainClient(Executor):
         """Stop following. Trainers keep running; their futures raise an error that says where."""
         self._closed = True
         for name, training in list(self._open.items()):
-            training.fail(
-                TrainerFailed(
-                    f'Trainer {name!r} is not followed any more, because its FreeTrainClient was '
-                    f'closed; it goes on at {self.name}: attach({name!r}) follows it again.'
-                )
+            why = (
+                f'Trainer {name!r} is not followed any more, because its FreeTrainClient was '
+                f'closed; it goes on at {self.name}: attach({name!r}) follows it again.'
             )
+            training.fail(TrainerFailed(why))
         if self._executor is not self._given:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -292,9 +291,8 @@ class FreeTrainClient(Executor):
         try:
             return orders.decoded(self.send(order).result(timeout_s), orders.OrderAnswer)
         except TimeoutError:
-            raise TimeoutError(
-                f'{self.name} did not answer within {timeout_s:g} s; it may not be running.'
-            ) from None
+            why = f'{self.name} did not answer within {timeout_s:g} s; it may not be running.'
+            raise TimeoutError(why) from None
         except Exception as error:
             raise self.refusal(error) or error from error
 
@@ -303,10 +301,9 @@ class FreeTrainClient(Executor):
         try:
             with self._sending:
                 if self._executor is None or getattr(self._executor, '_stopped', False):
-                    self._executor = self._given or _sdk_executor()(**self._endpoint)
-                words: list[Any] = [msgspec.msgpack.encode(order), self._python]
-                if isinstance(self._executor, ParslExecutor):
-                    words.insert(0, {})  # resources
+                    self._executor = self._given or self._new_executor()
+                resources = [{}] if isinstance(self._executor, ParslExecutor) else []
+                words = (*resources, msgspec.msgpack.encode(order), self._python)
                 sent: Future[bytes] = self._executor.submit(orders.run_or_join, *words)
         except Exception as error:
             sent = Future()
@@ -330,17 +327,10 @@ class FreeTrainClient(Executor):
                 'in again by running python -c "from globus_compute_sdk import Client; '
                 'Client().app.login(force=True)" in a terminal.'
             )
-        if isinstance(status, int) and 400 <= status < 500 and status != 429:
-            return BadInput(
-                f'Globus Compute refuses {self.name} (HTTP {status}: {lines[0]}): check the '
-                'endpoint id, and the options in user_endpoint_config.'
-            )
-        if isinstance(error, (TypeError, ValueError)):
-            return BadInput(f'Globus Compute refuses the order for {self.name}: {lines[0]}.')
-        return None
-
-
-def _sdk_executor() -> Any:
-    with needs('Submitting from afar'):
-        from globus_compute_sdk import Executor as found  # noqa: N813
-    return found
+        http = isinstance(status, int) and 400 <= status < 500 and status != 429
+        if not (http or isinstance(error, (TypeError, ValueError))):
+            return None
+        return BadInput(
+            f'Globus Compute refuses {self.name} ({f"HTTP {status}: " if http else ""}{lines[0]}): '
+            'check the endpoint id, and the options in user_endpoint_config.'
+        )

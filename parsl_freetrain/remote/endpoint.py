@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.state import FINAL_STATES
 from parsl_freetrain.executor.run_lock import FILE, check_name, refuse_live
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import refuse_foreign
@@ -32,7 +33,7 @@ class Desk:
 
     def __init__(self, checkpoint_dir: str) -> None:
         self.checkpoint_dir = Path(checkpoint_dir)
-        self.folder, self._damaged = self.checkpoint_dir / '.orders', set[str]()
+        self.folder = self.checkpoint_dir / '.orders'
         files.make_dir(self.folder)
         refuse_foreign(self.folder, 'folder of orders')
 
@@ -51,9 +52,8 @@ class Desk:
             if self.order(name).request == order.request:
                 return
             raise BadInput(
-                f'Trainer {name!r} is {"queued" if known is None else known.state} at this '
-                'endpoint already, from another submission: attach to it, cancel it first, or give '
-                'this one another trainer_name.'
+                f'Trainer {name!r} is {known.state if known else "queued"} there, from another '
+                'submission: attach to it, cancel it first, or give this one another trainer_name.'
             ) from None
         finally:
             draft.unlink()
@@ -63,15 +63,14 @@ class Desk:
         return {path.stem for path in self.folder.glob(f'*.{kind}')}
 
     def readable(self, names: set[str]) -> list[orders.Order]:
-        """The orders that can be read: one that is damaged holds up no others."""
+        """The orders that can be read. One that is damaged has failed: a client sends it again."""
         found = []
         for name in sorted(names):
-            try:
-                found.append(self.order(name))
-            except (BadInput, OSError) as error:
-                if not (isinstance(error, FileNotFoundError) or name in self._damaged):
-                    self._damaged.add(name)
-                    print(f'The order of trainer {name!r} cannot be read: {error}', file=sys.stderr)
+            with suppress(OSError):  # it is done with, or the next look reads it
+                try:
+                    found.append(self.order(name))
+                except BadInput as error:
+                    self.tell(name, orders.TrainerStatus('', 'failed', sentence=str(error)))
         return found
 
     def order(self, name: str) -> orders.Order:
@@ -80,7 +79,7 @@ class Desk:
     def tell(self, name: str, status: orders.TrainerStatus) -> None:
         """Say how a trainer is; its order is done with once it has ended."""
         files.replace(self.path(name, 'status'), msgspec.msgpack.encode(status), durable=False)
-        if status.over:
+        if status.state in FINAL_STATES:
             for kind in ('order', 'cancel'):
                 self.path(name, kind).unlink(missing_ok=True)
 
@@ -94,6 +93,17 @@ class Desk:
     def path(self, name: str, kind: str) -> Path:
         """The file with a trainer's 'order' or 'status', or that says 'cancel'."""
         return self.folder / f'{name}.{kind}'
+
+    def has_run(self) -> bool:
+        """Raises BadInput if another program trains there."""
+        try:
+            refuse_live(self.checkpoint_dir)
+        except BadInput:
+            holder = read_holder(self.checkpoint_dir / FILE)
+            if holder is not None and not holder.run.endswith(f' {LABEL}'):
+                raise
+            return holder is not None
+        return False
 
 
 def answer_to(order: orders.Order) -> orders.OrderAnswer:
@@ -124,11 +134,7 @@ def answer_to(order: orders.Order) -> orders.OrderAnswer:
 
 def _ensure_run(desk: Desk) -> None:
     """Start a folder's run unless it goes on. Raises BadInput if another program trains there."""
-    try:
-        refuse_live(desk.checkpoint_dir)
-    except BadInput:
-        if not _takes_orders(desk):
-            raise
+    if desk.has_run():
         return
     worker = os.getppid()  # which ends with the job that it is in
     words = (str(desk.checkpoint_dir), str(worker), start_of(worker))
@@ -137,7 +143,7 @@ def _ensure_run(desk: Desk) -> None:
         how: Any = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
         run = subprocess.Popen(command, cwd=desk.folder, start_new_session=True, **how)
     until = time.monotonic() + BEGIN_S
-    while run.poll() is None and time.monotonic() < until and not _takes_orders(desk):
+    while run.poll() is None and time.monotonic() < until and not desk.has_run():
         time.sleep(0.1)
     if run.poll():
         said = (desk.folder / 'log.txt').read_text(errors='replace').strip()[-1000:]
@@ -145,18 +151,9 @@ def _ensure_run(desk: Desk) -> None:
     run.returncode = 0  # nobody here waits for its end
 
 
-def _takes_orders(desk: Desk) -> bool:
-    holder = read_holder(desk.checkpoint_dir / FILE)
-    return holder is not None and holder.run.endswith(f' {LABEL}')
-
-
-def main() -> None:
+if __name__ == '__main__':
     try:
         reply = answer_to(orders.decoded(sys.stdin.buffer.read(), orders.Order))
     except FreeTrainError as error:
         reply = orders.OrderAnswer(str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(reply))
-
-
-if __name__ == '__main__':
-    main()

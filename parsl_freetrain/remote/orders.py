@@ -11,7 +11,6 @@ from msgspec import field
 
 import parsl_freetrain
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.state import FINAL_STATES
 from parsl_freetrain.core.model.types import Checkpoint, Progress
 from parsl_freetrain.training.spec.training import TrainingSpec
 
@@ -39,10 +38,6 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     checkpoint: Checkpoint | None = None
     sentence: str = ''
     refused: bool = False
-
-    @property
-    def over(self) -> bool:
-        return self.state in FINAL_STATES
 
 
 class OrderAnswer(msgspec.Struct, frozen=True):

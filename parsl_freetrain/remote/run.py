@@ -17,9 +17,7 @@ from parsl.config import Config
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.state import FINAL_STATES
-from parsl_freetrain.core.model.types import Progress
 from parsl_freetrain.executor.executor import FreeTrainExecutor
-from parsl_freetrain.executor.run_lock import refuse_live
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.remote.endpoint import LABEL, Desk
@@ -45,22 +43,21 @@ class OrderedRun:
         readable = self._desk.readable(self._desk.names() - self._trainers.keys())
         for order in readable:
             self._start(order)
-        for name in self._desk.names() & self._trainers.keys():
-            if self._desk.path(name, 'cancel').exists():
-                self._trainers[name][1].cancel()
         for name, (request, future) in list(self._trainers.items()):
+            if self._desk.path(name, 'cancel').exists():
+                future.cancel()
             if future.state in FINAL_STATES and not future.done():
                 continue  # in a moment
             error = future.exception() if future.done() and not future.cancelled() else None
-            told = request, future.state, future.progress(), future.checkpoint, *_said(error)
-            if (status := TrainerStatus(*told)) != self._told.get(name):
+            now = TrainerStatus(request, future.state, future.progress(), future.checkpoint)
+            if (status := _saying(error, now)) != self._told.get(name):
                 try:
                     self._desk.tell(name, status)
                 except OSError as error:  # of the disk, which may be full: it is told again
                     logger.warning('What trainer %s does cannot be told: %s', name, error)
                     continue
                 self._told[name] = status
-            if status.over:
+            if status.state in FINAL_STATES:
                 del self._trainers[name], self._told[name]
                 self._executor.names.free(name)
         return bool(readable) or bool(self._trainers)
@@ -79,17 +76,17 @@ class OrderedRun:
             self._trainers[name] = order.request, app(*args, trainer_name=name, **kwargs)
         except Exception as error:
             with suppress(OSError):  # the next look starts it again
-                none = Progress(), None
-                self._desk.tell(name, TrainerStatus(order.request, 'failed', *none, *_said(error)))
+                self._desk.tell(name, _saying(error, TrainerStatus(order.request, 'failed')))
 
 
-def _said(error: BaseException | None) -> tuple[str, bool]:
-    """What is wrong, as a sentence, and whether it is the user's input."""
+def _saying(error: BaseException | None, status: TrainerStatus) -> TrainerStatus:
+    """With what is wrong, if anything."""
     if error is None:
-        return '', False
+        return status
     said = str(error) if isinstance(error, FreeTrainError) else f'{type(error).__name__}: {error}'
-    notes = getattr(error, '__notes__', ())
-    return ' '.join([said, *notes]), isinstance(error, BadInput | ImportError)
+    said = ' '.join([said, *getattr(error, '__notes__', ())])
+    refused = isinstance(error, BadInput | ImportError)
+    return structs.replace(status, sentence=said, refused=refused)
 
 
 def main(checkpoint_dir: str, worker: str, start: str) -> None:
@@ -105,18 +102,14 @@ def main(checkpoint_dir: str, worker: str, start: str) -> None:
         parsl.load(Config(executors=[executor], run_dir=str(desk.folder / 'runinfo')))
     except Exception as error:
         logger.exception('The run in %s cannot be started', checkpoint_dir)
-        try:
-            refuse_live(desk.checkpoint_dir)
-        except BadInput:  # one that was quicker takes the orders
+        if desk.has_run():  # it was quicker, and takes the orders
             return
-        said, refused = _said(error)
         for order in desk.readable(desk.names()):
             known = desk.status(order.trainer) or TrainerStatus(order.request)
             # If it is not refused, the next request tries again: a scheduler may not have answered.
-            state = 'failed' if refused else known.state
-            desk.tell(
-                order.trainer, structs.replace(known, state=state, sentence=said, refused=refused)
-            )
+            if (status := _saying(error, known)).refused:
+                status = structs.replace(status, state='failed')
+            desk.tell(order.trainer, status)
         return
     run, idle_since = OrderedRun(desk, executor), time.monotonic()
     while not stop.wait(LOOK_S) and time.monotonic() - idle_since < LINGER_S:

@@ -135,7 +135,7 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     remote, other = connect(), connect()
     training = remote.submit(trainer(**SLOW), pause_s=0.02)
     wait_until(lambda: training.progress().samples > 100)
-    with pytest.raises(BadInput, match='is running at this endpoint already, from another'):
+    with pytest.raises(BadInput, match='is running there, from another'):
         other.submit(trainer(**SLOW)).result(LIMIT_S)
     with pytest.raises(BadInput, match='follows one of this name already'):
         remote.submit(trainer(), trainer_name='fit')
@@ -195,7 +195,7 @@ def test_what_can_be_told_here_is_refused(
     with pytest.raises(BadInput, match='needs a checkpoint_dir at the endpoint, an absolute path'):
         connect(site=None).submit(trainer())
     for wrong in ({}, {'endpoint_id': 'x', 'executor': endpoint}):
-        with pytest.raises(BadInput, match='needs an endpoint_id, or an executor'):
+        with pytest.raises(BadInput, match='needs an endpoint_id or an executor'):
             FreeTrainClient(**wrong)  # type: ignore[arg-type]
     if importlib.util.find_spec('globus_compute_sdk') is None:
         said = ask_endpoint('x', None)['error']
@@ -275,7 +275,9 @@ def test_damage_and_a_full_disk_hold_up_no_order(
     assert desk.names() == {'a', 'b', 'c'} and run.look()
     assert (ended := desk.status('c')) is not None
     assert 'does not say what is trained' in ended.sentence
-    assert desk.names() == {'a', 'b'} and not run.look()
+    assert (damaged := desk.status('a')) is not None and damaged.request == ''
+    assert 'does not understand this order' in damaged.sentence
+    assert 'a' not in desk.names() and not run.look()
 
 
 def test_what_another_version_sends_is_bad_input() -> None:
