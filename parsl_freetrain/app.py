@@ -370,6 +370,7 @@ def freetrain_app(
         tuple of several, to which replicas are dealt in turn; without its ``transport``,
         checkpoints are in the first one's folder, which the nodes of all must see.
     """
+    given = {name: value for name, value in locals().items() if name != 'executor'}
 
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:
         name = definition(function).__name__
@@ -377,19 +378,7 @@ def freetrain_app(
         if wrong := unfit(function):
             raise BadInput(f'{where}: {wrong}.')
         try:
-            spec = ts.TrainingSpec.of(
-                min_nodes=min_nodes,
-                max_nodes=max_nodes,
-                sizes=sizes,
-                total_epochs=total_epochs,
-                total_samples=total_samples,
-                goal=goal,
-                mode=mode,
-                checkpoints=checkpoints,
-                ranks=ranks,
-                scaling=scaling,
-                owner=owner,
-            )
+            spec = ts.TrainingSpec.of(**given)
         except BadInput as error:
             raise BadInput(f'{where}: {error}') from None
         if isinstance(executor, tuple) and len(executor) != 1 and spec.diloco is None:

@@ -47,7 +47,7 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.host import files
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.report.figures import figures
+from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.idle_schedule import Schedule, read_schedule, write_schedule
@@ -264,7 +264,7 @@ def report(
             accuracy_undisturbed=alone[name].metrics['accuracy'],
             weights_equal=same_weights(in_holes[name], alone[name]),
         )
-    page = report_page(figures(history, time.time(), DpAllocator()))
+    page = report_page(Figures(history, time.time(), DpAllocator()))
     files.replace(out / 'report.html', page.encode())
     (out / 'summary.json').write_text(json.dumps(result, indent=2) + '\n')
     console.print(ClosingTable(result))

@@ -33,7 +33,7 @@ def report(
     predictions and what came true.
     """
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.report.figures import as_document, figures
+    from parsl_freetrain.report.figures import Figures, as_document
     from parsl_freetrain.report.metrics import MetricView
     from parsl_freetrain.report.page import report_page
     from parsl_freetrain.report.runs import life_of
@@ -45,7 +45,7 @@ def report(
     if life_of(history, history.runs[-1], time.time()).state == 'died':
         journal.newest_run_died()
     history = journal.history(None if run == 'all' else one.name)
-    found = figures(history, time.time(), DpAllocator())
+    found = Figures(history, time.time(), DpAllocator())
     page = report_page(found, view).encode(errors='replace')
     try:  # for the user alone: the page has names, commands and errors
         files.replace(out.absolute(), page)

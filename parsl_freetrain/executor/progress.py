@@ -30,11 +30,6 @@ class FutureUpdater(Subscriber):
 
     def take(self, event: ev.Event) -> None:
         match event:
-            case ev.TrainerSubmitted(trainer=trainer):
-                if record := self._open(trainer.name):
-                    _has_checkpoint(record)
-                    total, samples = trainer.total_samples, event.samples
-                    _show(record, 'queued', samples=samples, total_samples=total)
             case ev.Decided(actions=actions):
                 for action in actions:
                     if isinstance(action, ev.EndTrainer):
@@ -42,16 +37,12 @@ class FutureUpdater(Subscriber):
                         self._settle(action.trainer, action.state, error)
             case ev.TrainerInterrupted(trainer=name, why=why):
                 self._settle(name, 'failed', TrainerFailed(why))
+            case ev.TrainerSubmitted(trainer=trainer):
+                self._changed(trainer.name, event)
             case ev.CheckpointSaved(checkpoint=checkpoint):
-                self._progressed(checkpoint.trainer, event)
-            case (
-                ev.TotalKnown(trainer=name)
-                | ev.TrainerAborted(trainer=name)
-                | ev.FragmentLaunched(trainer=name)
-                | ev.FragmentProgressed(trainer=name)
-                | ev.FragmentEnded(trainer=name)
-            ):
-                self._progressed(name, event)
+                self._changed(checkpoint.trainer, event)
+            case _ if isinstance(name := getattr(event, 'trainer', None), str):
+                self._changed(name, event)
 
     def _of_training(self, record: TrainerRecord) -> list[TrainerRecord]:
         """A trainer's record, and those of the other replicas of its training."""
@@ -63,12 +54,14 @@ class FutureUpdater(Subscriber):
         record = self._records.get(name)
         return None if record is None or record.future._ended else record
 
-    def _progressed(self, name: str, event: ev.Event) -> None:
-        record = self._open(name)
-        if record is None:
+    def _changed(self, name: str, event: ev.Event) -> None:
+        if (record := self._open(name)) is None:
             return
         progress = record.future._progress
         match event:
+            case ev.TrainerSubmitted(trainer=trainer, samples=samples):
+                _has_checkpoint(record)
+                _show(record, 'queued', samples=samples, total_samples=trainer.total_samples)
             case ev.TotalKnown(total_samples=total_samples):
                 _show(record, total_samples=total_samples)
             case ev.TrainerAborted():
@@ -96,8 +89,7 @@ class FutureUpdater(Subscriber):
                 )
 
     def _settle(self, name: str, state: str, error: TrainerFailed) -> None:
-        record = self._open(name)
-        if record is None:
+        if (record := self._open(name)) is None:
             return
         if state == 'cancelled':
             record.future._settle_cancelled()

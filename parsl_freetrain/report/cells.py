@@ -12,23 +12,21 @@ LEAST_GAP = 1e-4  # a decision off the best one by at most this share counts as 
 
 UNKNOWN = '–'
 
-CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
-"""The columns of a trainer, beside its name, state and progress."""
-
 
 def trainer_cells(t: TrainerNow) -> dict[str, str]:
-    values = (
-        str(t.nodes),
-        samples_text(t),
-        value_text(t.loss, '.4g') if main_metric(t.metrics) == 'loss' else metric_text(t),
-        rate_text(t.rate),
-        value_text(t.efficiency, '.2f'),
-        str(t.fragments),
-        str(t.preempted),
-        str(t.rescaled),
-        finish_text(t),
-    )
-    return dict(zip(CELLS, values, strict=True))
+    """By column, beside its name, state and progress."""
+    is_loss = main_metric(t.metrics) == 'loss'
+    return {
+        'nodes': str(t.nodes),
+        'samples': samples_text(t),
+        'loss': value_text(t.loss, '.4g') if is_loss else metric_text(t),
+        'rate': rate_text(t.rate),
+        'U': value_text(t.efficiency, '.2f'),
+        'frag': str(t.fragments),
+        'pre': str(t.preempted),
+        'resc': str(t.rescaled),
+        'done in': finish_text(t),
+    }
 
 
 def trainer_html(t: TrainerNow) -> str:

@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.replay.forecast import trainers_at
 from parsl_freetrain.report import metrics
-from parsl_freetrain.report.figures import Figures, as_document, figures
+from parsl_freetrain.report.figures import Figures, as_document
 from parsl_freetrain.report.learned import rescale_costs, scalings
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.svg import linear, logarithmic, seconds
@@ -33,7 +33,7 @@ CURVE = {'nodes': [1, 2, 4], 'rate': [1.0, 2.0, 4.0]}
 
 
 def read(path: Path, run: str | None = None, now: float = 2e9) -> Figures:
-    return figures(Journal(path).history(run), now, DpAllocator())
+    return Figures(Journal(path).history(run), now, DpAllocator())
 
 
 def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
@@ -330,7 +330,7 @@ def test_metrics_of_all_trainers_in_one_picture(tmp_path: Path, axis: str) -> No
     history = Journal(demo_journal(tmp_path / 'l', runs=2, seconds=60.0)).history()
     for one in history.trainings:
         one.submitted = structs.replace(one.submitted, total_epochs=6)
-    text = report_page(figures(history, 2e9, None), metrics.MetricView(axis, 0.8))
+    text = report_page(Figures(history, 2e9, None), metrics.MetricView(axis, 0.8))
     _, _, chart = text.partition(f'aria-label="loss over {axis}"')
     lines = re.findall(r'<polyline class="line (.*?)"', chart.partition('</section>')[0])
     assert len(lines) == 4 and sum('raw' in kind for kind in lines) == 2  # of cnn and mlp

@@ -22,7 +22,7 @@ import parsl_freetrain as ft
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.cells import in_shape
-from parsl_freetrain.report.figures import figures
+from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.status import snapshot
 from parsl_freetrain.report.summary import summary
@@ -77,7 +77,7 @@ def test_a_training_in_replicas_is_one_to_its_user(tmp_path: Path) -> None:
     row = summary(history)['trainers']['train']
     assert (row['samples'], row['samples_expected'], row['fragments']) == (32, 32, 5)
     assert (row['rounds'], row['pieces']) == (2, 4)
-    assert '<html' in report_page(figures(history, time.time(), DpAllocator()))
+    assert '<html' in report_page(Figures(history, time.time(), DpAllocator()))
     assert app().debug().metrics['loss'] > 0  # without rounds
 
 

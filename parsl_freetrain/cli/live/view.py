@@ -172,18 +172,19 @@ def _heading(seen: status.RunStatus) -> Text:
 
 
 def _trainer_table(trainers: Sequence[status.TrainerNow], bar: int) -> Table:
-    table = _table('trainer', 'state', 'nodes', 'progress', *list(texts.CELLS)[1:])
+    rows = [(t, texts.trainer_cells(t)) for t in trainers]
+    titles = list(rows[0][1])[1:] if rows else []
+    table = _table('trainer', 'state', 'nodes', 'progress', *titles)
     for column in (0, 1, 3):
         table.columns[column].justify = 'left'
-    for t in trainers:
+    for t, cells in rows:
+        done = min(t.samples, t.total) if t.total else 0
         table.add_row(
             Text(clean(t.name), overflow='ellipsis'),
             Text(clean(t.state), STATE_STYLES.get(t.state, '')),
             str(t.nodes),
-            ProgressBar(
-                total=t.total or 1, completed=min(t.samples, t.total) if t.total else 0, width=bar
-            ),
-            *list(texts.trainer_cells(t).values())[1:],
+            ProgressBar(total=t.total or 1, completed=done, width=bar),
+            *list(cells.values())[1:],
         )
     return table
 

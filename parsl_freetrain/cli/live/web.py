@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.report.figures import figures
+from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.report.runs import chosen
 
@@ -53,7 +53,7 @@ class LivePage:
         begun = time.monotonic()
         history = self._journal.history()
         name = chosen(history, self._journal.path, self._run).name
-        found = figures(history.of(name), time.time(), DpAllocator())
+        found = Figures(history.of(name), time.time(), DpAllocator())
         self._text, self._over = report_page(found), found.status.life.state in ('ended', 'died')
         self._next = begun + max(self._every_s, SHARE * (time.monotonic() - begun))
 
