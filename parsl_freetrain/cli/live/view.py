@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,22 +25,18 @@ BARS = '▁▂▃▄▅▆▇█'
 
 def metric_table(curves: Mapping[str, Mapping[str, Sequence[Any]]]) -> Table:
     """One line for each metric and trainer of a ``metrics_document``: its course and last value."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
-    for title in ('metric', 'trainer', 'over samples', 'now', 'smallest', 'largest'):
-        left = title in ('metric', 'trainer', 'over samples')
-        table.add_column(title, justify='left' if left else 'right', no_wrap=True)
-    rows = [(metric, name, points) for metric, of in curves.items() for name, points in of.items()]
-    for metric, name, points in rows[:MOST_LINES]:
+    found = [(metric, name, points) for metric, of in curves.items() for name, points in of.items()]
+    rows: list[Row] = []
+    for metric, name, points in found[:MOST_LINES]:
         values = [value for *_, value in points]
-        table.add_row(
-            Text(clean(metric), overflow='ellipsis'),
-            Text(clean(name), overflow='ellipsis'),
-            sparkline([(samples, value) for samples, *_, value in points]),
-            *(f'{value:.4g}' for value in (values[-1], min(values), max(values))),
-        )
-    if len(rows) > MOST_LINES:
-        table.add_row(f'and {len(rows) - MOST_LINES} more', '', 'freetrain report')
-    return table
+        course = sparkline([(samples, value) for samples, *_, value in points])
+        last = {'now': values[-1], 'smallest': min(values), 'largest': max(values)}
+        row = {'metric': metric, 'trainer': name, 'over samples': course}
+        rows.append({**row, **{title: f'{value:.4g}' for title, value in last.items()}})
+    if len(found) > MOST_LINES:
+        more = f'and {len(found) - MOST_LINES} more'
+        rows.append({'metric': more, 'over samples': 'freetrain report'})
+    return _table(rows)
 
 
 def sparkline(points: Sequence[tuple[float, float]]) -> str:
@@ -57,9 +53,12 @@ def sparkline(points: Sequence[tuple[float, float]]) -> str:
     return ''.join(line).replace('…', ' ')
 
 
+LEFT = {'trainer', 'state', 'progress', 'block', 'trainers', 'metric', 'over samples'}  # columns
 MOST_BLOCKS = 12  # maximum number of open blocks to list; the others are counted
 STATE_STYLES = {'running': 'green', 'finished': 'bold green', 'failed': 'bold red'}
 STATE_STYLES['cancelled'] = 'yellow'
+
+Row = Mapping[str, Any]  # its cells by title: str, Text, or ProgressBar
 
 
 class LiveView:
@@ -88,33 +87,43 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         seen = self._seen
         yield _heading(seen)
-        table = _trainer_table(seen.trainers, bar=6 if options.max_width < 90 else 12)
-        if _fits(table, console, options):
-            yield table
-        else:
-            yield from (_trainer_lines(trainer) for trainer in seen.trainers)
-        shown = seen.blocks[:MOST_BLOCKS]
-        table = _block_table(shown)
-        if shown and _fits(table, console, options):
-            yield table
-        else:
-            for block in shown:
-                who = ', '.join(block.trainers) or 'idle'
-                yield _cut(
-                    f'{block.name}: {nodes_text(block.nodes)}, {texts.left_text(block)}, {who}'
-                )
+        bar = 6 if options.max_width < 90 else 12
+        yield from _rows([_trainer_cells(t, bar) for t in seen.trainers], console, options)
+        blocks = [texts.block_cells(block) for block in seen.blocks[:MOST_BLOCKS]]
+        yield from _rows(blocks, console, options)
         if len(seen.blocks) > MOST_BLOCKS:
-            yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
+            yield Text(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
         lines = (*map(status.limit_in_words, seen.limits), *status.resumes_in_words(seen.trainers))
         yield from (Text(clean(line), 'dim') for line in lines)
         for sentence in filter(None, (seen.life.sentence, *seen.damage)):
             yield Text(clean(sentence), 'yellow')
 
 
-def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
-    # If a table had to cut its columns, a few short lines are better.
-    width = Measurement.get(console, options.update(max_width=1000), table).maximum
-    return width <= options.max_width
+def _rows(rows: Sequence[Row], console: Console, options: ConsoleOptions) -> RenderResult:
+    """A table; or, as it would have to cut its columns here, each row in a few lines."""
+    table = _table(rows)
+    if Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width:
+        yield from [table] * bool(rows)
+        return
+    for row in rows:
+        (_, name), *cells = ((title, _text(cell)) for title, cell in row.items())
+        said = (Text.assemble(f'{title} ', cell) for title, cell in cells if title != 'progress')
+        yield Text.assemble(name, ': ', Text(', ').join(said))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
+    titles = list(dict.fromkeys(title for row in rows for title in row))
+    for title in titles:
+        side: Any = 'left' if title in LEFT else 'right'
+        table.add_column(title, justify=side, no_wrap=True, overflow='ellipsis')
+    for row in rows:
+        table.add_row(*(_text(row.get(title, '')) for title in titles))
+    return table
+
+
+def _text(cell: Any) -> Any:
+    return Text(clean(cell), overflow='ellipsis') if isinstance(cell, str) else cell
 
 
 class ClosingTable:
@@ -123,18 +132,8 @@ class ClosingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         trainers: Mapping[str, Mapping[str, Any]] = self._summary['trainers']
-        rows = {name: _closing_cells(t) for name, t in trainers.items()}
-        titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
-        table = _table('trainer', *titles)
-        for name, cells in rows.items():
-            table.add_row(Text(clean(name)), *(cells.get(title, '') for title in titles))
-        if _fits(table, console, options):
-            yield table
-        else:
-            for name, cells in rows.items():
-                yield _cut(clean(name), 'bold')
-                for title, cell in cells.items():
-                    yield _cut(f'  {title}: {cell}')
+        rows = [{'trainer': name, **_closing_cells(t)} for name, t in trainers.items()]
+        yield from _rows(rows, console, options)
         node_s = self._summary['node_s']
         whole = node_s['offered'] or 1.0
         parts = ((kind, 100 * s / whole) for kind, s in node_s.items() if kind != 'offered')
@@ -171,51 +170,15 @@ def _heading(seen: status.RunStatus) -> Text:
     return text.append(f'  {texts.heading_words(seen)}', style)
 
 
-def _trainer_table(trainers: Sequence[status.TrainerNow], bar: int) -> Table:
-    rows = [(t, texts.trainer_cells(t)) for t in trainers]
-    titles = list(rows[0][1])[1:] if rows else []
-    table = _table('trainer', 'state', 'nodes', 'progress', *titles)
-    for column in (0, 1, 3):
-        table.columns[column].justify = 'left'
-    for t, cells in rows:
-        done = min(t.samples, t.total) if t.total else 0
-        table.add_row(
-            Text(clean(t.name), overflow='ellipsis'),
-            Text(clean(t.state), STATE_STYLES.get(t.state, '')),
-            str(t.nodes),
-            ProgressBar(total=t.total or 1, completed=done, width=bar),
-            *list(cells.values())[1:],
-        )
-    return table
-
-
-def _trainer_lines(t: status.TrainerNow) -> RenderableType:
-    name = Text(no_wrap=True, overflow='ellipsis')
-    name.append(clean(t.name), 'bold')
-    name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
-    name.append(clean(f', {nodes_text(t.nodes)}{texts.in_shape(t)}'))
-    parts: list[RenderableType] = [name]
-    if t.total:
-        bar = Table.grid()  # a bar alone does not end its line
-        bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
-        parts.append(bar)
-    parts.append(
-        _cut(f'  {texts.samples_text(t)} at {texts.rate_text(t.rate)}, {texts.metric_text(t)}')
-    )
-    counts = f'frag {t.fragments}, pre {t.preempted}, resc {t.rescaled}'
-    parts.append(_cut(f'  U {texts.value_text(t.efficiency, ".2f")}, {counts}'))
-    if t.finish_s is not None:
-        parts.append(_cut(f'  done in {texts.finish_text(t)}'))
-    return Group(*parts)
-
-
-def _block_table(blocks: Sequence[status.BlockNow]) -> Table:
-    table = _table('block', 'nodes', 'time left', 'trainers')
-    table.columns[3].justify = 'left'
-    for block in blocks:
-        cells = map(clean, texts.block_cells(block).values())
-        table.add_row(*(Text(cell, overflow='ellipsis') for cell in cells))
-    return table
+def _trainer_cells(t: status.TrainerNow, bar: int) -> Row:
+    done = min(t.samples, t.total) if t.total else 0
+    return {
+        'trainer': t.name,
+        'state': Text(clean(t.state), STATE_STYLES.get(t.state, '')),
+        'nodes': str(t.nodes),
+        'progress': ProgressBar(total=t.total or 1, completed=done, width=bar),
+        **texts.trainer_cells(t),
+    }
 
 
 def _plain_line(t: status.TrainerNow, elapsed_s: float) -> str:
@@ -230,15 +193,3 @@ def _plain_line(t: status.TrainerNow, elapsed_s: float) -> str:
         *([] if t.finish_s is None else [f'done in {texts.finish_text(t)}']),
     ]
     return clean(', '.join(parts))
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
-    for i, title in enumerate(titles):
-        side: Any = 'right' if i else 'left'
-        table.add_column(title, justify=side, no_wrap=True, overflow='ellipsis')
-    return table
-
-
-def _cut(line: str, style: str = '') -> Text:
-    return Text(clean(line), style, no_wrap=True, overflow='ellipsis')
