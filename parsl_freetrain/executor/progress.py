@@ -41,8 +41,8 @@ class FutureUpdater(Subscriber):
                 self._changed(trainer.name, event)
             case ev.CheckpointSaved(checkpoint=checkpoint):
                 self._changed(checkpoint.trainer, event)
-            case _ if isinstance(name := getattr(event, 'trainer', None), str):
-                self._changed(name, event)
+            case _ if isinstance(named := getattr(event, 'trainer', None), str):
+                self._changed(named, event)
 
     def _of_training(self, record: TrainerRecord) -> list[TrainerRecord]:
         """A trainer's record, and those of the other replicas of its training."""

@@ -302,7 +302,7 @@ class FreeTrainClient(Executor):
             with self._sending:
                 if self._executor is None or getattr(self._executor, '_stopped', False):
                     self._executor = self._given or self._new_executor()
-                resources = [{}] if isinstance(self._executor, ParslExecutor) else []
+                resources: list[Any] = [{}] if isinstance(self._executor, ParslExecutor) else []
                 words = (*resources, msgspec.msgpack.encode(order), self._python)
                 sent: Future[bytes] = self._executor.submit(orders.run_or_join, *words)
         except Exception as error:

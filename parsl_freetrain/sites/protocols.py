@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from parsl.jobs.states import JobStatus
@@ -66,17 +65,6 @@ class Site(HoleSource, Protocol):
         """Which nodes were idle for us, clipped to these times in seconds of ``time.time()``."""
 
 
-@dataclass(frozen=True)
-class FoundBlock:
-    """A block of an earlier run that waits or runs until ``end_s`` (None: unknown)."""
-
-    job_id: str
-    nodes: int
-    queue: str = ''
-    end_s: float | None = None
-    node_class: str = ''
-
-
 @runtime_checkable
 class Adopting(Protocol):
     """A site whose blocks outlive the submitting process, and are found again by their names;
@@ -88,9 +76,9 @@ class Adopting(Protocol):
     def identify(self, run: str) -> None:
         """Name the run of later blocks, unless the site has a name; before :meth:`Site.start`."""
 
-    def adopt(self) -> tuple[FoundBlock, ...]:
-        """Blocks of the run that are not over; from now on they count as opened by this process.
-        Raises FreeTrainError if the scheduler does not answer.
+    def adopt(self) -> dict[str, BlockRequest]:
+        """Blocks of the run that are not over, by their jobs, as if asked for now; from now on they
+        count as opened by this process. FreeTrainError if the scheduler does not answer.
         """
 
 

@@ -15,7 +15,7 @@ from parsl.utils import RepresentationMixin
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, refuse
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.packed_environment import PackedEnvironment
-from parsl_freetrain.sites.protocols import Adopting, FoundBlock, Site, Yielding
+from parsl_freetrain.sites.protocols import Adopting, Site, Yielding
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +105,13 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             self._jobs[job_id] = None
         return job_id
 
-    def adopt(self) -> tuple[FoundBlock, ...]:
+    def adopt(self) -> dict[str, BlockRequest]:
         """Take over blocks of an earlier run. FreeTrainError without an answer."""
         if not isinstance(self.site, Adopting):
-            return ()
+            return {}
         with self._lock:
             found = self.site.adopt()
-            self._jobs |= dict.fromkeys((block.job_id for block in found), None)
+            self._jobs |= dict.fromkeys(found, None)
         return found
 
     def _full(self) -> bool:

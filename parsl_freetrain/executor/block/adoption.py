@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import shlex
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,12 +59,9 @@ class Adoption:
         if self._site is None:
             return []
         adopted, commands = [], {}
-        now = time.time()
-        for found in self._provider.adopt():
-            block, commands[found.job_id] = parsl.register(found.job_id)
-            left_s = None if found.end_s is None else max(0.0, found.end_s - now)
-            request = BlockRequest(found.nodes, left_s, found.queue, node_class=found.node_class)
-            adopted.append(AdoptedBlock(block, found.job_id, request))
+        for job_id, request in self._provider.adopt().items():
+            block, commands[job_id] = parsl.register(job_id)
+            adopted.append(AdoptedBlock(block, job_id, request))
         if adopted:
             logger.info('Going on with the blocks %s of an earlier run', ', '.join(commands))
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,8 @@ class Member:
         key = (order.fragment.trainer, order.fragment.fragment, order.member)
         for number in NOTICES:
             signal.signal(number, self._on_signal)
-        control = ControlClient(order.addresses, order.port, order.cert_dir, key)
+        end = order.endpoint
+        control = ControlClient(end.addresses, end.port, end.cert_dir, key)
         self._notices = listen_for_notices()
         try:
             control.send(msg.Hello(node_fork_server.node_name(), time.time()))
@@ -78,7 +79,9 @@ class Member:
 
     def _launch(self, payload: bytes, address: str) -> None:
         order = self._order
-        server = node_fork_server.fork_server_of_node(order.node_log_dir, order.template)
+        server = node_fork_server.fork_server_of_node(
+            order.endpoint.node_log_dir, order.endpoint.template
+        )
         server.wait_ready(node_fork_server.FORK_SERVER_READY_S)
         if server.pid is not None:
             self._fork_server = server.pid, StopWatch(server.pid)

@@ -74,18 +74,24 @@ class RankResult:
 
 
 @dataclass(frozen=True)
+class ControlEndpoint:
+    addresses: list[str]  #: addresses, port, cert_dir: the executor's control channel
+    port: int
+    cert_dir: str | None
+    interface: str | None
+    node_log_dir: str  #: folder for the logs of the nodes' fork servers
+    #: Name of the fork server of this computer that forks those of its nodes; None: there is none.
+    template: str | None = None
+
+
+@dataclass(frozen=True)
 class MemberOrder:
     fragment: FragmentOrder  #: the order for the ranks
     #: member, members: this node's index and the number of nodes; its first rank follows.
     member: int
     members: int
-    addresses: list[str]  #: addresses, port, cert_dir: the executor's control channel
-    port: int
-    cert_dir: str | None
+    endpoint: ControlEndpoint
     log_dir: str  #: folder for the ranks' output
-    node_log_dir: str  #: folder for the logs of the nodes' fork servers
-    #: Name of the fork server of this computer that forks those of its nodes; None: there is none.
-    template: str | None = None
     #: Maximum seconds that standby ranks wait; None: this order is for the fragment itself.
     ahead_s: float | None = None
     #: Seconds until the nodes are taken away, from when this order was sent; None: unknown.
@@ -99,13 +105,3 @@ class MemberOrder:
         exempt_until = None if self.exempt_s is None else now + self.exempt_s
         fragment = replace(self.fragment, deadline=deadline, exempt_until=exempt_until)
         return replace(self, fragment=fragment)
-
-
-@dataclass(frozen=True)
-class ControlEndpoint:
-    addresses: list[str]
-    port: int
-    cert_dir: str | None
-    interface: str | None
-    node_log_dir: str
-    template: str | None = None

@@ -51,7 +51,7 @@ def start_template(log_dir: str) -> ForkClient:
 
 def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Channel[FromRank]]:
     """Start this node's ranks for the next fragment: channels, readable once their rank waits."""
-    server = fork_server_of_node(order.node_log_dir, order.template)
+    server = fork_server_of_node(order.endpoint.node_log_dir, order.endpoint.template)
     server.wait_ready(FORK_SERVER_READY_S)
     Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     stem = f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}'

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -123,7 +122,7 @@ class FragmentRunner(Subscriber):
             )
 
     def _order(self, fragment: RunningFragment, member: int) -> MemberOrder:
-        record, endpoint, action = self.records[fragment.name], self._endpoint, fragment.action
+        record, action = self.records[fragment.name], fragment.action
         spec, at = record.spec.with_ranks(fragment.ranks_per_node), self._clock()
         shapes = spec.shapes.get(len(fragment.members))
         changed = record.changed_at and record.changed_at == fragment.checkpoint.path
@@ -139,16 +138,14 @@ class FragmentRunner(Subscriber):
             speeds=action.speeds,
             interruptions_per_s=action.interruptions_per_s,
             shape=shapes[action.shape] if shapes else None,
-            interface=endpoint.interface,
+            interface=self._endpoint.interface,
             hang_s=self._timeouts.hang_s,
             handover=fragment.begins_with.handover if fragment.begins_with is not None else None,
             samples=fragment.checkpoint.samples,
             handed_in=tuple((*of, told) for of, told in dict(record.handed_in).items()),
         )
-        channel = endpoint.addresses, endpoint.port, endpoint.cert_dir
-        logs = str(Path(record.store) / 'logs'), endpoint.node_log_dir
         return MemberOrder(
-            *(order, member, len(fragment.members), *channel, *logs, endpoint.template),
+            *(order, member, len(fragment.members), self._endpoint, f'{record.store}/logs'),
             left_s=None if action.deadline_s is None else action.deadline_s - at,
             exempt_s=None if action.exempt_until_s is None else action.exempt_until_s - at,
         )

@@ -12,13 +12,12 @@ from typing import Any
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import nodes_text
-from parsl_freetrain.core.model.types import CORRECTED_S
+from parsl_freetrain.core.model.types import CORRECTED_S, BlockRequest
 from parsl_freetrain.sites.batch import life
 from parsl_freetrain.sites.batch.block_shape import Output, class_in
 from parsl_freetrain.sites.batch.life import BlockLife, Seen, life_of
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
-from parsl_freetrain.sites.protocols import FoundBlock
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +191,9 @@ def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
     )
 
 
-def found_from(job: BatchJob, options: BatchOptions) -> FoundBlock:
+def request_from(job: BatchJob, options: BatchOptions, now: float) -> BlockRequest:
+    """As if asked for now. Of a job that waits, the end is not known."""
     end_s = job.end_s if job.state is JobState.RUNNING else None
+    left_s = None if end_s is None else max(0.0, end_s - now)
     node_class = class_in(job.name, options.classes)
-    return FoundBlock(job.job_id, job.nodes, job.partition, end_s, node_class)
+    return BlockRequest(job.nodes, left_s, job.partition, node_class=node_class)

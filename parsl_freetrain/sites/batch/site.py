@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.checked_settings import given
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand, NodeOffer
 from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
-from parsl_freetrain.sites.batch.block_table import BatchBlock, block_from, found_from
+from parsl_freetrain.sites.batch.block_table import BatchBlock, block_from, request_from
 from parsl_freetrain.sites.batch.demand import shortest_behind_s
 from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes
 from parsl_freetrain.sites.batch.options import BatchOptions, given_options
@@ -24,7 +24,6 @@ from parsl_freetrain.sites.batch.records import BatchJob, Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
 from parsl_freetrain.sites.batch.submission import Submitter, check_classes, within
 from parsl_freetrain.sites.batch.tracker import BlockTracker
-from parsl_freetrain.sites.protocols import FoundBlock
 
 
 class BatchSite:
@@ -248,12 +247,12 @@ class BatchSite:
         if not self._named:
             self._submitter.run, self._named = run, True
 
-    def adopt(self) -> tuple[FoundBlock, ...]:
+    def adopt(self) -> dict[str, BlockRequest]:
         """As :meth:`.protocols.Adopting.adopt`."""
         now, ours = self._clock(), self._tracker.ids()
         found = [job for job in self.find_blocks() if job.job_id not in ours]
         self._tracker.add([block_from(job, self.options, now) for job in found])
-        return tuple(found_from(job, self.options) for job in found)
+        return {job.job_id: request_from(job, self.options, now) for job in found}
 
     def find_blocks(self, run: str | None = None) -> tuple[BatchJob, ...]:
         """Blocks of a run (default: this one), not over. FreeTrainError without an answer."""

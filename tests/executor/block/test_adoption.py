@@ -51,19 +51,14 @@ def test_where_blocks_end_nothing_is_adopted(tmp_path: Path, site: Any, wait_s: 
 def test_adopted_nodes_are_told_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from parsl_freetrain.sites.protocols import FoundBlock
-
     site = SlurmSite(partition='batch')
-    monkeypatch.setattr(
-        site, 'adopt', lambda: (FoundBlock('17', 2, 'batch'), FoundBlock('18', 1, 'batch', 4e9))
-    )
+    asked = {'17': BlockRequest(2, None, 'batch'), '18': BlockRequest(1, 2e9, 'batch')}
+    monkeypatch.setattr(site, 'adopt', lambda: asked)
     mine = adoption(tmp_path / "it's here", site)
     mine.begin()
     blocks = mine.take_over(NoParsl())
-    found = [(b.block, b.job_id, b.request.nodes) for b in blocks]
-    assert found == [('block-17', '17', 2), ('block-18', '18', 1)]
-    assert blocks[0].request == BlockRequest(2, None, 'batch')
-    assert (blocks[1].request.walltime_s or 0) > 1e9
+    found = [(b.block, b.job_id, b.request) for b in blocks]
+    assert found == [(f'block-{job}', job, request) for job, request in asked.items()]
     (file,) = (tmp_path / "it's here").iterdir()
     holder = read_holder(file)
     assert holder is not None

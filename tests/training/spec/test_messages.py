@@ -21,7 +21,7 @@ from parsl_freetrain import Checkpoint, Shape
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
 from parsl_freetrain.executor.fragment.member import Member
-from parsl_freetrain.executor.fragment.member_order import MemberOrder, RankResult
+from parsl_freetrain.executor.fragment.member_order import ControlEndpoint, MemberOrder, RankResult
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec import fork_messages as fm
@@ -183,7 +183,8 @@ def test_a_member_goes_on_after_nonsense_of_a_rank(arrives: bytes) -> None:
     sent: list[Any] = []
     control: Any = SimpleNamespace(send=sent.append)
     with closing(ours):
-        member = Member(MemberOrder(ORDER, 0, 1, [], 0, None, '/logs', '/logs'))
+        endpoint = ControlEndpoint([], 0, None, None, '/logs')
+        member = Member(MemberOrder(ORDER, 0, 1, endpoint, '/logs'))
         process = RankProcess(theirs, os.getpid())
         member._results[0] = RankResult(0, 'n1', '/log')
         try:
