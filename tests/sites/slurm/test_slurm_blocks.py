@@ -79,7 +79,7 @@ def test_nodes_of_each_class_are_holes_and_blocks_apart(slurm: Cluster, blocks: 
         job = mine.open(1, None, 'echo "$FREETRAIN_NODE"; sleep 600', node_class='slow')
         slurm.wait(lambda: mine.output() == 'node03\n')
         later = slurm_site(node_classes=classes, run=mine.site.run)
-        assert [(b.job_id, b.node_class) for b in later.adopt()] == [(job, 'slow')]
+        assert [(j, b.node_class) for j, b in later.adopt().items()] == [(job, 'slow')]
     finally:
         none = 'AvailableFeatures=', 'ActiveFeatures='
         slurm.run('scontrol', 'update', 'NodeName=node[01-04]', *none)
