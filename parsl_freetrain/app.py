@@ -115,8 +115,7 @@ class FreeTrainApp:
             checkpoint = folder_claim.claim(folder, name, self.identity(), resume)
             for replica, store in enumerate(stores[1:], 1):
                 names = executors[replica % len(executors)].names
-                own = names.take(store.trainer, explicit=True)
-                taken.append(own)
+                taken.append(own := names.take(store.trainer, explicit=True))
                 anew: Resume = 'never' if resume == 'never' else 'auto'
                 others.append(folder_claim.claim(store.folder, own, self.identity(), anew))
         except BaseException:
