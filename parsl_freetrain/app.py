@@ -108,15 +108,14 @@ class FreeTrainApp:
         try:
             packed = pack(self.function, args, kwargs, name)
             check_trainer(self.spec.trainer(name), executor.policy.metric, 0, time.time())
-            places = [one.checkpoint_dir for one in executors]
-            stores = folder_claim.stores_of(places, name, self.spec.diloco)
+            stores = folder_claim.stores_of(executors, name, self.spec.diloco)
             folder = stores[0].folder
             resume = self.spec.checkpoints.resume or executor.resume
+            anew: Resume = 'never' if resume == 'never' else 'auto'
             checkpoint = folder_claim.claim(folder, name, self.identity(), resume)
             for replica, store in enumerate(stores[1:], 1):
                 names = executors[replica % len(executors)].names
                 taken.append(own := names.take(store.trainer, explicit=True))
-                anew: Resume = 'never' if resume == 'never' else 'auto'
                 others.append(folder_claim.claim(store.folder, own, self.identity(), anew))
         except BaseException:
             free()

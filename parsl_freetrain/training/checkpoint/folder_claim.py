@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
@@ -62,12 +63,17 @@ def claim(
     return found
 
 
+class HasFolder(Protocol):
+    @property
+    def checkpoint_dir(self) -> str: ...
+
+
 def stores_of(
-    folders: Sequence[str], training: str, diloco: DiLoCo | None
+    executors: Sequence[HasFolder], training: str, diloco: DiLoCo | None
 ) -> list[PosixCheckpointStore]:
-    """Those of its replicas: with a transport in all folders in turn, else in the first one."""
+    """Those of its replicas: with a transport in all folders in turn, else in the first."""
     apart = diloco is not None and diloco.transport is not None
-    roots = [Path(one) / training for one in folders[: len(folders) if apart else 1]]
+    roots = [Path(e.checkpoint_dir) / training for e in executors[: None if apart else 1]]
     return [
         PosixCheckpointStore(replica_folder(roots[k % len(roots)], k), replica_name(training, k))
         for k in range(diloco.replicas if diloco is not None else 1)
