@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, field
 
@@ -53,9 +53,6 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
         Whether a block is made smaller when some of its nodes are enough for a waiting job, instead
         of being given back as a whole. Slurm kills what runs there. None: where it tracks processes
         by control groups, and has an accounting database.
-    form
-        How Slurm is asked about jobs: as text, which tells the same as its JSON in all releases,
-        whatever this says.
     """
 
     partition: Word
@@ -69,7 +66,6 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
     srun_options: tuple[Option, ...] = ()
     node_classes: dict[ClassName, Features] = field(default_factory=dict)
     shrink_blocks: bool | None = None
-    form: Literal['auto', 'text', 'json'] = 'auto'
 
     def __post_init__(self) -> None:
         for name, wanted in self.node_classes.items():
