@@ -20,8 +20,8 @@ from parsl_freetrain.sites.batch.records import (
     NotUnderstood,
 )
 from parsl_freetrain.sites.pbspro import answers as pbs
-from parsl_freetrain.sites.slurm import answers_text
-from tests.support import slurm_document, slurm_scene
+from parsl_freetrain.sites.slurm import answers_json, answers_text
+from tests.support import slurm_scene
 from tests.support.properties import holds_for
 from tests.support.slurm import slurm_24_11
 
@@ -49,7 +49,7 @@ def check_scene(folder: Path) -> None:
     for name, count in {'gpus-in-all': 2, 'gpus-of-tasks': 1, 'gpus-of-sockets': 1}.items():
         assert not gpus or text[name].gpus == count
     if folder.name[6:] not in ('20.11', '21.08', '22.05'):  # no document with planned nodes
-        found = [told(job) for job in slurm_document.parse_jobs(said('squeue.json'))]
+        found = [told(job) for job in answers_json.parse_jobs(said('squeue.json'))]
         assert {job.name: job for job in found} == text
     assert {name for name, job in text.items() if job.state is JobState.RUNNING} == {
         'running', 'running-gpu', 'icelake',
@@ -263,8 +263,8 @@ FORMS: dict[str, Callable[[tuple[BatchJob, ...]], tuple[BatchJob, ...]]] = {
             answers_text.parse_jobs(jobs_text(jobs)), answers_text.parse_gpus(gpus_text(jobs))
         )
     ),
-    '23.02': lambda jobs: slurm_document.parse_jobs(jobs_document(jobs, (23, 2))),
-    '24.11': lambda jobs: slurm_document.parse_jobs(jobs_document(jobs, (24, 11))),
+    '23.02': lambda jobs: answers_json.parse_jobs(jobs_document(jobs, (23, 2))),
+    '24.11': lambda jobs: answers_json.parse_jobs(jobs_document(jobs, (24, 11))),
 }
 
 
@@ -322,6 +322,7 @@ def test_pbs_gives_the_holes_and_demands_of_the_cluster(drawn: tuple[Said, str])
 READERS: dict[str, Callable[[str], object]] = {
     'gpus.txt': answers_text.parse_gpus,
     'squeue.txt': answers_text.parse_jobs,
+    'squeue.json': answers_json.parse_jobs,
     'sinfo.txt': answers_text.parse_nodes,
     'reservation.txt': answers_text.parse_reservations,
     'partition.txt': answers_text.parse_partitions,

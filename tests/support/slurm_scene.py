@@ -9,8 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from parsl_freetrain.sites.slurm import answers_text
-from tests.support import slurm_document
+from parsl_freetrain.sites.slurm import answers_json, answers_text
 
 MARK = '0123456789abcdef'
 QUESTIONS = {
@@ -19,7 +18,7 @@ QUESTIONS = {
     'gpus.txt': answers_text.GPUS,
     'reservation.txt': answers_text.RESERVATIONS,
     'partition.txt': answers_text.PARTITIONS,
-    'squeue.json': slurm_document.JOBS,  # last: 20.11 has no answer
+    'squeue.json': answers_json.JOBS,  # last: 20.11 has no answer
 }
 # One exclusive node each (one shares), ten minutes, if nothing else is said; the first three run.
 JOBS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
@@ -21,6 +21,7 @@ Features = Annotated[
         description='feature names joined by & or |, without brackets or counts',
     ),
 ]
+Form = Literal['auto', 'text', 'json']
 
 
 class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
@@ -53,6 +54,9 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
         Whether a block is made smaller when some of its nodes are enough for a waiting job, instead
         of being given back as a whole. Slurm kills what runs there. None: where it tracks processes
         by control groups, and has an accounting database.
+    form
+        The form of Slurm's answers on jobs. 'auto' is text, which tells the same as JSON in less
+        time; the JSON of releases before 23.02 leaves out nodes planned for a waiting job.
     """
 
     partition: Word
@@ -66,6 +70,7 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
     srun_options: tuple[Option, ...] = ()
     node_classes: dict[ClassName, Features] = field(default_factory=dict)
     shrink_blocks: bool | None = None
+    form: Form = 'auto'
 
     def __post_init__(self) -> None:
         for name, wanted in self.node_classes.items():

@@ -18,7 +18,7 @@ from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.scheduler import NoHistory
-from parsl_freetrain.sites.slurm import answers_text
+from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
 from parsl_freetrain.sites.slurm.words import end_of
@@ -64,13 +64,19 @@ class Slurm:
         return Wanted(given.partition, given.features(), given.gpus_per_node, given.classes)
 
     def jobs(self) -> tuple[records.BatchJob, ...]:
+        if self._options.form == 'json':
+            jobs = answers_json.parse_jobs(self.client.ask(answers_json.JOBS))
+        else:
+            jobs = self._jobs_as_text()
+        return tuple(
+            self._ranked(job) if job.state is records.JobState.PENDING else job for job in jobs
+        )
+
+    def _jobs_as_text(self) -> tuple[records.BatchJob, ...]:
         """The queue, in a format that nobody else knows, and how our jobs have ended."""
         form = answers_text.job_format(secrets.token_hex(8))
         said = self.client.ask(answers_text.JOBS, SQUEUE_FORMAT=form)
-        return tuple(
-            self._ranked(job) if job.state is records.JobState.PENDING else job
-            for job in self._with_ends(self._with_gpus(answers_text.parse_jobs(said)))
-        )
+        return self._with_ends(self._with_gpus(answers_text.parse_jobs(said)))
 
     def _with_gpus(self, jobs: Sequence[records.BatchJob]) -> Sequence[records.BatchJob]:
         """Each waiting job with the GPUs that its text does not tell, which is asked about once."""

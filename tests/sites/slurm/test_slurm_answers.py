@@ -1,5 +1,6 @@
 """What Slurm's answers say: recorded from 22.05, and as documented for later versions."""
 
+import json
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.records import JobState, NodeReservation, NotUnderstood, Partition
-from parsl_freetrain.sites.slurm import answers_text
+from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.scheduler import Slurm, partition_for
 from parsl_freetrain.sites.slurm.words import expand, state_of
@@ -30,6 +31,41 @@ def record(mark: str = '0123456789abcdef', **told: str) -> str:
     usual = (*waits, '42', '', '', 'N/A', '(null)', '(null)', '8', '2', '4000M', 'OK', 'name')
     fields = {**dict(zip('iTPDSeYNurlQnxbvfCcmhj', usual, strict=True)), **told}
     return re.sub('%(.)', lambda field: fields[field[1]], answers_text.job_format(mark) + '\n')
+
+
+PLANNED = ('node01', 'node02', 'node03', 'node04', 'node05', 'node07')
+
+
+def number(value: float | None) -> dict[str, object]:
+    """As 23.02 and later write numbers."""
+    return {'set': value is not None, 'infinite': False, 'number': value or 0}
+
+
+def job_document(**changes: object) -> str:
+    """The shape of 23.11 and later."""
+    job = {
+        'job_id': 9,
+        'job_state': ['PENDING'],
+        'partition': 'batch',
+        'node_count': number(6),
+        'start_time': number(1795248170),
+        'end_time': number(1795248770),
+        'preempt_time': number(0),
+        'scheduled_nodes': 'node[01-05,07]',
+        'nodes': '',
+        'user_name': 'eve',
+        'state_reason': 'Resources',
+        'name': 'next',
+        'restart_cnt': 0,
+        'time_limit': number(10),
+        'priority': number(17),
+        'required_nodes': '',
+        'array_task_string': '0-4%3',
+        **changes,
+    }
+    return json.dumps(
+        {'jobs': [job], 'meta': {'slurm': {'version': {'major': '23', 'minor': '11'}}}}
+    )
 
 
 def test_jobs_as_text() -> None:
@@ -103,7 +139,7 @@ def test_the_format_is_another_each_time(tmp_path: Path, monkeypatch: pytest.Mon
     squeue.chmod(0o755)
     monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv('SQUEUE_FORMAT', '%i')
-    slurm = Slurm(SlurmOptions(partition='batch'))
+    slurm = Slurm(SlurmOptions(partition='batch', form='text'))
     for _ in range(2):
         assert [(job.job_id, job.state) for job in slurm.jobs()] == [('7', JobState.RUNNING)]
     first, second = Path(f'{squeue}.asked').read_text().splitlines()
@@ -151,6 +187,42 @@ def test_a_slurm_without_gpus_tells_jobs(tmp_path: Path, monkeypatch: pytest.Mon
     assert [job.job_id for job in slurm.jobs()] == ['7'] and slurm.client.commands['squeue'] == 2
 
 
+def test_jobs_as_a_document_of_22_05_lack_planned_nodes() -> None:
+    with pytest.raises(NotUnderstood, match='planned nodes'):
+        answers_json.parse_jobs(recorded('squeue-22.05.json'))
+
+
+def test_jobs_as_a_document_of_23_11() -> None:
+    """What the zoo's has not."""
+    [job] = answers_json.parse_jobs(
+        job_document(
+            job_state=['RUNNING', 'COMPLETING'],
+            end_time=number(None),
+            preempt_time=number(1795248000),
+        )
+    )
+    assert (job.state, job.end_s, job.reason) == ('ENDING', None, 'Preempted')
+    [job] = answers_json.parse_jobs(
+        job_document(cpus=number(9), memory_per_cpu=number(700), minimum_cpus_per_node=number(3))
+    )
+    assert (job.cpus, job.step, job.memory, job.memory_per_cpu) == (9, 3, 700.0, 700.0)
+    for gres, gpus, types in (
+        ({'tres_per_task': 'cpu=2,gres/gpu=1', 'tasks': number(12)}, 2, ()),
+        ({'tres_per_task': 'gres/gpu:a100:1', 'tasks': number(6)}, 1, (frozenset({'gpu:a100'}),)),
+        ({'tres_per_socket': 'gres/gpu:2'}, 2, ()),
+        ({'tres_per_job': 'gres/gpu:h100=13'}, 3, (frozenset({'gpu:h100'}),)),
+    ):
+        [job] = answers_json.parse_jobs(job_document(memory_per_tres='gres/gpu:1024', **gres))
+        assert (job.gpus, job.features, job.memory) == (gpus, types, gpus * 1024.0)
+    for shared in (['none'], ['user'], ['topo'], 'none'):
+        [job] = answers_json.parse_jobs(job_document(cpus=number(9), shared=shared))
+        assert job.cpus == 0, 'it gets whole nodes'
+    [job] = answers_json.parse_jobs(
+        job_document(start_time={'set': True, 'infinite': True, 'number': 0})
+    )
+    assert job.start_s is None
+
+
 def test_marks_of_states() -> None:
     for bare, marks in (('idle', '*'), ('idle', '~'), ('maint', ''), ('idle', '-')):
         [nodes] = answers_text.parse_nodes(f'gpu|{bare}{marks}|(null)|(null)|4+|2G|a1\n')
@@ -169,6 +241,11 @@ def test_one_reservation_that_cannot_be_read_does_not_hide_the_others() -> None:
     )
     with pytest.raises(NotUnderstood, match='was cut off'):
         answers_text.parse_reservations(text)
+
+
+def test_a_job_of_another_cluster_of_the_federation_waits_for_nothing_here() -> None:
+    [job] = answers_json.parse_jobs(job_document(job_state=['PENDING', 'REVOKED']))
+    assert job.state is JobState.CANCELLED
 
 
 def test_what_reserves_no_nodes() -> None:
@@ -202,6 +279,25 @@ def test_history_and_versions() -> None:
     assert answers_text.parse_history(ended) == dict(zip('12348', how, strict=True))
 
 
+@pytest.mark.parametrize(
+    ('code', 'state'),
+    [
+        (143 << 8, JobState.TERMINATED),  # as 22.05 writes it
+        (15, JobState.TERMINATED),
+        (1 << 8, JobState.FAILED),
+        ({'status': 'ERROR', 'return_code': 143}, JobState.TERMINATED),  # 23.02
+        (
+            {'status': ['SIGNALED'], 'return_code': number(0), 'signal': {'id': number(15)}},
+            JobState.TERMINATED,
+        ),
+        ({'status': ['ERROR'], 'return_code': number(2), 'signal': {}}, JobState.FAILED),
+    ],
+)
+def test_a_job_that_sigterm_has_ended_has_not_failed(code: object, state: JobState) -> None:
+    [job] = answers_json.parse_jobs(job_document(job_state=['FAILED'], exit_code=code))
+    assert job.state is state
+
+
 def test_durations() -> None:
     days = {'2-00:00:00': 172800, '1-12': 129600, 'UNLIMITED': None, 'NOT_SET': None}
     for written, seconds in {**days, '10:00': 600, '1:02:03': 3723, '30': 1800}.items():
@@ -223,9 +319,15 @@ def test_gpus(gres: str, gpus: int) -> None:
     'answer', ['1|RUNNING|x', 'slurm_load_jobs error: Unable to contact slurm controller']
 )
 def test_what_is_no_answer_is_not_read_as_one(answer: str) -> None:
-    for parse in (answers_text.parse_jobs, answers_text.parse_nodes):
+    for parse in (answers_text.parse_jobs, answers_text.parse_nodes, answers_json.parse_jobs):
         with pytest.raises(NotUnderstood):
             parse(answer)
+
+
+@pytest.mark.parametrize('answer', ['{}', '[]', '{"jobs": [{"job_id": 1}]}', '{"jobs": 5}'])
+def test_documents_of_another_shape(answer: str) -> None:
+    with pytest.raises(NotUnderstood):
+        answers_json.parse_jobs(answer)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 
 
 def jobs() -> dict[str, BatchJob]:
-    slurm = Slurm(SlurmOptions(partition='batch'))
+    slurm = Slurm(SlurmOptions(partition='batch', form='text'))
     return {job.job_id: job for job in slurm.jobs()}
 
 

@@ -1,6 +1,6 @@
-"""The queue of Slurm 23.02 and later as a JSON document: the same jobs as in its text, by another
-reader, so that tests can compare both. 23.02 wraps numbers in ``{"set", "infinite", "number"}``;
-since 23.11 a state is a list.
+"""The queue of Slurm as a JSON document, for 23.02 and later. Nodes are asked for as text: ``sinfo
+--json`` puts nodes together that differ. 22.05 gives plain numbers and states of one word; 23.02
+wraps numbers in ``{"set", "infinite", "number"}``; since 23.11 a state is a list.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import BatchJob
+from parsl_freetrain.sites.batch.records import BatchJob, NotUnderstood, as_documented
 from parsl_freetrain.sites.slurm.answers_text import (
     choices_of,
     gpus_of,
@@ -28,11 +28,16 @@ _MORE = (
 
 
 def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
-    return tuple(_job(job) for job in json.loads(answer)['jobs'])
+    """Jobs of a ``squeue --json`` document. Raises NotUnderstood if it lacks what is needed."""
+    with as_documented('squeue --json'):
+        return tuple(_job(job) for job in _document(answer)['jobs'])
 
 
 def _job(job: dict[str, Any]) -> BatchJob:
-    state = [job['job_state']] if isinstance(job['job_state'], str) else job['job_state']
+    state = _words(job['job_state'])
+    if state[0] == 'PENDING' and 'scheduled_nodes' not in job:
+        lacks = 'does not tell the planned nodes of pending jobs'
+        raise NotUnderstood(f'the document of squeue --json {lacks}')
     word = next((more for more in state[1:] if more in _MORE), state[0])
     reason = job.get('state_description') or job['state_reason']  # as squeue does in its text
     end = _number(job['end_time'])
@@ -75,6 +80,13 @@ def _job(job: dict[str, Any]) -> BatchJob:
     )
 
 
+def _words(state: str | list[str]) -> list[str]:
+    words = [state] if isinstance(state, str) else state
+    if not words:
+        raise NotUnderstood('a state in the document is empty')
+    return words
+
+
 def _exit(code: Any) -> tuple[int, int]:
     """Exit status and signal of an exit code: in 22.05 a number as of ``wait``."""
     if isinstance(code, dict):
@@ -89,3 +101,14 @@ def _number(value: Any) -> float | None:
     if isinstance(value, dict):
         value = value['number'] if value['set'] and not value['infinite'] else None
     return float(value) if value else None
+
+
+def _document(answer: str) -> dict[str, Any]:
+    said = 'squeue --json did not answer with a JSON'
+    try:
+        document = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise NotUnderstood(f'{said} document: {error}') from error
+    if not isinstance(document, dict):
+        raise NotUnderstood(f'{said} object')
+    return document
