@@ -27,6 +27,7 @@ from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import EvaluationStopped, Rollback, Wishes
 from parsl_freetrain.training.spec.mode import ROLLBACK, NonFinitePolicy, Reproducible
+from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
@@ -229,22 +230,25 @@ class TrainingLoop:
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
         state, mode = self._state, self._mode
         began_at = time.monotonic()
-        for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
-            data = to_device(read, self._device)
-            self._steps.begin_micro_batch(micro_batch)
-            if self._reproducible or self._verification.measures:
-                seed_everything(micro_batch.seed(self._seed, 'model'))
-            if isinstance(mode, Reproducible):
-                demand_determinism(warn_only=mode.warn_only)
-            state.reports.begin_micro_batch(state.reached)
-            self._body.begin(data)
-            yield data
-            self._body.end(data, self._steps.stepped)
-            self._guard.end_micro_batch()
-            state.reports.end_micro_batch(micro_batch.weight, len(micro_batch.indices))
-            self._steps.end_micro_batch()
-            wait_as_slow(time.monotonic() - began_at)
-            began_at = time.monotonic()
+        try:
+            for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
+                data = to_device(read, self._device)
+                self._steps.begin_micro_batch(micro_batch)
+                if self._reproducible or self._verification.measures:
+                    seed_everything(micro_batch.seed(self._seed, 'model'))
+                if isinstance(mode, Reproducible):
+                    demand_determinism(warn_only=mode.warn_only)
+                state.reports.begin_micro_batch(state.reached)
+                self._body.begin(data)
+                yield data
+                self._body.end(data, self._steps.stepped)
+                self._guard.end_micro_batch()
+                state.reports.end_micro_batch(micro_batch.weight, len(micro_batch.indices))
+                self._steps.end_micro_batch()
+                wait_as_slow(time.monotonic() - began_at)
+                began_at = time.monotonic()
+        finally:  # the function may leave the loop in the middle
+            backward.forget()
         self._guard.end_body()
 
     def _take_step(self, batch: GlobalBatch, data: BatchSource, began_at: float) -> Agreed:

@@ -17,6 +17,13 @@ around: dict[str, Callable[[], Callable[[], None]]] = {}
 """By whose they are: called before it; what they return, after it."""
 
 
+def forget() -> None:
+    """A body is over: nobody looks at what is passed or left by calls."""
+    global looking
+    looking = None
+    around.pop('gradients', None)
+
+
 def watch() -> None:
     """All ways to it go through torch's caller of the engine, also names imported before."""
     autograd: Any = torch.autograd

@@ -174,8 +174,8 @@ class GradientGuard:
 
     def _read(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         found = grad_of(parameter)
-        if id(parameter) not in self._watched:
-            return found
+        if id(parameter) not in self._watched or 'gradients' not in backward.around:
+            return found  # it is another's, or the body was left
         if found is not None:
             self._remember()
         elif not self._taken:
