@@ -58,7 +58,8 @@ def small() -> nn.Module:
 def gpt() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=9))
+    how = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    return GPT2LMHeadModel(how)
 
 
 def train(
