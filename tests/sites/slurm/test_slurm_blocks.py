@@ -298,7 +298,8 @@ def test_a_preemption_is_told_and_ends_or_requeues(
 def test_nodes_that_slurm_preempts_are_asked_for_too(slurm: Cluster, blocks: Make) -> None:
     """It may have chosen the wrong ones, or too few. The block keeps them for the grace time."""
     mine = blocks('scavenger', mode='preemptible')
-    job = mine.running(4, walltime_s=None, command='trap "" TERM; echo up; sleep 600 & wait; wait')
+    stays = 'trap "" TERM; echo ready; sleep 600 & wait; wait'
+    job = mine.running(4, walltime_s=None, command=stays)
     slurm.wait(lambda: mine.output().count('ready') == 4)
     other = slurm.submit('--nodes=3', '--time=1', '--partition=batch', seconds=1)
     slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
