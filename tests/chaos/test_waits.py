@@ -53,15 +53,15 @@ the first step of a fragment | chaos/waits | a_task_that_parsl_never_passes_on_e
 a first word of a node whose fragment is ended | executor/fragment/fragment_state | a_node_that_neve
 the next step of a fragment | executor/hangs | an_endless_loop_ends_its_fragment_with_a_sentence
 a sign of life of a node | executor/hangs | a_node_that_is_stopped_is_lost_in_time_and_the_others_go
-a node that others have lost touch with | executor/fragment/fragment_state | a_node_that_does_not_an
+a node that others have lost touch with | executor/fragment/fragment_state | node_that_does_not_ans
 the result of a node whose ranks have ended | executor/fragment/fragment_state | ranks_that_ended_wi
 a rank to end after SIGKILL | executor/fragment/fragment_state | a_rank_that_does_not_end_after_sigk
 the other ranks when one has failed | executor/fragment/fragment_state | a_survivor_gets_time_to_fin
 a fragment that was asked to stop | chaos/waits | a_fragment_that_does_not_stop_is_killed
 ranks that are to run ahead | executor/fragment/standby | why_no_rank_runs_ahead_on_a_free_node_is_l
 files beside its ledger | chaos/waits | a_file_system_that_stalls_holds_up_no_training
-Parsl's interchange | executor/endings | without_an_interchange_all_futures_fail_with_a_sentence_and
-its fork server | training/process/fork_server | a_parent_that_cannot_start_shows_its_log
+Parsl's interchange | executor/endings | without_an_interchange_all_futures_fail_and_the
+its fork server | training/process/fork_server | a_failed_parent_shows_its_log
 the executor to take a message | training/process/liveness | a_rank_of_a_stopped_client_does_not_go
 a rank that is stopped | executor/hangs | a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is
 a new run, when the submitting process is gone | training/process/block_lease | a_node_that_nobody_c
@@ -70,7 +70,7 @@ the acknowledgement of what it has sent | training/process/liveness | a_cut_netw
 another rank in an exchange | training/comm/peer_loss | a_rank_behind_the_next_one_notices_it
 all others, which wait as well | executor/hangs | ranks_that_wait_for_each_other_for_ever_are_ended
 a file system in trouble | training/storage_trouble | trouble_that_lasts_ends_a_trainer_with_its_sen
-another run that begins in the same folder | executor/run_lock | a_run_that_was_killed_as_it_began_c
+another run that begins in the same folder | executor/run_lock | a_run_killed_as_it_began_costs
 a sign of life of a run on another computer | executor/run_lock | a_run_on_another_computer_lives_as
 """
 """Whom a wait is for, the file of a test that stops it, and how the name of the test begins."""

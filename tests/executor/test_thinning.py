@@ -19,7 +19,8 @@ def keeping(events: list[Any]) -> Any:
 
 
 def test_reports_are_recorded_less_often_the_longer_a_fragment_trains() -> None:
-    shown, recorded, nobody = list[Any](), list[Any](), SimpleNamespace(checkpoint=None)
+    shown, recorded = list[Any](), list[Any]()
+    nobody = SimpleNamespace(checkpoint=None, note_handed_in=lambda _: None)
     stream, no_members = Stream([keeping(shown)], [keeping(recorded)]), SimpleNamespace()
     listener: Any = Listener(no_members, stream)  # type: ignore[arg-type]
     fragment = RunningFragment(

@@ -111,7 +111,9 @@ def test_a_silent_scheduler_is_asked_again_soon_while_blocks_are_open(
 
 
 @pytest.mark.parametrize('state', [JobState.RUNNING, JobState.ENDING])
-def test_what_runs_has_an_end(scheduler: Scripted, tracker: BlockTracker, state: JobState) -> None:
+def test_whatever_runs_for_parsl_has_an_end(
+    scheduler: Scripted, tracker: BlockTracker, state: JobState
+) -> None:
     """An end that is unknown would count as none."""
     scheduler.now = 10.0
     scheduler.queue = (BatchJob('1', state, 'batch', 1, 0.0, 300.0, names=('n1',)),)

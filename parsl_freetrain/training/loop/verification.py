@@ -80,7 +80,7 @@ class Verification:
         self._batch: GlobalBatch | None = None  # that is looked at
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._writer = Background('digests of the next step')
-        self._measures = not (self.by_steps or model.division.pipelined)
+        self._measures = self._numbered and not (self.by_steps or model.division.pipelined)
         self.looks_ahead = self.by_steps or self._measures
         self._norms, self._squares = dict[str, torch.Tensor](), dict[str, float]()
         self._numbers_before = dict[str, float]()

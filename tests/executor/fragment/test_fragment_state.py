@@ -456,7 +456,7 @@ Hear = Callable[[int, Any, float], None]
 def listening() -> tuple[Told, Listener, RunningFragment, Hear]:
     told, fragment = Told(), running_fragment(3)
     listener = Listener(Members(told, cast(Any, None)), Stream([]))  # type: ignore[arg-type]
-    record: Any = SimpleNamespace(checkpoint=None)
+    record: Any = SimpleNamespace(checkpoint=None, note_handed_in=lambda _: None)
 
     def hear(member: int, message: Any, at: float) -> None:
         listener.heard(msg.FromMember('cnn', 7, member, message), fragment, record, at)
