@@ -57,7 +57,10 @@ class Requests:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        files.make_dir(folder)
+        try:
+            files.make_dir(folder)
+        except FileExistsError:
+            raise BadInput(f'{folder} must be a folder of yours: remove what is there.') from None
         refuse_foreign(folder, _WHAT)
         for path in folder.iterdir():
             if path.suffix in (_REQUEST, _ANSWER, _PART):

@@ -1,5 +1,6 @@
 """Requests to a live run, as files."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -90,3 +91,7 @@ def test_a_folder_that_others_may_write_to_is_refused(ledger: Path) -> None:
         Requests(folder)
     with pytest.raises(BadInput, match='Other users may write to folder of requests'):
         ask(ledger, Preempt('cnn'), 1)
+    folder.rmdir()
+    os.mkfifo(folder)
+    with pytest.raises(BadInput, match='must be a folder of yours'):
+        Requests(folder)
