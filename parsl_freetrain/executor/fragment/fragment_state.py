@@ -247,6 +247,7 @@ class RunningFragment:
                 known = self.checkpoint
                 if last.path != known.path:
                     known = Checkpoint(self.name, last.path, last.samples, self.number)
+                    known = replace(known, handed_in=last.handed_in)
                 self.note(replace(known, metrics=dict(last.metrics)))
             result = json.loads(last.result) if last.result else None
             return FragmentResult(_ENDINGS[last.how], replace(self.checkpoint, result=result))

@@ -92,6 +92,7 @@ class TrainerRecord:
             self.device_faults.setdefault(rank.fault, set()).add(rank.node)
         if result.checkpoint.path:
             self.checkpoint = result.checkpoint
+            self.note_handed_in(result.checkpoint)  # it may overtake the message about it
         self.failure = result.exception or self.failure
         if result.ending is not Ending.FAILED:
             self.last_good = self.task

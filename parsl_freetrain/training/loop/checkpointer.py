@@ -86,10 +86,12 @@ class Checkpointer:
             self._sender.keep(self._on_disk)
         if self._sender is not None and how == 'stopped':
             left = self._sender.left
+        told = None if self._only_in_memory else last
         return msg.Outcome(
             how,
             samples,
-            path=last.path if last is not None and not self._only_in_memory else None,
+            path=told.path if told is not None else None,
+            handed_in=told.handed_in if told is not None else '',
             metrics=dict(metrics),
             error=error,
             idle_s=time.monotonic() - at if (at := self.timing.stepped_at) else None,

@@ -110,6 +110,7 @@ class Outcome(Message, frozen=True):
     #: What the user's function returned, as JSON; empty: nothing, or it has not returned.
     result: str = ''
     memory: Count = 0  #: the most memory that the rank has needed, in bytes; 0: unknown
+    handed_in: str = ''  #: of that checkpoint
 
 
 class Exit(Message, frozen=True):

@@ -81,10 +81,11 @@ def test_the_end_and_the_checkpoint_are_rank_0s_whoever_came_back_first() -> Non
     fragment.note(Checkpoint('cnn', '/c/3', 300, 7))
     fragment.settled = {
         1: [outcome(1, 'finished', path=None, samples=900)],
-        0: [outcome(0, 'finished', path='/c/9', samples=900)],
+        0: [outcome(0, 'finished', path='/c/9', samples=900, handed_in='key')],
     }
     verdict = fragment.result()
     assert verdict.ending is Ending.FINISHED
+    assert verdict.checkpoint.handed_in == 'key'
     assert verdict.checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
 
 
