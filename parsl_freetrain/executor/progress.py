@@ -65,7 +65,8 @@ class FutureUpdater(Subscriber):
             case ev.TotalKnown(total_samples=total_samples):
                 _show(record, total_samples=total_samples)
             case ev.TrainerAborted():
-                record.failure = None  # the trainer survived that one
+                for one in self._of_training(record):
+                    one.failure = None  # the trainers survived those
             case ev.FragmentLaunched(failed=False) if record.task is not None:
                 nodes = len(event.nodes)
                 rescaled = progress.rescaled + (self._nodes.get(name, nodes) != nodes)

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from parsl.executors.high_throughput.executor import HTEXFuture
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain import (
@@ -29,6 +30,7 @@ from parsl_freetrain.executor import stream
 from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.parsl_side import ParslSide
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.journal.read import Journal
@@ -99,13 +101,20 @@ def _stop_at_greeting(started: Started, stopped: set[psutil.Process], most: int)
     return len(stopped) >= most
 
 
-def test_a_worker_that_is_stopped_before_its_first_task_holds_no_block(tmp_path: Path) -> None:
-    started, stopped = Started(), set[psutil.Process]()
+def test_a_worker_that_is_stopped_before_its_first_task_holds_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, stopped, submit = Started(), set[psutil.Process](), ParslSide.submit
+
+    def after_the_stop(side: ParslSide, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
+        if context['task_executor']['f'].endswith('.greet'):
+            wait_until(lambda: _stop_at_greeting(started, stopped, 1))
+        return submit(side, context, buffer)
+
+    monkeypatch.setattr(ParslSide, 'submit', after_the_stop)
     trainer = freetrain_app(max_nodes=1, total_epochs=2)(fit)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), join_s=10.0) as executor:
-        future = trainer()
-        wait_until(lambda: _stop_at_greeting(started, stopped, 1))
-        future.result(LIMIT_S)
+        trainer().result(LIMIT_S)
         unusable = [e for _, e in Journal(executor.ledger_path).events(ev.NodeUnusable)]
     assert [e.error for e in unusable if isinstance(e, ev.NodeUnusable)][:1] == [
         'its worker has not answered its first task within 10 s'

@@ -20,6 +20,9 @@ from parsl.config import Config
 
 import parsl_freetrain as ft
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor.fragment.trainer_record import TrainerRecord
+from parsl_freetrain.executor.progress import FutureUpdater
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.cells import in_shape
 from parsl_freetrain.report.figures import Figures
@@ -176,6 +179,21 @@ def test_sites_without_a_common_folder_train_one_training(tmp_path: Path) -> Non
         assert ft.same_weights(found, alone.result(LIMIT_S))
     replicas = [p.relative_to(tmp_path) for p in tmp_path.glob('*/train/replicas/*')]
     assert replicas == [Path('there/train/replicas/1')]
+
+
+def test_the_end_of_a_replica_elsewhere_is_told_whatever_another_one_here_survived() -> None:
+    spec = app().spec
+    futures = {name: ft.TrainingFuture(name) for name in ('t', 't.replica1')}
+    records = {
+        name: TrainerRecord(spec.trainer('t'), spec, '', Any, future, ft.Checkpoint(name, '', 0, 0))  # type: ignore[arg-type]
+        for name, future in futures.items()
+    }
+    records['t.replica1'].failure = lambda: ValueError('once')
+    updater, why = FutureUpdater(records), "its replica 't.replica2' has ended: no more"
+    updater.take(ev.TrainerAborted(1.0, 't', why))
+    updater.take(ev.Decided(1.0, (ev.EndTrainer('t', 'failed', why),)))
+    with pytest.raises(ft.TrainerFailed, match='replica2'):
+        futures['t'].result(LIMIT_S)
 
 
 @pytest.mark.long

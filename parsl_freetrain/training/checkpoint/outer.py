@@ -107,7 +107,8 @@ class OuterWeights:
             name: digest(bytes_of(tensors[name].detach().cpu().contiguous())) for name in different
         }
         if (there := self.find(0)) is None:
-            if later := [p for p in dirs.directories(self._store.folder) if is_committed(p)]:
+            made = filter(is_committed, dirs.directories(self._store.folder))
+            if later := [p for p in made if dirs.key(p)[0]]:  # others may begin just now
                 raise FreeTrainError(
                     f'Replica {self._replica} has no checkpoint any more, and the others have '
                     f'ended rounds ({later[-1]}): put its folder back, or start anew '
@@ -117,9 +118,9 @@ class OuterWeights:
             def value(name: str) -> torch.Tensor:
                 return tensors[name].detach().cpu().to(precise(tensors[name].dtype))
 
-            made = [(name, tensors[name]) for name in different if name in weights]
+            first = [(name, tensors[name]) for name in different if name in weights]
             pieces = [
-                Piece(n, precise(t.dtype), tuple(t.shape), partial(value, n)) for n, t in made
+                Piece(n, precise(t.dtype), tuple(t.shape), partial(value, n)) for n, t in first
             ]
             there = self._commit(pieces, 0, 0, {_ALIKE: alike})
         known = PartReader.of(there).structure()[_ALIKE]

@@ -169,6 +169,15 @@ def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_pat
     assert not [*(tmp_path / 'outer' / 'drafts').iterdir()]
 
 
+def test_who_begins_while_another_one_does_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come between two looks of the second one."""
+    first, second = (steps.OuterWeights(tmp_path, 'gpt', replica) for replica in (0, 1))
+    monkeypatch.setattr(second, 'find', lambda _: print(first.begin(made())))
+    assert second.begin(made()) == first.begin(made())
+
+
 def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     committed = two_ends(tmp_path)
     ends = [*map(End.of, committed)]
