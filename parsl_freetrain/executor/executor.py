@@ -27,7 +27,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings, Decisio
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.checked_values import Count
-from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
 from parsl_freetrain.executor import commands
 from parsl_freetrain.executor import settings as groups
 from parsl_freetrain.executor.block.adoption import TEMPLATE, Adoption
@@ -201,7 +201,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
         else:
             agent += TEMPLATE.format(shlex.quote(log_dir))
         parsl = self._parsl = ParslSide(self, agent, lock)
-        super().start()  # type: ignore[no-untyped-call]
+        try:
+            super().start()  # type: ignore[no-untyped-call]
+        except Exception as error:  # Parsl raises a bare Exception without a reason
+            if trouble := parsl.trouble():
+                raise FreeTrainError(f'{trouble}.') from error
+            raise
         provider.site.start()
         adopted = adoption.take_over(parsl)
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)

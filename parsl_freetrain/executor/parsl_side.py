@@ -94,7 +94,7 @@ class ParslSide:
         if interchange.poll() is None:
             if self._executor.command_client.ok:
                 return ''
-            return f"Parsl's interchange has not answered within {INTERCHANGE_S:g} s"
+            return "Parsl's interchange does not answer any more"
         return (
             f"Parsl's interchange has ended with status {interchange.returncode}; its log is "
             f'{self._executor.logdir}/interchange.log, and a new run continues from the checkpoints'

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ import psutil
 import pytest
 import zmq
 from parsl import curvezmq
+from parsl.executors import HighThroughputExecutor
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.executors.high_throughput.interchange import Interchange
 from parsl.executors.high_throughput.manager_record import ManagerRecord
 from parsl.serialize import pack_apply_message
 
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.executor import interchange
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.interchange import PIN
@@ -188,6 +191,21 @@ def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
         assert {future.result(LIMIT_S) for future in held} == {first, second}
 
 
+def test_an_interchange_that_ends_as_it_starts_is_named_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(executor: FreeTrainExecutor) -> None:
+        executor.interchange_proc = subprocess.Popen(ENDS)
+        executor.interchange_proc.wait()
+        raise Exception('Interchange failed to start')  # as Parsl, after two minutes
+
+    monkeypatch.setattr(HighThroughputExecutor, '_start_local_interchange_process', start)
+    failed = pytest.raises(FreeTrainError, match=r'status 3; its log is .*interchange\.log')
+    with failed, freetrain(tmp_path, LocalSite(nodes=1)):
+        pass
+
+
+ENDS = (sys.executable, '-c', 'import sys; sys.exit(3)')
 ORPHAN = """
 import sys, threading
 from pathlib import Path
