@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,95 +17,67 @@ from parsl_freetrain.core.model.state import History, RunState
 
 BUSY_S = 5.0
 
-Row = dict[str, Any]
-
-
-def _runs(run: RunState) -> Iterator[Row]:
-    yield {
-        'run': run.id, 'name': run.name, 'begun_at': run.began.at, 'ended_at': run.ended_at,
-        'how': run.how, 'last_at': run.last_at, 'command': run.began.command,
-    }  # fmt: skip
-
-
-def _trainers(run: RunState) -> Iterator[Row]:
-    for one in run.trainers.values():
-        yield {
-            'run': run.id, 'name': one.name, 'submitted_at': one.submitted.at,
-            'min_nodes': one.trainer.counts()[0], 'max_nodes': one.trainer.counts()[-1],
-            'mode': one.submitted.mode, 'total_samples': one.trainer.total_samples,
-            'first_samples': one.submitted.samples, 'samples': one.samples, 'state': one.state,
-            'state_at': one.state_at, 'why': one.why,
-        }  # fmt: skip
-
-
-def _blocks(run: RunState) -> Iterator[Row]:
-    for one in run.blocks.values():
-        request = one.opened.request
-        yield {
-            'run': run.id, 'block': one.name, 'job_id': one.opened.job_id,
-            'opened_at': one.opened.at, 'nodes': request.nodes, 'walltime_s': request.walltime_s,
-            'queue': request.queue, 'node_class': request.node_class, 'begun_at': one.begun,
-            'until': one.until, 'closed_at': one.closed_at, 'how': one.how,
-        }  # fmt: skip
-
-
-def _nodes(run: RunState) -> Iterator[Row]:
-    return map(asdict, run.nodes.values())
-
-
-def _fragments(run: RunState) -> Iterator[Row]:
-    for one in run.fragments.values():
-        yield {
-            'run': run.id, 'trainer': one.trainer, 'fragment': one.number,
-            'decided_at': one.launched.at, 'task_id': one.launched.task,
-            'nodes': json.dumps(one.nodes), 'deadline': one.launched.deadline_s,
-            'from_samples': one.launched.samples, 'shape': one.shape, 'started_at': one.started_at,
-            'started_samples': one.started_samples, 'ended_at': one.ended_at,
-            'ending': one.ending, 'samples': one.samples, 'reached': one.reached,
-            'error': one.ended and one.ended.error,
-        }  # fmt: skip
-
-
-def _checkpoints(run: RunState) -> Iterator[Row]:
-    for one in run.checkpoints:
-        yield {
-            'run': run.id, 'trainer': one.trainer, 'fragment': one.fragment, 'at': one.at,
-            'samples': one.samples, 'path': one.path, 'seconds': one.seconds,
-            'pause_s': one.pause_s, 'metrics': json.dumps(one.metrics),
-        }  # fmt: skip
-
-
-def _progress(run: RunState) -> Iterator[Row]:
-    for fragment in run.fragments.values():
-        for one in fragment.progress:
-            yield {
-                'run': run.id, 'trainer': one.trainer, 'fragment': one.fragment, 'at': one.at,
-                'samples': one.samples, 'rate': one.rate, 'metrics': json.dumps(one.metrics),
-            }  # fmt: skip
-
-
-def _decisions(run: RunState) -> Iterator[Row]:
-    for one in run.decisions:
-        yield {
-            'run': run.id, 'at': one.at, 'trigger': one.trigger, 'nodes': one.nodes,
-            'status': one.status, 'solver': one.solver, 'objective': one.objective,
-            'bound': one.bound, 'staying': one.staying, 'seconds': one.seconds,
-            'current': json.dumps(one.current), 'allocation': json.dumps(one.allocation),
-            'actions': msgspec.json.encode(one.actions).decode(),
-        }  # fmt: skip
-
-
-_ALL = _runs, _trainers, _blocks, _nodes, _fragments, _checkpoints, _progress, _decisions
-TABLES: dict[str, Callable[[RunState], Iterator[Row]]] = {
-    one.__name__.removeprefix('_'): one for one in _ALL
+# By table: what it has a row for, and the columns after ``run``; where one has another name, the
+# path to its value, whose parts may be methods without arguments, and places in a list.
+_TABLES: dict[str, tuple[Callable[[RunState], Iterable[Any]], str]] = {
+    'runs': (
+        lambda run: [run],
+        'name begun_at=began.at ended_at how last_at command=began.command',
+    ),
+    'trainers': (
+        lambda run: run.trainers.values(),
+        'name submitted_at=submitted.at min_nodes=trainer.counts.0 max_nodes=trainer.counts.-1 '
+        'mode=submitted.mode total_samples=trainer.total_samples first_samples=submitted.samples '
+        'samples state state_at why',
+    ),
+    'blocks': (
+        lambda run: run.blocks.values(),
+        'block=name job_id=opened.job_id opened_at=opened.at nodes=opened.request.nodes '
+        'walltime_s=opened.request.walltime_s queue=opened.request.queue '
+        'node_class=opened.request.node_class begun_at=begun until closed_at how',
+    ),
+    'nodes': (lambda run: run.nodes.values(), 'node block name joined_at left_at how'),
+    'fragments': (
+        lambda run: run.fragments.values(),
+        'trainer fragment=number decided_at=launched.at task_id=launched.task nodes '
+        'deadline=launched.deadline_s from_samples=launched.samples shape started_at '
+        'started_samples ended_at ending samples reached error=ended.error',
+    ),
+    'checkpoints': (
+        lambda run: run.checkpoints,
+        'trainer fragment at samples path seconds pause_s metrics',
+    ),
+    'progress': (
+        lambda run: [one for fragment in run.fragments.values() for one in fragment.progress],
+        'trainer fragment at samples rate metrics',
+    ),
+    'decisions': (
+        lambda run: run.decisions,
+        'at trigger nodes status solver objective bound staying seconds current allocation actions',
+    ),
 }
+TABLES = tuple(_TABLES)
 
 
-def rows(history: History, table: str) -> Iterator[Row]:
+def _cell(value: Any, path: str) -> Any:
+    """The value at a path, or None; what holds several is written as JSON."""
+    for part in path.split('.'):
+        if value is None:
+            return None
+        value = value[int(part)] if part.lstrip('-').isdigit() else getattr(value, part)
+        value = value() if callable(value) else value
+    several = isinstance(value, (tuple, dict))
+    return json.dumps(value, default=msgspec.to_builtins) if several else value
+
+
+def rows(history: History, table: str) -> Iterator[dict[str, Any]]:
     """The rows of a table over all runs; times in seconds since the epoch."""
+    of_run, columns = _TABLES[table]
+    names = [(name, path or name) for name, _, path in (c.partition('=') for c in columns.split())]
     for run in history.runs:
-        for row in TABLES[table](run):
-            yield {'run_id': run.name, **row}
+        for one in of_run(run):
+            cells = {name: _cell(one, path) for name, path in names}
+            yield {'run_id': run.name, 'run': run.id, **cells}
 
 
 def write_sqlite(history: History, database: Path, prefix: str = '') -> None:
