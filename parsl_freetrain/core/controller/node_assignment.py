@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parsl_freetrain.core.controller.node_pool import Group, GroupKey, Pool, PoolNode, key_of
 
@@ -31,9 +31,8 @@ def assign(
     nodes choose first, those that stay longest.
     """
     if order is not None:
-        longest = _longest(wants, places, pool, order)
-        for name in (name for nodes in longest.values() for name in nodes):
-            pool.groups[key_of(pool.nodes[name])].free.discard(name)
+        longest = _longest(wants, places, order, pool)
+        _take_out((name for nodes in longest.values() for name in nodes), pool)
         return longest
     where = {group.key: place for place, groups in places.items() for group in groups}
     kept = {want.trainer: _keep(want, where, pool) for want in wants if want.former}
@@ -55,21 +54,12 @@ def assign(
 
 
 def _longest(
-    wants: Sequence[Want],
-    places: Mapping[str, Sequence[Group]],
-    pool: Pool,
-    order: Order,
-    soon_free: Iterable[str] = (),
+    wants: Sequence[Want], places: Mapping[str, Sequence[Group]], order: Order, pool: Pool
 ) -> dict[str, tuple[str, ...]]:
     """Each trainer's nodes, none taken yet: those with most choose first, as one loss costs all."""
-    soon = {name for name in soon_free if name in pool.nodes}
     free = {
         place: sorted(
-            order(
-                pool.nodes[name]
-                for group in groups
-                for name in group.free | {n for n in soon if key_of(pool.nodes[n]) == group.key}
-            ),
+            order(pool.nodes[name] for group in groups for name in group.free),
             key=lambda name: -key_of(pool.nodes[name])[1],
         )
         for place, groups in places.items()
@@ -91,45 +81,36 @@ def foresee(
     order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """The nodes that :func:`assign` will choose once the former ones are free, or fewer."""
-    every = ((group.key, place) for place, groups in places.items() for group in groups)
-    where = dict(every) if wants else {}
-    expected: dict[str, tuple[str, ...]] = {}
-    taken: list[str] = []
-    if order is not None:
-        return _longest(wants, places, pool, order, (n for want in wants for n in want.former))
+    where = {group.key: place for place, groups in places.items() for group in groups}
+    held = {name for want in wants for name in want.former if name in pool.holder}
+    pool.put_back(held)
+    expected = assign(wants, places, pool, order)
     for want in wants:
-        kept = _former(want, where, pool)
-        nodes = [name for names in kept.values() for name in names]
-        for place, count in want.counts.items():
-            missing = count - len(kept.get(place, ()))
-            if 0 < missing <= sum(len(group.free) for group in places[place]):
-                taken += (more := take(places[place], missing))
-                nodes += more
-        expected[want.trainer] = tuple(nodes)
-    pool.put_back(taken)
+        kept = {} if want.trainer in expected else _keep(want, where, pool)
+        expected.setdefault(want.trainer, tuple(name for names in kept.values() for name in names))
+    pool.put_back(name for nodes in expected.values() for name in nodes)
+    _take_out(held, pool)
     return expected
+
+
+def _take_out(names: Iterable[str], pool: Pool) -> None:
+    for name in names:
+        pool.groups[key_of(pool.nodes[name])].free.discard(name)
 
 
 def _keep(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, list[str]]:
     """By place, the former nodes that a trainer keeps; they are taken out of their groups."""
-    there = ((name, pool.nodes.get(name)) for name in want.former)
-    free = [name for name, node in there if node and name in pool.groups[key_of(node)].free]
-    kept = _former(replace(want, former=free), where, pool)
-    for name in (name for names in kept.values() for name in names):
-        pool.groups[key_of(pool.nodes[name])].free.discard(name)
-    return kept
-
-
-def _former(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, list[str]]:
     usable: dict[str, list[tuple[float, str]]] = {}
     for name in want.former:
         node = pool.nodes.get(name)
-        if node is not None and (place := where.get(key_of(node))) is not None:
-            usable.setdefault(place, []).append((-key_of(node)[1], name))
-    return {
+        if node and name in pool.groups[key_of(node)].free and key_of(node) in where:
+            usable.setdefault(where[key_of(node)], []).append((-key_of(node)[1], name))
+    kept = {
         place: [name for _, name in sorted(nodes)[: want.counts.get(place, 0)]]
         for place, nodes in usable.items()
     }
+    _take_out((name for names in kept.values() for name in names), pool)
+    return kept
 
 
 def take(groups: Iterable[Group], count: int) -> list[str]:

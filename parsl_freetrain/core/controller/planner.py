@@ -106,7 +106,7 @@ class Planner:
     ) -> list[ev.Action]:
         changes = self._changes(plan, current)
         going = ((name, then, state.active[name].running) for name, then in changes)
-        wants = [Want(k, then, run.nodes) for k, then, run in going if then and current[k] and run]
+        wants = [Want(name, then, run.nodes) for name, then, run in going if run]
         expected = foresee(wants, places.groups, state.pool, self._order(at))
         actions: list[ev.Action] = []
         for name, then in changes:
