@@ -100,17 +100,6 @@ class Bid:
                 left -= min(count, left)
         return rate_together(self.mixed_parts, tuple(workers)) if workers else 0.0
 
-    def value(self, nodes: int, horizon_s: float) -> float:
-        """Worth of ``nodes`` that all stay for the horizon: horizon x rate(nodes) - rescale cost x
-        rate(current), as published (BFTrainer, arXiv 2106.12091); rate 0 below ``min_nodes``.
-        """
-        cost_s = 0.0
-        if nodes > self.current_nodes:
-            cost_s = self.rescale_up_s
-        elif nodes < self.current_nodes:
-            cost_s = self.rescale_down_s
-        return horizon_s * self.curve.rate_at(nodes) - cost_s * self.current_rate
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -198,11 +187,11 @@ class Problem:
 
     def value(self, bid: Bid, nodes: Sequence[int]) -> float:
         """Worth of ``nodes`` (a count for each of :attr:`places`) to a bid over the horizon, in the
-        curve's unit x seconds. Between the ends of blocks the trainer runs on whatever is still
-        there, as far as it can use it (:meth:`Bid.usable`). An end that takes some costs
-        ``rescale_down_s`` seconds of its rate until then; the change from what it holds now costs
-        as in :meth:`Bid.value`, and as growing where it gets as many but others. Several classes at
-        once are worth minus infinity, unless it divides batches among them.
+        curve's unit x seconds: horizon x rate(nodes) - rescale cost x rate(current), as published
+        (BFTrainer, arXiv 2106.12091). Between the ends of blocks the trainer runs on whatever is
+        still there, as far as it can use it (:meth:`Bid.usable`). An end that takes some costs
+        ``rescale_down_s`` seconds of its rate until then; as many but other nodes cost as growing.
+        Several classes at once are worth minus infinity, unless it divides batches among them.
         """
         total = sum(nodes)
         classes = self.classes_of(nodes)
@@ -251,11 +240,8 @@ class Problem:
 
     def objective(self, allocation: Mapping[str, int | Sequence[int]]) -> float:
         """Value in the curves' unit x seconds of nodes by trainer, or by trainer and place."""
-        worth, horizon_s, nothing = 0.0, self.horizon_s, (0,) * len(self.places)
-        for bid in self.bids:
-            n = allocation.get(bid.name, nothing)
-            worth += bid.value(n, horizon_s) if isinstance(n, int) else self.value(bid, n)
-        return worth
+        given = ((bid, allocation.get(bid.name, (0,) * len(self.places))) for bid in self.bids)
+        return sum(self.value(bid, (n,) if isinstance(n, int) else n) for bid, n in given)
 
 
 MOST_POINTS = 20_000  # problems whose curves have more points than this in all are not recorded
