@@ -132,11 +132,11 @@ def losses(
             charts.append((title, None))
             continue
         x = seconds(found.clock.length) if of_time else linear(0, max(p.samples for p in points))
-        y = _value_axis([p.loss for p in points])
+        y = _value_axis([p.value for p in points])
         chart = Chart(x, y, f'{loss.name} of {trainer} over {over}', 'low')
         for i, line in enumerate(loss.fragments):
             part = f'{trainer}, part {i + 1} of {len(loss.fragments)}'
-            chart.line([(p.at_s if of_time else p.samples, p.loss) for p in line], kind, part)
+            chart.line([(p.seconds if of_time else p.samples, p.value) for p in line], kind, part)
         for samples, at_s in loss.preempted:
             where = f'at {number(samples)} samples', f'after {duration(at_s)}'
             said = f'preempted {", ".join(reversed(where) if of_time else where)}'

@@ -14,26 +14,25 @@ from parsl_freetrain.report.timeline import Clock, ending_of
 
 
 @dataclass(frozen=True)
-class LossPoint:
-    """``at_s``: seconds on the report's clock."""
-
+class CurvePoint:
     samples: int
-    at_s: float
-    loss: float
+    epochs: float | None  #: None if the trainer's total is not in epochs
+    seconds: float  #: on the report's clock
+    value: float
 
 
 @dataclass(frozen=True)
 class Losses:
     name: str = 'loss'  #: or what the trainer has reported first in its place
     #: One line for each fragment; samples that were repeated after a preemption appear twice.
-    fragments: tuple[tuple[LossPoint, ...], ...] = ()
+    fragments: tuple[tuple[CurvePoint, ...], ...] = ()
     #: Where fragments were preempted: samples reached, seconds on the report's clock.
     preempted: tuple[tuple[int, float], ...] = ()
 
 
 def losses(history: History, clock: Clock) -> dict[str, Losses]:
     """By trainer; only those values of its :func:`main_metric` count that can be drawn."""
-    lines: dict[str, list[list[LossPoint]]] = {one.name: [] for one in history.trainings}
+    lines: dict[str, list[list[CurvePoint]]] = {one.name: [] for one in history.trainings}
     struck: dict[str, list[tuple[int, float]]] = {name: [] for name in lines}
     living = {run.id for run in history.runs if history.alive(run)}
     said: dict[str, dict[str, None]] = {name: {} for name in lines}
@@ -44,7 +43,7 @@ def losses(history: History, clock: Clock) -> dict[str, Losses]:
     for fragment in history.fragments:
         name = names[fragment.trainer]
         line = [
-            LossPoint(report.samples, clock.of(fragment.run, report.at), float(value))
+            CurvePoint(report.samples, None, clock.of(fragment.run, report.at), float(value))
             for report in fragment.progress
             if isinstance(value := report.metrics.get(name), int | float) and drawable(value)
         ]
@@ -58,25 +57,17 @@ def losses(history: History, clock: Clock) -> dict[str, Losses]:
                     fragment.launched.samples if fragment.seen is None else fragment.seen.samples
                 )
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
-    return {name: Losses(names[name], _thinned(lines[name]), tuple(struck[name])) for name in lines}
-
-
-def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:
-    every = -(-sum(map(len, fragments)) // (MOST_POINTS // 2))
-    return tuple(extremes(points, every, lambda point: point.loss) for points in fragments)
+    found = {}
+    for trainer, mine in lines.items():
+        every = -(-sum(map(len, mine)) // (MOST_POINTS // 2))
+        thin = tuple(extremes(points, every, lambda point: point.value) for points in mine)
+        found[trainer] = Losses(names[trainer], thin, tuple(struck[trainer]))
+    return found
 
 
 AXES = ('samples', 'epochs', 'seconds')
 MOST_POINTS = 400  # maximum number of points of one trainer in a chart
 MOST_TRAINERS, MOST_METRICS = 8, 12  # maximum numbers in :func:`metrics_document`
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    samples: int
-    epochs: float | None  #: None if the trainer's total is not in epochs
-    seconds: float  #: on the report's clock
-    value: float
 
 
 Curves = dict[str, dict[str, tuple[CurvePoint, ...]]]  # by metric and trainer, in order of samples

@@ -253,8 +253,8 @@ def test_losses_are_thinned_with_their_extremes_and_without_what_is_no_number(
     ledger.close()
     [line] = read(path).losses['t'].fragments
     assert len(line) <= metrics.MOST_POINTS + 2 and (line[0].samples, line[-1].samples) == (0, 4999)
-    assert {(p.samples, p.loss) for p in line} >= {(1234, 99.0), (4321, -5.0)}
-    assert all(abs(p.loss) < 100 for p in line)
+    assert {(p.samples, p.value) for p in line} >= {(1234, 99.0), (4321, -5.0)}
+    assert all(abs(p.value) < 100 for p in line)
     assert 'nan' not in report_page(read(path))
     assert main(['status', '--ledger', str(path)]) == 0
 
