@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
+from parsl_freetrain.sites.batch.records import seconds_of
 from parsl_freetrain.sites.pbspro.answers import hosts_of
 
 WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")'
@@ -17,25 +17,6 @@ WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")
 RECORD = re.compile(r'\d\d/\d\d/\d{4} \d\d:\d\d:\d\d;(\w+);([^;]*);(.*)')
 _PAIR = re.compile(r'([\w.]+)=("[^"]*"|\S*)')
 _START, _ENDS = 'S', ('E', 'R')  # records: a job started, ended, or was requeued (and so ended)
-
-
-@dataclass(frozen=True)
-class _Record:
-    path: str | Path
-    line: int
-    values: dict[str, str]
-
-    @property
-    def where(self) -> str:
-        return f'{self.path}, line {self.line}'
-
-    def number(self, key: str) -> float:
-        text = self.values.get(key)
-        if text is None:
-            raise BadInput(f'{self.where}: the record has no {key}.')
-        if not text.isdecimal():
-            raise BadInput(f'{self.where}: {key} is {text!r}; it must be a whole number.')
-        return float(text)
 
 
 def read_pbs(
@@ -49,7 +30,7 @@ def read_pbs(
     line.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
-    going_on: dict[str, _Record] = {}
+    going_on: dict[str, tuple[str, int, dict[str, str]]] = {}
     jobs: list[Job] = []
     for path in files:
         for number, line in enumerate(read_lines(path, WHAT), 1):
@@ -61,40 +42,35 @@ def read_pbs(
             kind, job = found[1], found[2]
             if kind not in (_START, *_ENDS) or '[]' in job:  # an array has records of its own
                 continue
-            fields = {key: value.strip('"') for key, value in _PAIR.findall(found[3])}
-            record = _Record(path, number, fields)
+            values = {key: value.strip('"') for key, value in _PAIR.findall(found[3])}
+            record = f'{path}, line {number}', number, values
             if kind == _START:
                 going_on[job] = record
-            elif kind == 'E' or 'end' in record.values:
+            elif kind == 'E' or 'end' in values:
                 going_on.pop(job, None)
-                jobs.append(_job(record, record.number('end')))
-    jobs += [_job(record, math.inf) for record in going_on.values()]
+                jobs.append(_job(*record, ended=True))
+    jobs += [_job(*record, ended=False) for record in going_on.values()]
     return job_table(files[0] if files else '', jobs, machine_nodes)
 
 
-def _job(record: _Record, end: float) -> Job:
-    values = record.values
-    start = record.number('start')
+def _job(where: str, line: int, values: dict[str, str], ended: bool) -> Job:
+    def number(key: str) -> float:
+        if (text := values.get(key)) is None:
+            raise BadInput(f'{where}: the record has no {key}.')
+        if not text.isdecimal():
+            raise BadInput(f'{where}: {key} is {text!r}; it must be a whole number.')
+        return float(text)
+
+    end, start = number('end') if ended else math.inf, number('start')
     waits = next((key for key in ('etime', 'qtime', 'ctime') if values.get(key)), 'qtime')
-    names = _hosts(values.get('exec_host', '')) or hosts_of(values.get('exec_vnode', ''))
-    nodes = len(names) or int(record.number('Resource_List.nodect'))
+    where_it_ran = values.get('exec_host') or values.get('exec_vnode', '')
+    names = hosts_of(where_it_ran.replace('/', ':'))  # exec_host is n1/0*24+n2/0*24
+    nodes = len(names) or int(number('Resource_List.nodect'))
     limit = values.get('Resource_List.walltime', '')
     try:
-        requested = _seconds(limit) if limit else math.inf
+        requested = seconds_of(limit) if limit else math.inf
     except ValueError:
         raise BadInput(
-            f'{record.where}: Resource_List.walltime is {limit!r}; it must be '
-            'hours:minutes:seconds.'
+            f'{where}: Resource_List.walltime is {limit!r}; it must be hours:minutes:seconds.'
         ) from None
-    return Job(record.line, record.number(waits), start, end, nodes, requested, names)
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.partition('/')[0] for part in text.split('+') if part))
-
-
-def _seconds(text: str) -> float:
-    parts = [int(part) for part in text.split(':')]
-    if len(parts) > 3 or min(parts) < 0:
-        raise ValueError(text)
-    return float(sum(part * 60**power for power, part in enumerate(reversed(parts))))
+    return Job(line, number(waits), start, end, nodes, requested, names)

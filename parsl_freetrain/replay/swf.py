@@ -60,12 +60,14 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     if not rows:
         raise BadInput(f'{path} has no jobs; give a job log in Standard Workload Format.')
     _check_order(path, rows)
-    rows, parts = _whole_jobs(rows)
+    whole = {row[0] for _, row in rows if row[_STATUS] not in _PARTS}
+    rows = [each for each in rows if each[1][_STATUS] not in _PARTS or each[1][0] not in whole]
+    parts = len(said) - len(rows)
     lost = sum(row[_RUN] > 0 and not _processors(row) for _, row in rows)
     nodes, per_node = _size(path, header, machine_nodes)
     jobs = [job for number, row in rows if (job := _job(number, row, per_node)) is not None]
     back = sum(later[_SUBMIT] < row[_SUBMIT] for (_, row), (_, later) in pairwise(rows))
-    short = sum(len(row) < len(COLUMNS) for _, row in rows)
+    short = sum(len(line.split()) < len(COLUMNS) for _, line in said)
     largest = max((job.nodes for job in jobs if job.end > job.start), default=0)
     notes = [
         f'{parts} lines are parts of jobs (left out)' if parts else '',
@@ -99,13 +101,12 @@ def _numbers(path: str | Path, number: int, line: str) -> list[float]:
                 f'{path}, line {number}: column {len(numbers) + 1} ({column}) is '
                 f'{text!r}; it must be a number.'
             ) from None
-    return numbers
+    return numbers + [-1.0] * (len(COLUMNS) - len(fields))  # the standard's mark of what is unknown
 
 
 def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
     """Refuse logs in which a needed column holds something else."""
-    for number, fields in rows:
-        row = _filled(fields)
+    for number, row in rows:
         for at in (_WAIT, _RUN, _LIMIT):
             if row[at] > LONGEST_S:
                 raise BadInput(
@@ -125,19 +126,6 @@ def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
                 )
 
 
-def _whole_jobs(rows: list[tuple[int, list[float]]]) -> tuple[list[tuple[int, list[float]]], int]:
-    """The lines without those about parts of a job that has a line of its own, and their number."""
-    whole = {row[0] for _, row in rows if _filled(row)[_STATUS] not in _PARTS}
-    said = ((number, row, _filled(row)[_STATUS] in _PARTS) for number, row in rows)
-    kept = [(number, row) for number, row, part in said if not part or row[0] not in whole]
-    return kept, len(rows) - len(kept)
-
-
-def _filled(row: list[float]) -> list[float]:
-    """All columns; -1, the standard's mark of what is unknown, where the line ends early."""
-    return row + [-1.0] * (len(COLUMNS) - len(row))
-
-
 def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -> tuple[int, float]:
     found = {}
     for name in ('MaxNodes', 'MaxProcs'):
@@ -153,12 +141,11 @@ def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -
 
 
 def _processors(row: list[float]) -> float:
-    row = _filled(row)
     return max(row[_ALLOCATED] if row[_ALLOCATED] > 0 else row[_REQUESTED], 0.0)
 
 
 def _job(number: int, row: list[float], per_node: float) -> Job | None:
-    row, processors = _filled(row), _processors(row)
+    processors = _processors(row)
     if row[_WAIT] < 0 or row[_SUBMIT] < 0 or not processors:
         return None
     start = row[_SUBMIT] + row[_WAIT]

@@ -111,11 +111,11 @@ class World:
             losers = dict.fromkeys(name for name in hit if name not in finished)
             ends = {name: self._runs[name].deadline_s for name in losers}
             due = [name for name, end in ends.items() if end is not None and end <= at]
-            events += (self._ended(name, at, Ending.STOPPED, Interruption.EXPIRED) for name in due)
+            events += (self._ended(name, at, Interruption.EXPIRED) for name in due)
             events.append(leaving)
         events += closing
         events += joining
-        events += (self._ended(name, at, Ending.FINISHED, None) for name in finished)
+        events += (self._ended(name, at, None) for name in finished)
         if self._measuring:
             events += self._measuring.due(at, self._runs)
         events += (ev.TrainerSubmitted(at, self._shown(run)) for run in submitted)
@@ -138,16 +138,16 @@ class World:
     def _shown(self, run: RecordedJob) -> Trainer:
         return replace(run.trainer, curve=None, class_curves=()) if self._measuring else run.trainer
 
-    def _ended(
-        self, name: str, at: float, ending: Ending, cause: Interruption | None
-    ) -> ev.FragmentEnded:
+    def _ended(self, name: str, at: float, cause: Interruption | None) -> ev.FragmentEnded:
+        """``cause``: None: it has finished."""
         run = self._runs[name]
         before = run.nodes, run.rate
         self._accounts.train(run, 0, 0.0)
         self._touched[name] = None
         if cause is None:
-            run.samples, run.done_s = float(run.total), at
+            run.samples, run.done_s, ending = float(run.total), at, Ending.FINISHED
         else:
+            ending = Ending.PREEMPTED if cause is Interruption.PREEMPTED else Ending.STOPPED
             self._interrupted.setdefault(name, (before, cause))
         return ev.FragmentEnded(at, name, run.fragment, max(int(run.samples), 0), ending)
 
@@ -165,21 +165,17 @@ class World:
         self._touched[fragment.trainer] = None
 
     def send(self, stop: ev.StopFragment, at: float) -> None:
-        self._end(stop, at, Ending.STOPPED, Interruption.STOPPED)
+        self._end(stop, at, Interruption.STOPPED)
 
     def kill(self, fragment: ev.AbandonFragment, at: float) -> None:
-        self._end(fragment, at, Ending.PREEMPTED, Interruption.PREEMPTED)
+        self._end(fragment, at, Interruption.PREEMPTED)
 
     def _end(
-        self,
-        action: ev.StopFragment | ev.AbandonFragment,
-        at: float,
-        ending: Ending,
-        cause: Interruption,
+        self, action: ev.StopFragment | ev.AbandonFragment, at: float, cause: Interruption
     ) -> None:
         run = self._runs[action.trainer]
         if run.nodes and run.fragment == action.fragment:
-            self._followed.append(self._ended(action.trainer, at, ending, cause))
+            self._followed.append(self._ended(action.trainer, at, cause))
 
     def _refuse_failures(self, actions: Sequence[ev.Action]) -> None:
         ends = (one for one in actions if isinstance(one, ev.EndTrainer))
