@@ -54,7 +54,7 @@ def logs(
     folder = _folder(journal, trainer)
     chosen = _chosen(folder, trainer, fragment, rank, required=not follow)
     if as_json:
-        texts = ('\n'.join(lines_of(file.path, tail)) for file in chosen)
+        texts = ('\n'.join(Tail(file.path).new(True, tail)) for file in chosen)
         found = [
             {'fragment': file.fragment, 'rank': file.rank, 'path': str(file.path), 'text': text}
             for file, text in zip(chosen, texts, strict=True)
@@ -64,7 +64,7 @@ def logs(
         for file in chosen:
             if len(chosen) > 1:
                 print(f'==> fragment {file.fragment}, rank {file.rank}: {readable(str(file.path))}')
-            for line in lines_of(file.path, tail):
+            for line in Tail(file.path).new(True, tail):
                 print(line)
     else:
         with suppress(KeyboardInterrupt):
@@ -126,21 +126,18 @@ def _over(journal: Journal, trainer: str) -> bool:
 def _follow(look: Callable[[], list[LogFile]], over: Callable[[], bool], tail: int | None) -> None:
     tails: dict[LogFile, Tail] = {}
     pause = threading.Event()
-    first = True
     while True:
         last = over()  # asked first, so that everything printed before the end is still shown
         for file in look():
             new = file not in tails
             reader = tails.setdefault(file, Tail(file.path))
-            lines = reader.new(all_of_it=last)
+            lines = reader.new(last, tail)
             if new:
                 print(f'==> fragment {file.fragment}, rank {file.rank}: {readable(str(file.path))}')
-                if first and tail is not None:
-                    lines = lines[len(lines) - min(tail, len(lines)) :]
             for line in lines:
                 print(f'[{file.rank}] {line}')
         print(end='', flush=True)
-        first = False
+        tail = None  # of what is added from now on, all is shown
         if last:
             return
         pause.wait(FOLLOW_S)
@@ -165,21 +162,15 @@ def readable(line: str) -> str:
     return clean(_ESCAPES.sub('', line).rstrip('\r').rpartition('\r')[2].expandtabs())
 
 
-def lines_of(path: Path, last: int | None = None) -> list[str]:
-    lines = path.read_text(errors='replace').split('\n')
-    if lines and not lines[-1]:
-        lines.pop()
-    first = 0 if last is None else len(lines) - min(last, len(lines))
-    return [readable(line) for line in lines[first:]]
-
-
 class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
 
-    def new(self, all_of_it: bool = False) -> list[str]:
-        """The lines added since the last call; with ``all_of_it``, also an incomplete last line."""
+    def new(self, all_of_it: bool = False, newest: int | None = None) -> list[str]:
+        """The lines added since the last call, or the ``newest`` of them; with ``all_of_it``, also
+        an incomplete last line.
+        """
         try:
             with self._path.open('rb') as file:
                 file.seek(self._at)
@@ -189,4 +180,7 @@ class Tail:
         whole = fresh if all_of_it else fresh[: fresh.rfind(b'\n') + 1]
         self._at += len(whole)
         text = whole.decode(errors='replace')
-        return [readable(line) for line in text.removesuffix('\n').split('\n')] if text else []
+        lines = text.removesuffix('\n').split('\n') if text else []
+        if newest is not None:
+            lines = lines[max(len(lines) - newest, 0) :]
+        return [readable(line) for line in lines]

@@ -367,7 +367,7 @@ def test_a_ledger_without_a_run_yet(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_following_shows_what_is_added(tmp_path: Path) -> None:
-    from parsl_freetrain.cli.logs import Tail, lines_of, logs_in, readable
+    from parsl_freetrain.cli.logs import Tail, logs_in, readable
 
     path = tmp_path / 'fragment-000002-rank-0.log'
     tail = Tail(path)
@@ -378,7 +378,7 @@ def test_following_shows_what_is_added(tmp_path: Path) -> None:
         file.write(b' a line\n\xff\n')
     assert tail.new() == ['half a line', '�']
     assert tail.new(all_of_it=True) == []
-    assert lines_of(path, 2) == ['half a line', '�'] and lines_of(path, 0) == []
+    assert Tail(path).new(True, 2) == ['half a line', '�'] and Tail(path).new(True, 0) == []
     (tmp_path / 'fragment-000001-rank-1.log').touch()
     (tmp_path / 'other').touch()
     assert [(f.fragment, f.rank) for f in logs_in(tmp_path)] == [(1, 1), (2, 0)] and logs_in(
