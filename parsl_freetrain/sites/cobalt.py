@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import calendar
 import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -261,28 +261,18 @@ def _nodes_in(location: str) -> tuple[str, ...]:
 
 def _time(text: str) -> float:
     """Of ``Mon Nov 13 08:00:00 2017 +0000 (UTC)``; without a zone it is this computer's."""
-    found = re.match(r'(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})(?: ([+-])(\d\d)(\d\d))?', text)
-    if found is None:
-        raise ValueError(f'{text!r} is not a time')
-    parsed = time.strptime(found[1], '%a %b %d %H:%M:%S %Y')
-    if found[2] is None:
-        return time.mktime(parsed)
-    offset = (3600 * int(found[3]) + 60 * int(found[4])) * (1 if found[2] == '+' else -1)
-    return float(calendar.timegm(parsed) - offset)
+    form = '%a %b %d %H:%M:%S %Y'
+    if re.match(r'.{24} [+-]\d{4}', text):
+        return datetime.strptime(text[:30], f'{form} %z').timestamp()
+    return time.mktime(time.strptime(text[:24], form))
 
 
 def _vertical(answer: str, first: str) -> Iterator[dict[str, str]]:
     """Records of ``Field : value`` lines, each beginning with the field ``first``."""
-    record: dict[str, str] = {}
-    for line in answer.splitlines():
-        name, colon, value = line.partition(':')
-        if colon and name.strip() == first and record:
+    for text in re.split(rf'(?m)^(?=[ \t]*{first}[ \t]*:)', answer):
+        fields = (line.partition(':') for line in text.splitlines())
+        if record := {name.strip(): value.strip() for name, colon, value in fields if colon}:
             yield record
-            record = {}
-        if colon:
-            record[name.strip()] = value.strip()
-    if record:
-        yield record
 
 
 def _table(answer: str, first: str) -> Iterator[dict[str, str]]:

@@ -183,7 +183,7 @@ def parse_nodes(
     queue: str,
     resources: Mapping[str, str],
     owners: Collection[tuple[str, str]] = (('', ''),),
-    classes: Mapping[str, Mapping[str, str]] | None = None,
+    classes: Mapping[str, Mapping[str, str]] = {},
 ) -> tuple[rc.Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources, or NotUnderstood; one is idle
     if all of its vnodes are. Features: values that are words, ``system=polaris``. ``owners``: see
@@ -192,31 +192,25 @@ def parse_nodes(
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     with rc.as_documented('pbsnodes'):
+        words = {name for name, value in resources.items() if _amount(value) is None}
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
-        words = {name for name, value in resources.items() if _amount(value) is None}
-        for vnodes in hosts.values():
-            for name, value in (
-                pair for v in vnodes for pair in v.get('resources_available', {}).items()
-            ):
-                if isinstance(value, str) and _amount(value) is None and name not in _NAMES:
-                    words.add(name)
+            for resource, value in _available(vnode).items():
+                if isinstance(value, str) and _amount(value) is None and resource not in _NAMES:
+                    words.add(resource)
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
-            useful = [
-                v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))
-            ] or vnodes
-            if all(
-                (v.get('queue', ''), v.get('partition', '')) in owners
-                and _has(v.get('resources_available', {}), resources)
-                for v in useful
-            ):
-                has = [v.get('resources_available', {}) for v in useful]
+            useful = [v for v in vnodes if _count(_available(v).get('ncpus', 0))] or vnodes
+            has = [_available(vnode) for vnode in useful]
+            owned = all((v.get('queue', ''), v.get('partition', '')) in owners for v in useful)
+            if owned and all(_has(here, resources) for here in has):
                 ngpus, ncpus, mem = (
                     sum(_amount(str(here.get(resource, 0))) or 0.0 for here in has)
                     for resource in ('ngpus', 'ncpus', 'mem')
                 )
-                node_class = _class_of(useful, classes or {})
+                # The first class whose resources each of the vnodes has.
+                fit = (n for n, asked in classes.items() if all(_has(here, asked) for here in has))
+                node_class = next(fit, '')
                 features = {
                     f'{word}={value}'.lower()
                     for word in words
@@ -231,10 +225,9 @@ def parse_nodes(
     )
 
 
-def _class_of(vnodes: list[Mapping[str, Any]], classes: Mapping[str, Mapping[str, str]]) -> str:
-    """The first class whose resources each of the vnodes has; empty: none."""
-    has = [vnode.get('resources_available', {}) for vnode in vnodes]
-    return next((name for name, wanted in classes.items() if all(_has(h, wanted) for h in has)), '')
+def _available(vnode: Mapping[str, Any]) -> Mapping[str, Any]:
+    here: Mapping[str, Any] = vnode.get('resources_available', {})
+    return here
 
 
 # Of the attributes of a vnode (man pbs_node_attributes), those that keep blocks from a free one: it

@@ -58,17 +58,9 @@ def expand(text: str) -> tuple[str, ...]:
 
 def _words(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
-    words, depth, begin = [], 0, 0
-    for place, char in enumerate(text):
-        depth += (char == '[') - (char == ']')
-        if depth not in (0, 1):
-            raise NotUnderstood(f'the brackets of the node list {text[:80]!r} do not match')
-        if char == ',' and not depth:
-            words.append(text[begin:place])
-            begin = place + 1
-    if depth:
+    if not re.fullmatch(r'(?:[^][]|\[[^][]*\])*', text):
         raise NotUnderstood(f'the brackets of the node list {text[:80]!r} do not match')
-    return [*words, text[begin:]]
+    return re.findall(r'(?:^|,)((?:[^][,]|\[[^]]*\])*)', text)
 
 
 def _names(word: str) -> list[str]:
