@@ -74,7 +74,7 @@ def volumes(
     image, labels = tubes(24, 1, 3, seed=0, noise=0.5)
     np.save(folder / 'images.npy', image[None])
     np.save(folder / 'labels.npy', labels[None])
-    return folder, centres_in(torch.from_numpy(labels)[None], 24, TINY.view, seed=1)
+    return folder, centres_in(torch.from_numpy(labels)[None], 16, TINY.view, seed=1)
 
 
 def train(
@@ -112,7 +112,7 @@ def trained(
             folder,
             number,
             trainer=folder.name,
-            total_samples=96,
+            total_samples=64,
             threads=threads,
             checkpoint_every_s=0.01,
             **how,
@@ -129,7 +129,7 @@ def test_any_cuts_and_any_nodes_give_the_same_network(
     fork_server: ForkClient, volumes: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """On two ranks until one is killed, on three likewise, then on one: bit for bit as one."""
-    cut = trained(fork_server, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
+    cut = trained(fork_server, tmp_path / 'cut', volumes, ((2, 24), (3, 40), (1, None)), threads=2)
     alone = trained(fork_server, tmp_path / 'alone', volumes, ((1, None),), threads=2)
     assert cut.keys() == alone.keys() and all(torch.equal(cut[key], alone[key]) for key in cut)
     curves = [json.loads((volumes[0] / f'{n}-losses.json').read_text()) for n in ('cut', 'alone')]
@@ -140,7 +140,7 @@ def test_a_batch_that_grows_with_the_nodes(
     fork_server: ForkClient, volumes: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """Ranks go to different numbers of places, and yet agree on the batch of two ranks."""
-    scaled = Scaled(lr='sqrt', warmup_samples=48)
+    scaled = Scaled(lr='sqrt', warmup_samples=32)
     weights = trained(
         fork_server, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled
     )

@@ -3,7 +3,7 @@
 ``python -m workflows.apart_losses digits|gpt [--overlap] [bfloat16|int8] [SEED ...]`` trains in one
 process what ``mode=DiLoCo(...)`` (with ``overlap=1``, ``compress=``) trains in pieces: the same
 parts of the same global batches, an optimizer for each replica, and the outer step, which is
-torch's SGD (that these are the same: tests/training/checkpoint/test_outer.py). Random numbers of
+torch's SGD (these are the same: tests/training/checkpoint/test_handed_in.py). Random numbers of
 dropout are others than in fragments.
 """
 

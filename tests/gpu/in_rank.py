@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,7 +20,7 @@ from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from tests.gpu.networks import WORKLOADS, Workload
 
-WARM_UP, BLOCK, PROFILED, PROFILED_IN_PYTHON = 5, 3, 2, 8
+WARM_UP, BLOCK, PROFILED = 5, 3, 2
 SAMPLES = TensorDataset(torch.arange(4096))
 GRAPH = 'reduce-overhead'  # torch.compile's name for CUDA graphs
 Steps = Callable[[], None]
@@ -46,8 +44,6 @@ class Meter:
             found['peak_gb'] = peak_memory(self._device) / 1e9
             yield found
             found |= self._profiled(steps)
-            yield found
-            found['python'] = self._python(steps)
             yield found
 
     def _timed(self, steps: Steps, beside: Steps | None) -> dict[str, Any]:
@@ -101,21 +97,6 @@ class Meter:
             'waits': (waits - 2) / PROFILED,  # two are ours
             'python_share': 1 - wait_us / 1e3 / wall_ms,
         }
-
-    def _python(self, steps: Steps) -> list[str]:
-        """The functions that take most of the Python thread's time, in ms a step; and ours."""
-        with cProfile.Profile() as profile:
-            self._run(steps, PROFILED_IN_PYTHON)
-        rows = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
-        own = sorted(rows, key=lambda row: row[1][2], reverse=True)[:40]
-        ours = [row for row in rows if 'parsl_freetrain' in row[0][0] and row not in own]
-        whole = sorted(ours, key=lambda row: row[1][3], reverse=True)[:40]
-        ms = 1e3 / PROFILED_IN_PYTHON
-        return [
-            f'{Path(file).name}:{line}:{name} {ms * own_s:.3f} ms, {ms * whole_s:.3f} in all, '
-            f'{calls / PROFILED_IN_PYTHON:.0f} calls'
-            for (file, line, name), (_, calls, own_s, whole_s, _) in [*own, *whole]
-        ]
 
     def _synchronise(self) -> None:
         if self._device.type != 'cpu':

@@ -310,7 +310,7 @@ def speeds(workload: str, *shards: int) -> dict[str, Callable[[Machine], Figures
 
 
 CASES: dict[str, Callable[[Machine], Figures]] = {
-    'CUDA graph, same bits': graph_bits,
+    'bits with a CUDA graph': graph_bits,
     'small gpt 4 shards, CUDA graph': reproducible('small gpt', 4, compiled=in_rank.GRAPH),
     'mixed 4 shards, compiled': reproducible('mixed', 4, compiled='default'),
     'small gpt 4 shards, compiled': reproducible('small gpt', 4, compiled='default'),
@@ -345,7 +345,7 @@ def table(found: dict[str, Figures]) -> str:
         text = ', '.join(
             f'{key} {value:.4g}' if isinstance(value, float) else f'{key} {value}'
             for key, value in figures.items()
-            if key not in ('failed', 'steps', 'speed', 'python')
+            if key not in ('failed', 'steps', 'speed')
         )
         if 'speed' in figures:
             text = f'**{figures["speed"]:.3f}** of a plain loop beside it: {text}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import all_finish, order, ranks
+from tests.support.ranks import order, ranks
 
 
 def made(
@@ -50,16 +50,28 @@ def whole_and_cut(
     **options: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The weights undisturbed, and begun on two ranks and gone on with on one."""
-    (outcome,) = all_finish(
-        fork_server, order(folder / 'whole', **options), 1, folder / 'whole', function, 0, *args
-    )
-    there = folder / 'cut'
-    with ranks(fork_server, order(there, **options), 2, there, function, at, *args) as gang:
-        outcomes = gang.run()
-        log = gang.ranks[0].log.read_text()[-4000:]
-        assert [one.how for one in outcomes] == ['stopped'] * 2, (outcomes, log)
-    (other,) = all_finish(fork_server, order(there, 2, **options), 1, there, function, at, *args)
-    return load_weights(outcome.path), load_weights(other.path)
+    whole = trained(fork_server, folder / 'whole', [1], function, 0, *args, **options)
+    other = trained(fork_server, folder / 'cut', [2, 1], function, at, *args, **options)
+    return load_weights(whole.path), load_weights(other.path)
+
+
+def trained(
+    fork_server: ForkClient,
+    folder: Path,
+    sizes: Sequence[int],
+    function: Callable[..., object],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """The outcome of the last of fragments with so many ranks; those before it are stopped."""
+    for fragment, size in enumerate(sizes, 1):
+        ordered = order(folder, fragment, **options)
+        with ranks(fork_server, ordered, size, folder, function, *args) as gang:
+            outcomes, log = gang.run(), gang.ranks[0].log
+        how = 'finished' if fragment == len(sizes) else 'stopped'
+        ended = [outcome.how for outcome in outcomes]
+        assert ended == [how] * size, (outcomes[0].error, log.read_text()[-4000:])
+    return outcomes[0]
 
 
 def refused(

@@ -31,7 +31,7 @@ FIRST = (
     'tests/executor/test_training.py',
     'tests/slurm/test_adoption.py',
     'tests/gpu/test_gpu.py',
-    'tests/training/loop/test_sharded_faults.py',
+    'tests/training/loop/test_sharded_handover.py',
     'tests/executor/test_computers.py',
     'tests/docs/test_guides.py',
     'tests/training/parallel/test_sharded.py',

@@ -1,9 +1,13 @@
-"""Transports between sites, and what pieces hand in through them."""
+"""Outer steps: torch's SGD on the mean change, from files, tensor by tensor. Transports between
+sites, and what pieces hand in through them.
+"""
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +16,34 @@ import msgspec
 import pytest
 import torch
 from msgspec import structs
+from torch import nn
 
-from parsl_freetrain import BadInput, DiLoCo, Folder, FreeTrainError, Nesterov, ProxyStoreTransport
-from parsl_freetrain.training.checkpoint import handed_in
+from parsl_freetrain import (
+    BadInput,
+    Checkpoint,
+    DiLoCo,
+    Folder,
+    FreeTrainError,
+    Nesterov,
+    ProxyStoreTransport,
+)
+from parsl_freetrain.training.checkpoint import block_digests, handed_in
 from parsl_freetrain.training.checkpoint import outer as steps
-from parsl_freetrain.training.checkpoint.outer_means import End
+from parsl_freetrain.training.checkpoint.outer_means import (
+    End,
+    EndDamaged,
+    compressed,
+    compressed_size,
+    decompressed,
+    precise,
+)
+from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.checkpoint.trainables import sort_out
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from tests.support.ranks import order
 
-LENGTH = 16  # samples of a round
+LENGTH = 10  # samples of a round
 
 
 def connector(name: str, folder: Path) -> Any:
@@ -59,12 +80,10 @@ def test_what_all_transports_do(transport: Any) -> None:
     assert sent.get(other) == bytes(2**20)
 
 
-def piece(
-    folder: Path, transport: Any, compress: Any, seed: int, wide: int = 300
-) -> tuple[str, End]:
+def piece(folder: Path, transport: Any, compress: Any, seed: int) -> tuple[str, End]:
     """What a piece hands in, and what it has committed."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(wide, 4096), torch.nn.BatchNorm1d(7))
+    model = torch.nn.Sequential(torch.nn.Linear(300, 4096), torch.nn.BatchNorm1d(7))
     trained = [p for p in model.parameters() if p.requires_grad]
     prepared = sort_out((model, torch.optim.SGD(trained, lr=0.1)))
     diloco: Any = DiLoCo(replicas=2, steps=2, compress=compress, transport=transport)
@@ -89,15 +108,15 @@ def piece(
     return end.handed_in, End.of(end)
 
 
-@pytest.mark.parametrize(
-    ('compress', 'wide', 'size'), [(None, 4300, 4.0), ('bfloat16', 300, 2.0), ('int8', 300, 1.02)]
-)
+@pytest.mark.parametrize(('compress', 'size'), [(None, 4.0), ('bfloat16', 2.0), ('int8', 1.02)])
 def test_what_is_handed_in_makes_the_same_weights(
-    tmp_path: Path, compress: Any, wide: int, size: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: Any, size: float
 ) -> None:
-    """``size``: bytes of a number. What is wide has several blocks."""
+    """``size``: bytes of a number. There are several blocks."""
+    for module in (block_digests, handed_in):
+        monkeypatch.setattr(module, 'BLOCK', 2**20)
     transport = Folder(str(tmp_path / 'exchange'))
-    pieces = [piece(tmp_path / str(k), transport, compress, k, wide) for k in (1, 2)]
+    pieces = [piece(tmp_path / str(k), transport, compress, k) for k in (1, 2)]
     elsewhere: list[End] = [handed_in.EndElsewhere(transport, told) for told, _ in pieces]
     digests = []
     for k, ends in ((1, [end for _, end in pieces]), (2, elsewhere)):
@@ -108,7 +127,7 @@ def test_what_is_handed_in_makes_the_same_weights(
         digests.append(steps.digest_of(path))
     assert digests[0] == digests[1]
     stored = sum(file.stat().st_size for file in (tmp_path / 'exchange').iterdir())
-    assert stored < 2 * 1.01 * size * (wide + 1) * 4096
+    assert stored < 2 * 1.01 * size * 301 * 4096
     for told, _ in pieces:
         handed_in.forget(transport, told)
         handed_in.forget(transport, told)  # it only says that it cannot
@@ -120,7 +139,7 @@ def test_what_others_have_altered_or_removed_is_not_used(tmp_path: Path) -> None
     transport = Folder(str(exchange))
     told, _ = piece(tmp_path, transport, 'int8', 1)
     listed, *_ = exchange.glob('*-list-*')
-    block, *_ = exchange.glob('*-16-0-*')
+    block, *_ = exchange.glob(f'*-{LENGTH}-0-*')
 
     def read() -> None:
         handed_in.EndElsewhere(transport, told).change('model.0.bias', torch.zeros(4096), 'int8')
@@ -164,3 +183,188 @@ def test_what_is_no_transport_is_refused() -> None:
     for make, sentence in wrong:
         with pytest.raises(BadInput, match=sentence):
             make()
+
+
+def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Prepared:
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(2, 2))
+    model[2].weight = nn.Parameter(model[0].weight.T.contiguous())
+    model.tied = model[0].weight
+    model[3].requires_grad_(False)
+    model = model.to(dtype)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sort_out((model, torch.optim.AdamW(trained, lr=0.01)))
+
+
+def save(folder: Path, prepared: Prepared, replica: int, rounds: int, late: int = 0) -> Checkpoint:
+    weights = dict(steps.weights_of(prepared))
+    samples = rounds * LENGTH
+    before = steps.OuterWeights(folder, 'gpt', 0).find(max(samples - LENGTH - late, 0))
+    assert before is not None
+    where: Any = {'round_from': steps.digest_of(before), 'weights': weights}
+    position = Position(samples, 100, 0, 50, 5, 1, round_ended=rounds, **where)
+    state = collect(content_of(prepared), position)
+    store = PosixCheckpointStore(folder / str(replica), f'r{replica}')
+    how = {'loss': replica + 0.5, 'skipped_steps': 1.0}
+    return store.save(state.write, samples=samples, fragment=1, metrics=how)
+
+
+@torch.no_grad()
+def trained(prepared: Prepared, replica: int, rounds: int) -> None:
+    generator = torch.Generator().manual_seed(10 * rounds + replica)
+    model: Any = prepared.models[0]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model[1].running_mean.fill_(replica)
+    model[1].num_batches_tracked.fill_(rounds)
+
+
+@pytest.mark.parametrize(
+    ('outer', 'dtype', 'late'),
+    [
+        (Nesterov(lr=0.7, momentum=0.9), torch.float32, 0),
+        (Nesterov(lr=0.7, momentum=0.9), torch.float64, LENGTH),
+        (Nesterov(momentum=0.0), torch.bfloat16, 0),
+        (None, torch.float32, LENGTH),
+    ],
+)
+def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
+    tmp_path: Path, outer: Nesterov | None, dtype: torch.dtype, late: int
+) -> None:
+    """``late``: with the changes of a round that began without the last outer step."""
+    replicas = [made(dtype=dtype) for _ in range(3)]
+    expected = [p.detach().to(torch.promote_types(dtype, torch.float32)).clone().requires_grad_()
+                for p in replicas[0].models[0].parameters() if p.requires_grad]  # fmt: skip
+    sgd = torch.optim.SGD(expected, lr=outer.lr, momentum=outer.momentum,
+                          nesterov=outer.momentum > 0) if outer else None  # fmt: skip
+    weights = steps.OuterWeights(tmp_path, 'gpt', 0)
+    for prepared in replicas:
+        weights.begin(prepared)
+    started = [[one.detach().clone() for one in expected]]
+    for rounds in (1, 2, 3):
+        ends = []
+        for replica, prepared in enumerate(replicas):
+            trained(prepared, replica, rounds)
+            ends.append(save(tmp_path, prepared, replica, rounds, late))
+        begun = max((rounds - 1) * LENGTH - late, 0)
+        weights.step([*map(End.of, ends)], rounds * LENGTH, outer, LENGTH, begun)
+        path = weights.find(rounds * LENGTH)
+        assert path is not None
+        every = [[p for p in one.models[0].parameters() if p.requires_grad] for one in replicas]
+        for held, before, *those in zip(expected, started[begun // LENGTH], *every, strict=True):
+            mean = torch.stack([one.detach().to(held.dtype) for one in those]).mean(0)
+            held.grad = before - mean
+            if sgd is None:
+                held.data = held.detach() - held.grad
+        if sgd is not None:
+            sgd.step()
+        started.append([one.detach().clone() for one in expected])
+        for prepared, end in zip(replicas, ends, strict=True):
+            saved, metrics = steps.with_weights(read_state(end.path), path)
+            assert metrics == {'loss': 1.5, 'skipped_steps': 3.0}
+            prepared.models[0].load_state_dict(saved.models[0])
+            held = [p for p in prepared.models[0].parameters() if p.requires_grad]
+            for one, other in zip(held, expected, strict=True):
+                torch.testing.assert_close(one.detach(), other.detach().to(dtype))
+            model: Any = prepared.models[0]
+            norm, same = model[1], vars(made(dtype=dtype))['models'][0][3]
+            assert norm.running_mean.tolist() == [1.0] * 4
+            assert norm.num_batches_tracked == rounds
+            assert torch.equal(model[3].weight, same.weight)
+            last = weights.find(rounds * LENGTH - late)
+            assert last is not None
+            saved, _ = steps.with_weights(read_state(end.path), last)
+            model.load_state_dict(saved.models[0])
+    assert weights.find(LENGTH) is None and weights.find(2 * LENGTH) is not None
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(('how', 'error'), [('bfloat16', 2**-8), ('int8', 2**-7)])
+def test_a_change_is_rounded_and_what_is_not_finite_is_never_a_number(
+    how: str, error: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((), (0, 3), (5, 7), (300, 3)):
+        change = torch.randn(shape, generator=generator, dtype=precise(dtype)) * 1e-3
+        content = compressed(change, how)
+        assert content.numel() == compressed_size(change.dtype, shape, how)
+        again = decompressed(content, how, change)
+        assert (again.dtype, again.shape) == (change.dtype, change.shape)
+        if change.numel():
+            assert (again - change).abs().max() <= error * change.abs().max()
+        assert torch.equal(decompressed(compressed(0 * change, how), how, change), 0 * change)
+    for wrong in (torch.nan, torch.inf):
+        change.view(-1)[3] = wrong
+        assert not decompressed(compressed(change, how), how, change).view(-1)[3].isfinite()
+
+
+def two_ends(folder: Path) -> Sequence[Checkpoint]:
+    ends = []
+    for replica in (0, 1):
+        prepared = made()
+        steps.OuterWeights(folder, 'gpt', replica).begin(prepared)
+        trained(prepared, replica, 1)
+        ends.append(save(folder, prepared, replica, 1))
+    return ends
+
+
+def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_path: Path) -> None:
+    ends = [*map(End.of, two_ends(tmp_path))]
+    together = threading.Barrier(3)
+
+    def step(replica: int) -> None:
+        weights = steps.OuterWeights(tmp_path, 'gpt', replica)
+        together.wait()
+        weights.step(ends, LENGTH, Nesterov(), LENGTH)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(step, range(3))] == [None] * 3
+    assert len([*(tmp_path / 'outer').glob(f'*{LENGTH:06d}-f*')]) == 1
+    assert not [*(tmp_path / 'outer' / 'drafts').iterdir()]
+
+
+def test_who_begins_while_another_one_does_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come between two looks of the second one."""
+    first, second = (steps.OuterWeights(tmp_path, 'gpt', replica) for replica in (0, 1))
+    monkeypatch.setattr(second, 'find', lambda _: print(first.begin(made())))
+    assert second.begin(made()) == first.begin(made())
+
+
+def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
+    committed = two_ends(tmp_path)
+    ends = [*map(End.of, committed)]
+    weights = steps.OuterWeights(tmp_path, 'gpt', 1)
+    with pytest.raises(BadInput, match="Replica 1 begins with another 'model"):
+        weights.begin(made(seed=1))
+    other = replace(Position(10, 100, 0, 50, 5, 1), round_ended=1, round_from='another')
+    foreign = PosixCheckpointStore(tmp_path / 'foreign', 'r1').save(
+        collect(content_of(made()), other).write, samples=10, fragment=1, metrics={}
+    )
+    with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
+        weights.step([ends[0], End.of(foreign)], LENGTH, Nesterov(), LENGTH)
+    with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
+        weights.check(0, 'another')
+    weights.step(ends, LENGTH, Nesterov(), LENGTH)
+    with pytest.raises(FreeTrainError, match='and those made here, differ'):
+        weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
+    steps.OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
+    data = next(Path(committed[1].path).glob('*.safetensors'))
+    damage(data)
+    with pytest.raises(EndDamaged) as raised:
+        weights.step([*map(End.of, committed)], LENGTH, None, LENGTH)
+    assert raised.value.path == Path(committed[1].path)
+    damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))
+    with pytest.raises(FreeTrainError, match='put them back'):
+        weights.step(ends[:1], LENGTH, Nesterov(), LENGTH)
+    shutil.rmtree(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*')))
+    with pytest.raises(FreeTrainError, match='Replica 1 has no checkpoint any more'):
+        weights.begin(made())
+
+
+def damage(data: Path) -> None:
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)

@@ -73,7 +73,7 @@ def said(folder: Path, number: int) -> str:
 
 @pytest.mark.parametrize('at', ['the port', 'the store'])
 def test_a_rank_whose_peer_is_another_program_ends_with_a_sentence(at: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context('spawn')
+    context = multiprocessing.get_context('fork')  # which has imported torch
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = int(free.getsockname()[1])
     late, victim = (0, 1) if at == 'the port' else (1, 0)

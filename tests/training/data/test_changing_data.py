@@ -154,14 +154,10 @@ class Masks:
 def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
     model, optimizer = made(ctx)
     draws = [make() for make in KINDS.values()] if where == 'body' else []
-    draw = KINDS[kind]() if where == 'collate' else float
-    collates: dict[str, Any] = {
-        'collate': lambda items: default_collate(items) * draw(),
-        'late collate': Masks(),
-    }
     data = Noisy(kind if 'dataset' in where else '', late='late' in where)
     workers = 2 if 'workers' in where else 0
-    for x in ctx.loop(data, 8, num_workers=workers, collate_fn=collates.get(where)):
+    collate: Any = Masks() if where == 'late collate' else None
+    for x in ctx.loop(data, 8, num_workers=workers, collate_fn=collate):
         for one in draws:
             x = x * (1 + one())
         step(ctx, at, model, optimizer, x)
@@ -172,7 +168,6 @@ def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
     [
         ('body', 'all'),
         ('dataset', 'numpy'),
-        ('collate', 'torch'),
         ('late collate', 'torch'),
         ('dataset of workers', 'numpy, as it was'),
         ('late dataset of workers', 'random'),

@@ -19,7 +19,7 @@ from parsl_freetrain import FragmentContext, same_weights
 from parsl_freetrain.core.model.events import CheckpointSaved, FragmentProgressed
 from parsl_freetrain.training.loop.rank import _described
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.cuts import made, step
+from tests.support.cuts import cut, made, step, trained
 from tests.support.examples import refused_here
 from tests.support.ranks import KILLED, order, ranks
 
@@ -137,21 +137,21 @@ def ends_at_an_epoch(ctx: FragmentContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ('function', 'samples'),
-    [(ends_in_the_body, 12), (ends_after_a_step, 12), (ends_at_an_epoch, 16)],
+    ('function', 'samples', 'count'),
+    [(ends_in_the_body, 12, 3), (ends_after_a_step, 12, 2), (ends_at_an_epoch, 16, 2)],
 )
 def test_an_early_end_is_an_end(
-    fork_server: ForkClient, tmp_path: Path, function: Callable[..., None], samples: int
+    fork_server: ForkClient, tmp_path: Path, function: Any, samples: int, count: int
 ) -> None:
     """At the same batch for all ranks; the next run does not train on."""
-    outcomes, rank = run(fork_server, tmp_path, function, world_size=3)
+    outcomes, rank = run(fork_server, tmp_path, function, world_size=count)
     assert {(outcome.how, outcome.samples) for outcome in outcomes} == {('finished', samples)}
     assert 'Finished early' in rank.log.read_text()
-    outcomes, _ = run(fork_server, tmp_path, function, fragment=2, world_size=2)
+    outcomes, _ = run(fork_server, tmp_path, function, fragment=2, world_size=count - 1)
     assert {(outcome.how, outcome.samples) for outcome in outcomes} == {('finished', samples)}
 
 
-def phases(ctx: FragmentContext, stop_at: int | None = None) -> None:
+def phases(ctx: FragmentContext, stop_at: int) -> None:
     """Two rounds on two datasets; frozen in the second loop."""
     model, optimizer = made(ctx)
     seen = ctx.state.setdefault('seen', [])
@@ -159,29 +159,23 @@ def phases(ctx: FragmentContext, stop_at: int | None = None) -> None:
     for turn in range(2):
         model.bias.requires_grad_(True)
         for (x,) in ctx.loop(DATA, 4, samples=16):
-            if ctx.samples == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
+            cut(ctx, stop_at)
             step(model, optimizer, x)
         assert ctx.samples >= 16 + 28 * turn
         model.bias.requires_grad_(False)
         for (x,) in ctx.loop(MORE, 6, epochs=1):
-            if ctx.samples == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
+            cut(ctx, stop_at)
             step(model, optimizer, x)
 
 
-@pytest.mark.parametrize('stop_at', [16, 22, 44])
-def test_of_loops_the_right_one_goes_on(
-    fork_server: ForkClient, tmp_path: Path, stop_at: int
-) -> None:
-    (one,), _ = run(fork_server, tmp_path / 'one', phases, total_samples=56)
-    assert one.how == 'finished', one.error
-    folder, how = tmp_path / 'cut', {'total_samples': 56}
-    outcomes, _ = run(fork_server, folder, phases, stop_at, world_size=2, **how)
-    assert {outcome.how for outcome in outcomes} == {'stopped'}
-    outcomes, _ = run(fork_server, folder, phases, fragment=2, **how)
-    assert (outcomes[0].how, outcomes[0].samples) == ('finished', 56), outcomes
-    assert same_weights(one.path, outcomes[0].path)
+def test_of_loops_the_right_one_goes_on(fork_server: ForkClient, tmp_path: Path) -> None:
+    paths = []
+    for stop_at, sizes in ((0, [1]), (16, [2, 1]), (22, [2, 1]), (44, [2, 1])):
+        folder = tmp_path / str(stop_at)
+        outcome = trained(fork_server, folder, sizes, phases, stop_at, total_samples=56)
+        assert outcome.samples == 56
+        paths.append(outcome.path)
+    assert all(same_weights(paths[0], other) for other in paths[1:])
 
 
 def epochs_of_two_loops(ctx: FragmentContext) -> None:

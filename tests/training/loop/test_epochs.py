@@ -24,7 +24,7 @@ from parsl_freetrain.training.loop.loop_state import FragmentEnd
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.notes import mean
-from tests.support.cuts import cut, refused, whole_and_cut
+from tests.support.cuts import cut, refused, trained, whole_and_cut
 from tests.support.cuts import made as small
 from tests.support.examples import equal, in_this_process, refused_here
 from tests.support.ranks import in_ranks
@@ -47,16 +47,15 @@ def measure(model: Any, batch: Any) -> dict[str, Any]:
     return {'loss': out.square(), 'above': out > 0, 'sum': (out.sum(), 2 * len(out))}
 
 
-def measured_until(ctx: Any, stop_at: int | None, model: Any, batch: Any) -> dict[str, Any]:
+def measured_until(ctx: Any, stop_at: int, model: Any, batch: Any) -> dict[str, Any]:
     if stop_at == -1 and ctx.fragment == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return measure(model, batch)
 
 
-def train(ctx: FragmentContext, stop_at: int | None = None) -> None:
+def train(ctx: FragmentContext, stop_at: int = 0, by_epochs: bool = False) -> None:
     """Evaluates each epoch, keeps the best; stops at ``stop_at``, negative: in an evaluation."""
     model, optimizer, schedule, average = made(ctx)
-
     measured = partial(measured_until, ctx, stop_at)
 
     def end_of_epoch() -> None:
@@ -67,38 +66,24 @@ def train(ctx: FragmentContext, stop_at: int | None = None) -> None:
         ctx.state.setdefault('found', []).append([ctx.epoch, ctx.samples, found, ctx.metrics])
         ctx.checkpoint(best=found['loss'])
 
-    ctx.each_epoch(end_of_epoch)
-    for (x,) in ctx.loop(DATA, 8):
-        if ctx.samples == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss, twice=2 * loss.item())
-
-
-def train_by_epochs(ctx: FragmentContext, stop_at: int | None = None) -> None:
-    """As :func:`train`, with a loop over epochs of its own; the loop's variables are needed."""
-    model, optimizer, schedule, average = made(ctx)
-    measured = partial(measured_until, ctx, stop_at)
-    for epoch in ctx.epochs():
-        model.train()
+    def loop() -> float:
         for (x,) in ctx.loop(DATA, 8):
-            if (ctx.samples, ctx.fragment) == (stop_at, 1):
-                os.kill(os.getpid(), signal.SIGTERM)
+            cut(ctx, stop_at)
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
             ctx.report(loss=loss, twice=2 * loss.item())
-        assert loss.item() > 0 and epoch == ctx.epoch
-        ctx.state.setdefault('begun', []).append(epoch)
-        schedule.step()
-        average.update_parameters(model)
-        found = ctx.evaluate(model, HELD_OUT, measured, batch_size=2)
-        ctx.state.setdefault('found', []).append([epoch, ctx.samples, found, ctx.metrics])
-        ctx.checkpoint(best=found['loss'])
+        return float(loss)  # the loop's variables are needed
+
+    if not by_epochs:
+        ctx.each_epoch(end_of_epoch)
+        loop()
+        return
+    for epoch in ctx.epochs():
+        model.train()
+        assert loop() > 0 and epoch == ctx.epoch
+        end_of_epoch()
 
 
 run = partial(in_ranks, total_samples=66, shards=3)
@@ -111,41 +96,40 @@ def last(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope='module')
-def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def whole_folder(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('undisturbed')
-    assert [outcome.how for outcome in run(fork_server, folder, train)] == ['finished']
-    return last(folder)
+    trained(fork_server, folder, [1], train, total_samples=66, shards=3, keep=1)
+    return folder
 
 
 @pytest.mark.parametrize(
-    ('function', 'stop_at'),
-    [(train, 22), (train, -1), (train_by_epochs, 16), (train_by_epochs, -1)],
+    ('by_epochs', 'stop_at', 'sizes'),
+    [(False, 22, [3, 2]), (False, -1, [2, 1]), (True, 16, [2, 1]), (True, -1, [3, 2])],
     ids=['after', 'in', 'epochs-at-end', 'epochs-in'],
 )
 def test_each_epoch_is_ended_once_with_the_same_figures(
     fork_server: ForkClient,
     tmp_path: Path,
-    undisturbed: Any,
-    function: Callable[..., None],
+    whole_folder: Path,
+    by_epochs: bool,
     stop_at: int,
+    sizes: list[int],
 ) -> None:
     """Also if it stops in an epoch's last batch, or within the evaluation."""
-    one, whole = undisturbed
+    one, whole = last(whole_folder)
     assert [row[:2] for row in whole.position.user['found']] == [[0, 22], [1, 44], [2, 66]]
-    outcomes = run(fork_server, tmp_path, function, stop_at, world_size=3)
-    assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-    outcomes = run(fork_server, tmp_path, function, stop_at, fragment=2, world_size=2)
-    assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
-    checkpoint, cut = last(tmp_path)
-    assert cut.position.user == whole.position.user
-    assert cut.schedulers == whole.schedulers and cut.schedulers[0]['_step_count'] == 4
-    for now, then in zip(cut.models + cut.averages, whole.models + whole.averages, strict=True):
+    how: dict[str, Any] = {'total_samples': 66, 'shards': 3}
+    trained(fork_server, tmp_path, sizes, train, stop_at, by_epochs, **how)
+    checkpoint, other = last(tmp_path)
+    assert other.position.user == whole.position.user
+    assert other.schedulers == whole.schedulers and other.schedulers[0]['_step_count'] == 4
+    for now, then in zip(other.models + other.averages, whole.models + whole.averages, strict=True):
         assert all(torch.equal(now[name], value) for name, value in then.items())
     assert checkpoint.metrics == one.metrics and checkpoint.metrics.keys() >= {'loss', 'twice'}
     assert checkpoint.metrics['twice'] == pytest.approx(2 * checkpoint.metrics['loss'])
 
 
-def steps_by_epochs(ctx: FragmentContext, cut: bool = False) -> str:
+def steps_by_epochs(ctx: FragmentContext, at: int) -> str:
     """A DataLoader that was prepared, schedules by epoch, random numbers, and an early end."""
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
@@ -156,8 +140,7 @@ def steps_by_epochs(ctx: FragmentContext, cut: bool = False) -> str:
     for epoch in ctx.epochs():
         noise = torch.rand(())
         for (x,) in loader:
-            if cut and ctx.samples == 30:
-                os.kill(os.getpid(), signal.SIGTERM)
+            cut(ctx, at)
             optimizer.zero_grad()
             (model(x).square().mean() * noise).backward()
             optimizer.step()
@@ -170,26 +153,21 @@ def steps_by_epochs(ctx: FragmentContext, cut: bool = False) -> str:
 
 
 def test_what_is_done_by_epoch_for_any_cuts(fork_server: ForkClient, tmp_path: Path) -> None:
-    (outcome,) = run(fork_server, tmp_path / 'one', steps_by_epochs, total_samples=95)
-    assert (outcome.how, outcome.samples) == ('finished', 66), outcome.error
-    folder = tmp_path / 'cut'
-    options: dict[str, Any] = {'total_samples': 95}
-    outcomes = run(fork_server, folder, steps_by_epochs, True, world_size=3, **options)
-    assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-    outcomes = run(fork_server, folder, steps_by_epochs, fragment=2, world_size=2, **options)
-    assert [outcome.result for outcome in outcomes] == ['"behind"'] * 2, outcomes
-    (_, one), (_, cut) = last(tmp_path / 'one'), last(folder)
+    for name, sizes, at in (('one', [1], 0), ('cut', [2, 1], 30)):
+        how: dict[str, Any] = {'total_samples': 95, 'shards': 3}
+        outcome = trained(fork_server, tmp_path / name, sizes, steps_by_epochs, at, **how)
+        assert (outcome.samples, outcome.result) == (66, '"behind"')
+    (_, one), (_, other) = last(tmp_path / 'one'), last(tmp_path / 'cut')
     seen = [row[:3] for row in one.position.user['seen']]
     assert seen == [[0, 3, [0.25]], [1, 3, [0.125]], [2, 3, [0.0625]]]
-    assert one.position.user == cut.position.user
-    assert all(torch.equal(cut.models[0][name], its) for name, its in one.models[0].items())
+    assert one.position.user == other.position.user
+    assert all(torch.equal(other.models[0][name], its) for name, its in one.models[0].items())
 
 
-def test_the_best_checkpoint_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
-    run(fork_server, tmp_path, train, keep=1)
-    rows = last(tmp_path)[1].position.user['found']
+def test_the_best_checkpoint_is_kept(whole_folder: Path) -> None:
+    rows = last(whole_folder)[1].position.user['found']
     found = {samples: figures['loss'] for _, samples, figures, _ in rows}
-    kept = PosixCheckpointStore(tmp_path / 'store', 'digits').checkpoints()
+    kept = PosixCheckpointStore(whole_folder / 'store', 'digits').checkpoints()
     best = {c.samples: c.metrics['best'] for c in kept if 'best' in c.metrics}
     assert min(found, key=found.__getitem__) in best
     assert all(found[samples] == value for samples, value in best.items())

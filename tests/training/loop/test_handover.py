@@ -180,8 +180,8 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
     victim: str,
     undisturbed: Weights,
 ) -> None:
-    ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
+    ordered, count = order(tmp_path, total_samples=TOTAL), 2 if victim == 'gone' else 1
+    with ranks(fork_server, ordered, count, tmp_path, train, endless=1) as gang:
         last = stopped(gang)[0]
     monkeypatch.setenv(FORK_SERVER_VARIABLE, address_of(fork_server.name)[1:].decode())
     files = Contents.read(Path(last.path)).files
@@ -196,7 +196,7 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
         image._blocks = files[file][1]  # which it has not
         assert memory.put(file, image)
         os.close(image.fd or 0)
-    with ranks(fork_server, replace(ordered, fragment=3), 2, tmp_path / 'logs', train) as gang:
+    with ranks(fork_server, replace(ordered, fragment=3), count, tmp_path / 'logs', train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert gang.ranks[0].said(FragmentStarted)[0].samples == last.samples
         assert not read_nothing(gang)

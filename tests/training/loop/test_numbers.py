@@ -20,12 +20,12 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext, same_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.cuts import made, step
-from tests.support.ranks import ended, order, ranks
+from tests.support.cuts import cut, made, step, trained
 
 DATA = TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2))
 EPOCHS, BATCH = 3, 4
-STEPS = EPOCHS * len(DATA) // BATCH
+TOTAL = EPOCHS * len(DATA)
+STEPS = TOTAL // BATCH
 seen, where = 0, None
 
 
@@ -95,7 +95,7 @@ class Remembering(nn.Linear):
         return super().forward(x - self.mean) * (1 + sum(self.means) / 50)
 
 
-def collect(ctx: FragmentContext) -> list[Any]:
+def collect(ctx: FragmentContext, at: int) -> list[Any]:
     """What is not a number, in two loops; the second asks by hand, and begins its count late."""
     torch.manual_seed(1)
     log, model = list[Any](), nn.Sequential(nn.Linear(2, 2), Remembering())
@@ -107,8 +107,7 @@ def collect(ctx: FragmentContext) -> list[Any]:
         optimizer.zero_grad()
         (model(x).pow(2).mean() * factor).backward()
         optimizer.step()
-        if ctx.fragment == 1 and ctx.samples >= 8 * BATCH and ctx.trainer == 'cut':
-            os.kill(os.getpid(), signal.SIGTERM)
+        cut(ctx, at)
 
     for (x,), number in zip(ctx.loop(DATA, BATCH, samples=20), count(1), strict=False):
         fit(x, number)
@@ -129,7 +128,7 @@ def collect(ctx: FragmentContext) -> list[Any]:
     return [step, len(losses), counts['n'], len(seen), level, float(total), float(history.sum())]
 
 
-def measure(ctx: FragmentContext) -> list[Any]:
+def measure(ctx: FragmentContext, at: int) -> list[Any]:
     """By torchmetrics: one metric, which steers, and two that share what they hold."""
     from torchmetrics import Accuracy, F1Score, MeanMetric, MetricCollection
 
@@ -145,58 +144,46 @@ def measure(ctx: FragmentContext) -> list[Any]:
             (loss / (1 + mean.compute())).backward()
             optimizer.step()
             both.update((x[:, 0] > 1).long(), (x[:, 1] > 0.3).long())
-            if ctx.fragment == 1 and ctx.samples >= 8 * BATCH and ctx.trainer == 'cut':
-                os.kill(os.getpid(), signal.SIGTERM)
+            cut(ctx, at)
         figures += map(float, both.compute().values())
     return [int(mean.weight), mean._update_count, float(mean.compute()), *figures]
 
 
 @pytest.mark.parametrize(
-    ('function', 'first'), [(collect, [*[STEPS - 5] * 4, 3.0]), (measure, [STEPS, STEPS])]
+    ('function', 'first'),
+    [
+        (collect, [*[STEPS - 5] * 4, 3.0]),
+        pytest.param(measure, [STEPS, STEPS], marks=pytest.mark.long),
+    ],
 )
 def test_containers_tensors_and_metrics_follow_too(
     fork_server: ForkClient, tmp_path: Path, function: Any, first: list[float]
 ) -> None:
-    how: Any = {'function': function}
-    one, _ = trained(fork_server, tmp_path / '1', [1], 'reproducible', **how)
-    cut, _ = trained(fork_server, tmp_path / '2', [3, 2], 'reproducible', trainer='cut', **how)
+    one, other = (
+        trained(fork_server, tmp_path / str(at), sizes, function, at, total_samples=TOTAL)
+        for sizes, at in (([1], 0), ([2, 2], 8 * BATCH))
+    )
     assert json.loads(one.result)[: len(first)] == first
-    assert one.result == cut.result and same_weights(one.path, cut.path)
-
-
-def trained(
-    fork_server: ForkClient,
-    folder: Path,
-    sizes: list[int],
-    mode: str,
-    *args: Any,
-    function: Any = train,
-    **more: Any,
-) -> Any:
-    total = (EPOCHS if mode == 'reproducible' else 10 * EPOCHS) * len(DATA)
-    for fragment, size in enumerate(sizes, 1):
-        ordered = order(folder, fragment, mode=mode, total_samples=total, **more)
-        with ranks(fork_server, ordered, size, folder, function, *args) as gang:
-            outcomes = gang.run()
-            log = gang.ranks[0].log.read_text()
-        ends = {'finished'} if fragment == len(sizes) else {'stopped'}
-        assert {outcome.how for outcome in outcomes} == ends, (outcomes[0].error, log[-3000:])
-    return outcomes[0], log
+    assert one.result == other.result and same_weights(one.path, other.path)
 
 
 @pytest.mark.parametrize('by_epochs', [False, True])
 def test_counters_count_steps(fork_server: ForkClient, tmp_path: Path, by_epochs: bool) -> None:
-    one, log = trained(fork_server, tmp_path / '1', [1], 'reproducible', by_epochs, 0)
-    cut, _ = trained(fork_server, tmp_path / '2', [3, 2], 'reproducible', by_epochs, 8)
+    one, other = (
+        trained(fork_server, tmp_path / name, sizes, train, by_epochs, stops, total_samples=TOTAL)
+        for name, sizes, stops in (('1', [1], 0), ('2', [3, 2], 8))
+    )
     last = (STEPS // EPOCHS if by_epochs else STEPS) - 1
     assert json.loads(one.result)[:4] == [STEPS, STEPS, last, STEPS]
-    assert one.result == cut.result and same_weights(one.path, cut.path)
+    assert one.result == other.result and same_weights(one.path, other.path)
+    log = (tmp_path / '1' / 'f1-r0.log').read_text()
     assert log.count('it counts steps') == 1 + 2 * by_epochs
 
 
 def test_enumerate_goes_on_in_throughput_mode(fork_server: ForkClient, tmp_path: Path) -> None:
-    cut, _ = trained(fork_server, tmp_path, [2, 2], 'throughput', False, 8)
-    assert json.loads(cut.result)[:4] == [10 * STEPS, 10 * STEPS, 10 * STEPS - 1, 10 * STEPS]
+    how: Any = {'mode': 'throughput', 'total_samples': 10 * TOTAL}
+    outcome = trained(fork_server, tmp_path, [2, 2], train, False, 8, **how)
+    assert json.loads(outcome.result)[:4] == [10 * STEPS, 10 * STEPS, 10 * STEPS - 1, 10 * STEPS]
 
 
 def note_at_ends(ctx: FragmentContext) -> list[int]:
@@ -218,8 +205,5 @@ def note_at_ends(ctx: FragmentContext) -> list[int]:
 
 def test_what_the_end_of_an_epoch_changes_stays(fork_server: ForkClient, tmp_path: Path) -> None:
     """Where a fragment ends with the epoch, the next one does its end."""
-    for fragment, how in ((1, 'stopped'), (2, 'finished')):
-        ordered = order(tmp_path, fragment, total_samples=EPOCHS * len(DATA))
-        (outcome,) = ended(fork_server, ordered, 1, tmp_path, note_at_ends)
-        assert outcome.how == how, outcome.error
+    outcome = trained(fork_server, tmp_path, [1, 1], note_at_ends, total_samples=TOTAL)
     assert json.loads(outcome.result) == [STEPS // EPOCHS] * EPOCHS

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -143,23 +142,14 @@ def run(
     return read_state(outcomes[0].path)
 
 
-@pytest.fixture(scope='module')
-def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """What one process makes of it without an interruption."""
-    return run(fork_server, tmp_path_factory.mktemp('one'), Shape())
-
-
 PIPES, BOTH, SPACE = Shape(pipeline=2), Shape(data=2, pipeline=2), Shape(data=2, spatial=(1, 1, 2))
 
 
-@pytest.mark.parametrize(
-    'shapes',
-    [(PIPES, Shape(), BOTH), (SPACE, Shape(pipeline=4), Shape(data=2))],
-    ids=['pipeline-one-both', 'space-deep-data'],
-)
 def test_any_shapes_in_turn_train_what_one_process_trains(
-    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
+    undisturbed = run(fork_server, tmp_path / 'one', Shape())
+    shapes = SPACE, Shape(pipeline=4), Shape(data=2)
     for number, shape in enumerate(shapes, 1):
         last = number == len(shapes)
         state = run(fork_server, tmp_path, shape, number, stop=not last)

@@ -128,7 +128,10 @@ TWICE = Shape(data=2, shard=2)
 
 @pytest.mark.parametrize(
     'shapes',
-    [(Shape(shard=4), Shape(), Shape(shard=2)), (TWICE, Shape(shard=2), Shape(data=2))],
+    [
+        (Shape(shard=4), Shape(), Shape(shard=2)),
+        pytest.param((TWICE, Shape(shard=2), Shape(data=2)), marks=pytest.mark.long),
+    ],
     ids=['4-1-2', 'copies'],
 )
 def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
@@ -142,11 +145,18 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
     assert equal(tensors(state), tensors(undisturbed))
 
 
+@pytest.mark.parametrize(
+    'shapes',
+    [
+        (Shape(shard=2, tensor=2), Shape()),
+        pytest.param((TWICE, Shape(tensor=2), Shape(shard=2)), marks=pytest.mark.long),
+    ],
+    ids=['both', 'copies'],
+)
 def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
-    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
 ) -> None:
     """An epoch's last batch is no multiple of the ranks; every sample counts the same."""
-    shapes = (Shape(shard=2, tensor=2), Shape(data=2, shard=2), Shape(tensor=2), Shape())
     for number, shape in enumerate(shapes, 1):
         how: dict[str, Any] = {'stop': number < len(shapes), 'mode': 'throughput'}
         micro_batch = 2 if number % 2 else None

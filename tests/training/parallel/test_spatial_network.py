@@ -1,7 +1,10 @@
-"""Networks divided in space train as one process does, with a part of its memory."""
+"""Divided in space, on real ranks, layers give what torch's own give on one, and networks train as
+one process does, with a part of its memory.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext, Shape
@@ -22,40 +26,26 @@ from tests.support.ranks import all_finish, finish, order
 STEPS, BATCH = 6, 4
 
 
-class Divided(nn.Module):
-    """A small U-Net on parts of volumes."""
+class Net(nn.Module):
+    """A small U-Net of torch's own layers, or of those for parts of volumes."""
 
-    def __init__(self, channels: int = 4) -> None:
+    def __init__(self, of: Any, channels: int = 4) -> None:
         super().__init__()
-        self.down = spatial.Conv3d(1, channels, 3, padding=1)
-        self.norm = spatial.BatchNorm3d(channels, over_data=True)
-        self.pool = spatial.MaxPool3d(2)
-        self.deep = spatial.Conv3d(channels, channels, 3, padding=1)
-        self.up = spatial.ConvTranspose3d(channels, channels, 2, stride=2)
-        self.last = spatial.Conv3d(2 * channels, 2, 3, padding=1)
+        self.down = of.Conv3d(1, channels, 3, padding=1)
+        self.norm = of.BatchNorm3d(channels, **({'over_data': True} if of is spatial else {}))
+        self.pool = of.MaxPool3d(2)
+        self.deep = of.Conv3d(channels, channels, 3, padding=1)
+        self.up = of.ConvTranspose3d(channels, channels, 2, stride=2)
+        self.last = of.Conv3d(2 * channels, 2, 3, padding=1)
 
-    def forward(self, x: spatial.Sharded) -> spatial.Sharded:
-        high = self.norm(self.down(x)).apply(F.relu)
-        deep = self.deep(self.pool(high)).apply(F.relu)
-        return self.last(spatial.concatenate([high, self.up(deep, like=high)]))  # type: ignore[no-any-return]
-
-
-class Whole(nn.Module):
-    """The same of torch's own layers."""
-
-    def __init__(self, channels: int = 4) -> None:
-        super().__init__()
-        self.down = nn.Conv3d(1, channels, 3, padding=1)
-        self.norm = nn.BatchNorm3d(channels)
-        self.pool = nn.MaxPool3d(2)
-        self.deep = nn.Conv3d(channels, channels, 3, padding=1)
-        self.up = nn.ConvTranspose3d(channels, channels, 2, stride=2)
-        self.last = nn.Conv3d(2 * channels, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = F.relu(self.norm(self.down(x)))
-        deep = F.relu(self.deep(self.pool(high)))
-        return self.last(torch.cat([high, self.up(deep, output_size=high.shape[2:])], 1))  # type: ignore[no-any-return]
+    def forward(self, x: Any) -> Any:
+        whole = isinstance(x, Tensor)
+        relu: Any = F.relu if whole else lambda part: part.apply(F.relu)
+        high = relu(self.norm(self.down(x)))
+        deep = relu(self.deep(self.pool(high)))
+        if whole:
+            return self.last(torch.cat([high, self.up(deep, output_size=high.shape[2:])], 1))
+        return self.last(spatial.concatenate([high, self.up(deep, like=high)]))
 
 
 def data(extents: tuple[int, int, int], samples: int = STEPS * BATCH) -> tuple[Tensor, Tensor]:
@@ -72,7 +62,7 @@ def part_of(tensor: Tensor, grid: spatial.Grid, extents: tuple[int, int, int]) -
 
 def trained_alone(extents: tuple[int, int, int]) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(3)
-    model, (images, labels), losses = Whole().double(), data(extents), []
+    model, (images, labels), losses = Net(nn).double(), data(extents), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):
         mine = slice(step * BATCH, (step + 1) * BATCH)
@@ -89,7 +79,7 @@ def train(ctx: FragmentContext, extents: tuple[int, int, int]) -> None:
     grid = spatial.Grid.of(ctx.mesh)
     reference, expected = trained_alone(extents)
     torch.manual_seed(3)
-    model = Divided().double()
+    model = Net(spatial).double()
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
     images, labels = data(extents)
     parts = TensorDataset(part_of(images, grid, extents), part_of(labels, grid, extents))
@@ -147,7 +137,7 @@ def measure(ctx: FragmentContext) -> None:
     extents, channels, samples = (64, 12, 12), 4, 2
     grid = spatial.Grid.of(ctx.mesh)
     torch.manual_seed(3)
-    whole, divided = Whole(channels), Divided(channels)
+    whole, divided = Net(nn, channels), Net(spatial, channels)
     x = torch.randn(samples, 1, *extents)
     local = part_of(x, grid, extents)
     alone = kept_bytes(lambda: whole(x).sum(), whole)
@@ -187,3 +177,106 @@ def measure(ctx: FragmentContext) -> None:
 def test_memory_is_a_part_and_the_halo_is_sent(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=4, mode='throughput', shape=Shape(spatial=(4, 1, 1)))
     all_finish(fork_server, ordered, 4, tmp_path, measure)
+
+
+CONVOLUTIONS: list[dict[str, Any]] = [
+    *(
+        {'kernel_size': k, 'stride': s, 'padding': k // 2}
+        for k, s in itertools.product((1, 3, 5), (1, 2))
+    ),
+    {'kernel_size': 3},
+    {'kernel_size': 3, 'stride': 3, 'padding': 1},
+    {'kernel_size': 3, 'padding': 2, 'dilation': 2},
+    {'kernel_size': 2, 'stride': 2},
+    {'kernel_size': 4, 'stride': 2, 'padding': 1},
+    {'kernel_size': (1, 3, 5), 'padding': (0, 1, 2)},
+    {'kernel_size': 3, 'padding': 1, 'groups': 2, 'bias': False},
+]
+SPREADS: list[dict[str, Any]] = [
+    {'kernel_size': 2, 'stride': 2},
+    {'kernel_size': 3, 'stride': 2, 'padding': 1, 'output_padding': 1},
+    {'kernel_size': 4, 'stride': 2, 'padding': 1},
+    {'kernel_size': 3, 'padding': 1},
+    {'kernel_size': 3},
+    {'kernel_size': 3, 'dilation': 2, 'padding': 1},
+    {'kernel_size': 2, 'stride': 3, 'output_padding': 2},
+]
+POOLS = [
+    {'kernel_size': 2},
+    {'kernel_size': 3, 'stride': 2, 'padding': 1},
+    {'kernel_size': 3, 'stride': 1},
+    {'kernel_size': 2, 'stride': 1},
+]
+
+CASES: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    *(('Conv3d', (4, 6), options) for options in CONVOLUTIONS),
+    *(('ConvTranspose3d', (4, 6), options) for options in SPREADS),
+    *((pool, (), options) for pool in ('MaxPool3d', 'AvgPool3d') for options in POOLS),
+    ('BatchNorm3d', (4,), {}),
+    ('BatchNorm3d', (4,), {'affine': False, 'momentum': None}),
+]
+DIVISIONS = [((4, 1, 1), (17, 5, 6)), ((1, 2, 2), (5, 9, 14))]
+
+
+def part(tensor: Tensor, volume: spatial.Sharded) -> Tensor:
+    """This rank's part of a whole tensor."""
+    return tensor[(slice(None), slice(None), *volume.grid.own(volume.layout))]
+
+
+def differences(ours: nn.Module, theirs: nn.Module, x: Tensor, grid: spatial.Grid) -> list[str]:
+    """What is not equal between a layer on parts and torch's layer on the whole."""
+    ours.double().load_state_dict(theirs.double().state_dict())
+    whole = x.clone().requires_grad_()
+    extents = (x.shape[2], x.shape[3], x.shape[4])
+    own = (slice(None), slice(None), *grid.own(grid.layout(extents)))
+    local = x[own].clone().requires_grad_()
+    expected = theirs(whole)
+    volume = ours(spatial.Sharded.of(local, extents, grid))
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+    (expected * weights).sum().backward()
+    loss = spatial.total((volume.local * part(weights, volume)).sum(), grid)
+    loss.backward()
+    assert whole.grad is not None and local.grad is not None
+    pairs = {
+        'output': (volume.local, part(expected, volume)),
+        'loss': (loss, (expected * weights).sum()),
+        'gathered': (volume.whole(), expected),
+        'gradient': (local.grad, whole.grad[own]),
+    }
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        pairs[f'gradient of {name}'] = one.grad, other.grad
+    pairs |= {
+        name: (one, other)
+        for (name, one), other in zip(ours.named_buffers(), theirs.buffers(), strict=True)
+    }
+    return [
+        f'{theirs} {name}: {one.shape} {other.shape}'
+        for name, (one, other) in pairs.items()
+        if one.shape != other.shape
+        or not torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-9)
+    ]
+
+
+def compare_all(
+    ctx: FragmentContext, parts: tuple[int, int, int], extents: tuple[int, int, int]
+) -> None:
+    names = 'data', 'depth', 'height', 'width', 'pipeline'
+    grid = spatial.Grid.of(init_device_mesh('cpu', (1, *parts, 1), mesh_dim_names=names))
+    torch.manual_seed(1)
+    wrong = []
+    for kind, arguments, options in CASES:
+        x = torch.randn(2, 4, *extents, dtype=torch.float64)
+        ours, theirs = (getattr(of, kind)(*arguments, **options) for of in (spatial, nn))
+        wrong += differences(ours, theirs, x, grid)
+    assert not wrong, '\n'.join(wrong)
+    finish(ctx)
+
+
+@pytest.mark.parametrize(('parts', 'extents'), DIVISIONS, ids=str)
+def test_layers_are_torchs(
+    fork_server: ForkClient, tmp_path: Path, parts: Any, extents: Any
+) -> None:
+    """Odd extents, uneven parts, kernels of 1 to 5, strides of 1 to 3, along one axis and two."""
+    ordered = order(tmp_path, total_samples=4)
+    all_finish(fork_server, ordered, 4, tmp_path, compare_all, parts, extents)

@@ -328,10 +328,6 @@ def test_what_a_rank_needs_is_imported_before_the_rank_is_forked() -> None:
     assert done.stdout.split() == []
 
 
-def at_once(ctx: FragmentContext) -> None:
-    raise LookupError('at once')
-
-
 def test_an_owner_that_is_gone_already(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, '-c', ''])
     process.wait()
@@ -398,14 +394,6 @@ def test_kill_is_reported(fork_server: ForkClient, tmp_path: Path) -> None:
             gang.ranks[0].process.recv()
         assert not gang.ranks[0].process.send(StopTraining('too late'))
         gang.ranks[0].process.kill()
-
-
-def test_many_fragments_at_once(fork_server: ForkClient, tmp_path: Path) -> None:
-    gangs = [Ranks(fork_server, order(tmp_path), 1, tmp_path / str(i), at_once) for i in range(4)]
-    for gang in gangs:
-        (outcome,) = gang.run()
-        assert (outcome.how, outcome.error.message, gang.ranks[0].status) == ('error', 'at once', 1)
-        gang.close()
 
 
 def test_a_large_payload_arrives(fork_server: ForkClient, tmp_path: Path) -> None:

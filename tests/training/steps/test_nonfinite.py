@@ -26,16 +26,19 @@ from tests.support.ranks import all_finish, order, ranks
 TOTAL, BATCH = 240, 8
 
 
-def turned(ctx: FragmentContext) -> list[float]:
+def turned(ctx: FragmentContext | None) -> Any:
+    """Trains a complex model in a fragment, or without one."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2, dtype=torch.complex64)
-    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+    optimizer: Any = torch.optim.Adam(model.parameters(), 0.01)
     x = torch.randn(48, 3, generator=torch.Generator().manual_seed(5)).to(torch.complex64)
-    for batch in ctx.loop(x, BATCH, shuffle=False):
+    if ctx:
+        model, optimizer = ctx.prepare(model, optimizer)
+    for batch in ctx.loop(x, BATCH, shuffle=False) if ctx else x.split(BATCH):
         optimizer.zero_grad()
         (model(batch) - batch.sum(1, keepdim=True) * 1j).abs().pow(2).mean().backward()
         optimizer.step()
-    return torch.view_as_real(model.weight.detach()).flatten().tolist()
+    return torch.view_as_real(model.weight.detach()).flatten().tolist() if ctx else model
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
@@ -48,14 +51,7 @@ def test_complex_numbers(fork_server: ForkClient, tmp_path: Path, mode: str) -> 
         found[count] = json.loads(outcome.result)
     if mode == 'reproducible':
         assert found[1] == found[3]
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, dtype=torch.complex64)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(5)).to(torch.complex64)
-    for batch in x.split(BATCH):
-        optimizer.zero_grad()
-        (model(batch) - batch.sum(1, keepdim=True) * 1j).abs().pow(2).mean().backward()
-        optimizer.step()
+    model = turned(None)
     plain = torch.view_as_real(model.weight.detach()).flatten()
     assert torch.allclose(torch.tensor(found[3]), plain, atol=1e-5)
     watch = Watch(Prepared(models=(model,)))
