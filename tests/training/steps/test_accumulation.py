@@ -100,38 +100,38 @@ def test_on_one_rank_the_steps_are_those_of_whole_batches(clears: str) -> None:
     assert one.metrics['loss'] == pytest.approx(other.metrics['loss'], rel=1e-4)
 
 
-def alone(ctx: FragmentContext, micro_batch: int | None) -> None:
+def alone(ctx: FragmentContext, batch: int, micro_batch: int | None = None) -> None:
     torch.manual_seed(3)
     model = Sometimes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = ctx.prepare(
         model, optimizer, clip_grad_norm=0.5, find_unused_parameters=True
     )
-    for x, y in ctx.loop(data(), 9, micro_batch=micro_batch):
+    for x, y in ctx.loop(data(), batch, micro_batch=micro_batch):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ('mode', 'counts'),
-    [({'mode': 'throughput'}, (1, 3, 3)), ({'scaled': Scaled(combine='adasum')}, (2, 2))],
+    ('mode', 'one', 'other'),
+    [
+        ({'mode': 'throughput'}, (3, BATCH), (3, BATCH, 2)),
+        ({'scaled': Scaled(combine='adasum')}, (2, BATCH), (2, BATCH, 2)),
+        ({'mode': 'throughput'}, (1, 9), (3, 9)),  # the last batch has one sample
+    ],
 )
-def test_on_several_ranks_the_steps_are_those_of_whole_batches(
-    fork_server: ForkClient, tmp_path: Path, mode: dict[str, Any], counts: tuple[int, ...]
+def test_on_several_ranks_the_steps_are_those_of_whole_batches_and_of_one_rank(
+    fork_server: ForkClient, tmp_path: Path, mode: Any, one: Any, other: Any
 ) -> None:
-    """With micro-batches on the last ones. In throughput mode the steps are also those of one rank,
-    although an epoch's last batch has a single sample.
-    """
+    """The last batch of an epoch has fewer samples on some ranks, and so do micro-batches."""
     found: list[Saved] = []
-    for number, count in enumerate(counts, 1):
-        ordered = order(tmp_path / str(number), total_samples=TOTAL, **mode)
-        micro_batch = 2 if number == len(counts) else None
-        outcomes = all_finish(fork_server, ordered, count, tmp_path, alone, micro_batch)
+    for count, *args in (one, other):
+        ordered = order(tmp_path / str(len(found)), total_samples=TOTAL, **mode)
+        outcomes = all_finish(fork_server, ordered, count, tmp_path, alone, *args)
         found.append(read_state(outcomes[0].path))
     for name, tensor in found[0].models[0].items():
-        for other in (one.models[0][name] for one in found[1:]):
-            torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(tensor, found[1].models[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def clips(ctx: FragmentContext, optimizer: Any, model: nn.Module, turn: int) -> None:
