@@ -28,7 +28,7 @@ from parsl_freetrain import Checkpoints, LocalSite, Reproducible, freetrain_app
 from tests.support.training import fit, freetrain
 with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
     train = freetrain_app(
-        max_nodes=1, total_epochs=60, mode=Reproducible(), checkpoints=Checkpoints(every_s=0.3)
+        max_nodes=1, total_epochs=40, mode=Reproducible(), checkpoints=Checkpoints(every_s=0.3)
     )(fit)
     print(train(pause_s=0.01, trainer_name='aa').result().samples)
 """
@@ -60,7 +60,7 @@ def test_a_training_waits_for_its_file_system(tmp_path: Path) -> None:
         process.wait()
         shim.close()
     said = (tmp_path / 'output').read_text()
-    assert (status, said.splitlines()[-1]) == (0, str(60 * 96)), said
+    assert (status, said.splitlines()[-1]) == (0, str(40 * 96)), said
     assert not list(store.glob('bad/*')), 'no good checkpoint was set aside'
 
 

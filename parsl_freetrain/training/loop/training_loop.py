@@ -229,11 +229,12 @@ class TrainingLoop:
 
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
         state, mode = self._state, self._mode
-        began_at = time.monotonic()
+        began_at, own = time.monotonic(), backward.around.get('gradients')
         try:
             for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
                 data = to_device(read, self._device)
                 self._steps.begin_micro_batch(micro_batch)
+                own = backward.around.get('gradients')
                 if self._reproducible or self._verification.measures:
                     seed_everything(micro_batch.seed(self._seed, 'model'))
                 if isinstance(mode, Reproducible):
@@ -248,7 +249,7 @@ class TrainingLoop:
                 wait_as_slow(time.monotonic() - began_at)
                 began_at = time.monotonic()
         finally:  # the function may leave the loop in the middle
-            backward.forget()
+            backward.forget(own)
         self._guard.end_body()
 
     def _take_step(self, batch: GlobalBatch, data: BatchSource, began_at: float) -> Agreed:

@@ -17,11 +17,12 @@ around: dict[str, Callable[[], Callable[[], None]]] = {}
 """By whose they are: called before it; what they return, after it."""
 
 
-def forget() -> None:
-    """A body is over: nobody looks at what is passed or left by calls."""
+def forget(own: object) -> None:
+    """A body is over: nobody looks at what is passed or left by its ``own`` calls."""
     global looking
-    looking = None
-    around.pop('gradients', None)
+    if around.get('gradients') == own:  # there is no other training since
+        looking = None
+        around.pop('gradients', None)
 
 
 def watch() -> None:
@@ -43,7 +44,7 @@ def watch() -> None:
             looking(tensors[0] if len(tensors) == 1 else tensors)
         if losses is not None:
             losses.extend(real(local(t.detach())).sum(dtype=torch.float32) for t in tensors)
-        after = [before() for before in around.values()]
+        after = [before() for before in tuple(around.values())]
         try:
             return plain(tensors, *args, **kwargs)
         finally:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain import BadInput
+from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 
 
@@ -47,6 +48,20 @@ def test_what_a_step_leaves_is_cleared(of_several: bool, then: Callable[[nn.Line
         model.zero_grad()
         then(model)
         assert not guard.none_left
+
+
+@pytest.mark.parametrize('another', [True, False])
+def test_a_training_that_was_left_may_end_in_a_backward_of_the_next(another: bool) -> None:
+    """When the garbage collector finds it; what the next one looks for stays."""
+
+    def before() -> Callable[[], None]:
+        backward.forget(None if another else before)
+        return lambda: None
+
+    backward.watch()
+    backward.around['gradients'] = before
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert (backward.around.pop('gradients', None) is before) == another
 
 
 def test_a_parameter_without_a_gradient_may_get_one() -> None:

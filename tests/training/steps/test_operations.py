@@ -111,8 +111,8 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
         ('throughput', 1, 1, True, None),
         ('throughput', 1, 2, False, None),
         ('reproducible', 4, 2, False, Shape(shard=2)),
-        ('reproducible', 4, 2, False, Shape(data=2, shard=1)),
-        ('throughput', 1, 2, False, Shape(shard=2)),
+        pytest.param('reproducible', 4, 2, False, Shape(data=2, shard=1), marks=pytest.mark.long),
+        pytest.param('throughput', 1, 2, False, Shape(shard=2), marks=pytest.mark.long),
     ],
 )
 def test_what_a_step_adds_is_the_same_for_any_network(
