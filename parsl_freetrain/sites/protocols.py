@@ -33,7 +33,9 @@ class Site(HoleSource, Protocol):
     script_dir: str | None  #: for batch scripts and output of blocks; Parsl sets it by the provider
 
     def start(self) -> None:
-        """The executor starts; a schedule's time 0 is now. A second call changes nothing."""
+        """The executor starts; a schedule's time 0 is now. A second call changes nothing, but after
+        :meth:`close`: another Parsl configuration uses the site.
+        """
 
     def close(self) -> None:
         """The executor has ended; there are no holes any more."""

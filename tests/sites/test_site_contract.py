@@ -115,7 +115,9 @@ def test_each_block_is_one_job(site: Site, provider: BackfillProvider, tmp_path:
     wait_until(lambda: sum(hole.nodes for hole in site.holes()) == before)
 
 
-def test_start_twice_and_no_holes_after_close(site: Site) -> None:
+def test_start_twice_and_no_holes_after_close_until_it_is_started_again(site: Site) -> None:
     site.start()
     site.close()
     assert site.holes() == ()
+    site.start()
+    wait_until(site.holes)

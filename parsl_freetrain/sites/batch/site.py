@@ -85,6 +85,7 @@ class BatchSite:
 
     def start(self) -> None:
         """Look the queue up. BadInput if it lacks what is asked for; FreeTrainError: no answer."""
+        self._closed = False
         if self._partition is None:
             partition = self._look_up()
             self._submitter.check(partition)

@@ -185,9 +185,10 @@ class LocalSite:
         )
 
     def start(self) -> None:
+        """Begin the schedule; anew where the site was closed, by another Parsl configuration."""
         with self._lock:
-            if self._zero is None:
-                self._zero = self._clock()
+            if self._zero is None or self._closed:
+                self._zero, self._closed, self._freed_at = self._clock(), False, {}
 
     def close(self) -> None:
         """No holes from now on; blocks that are open follow the schedule to their end."""

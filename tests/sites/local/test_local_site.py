@@ -192,13 +192,17 @@ def test_offers_are_the_schedule_clipped() -> None:
     assert set(local.offers(BEGIN + 30, BEGIN + 65)) == expected
 
 
-def test_nothing_is_offered_before_the_start_and_no_hole_after_the_end() -> None:
-    local = LocalSite(3, SCHEDULE, clock=Clock())
+def test_nothing_is_offered_before_the_start_and_none_after_the_end_until_it_begins_anew() -> None:
+    clock = Clock()
+    local = LocalSite(3, SCHEDULE, clock=clock)
     assert local.holes() == ()
     assert local.offers(0, 2 * BEGIN) == ()
     local.start()
     local.close()
     assert local.holes() == ()
+    clock.at(90)
+    local.start()  # by another Parsl configuration
+    assert local.holes() == (Hole(2, names=('a', 'b')),)
 
 
 def test_a_site_that_cannot_work_says_so_at_once() -> None:
