@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
-from msgspec import structs, to_builtins
+from msgspec import MsgspecError, convert, json, structs, to_builtins
 
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.errors import needs, refuse
+from parsl_freetrain.core.model.errors import BadInput, needs, refuse
 from parsl_freetrain.host import files
 
 BLOCK_BYTES = 64 * 2**20  # the most in one call of ``put``
@@ -95,27 +94,52 @@ class ProxyStoreTransport(Settings, frozen=True, kw_only=False, tag=True):
     def __repr__(self) -> str:
         return f'ProxyStoreTransport({self.store[0]})'  # options may have a password
 
-    # Keys are of the connector's own classes. They come from a checkpoint, so they may be pickled.
-
     def put(self, name: str, content: bytes) -> str:
-        return pickle.dumps(self._connector().put(content)).hex()
+        key, kind = self._connector().put(content), self._kind_of_keys()
+        text = json.encode((kind.__name__, key)).decode()
+        if self._key(text) != key:
+            raise BadInput(
+                f'{self}: its key {key!r} is not the same after JSON, as which checkpoints have '
+                'it: use a connector whose keys have fields of strings and numbers.'
+            )
+        return text
 
     def get(self, key: str) -> bytes:
-        found = self._connector().get(pickle.loads(bytes.fromhex(key)))  # noqa: S301
+        found = self._connector().get(self._key(key))
         if found is None:
             raise LookupError(key)
         return bytes(found)
 
     def remove(self, key: str) -> None:
-        self._connector().evict(pickle.loads(bytes.fromhex(key)))  # noqa: S301
+        self._connector().evict(self._key(key))
+
+    def _key(self, text: str) -> Any:
+        """A key from its name and fields. BadInput if this connector has none like that."""
+        kind = self._kind_of_keys()
+        try:
+            name, fields = json.decode(text, type=tuple[str, list[Any]])
+            if name == kind.__name__:
+                return convert(fields, kind)
+        except MsgspecError:
+            pass
+        raise BadInput(
+            f'{self}: {text!r} is none of its keys, which are written as '
+            f'["{kind.__name__}", [...]]: put the checkpoint back that names it, or use the '
+            'connector with which it was made.'
+        )
+
+    def _kind_of_keys(self) -> Any:
+        kind = get_type_hints(type(self._connector()).put).get('return')
+        if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, '_fields')):
+            refuse(f'{self}: what its put() returns', kind, 'annotated with a NamedTuple')
+        return kind
 
     def _connector(self) -> Any:
-        return _connector(self.store[0], pickle.dumps(self.store[1]))
+        return _connector(self.store[0], json.encode(self.store[1]))
 
 
 @cache
 def _connector(kind: str, options: bytes) -> Any:
     with needs('ProxyStoreTransport'):
         from proxystore.store.config import ConnectorConfig
-    made = ConnectorConfig(kind=kind, options=pickle.loads(options))  # noqa: S301
-    return made.get_connector()
+    return ConnectorConfig(kind=kind, options=json.decode(options)).get_connector()

@@ -4,13 +4,15 @@ sites, and what pieces hand in through them.
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -78,6 +80,32 @@ def test_what_all_transports_do(transport: Any) -> None:
         with pytest.raises(LookupError):
             transport.get(key)
     assert sent.get(other) == bytes(2**20)
+
+
+class Anything(NamedTuple):
+    held: Any
+
+
+def test_keys_are_names_and_fields_of_the_connector_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = connector('file', tmp_path / 'exchange')
+    key = transport.put('a', b'one')
+    assert json.loads(key)[0] == 'FileKey'
+    for wrong in (pickle.dumps(transport._key(key)).hex(), '', '["FileKey"]', '["FileKey", [5]]',
+                  '["FileKey", ["a", "b"]]', '["LocalKey", ["a"]]', key[:-1]):  # fmt: skip
+        for use in (transport.get, transport.remove):
+            with pytest.raises(BadInput, match=r'is none of its keys.*put the checkpoint back'):
+                use(wrong)
+
+    def put(self: Any, content: bytes) -> Any:
+        return Anything(Anything(1))
+
+    monkeypatch.setattr(type(transport._connector()), 'put', put)
+    for kind, sentence in ((Any, 'annotated with a NamedTuple'), (Anything, 'not the same after')):
+        put.__annotations__['return'] = kind
+        with pytest.raises(BadInput, match=sentence):
+            transport.put('a', b'one')
 
 
 def piece(folder: Path, transport: Any, compress: Any, seed: int) -> tuple[str, End]:
