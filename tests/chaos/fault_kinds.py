@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -50,6 +51,21 @@ def _paused(run: Run, draw: random.Random, kind: str) -> None:
     process.resume()
 
 
+def _zombie(run: Run, draw: random.Random) -> None:
+    """A node stands still until another fragment has begun, and then goes on with its piece."""
+    block = draw.choice(run.of_kind('block') or [psutil.Process(2**22)])
+    stopped, fragments = [block, *block.children(recursive=True)], run.fragments()
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    for _ in looks(PATIENCE_S):
+        if run.fragments() > fragments:
+            break
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
 def _submitting(run: Run, draw: random.Random, number: signal.Signals) -> None:
     if run.process is None or not run.running():
         raise FileNotFoundError
@@ -64,7 +80,7 @@ def _submitting(run: Run, draw: random.Random, number: signal.Signals) -> None:
         run.process.send_signal(signal.SIGUSR2)  # for its stacks
         time.sleep(1.0)
         raise AssertionError(f'it has not ended within {LIMIT_S:g} s after {number!r}') from None
-    run.start(10**6)
+    run.start()
 
 
 def _newest(run: Run) -> Path:
@@ -147,6 +163,7 @@ KINDS: dict[str, tuple[int, Fault]] = {
     'worker': (2, partial(_one, kind='worker', number=_KILL)),
     'stop worker': (1, partial(_one, kind='worker', number=_STOP)),
     'block': (3, partial(_one, kind='block', number=_KILL)),
+    'zombie': (1, _zombie),
     'stop block': (1, partial(_one, kind='block', number=_STOP)),
     'all blocks': (1, partial(_all, kind='block')),
     'interchange': (1, partial(_one, kind='interchange', number=_KILL)),
@@ -184,6 +201,11 @@ KINDS: dict[str, tuple[int, Fault]] = {
 
 ON_SMALL_DISK, IN_GROUPS = ('full disk', 'full inodes'), ('no more processes', 'little memory')
 ON_COMPUTERS = ('network cut off',)
+IN_ROUNDS = tuple(one for one, (where, _) in points.FAULTS.items() if where[:5] == 'outer')
+NOT_IN_ROUNDS = (  # a replica that has gone on does not train a damaged piece once more
+    'corrupt checkpoint', 'checkpoint deleted', 'marker deleted', 'table cut', *ON_SMALL_DISK,
+    'kill in an exchange', 'kill after an exchange', 'stop in an exchange', 'kill in a handover',
+)  # fmt: skip
 WITH_SHIM = (
     'file system fails', 'file system full', 'stale handles', 'short reads and writes',
     "a node's clock ahead", "a node's clock behind",

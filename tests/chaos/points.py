@@ -19,8 +19,9 @@ from parsl_freetrain.training.checkpoint import fault_hooks
 Point = Literal[
     'function begins', 'prepared', 'step', 'exchange', 'exchanged', 'stepped', 'epoch', 'leaving',
     'begin', 'written', 'manifest', 'before-commit', 'committed',
+    'outer-begin', 'outer-written', 'outer-manifest', 'outer-before-commit', 'outer-committed',
 ]  # fmt: skip
-"""Where: the last five are stages of saving a checkpoint."""
+"""Where: the last ten are stages of saving a checkpoint, and the weights after an outer step."""
 
 
 def _kill() -> None:
@@ -69,6 +70,12 @@ FAULTS: dict[str, tuple[Point, Callable[[], None]]] = {
     'kill when the table is written': ('manifest', _kill),
     'kill before the commit': ('before-commit', _kill),
     'kill after the commit': ('committed', _kill),
+    'kill as an outer step begins': ('outer-begin', _kill),
+    'kill when its weights are written': ('outer-written', _kill),
+    'kill when its table is written': ('outer-manifest', _kill),
+    'kill before an outer commit': ('outer-before-commit', _kill),
+    'kill after an outer commit': ('outer-committed', _kill),
+    'stop in an outer step': ('outer-written', _stop),
     'stop in a step': ('step', _stop),
     'stop in an exchange': ('exchange', _stop),
     'stop in a save': ('written', _stop),

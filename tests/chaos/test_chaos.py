@@ -39,6 +39,19 @@ def test_faults_on_three_computers_change_no_bit(tmp_path: Path) -> None:
     assert 'bit for bit' in said[-1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize('overlap', [0, 1])
+def test_faults_on_a_training_in_rounds_change_no_bit(tmp_path: Path, overlap: int) -> None:
+    kinds = {
+        'kill in a step', 'kill before the commit', 'kill as the function begins', 'zombie',
+        'kill before an outer commit', 'submitting process',
+    }  # fmt: skip
+    said: list[str] = []
+    counts = monkey.chaos(0, 3, 2, tmp_path, said.append, kinds, overlap=overlap)
+    assert counts.keys() >= kinds
+    assert 'bit for bit' in said[-1]
+
+
 def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too few samples, a sample that counted twice, and a weight that differs are all seen."""
     right = {'count': torch.full((SAMPLES,), 3 / BATCH), 'w': torch.ones(2)}

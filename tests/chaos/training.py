@@ -1,5 +1,6 @@
-"""The training of the chaos tests: ``python -m tests.chaos.training FOLDER EPOCHS NODES PAUSE_S``.
-One parameter counts: each sample seen adds 2**-3 to its entry, exactly, whatever is repeated.
+"""The training of the chaos tests: ``python -m tests.chaos.training FOLDER EPOCHS NODES PAUSE_S
+[OVERLAP]``, with the latter in rounds. One parameter counts: each sample seen adds 2**-3 to its
+entry, exactly, whatever is repeated (in rounds, with the mean of replicas only).
 """
 
 from __future__ import annotations
@@ -28,7 +29,20 @@ SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses', *CLOCK_STEPS_S), 3
 
 NAME = 'chaos'
 HANG_S = 8.0
-MODE = ft.Reproducible(shards=4)
+MODE, INNER = ft.Reproducible(shards=4), ft.Reproducible(shards=2)
+REPLICAS, ROUNDS, STEPS = 2, 12, 64  # a round has eight epochs
+ROUNDS_EPOCHS = ROUNDS * STEPS * BATCH // SAMPLES
+
+
+def in_rounds(overlap: int) -> ft.DiLoCo:
+    """With an outer optimizer, or with ``overlap=1`` the mean."""
+    return ft.DiLoCo(
+        replicas=REPLICAS,
+        steps=STEPS,
+        outer=None if overlap else ft.Nesterov(lr=0.5, momentum=0.5),
+        inner=INNER,
+        overlap=overlap,
+    )
 
 
 def counted(ctx: ft.FragmentContext, pause_s: float = 0.0) -> None:
@@ -71,13 +85,13 @@ def orders_in(folder: str | Path) -> Path:
     return Path(folder) / 'orders'
 
 
-def app(epochs: int, nodes: int, orders: Path) -> Any:
+def app(epochs: int, nodes: int, orders: Path, mode: Any = MODE) -> Any:
     return ft.freetrain_app(
-        max_nodes=nodes,
+        max_nodes=nodes if mode is MODE else min(nodes, 2),
         total_epochs=epochs,
         scaling=ft.Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
         checkpoints=ft.Checkpoints(every_s=0.2),
-        mode=MODE,
+        mode=mode,
     )(with_ordered_faults(counted, orders))
 
 
@@ -107,7 +121,7 @@ def watch_scheduler(provider: ft.BackfillProvider, orders: Path) -> None:
                     refuses_until = time.monotonic() + PAUSE_S
 
 
-def main(folder: str, epochs: str, nodes: str, pause_s: str) -> None:
+def main(folder: str, epochs: str, nodes: str, pause_s: str, overlap: str = '') -> None:
     faulthandler.register(signal.SIGUSR2)  # to see what it waits for, should it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored
     names = nodes.split(',')
@@ -125,11 +139,8 @@ def main(folder: str, epochs: str, nodes: str, pause_s: str) -> None:
         max_workers_per_node=0,
     )
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=f'{folder}/runinfo')):
-        print(
-            app(int(epochs), nodes=most, orders=orders)(pause_s=float(pause_s), trainer_name=NAME)
-            .result()
-            .samples
-        )
+        trained = app(int(epochs), most, orders, in_rounds(int(overlap)) if overlap else MODE)
+        print(trained(pause_s=float(pause_s), trainer_name=NAME).result().samples)
 
 
 if __name__ == '__main__':

@@ -127,11 +127,16 @@ def test_what_replicas_cannot_have_is_refused() -> None:
         ({'replicas': 0}, 'DiLoCo: replicas is 0; it must be at least 1'),
         ({'steps': 0}, 'DiLoCo: steps is 0'),
         ({'outer': 'adam'}, "DiLoCo: outer is 'adam'; it must be a Nesterov or None"),
+        ({'inner': ft.Scaled()}, 'inner is .*; it must be a Reproducible'),
+        ({'overlap': 2}, 'DiLoCo: overlap is 2; it must be from 0 to 1'),
         ({'inner': ft.Throughput(on_nan='rollback')}, 'a replica cannot go back behind the round'),
     ]
     for settings, sentence in none:
         with pytest.raises(ft.BadInput, match=sentence):
             ft.DiLoCo(**settings)
+    for outer, sentence in (({'lr': 0}, 'lr is 0'), ({'momentum': 1}, 'momentum is 1')):
+        with pytest.raises(ft.BadInput, match=f'Nesterov: {sentence}; it must be'):
+            ft.Nesterov(**outer)
     with pytest.raises(ft.BadInput, match=r'no whole number of rounds .*: say 32 or 34'):
         app(total_samples=33)
     with pytest.raises(ft.BadInput, match='hold whole models'):

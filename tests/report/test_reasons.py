@@ -8,7 +8,7 @@ from msgspec import structs
 from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Alternative, Reason
 from parsl_freetrain.core.allocation.problem import Limit, Problem, record_of
-from parsl_freetrain.core.model.events import BlockRefused, Decided, NodesNeeded, packed
+from parsl_freetrain.core.model.events import BlockRefused, Decided, NodesNeeded, RoundKnown, packed
 from parsl_freetrain.core.model.state import Training
 from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.report.reasons import decision_about, in_words, waits_for
@@ -102,6 +102,21 @@ def test_a_trainer_without_nodes_hears_which_jobs_they_were_given_back_for() -> 
     said = waits(run) or ''
     assert said.endswith('30 s ago nodes were given back for others: job 3, reservation course.')
     assert 'given back' not in (waits(run, 900.0) or '')
+
+
+def test_a_replica_waits_for_those_that_have_not_ended_the_round() -> None:
+    run = Told()
+    run.begin_run('r', at=0.0)
+    for replica, samples in enumerate((20, 5, 39)):
+        spec = {'training': 'gpt', 'replicas': 3, 'overlap': 0}
+        run.submitted(f'r{replica}', at=1.0, spec=spec, total_samples=80, samples=samples)
+    run.take(RoundKnown(2.0, 'r2', 20, made_by=1))
+    one = run.history.runs[0]
+    assert waits_for(one, one.trainers['r0'], 100.0) == (
+        'It waits at the end of round 1 for 1 other replicas: r1. '
+        'The last outer step was made by replica 1.'
+    )
+    assert 'replicas' not in (waits_for(one, one.trainers['r1'], 100.0) or '')
 
 
 def test_one_that_trains_or_is_over_waits_for_nothing() -> None:

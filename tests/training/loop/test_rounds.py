@@ -49,7 +49,7 @@ class Tied(nn.Module):
         return self.outside(nn.functional.dropout(self.norm(self.inside(x)), 0.2, self.training))
 
 
-def train(ctx: FragmentContext, by_epochs: bool = False, leaves: bool = False) -> float:
+def train(ctx: FragmentContext, by_epochs: bool = False, leaves: bool = False, **how: Any) -> float:
     model = Tied()
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = ctx.prepare(model, torch.optim.AdamW(trained, lr=0.05))
@@ -63,7 +63,7 @@ def train(ctx: FragmentContext, by_epochs: bool = False, leaves: bool = False) -
         ctx.checkpoint(best=ctx.state['sums'][-1])
 
     def loop() -> None:
-        for features, target in ctx.loop(data, BATCH, drop_last=True):
+        for features, target in ctx.loop(data, BATCH, **{'drop_last': True, **how}):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(features), target)
             loss.backward()
@@ -330,6 +330,16 @@ def test_what_replicas_cannot_do_is_said(fork_server: ForkClient, tmp_path: Path
         ({'diloco': structs.replace(DILOCO, replicas=3)}, train, '3 replicas cannot share evenly'),
         ({'per_node': 9, 'shards': 9}, train, 'trains 8 samples of each'),
         ({}, lambda ctx: ctx.finish_early('enough'), 'ctx.finish_early is not possible'),
+        (
+            {},
+            lambda ctx: train(ctx, samples=32),
+            'A second ctx.loop is not possible with mode=DiLoCo(...): train in one',
+        ),
+        (
+            {},
+            lambda ctx: train(ctx, drop_last=False),
+            'ends with a short batch of 8, and rounds have full',
+        ),
         (
             {'diloco': structs.replace(DILOCO, steps=3)},
             leave,
