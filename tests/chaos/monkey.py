@@ -224,11 +224,10 @@ class Monkey:
                 self.counts['ends of the submitting process by itself'] += 1
                 said = self.run.output.read_text(errors='replace')[-1500:]
                 ended = f'it ended by itself after {kind!r}, with status {status}'
-                last = said.rpartition('Traceback')[2]
-                # A file system that fails while Python imports what the program needs is no matter
-                # of ours.
-                imported = ', in main' not in last and re.search('^OSError: ', last, re.MULTILINE)
-                if not (imported or re.search(SENTENCES, last, re.MULTILINE)):
+                traceback = said.rpartition('Traceback')[2]
+                # Python may not be able to import what the program needs, on a system that fails.
+                begun = ', in main' in traceback or not re.search('^OSError: ', traceback, re.M)
+                if begun and not re.search(SENTENCES, traceback, re.MULTILINE):
                     raise Broken(f'{ended}, without a sentence')
                 self.say(f'{ended}: {said[-300:]}')
             self.run.start()
