@@ -715,6 +715,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_functions_of_a_script(tmp_path: Path) -> None:
     """Those of a notebook's cells: tests/executor/trainer/test_notebook.py."""
     (tmp_path / 'script.py').write_text(SCRIPT)

@@ -177,22 +177,25 @@ def test_a_signal_that_comes_as_the_wait_begins_ends_it(number: signal.Signals) 
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_program_that_is_ended_by_a_signal_goes_on_when_it_is_started_again(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path,
 ) -> None:
     """To the weights of one that was not."""
     words = [sys.executable, '-c', PROGRAM, str(tmp_path)]
-    with subprocess.Popen([*words, '1e6']) as program:
-        store = PosixCheckpointStore(tmp_path / 'checkpoints' / 't', 't')
-        wait_until(lambda: store.newest() is not None)
-        program.send_signal(number)
-        program.send_signal(number)
-        killed = number == signal.SIGKILL
-        assert program.wait(LIMIT_S) == (-number if killed else 128 + number)
-    newest = store.newest()
-    assert newest is not None
-    epochs = newest.samples // 96 + 2
+    store, before = PosixCheckpointStore(tmp_path / 'checkpoints' / 't', 't'), 0
+
+    def newest() -> int:
+        return 0 if (found := store.newest()) is None else found.samples
+
+    for number, status in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -9)):
+        with subprocess.Popen([*words, '1e6']) as program:
+            wait_until(lambda: newest() > before)  # noqa: B023
+            program.send_signal(number)
+            program.send_signal(number)
+            assert program.wait(LIMIT_S) == status
+        before = newest()
+    epochs = before // 96 + 2
     ended = run_to_end([*words, epochs])
     assert ended.returncode == 0, ended.stderr
     _, alone = in_this_process(fit, total_epochs=epochs)

@@ -169,6 +169,7 @@ def test_blocks_of_a_page_run(page: Path, folder: Path, monkeypatch: pytest.Monk
     trained(name_of(page), names)
 
 
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_the_script_of_the_readme_runs_as_it_says(folder: Path) -> None:
     (script,) = blocks(ROOT / 'README.md', 'python')
     (folder / 'train.py').write_text(script.code)

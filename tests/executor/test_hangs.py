@@ -167,7 +167,7 @@ def rank(started: Started, node: str) -> psutil.Process:
     return next(p for p in reversed(started.processes()) if p in mine)
 
 
-@pytest.mark.parametrize('victim', [worker, manager])
+@pytest.mark.parametrize('victim', [worker, pytest.param(manager, marks=pytest.mark.long)])
 def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
     tmp_path: Path, started: Started, victim: Pick
 ) -> None:

@@ -219,6 +219,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_the_interchange_ends_with_the_submitting_process(tmp_path: Path) -> None:
     script = tmp_path / 'submit.py'
     script.write_text(ORPHAN)

@@ -92,6 +92,7 @@ def submit(folder: str) -> None:
         app(function=with_faults(train, fault))().result(LIMIT_S)
 
 
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_submitter_killed_in_an_outer_step_changes_no_bit(tmp_path: Path) -> None:
     code = f'from tests.executor.test_replicas import submit; submit({str(tmp_path)!r})'
     ended = subprocess.run([sys.executable, '-c', code], timeout=LIMIT_S)
@@ -167,6 +168,7 @@ def one_node_each(*labels: str) -> dict[str, tuple[Site, str]]:
     return {label: (ft.LocalSite(nodes=1, poll_s=0.2), '127.0.0.1') for label in labels}
 
 
+@pytest.mark.long
 def test_sites_without_a_common_folder_train_one_training(tmp_path: Path) -> None:
     """Replicas have kills, and their run ends in the middle and goes on: the bits are the same."""
     mode = structs.replace(MODE, compress='int8')

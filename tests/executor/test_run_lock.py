@@ -32,6 +32,7 @@ with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
 """
 
 
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_second_live_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = str(tmp_path / 'checkpoints' / 'ledger.journal')
 

@@ -48,6 +48,7 @@ QUICK: dict[str, Any] = {
 }
 SLOW = {'total_epochs': 1000, 'checkpoints': Checkpoints(every_s=0.5)}
 
+pytestmark = pytest.mark.usefixtures('nodes_share_a_template')
 Connect = Callable[..., FreeTrainClient]
 
 
@@ -137,6 +138,7 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     wait_until(lambda: training.progress().samples > 100)
     with pytest.raises(BadInput, match='is running there, from another'):
         other.submit(trainer(**SLOW)).result(LIMIT_S)
+    other.close()
     with pytest.raises(BadInput, match='follows one of this name already'):
         remote.submit(trainer(), trainer_name='fit')
     endpoint.away = True
@@ -146,7 +148,6 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     wait_until(training.running)
     assert training.progress().fragments == 1  # it trained on all the time, and only once
     left = connect().attach('fit')
-    other.close()
     assert left.cancel()
     with pytest.raises(CancelledError):
         training.result(LIMIT_S)

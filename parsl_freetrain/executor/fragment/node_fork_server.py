@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import platform
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -42,11 +44,17 @@ def fork_server_of_node(log_dir: str, template: str | None = None) -> ForkClient
 
 
 def start_template(log_dir: str) -> ForkClient:
-    """Start the template that forks the nodes' fork servers here; it ends with this process."""
+    """Start the template that forks the nodes' fork servers here; it ends with this process. If
+    this process was started with a template, as on a node, that one forks it.
+    """
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return ForkClient.start_template(
-        f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'template.log')
-    )
+    own = f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'template.log')
+    if (here := template_of_node()) is None:
+        return ForkClient.start_template(*own)
+    forked = ForkClient.start(*own, here)
+    with suppress(FreeTrainError):  # without it, fork servers import torch themselves
+        forked.wait_ready(FORK_SERVER_READY_S)
+    return forked
 
 
 def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Channel[FromRank]]:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import Members
+from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.parsl_sides import NoParsl
 
 
@@ -22,6 +25,16 @@ def control() -> Iterator[ControlServer]:
     server = ControlServer(None, '127.0.0.1', (50000, 60000))
     yield server
     server.close()
+
+
+@pytest.mark.usefixtures('nodes_share_a_template')
+def test_a_program_that_was_started_with_a_template_imports_no_torch_for_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForkClient, 'start_template', None)
+    forked = start_template(str(tmp_path))
+    assert forked.pid and forked._process is None
+    forked.stop()
 
 
 def raised_there() -> RemoteExceptionWrapper:

@@ -1,8 +1,16 @@
-"""The clock of a run."""
+"""The clock of a run, and a clock that was set back, apart from one that is adjusted."""
 
 import pytest
 
-from parsl_freetrain.host.clocks import RunClock
+from parsl_freetrain.host.clocks import ClockSteps, RunClock
+
+
+def test_each_step_back_is_told_once() -> None:
+    times = [100.0]
+    steps = ClockSteps(lambda: times[-1])
+    for now, back_s in ((100.0, 0.0), (99.5, 0.0), (5000.0, 0.0), (1400.0, 3600.0), (1400.0, 0.0)):
+        times.append(now)
+        assert steps.set_back_s() == back_s
 
 
 @pytest.mark.parametrize('step_s', [3600.0, -3600.0])
