@@ -109,29 +109,24 @@ def plain(width: int, sharded: bool, parts: int = 1) -> Iterator[None]:
             yield
 
 
+def context(folder: str, peers: Peers, device: torch.device, **how: Any) -> FragmentContext:
+    """Of this process as a rank of a training that does not end."""
+    channel, _ = channel_pair()
+    how |= {'total_samples': 10**12, 'deadline': time.monotonic() + 1e6, 'checkpoint_every_s': 1e9}
+    ordered = order(Path(folder), trainer='bench', store=folder, seed=1, **how)
+    place = RankPlace(peers.rank, peers.world_size, peers.rank, 1, '')
+    keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
+    parts = RankParts(ordered, place, peers, channel, Inbox(channel), keeper, device, None)
+    return FragmentContext(FragmentRun(parts))
+
+
 def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> Iterator[None]:
     """Train on as a fragment does; yields after each step."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    channel, _ = channel_pair()
-    mode, _, shards = mode.partition('/')
-    shape: dict[str, Any] = {'shape': Shape(shard=size), 'shapes': {size: Shape(shard=size)}}
-    ordered = order(
-        Path(folder),
-        total_samples=10**12,
-        mode=mode,
-        shards=int(shards or size),
-        seed=1,
-        deadline=time.monotonic() + 1e6,
-        checkpoint_every_s=1e9,
-        on_nan=on_nan,
-        trainer='bench',
-        store=folder,
-        **(shape if sharded else {}),
-    )
-    place = RankPlace(rank, size, rank, 1, '')
-    keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
-    parts = RankParts(ordered, place, _peers(), channel, Inbox(channel), keeper, DEVICE, None)
-    ctx = FragmentContext(FragmentRun(parts))
+    size, (mode, _, shards) = dist.get_world_size(), mode.partition('/')
+    how: dict[str, Any] = {'mode': mode, 'shards': int(shards or size), 'on_nan': on_nan}
+    if sharded:
+        how |= {'shape': Shape(shard=size), 'shapes': {size: Shape(shard=size)}}
+    ctx = context(folder, _peers(), DEVICE, **how)
     ctx.torch_distributed()  # the others need the group, too
     torch.manual_seed(0)
     model = network(width)

@@ -11,41 +11,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm import peers
-from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.loop import wishes
-from parsl_freetrain.training.loop.checkpointer import Checkpointer
-from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.fragment_run import FragmentRun
-from parsl_freetrain.training.loop.rank_parts import RankParts
-from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.steps import nonfinite
 from parsl_freetrain.training.steps.determinism import fill_new_memory
+from tests.benchmarks.alternating import context
 from tests.gpu import in_rank
 from tests.gpu.networks import WORKLOADS
-from tests.support.ranks import channel_pair, order
 
 WARM_UP, STEPS = 9, 3  # no thorough look at the weights is among the latter
 VALGRIND = 'valgrind --tool=callgrind --instr-atstart=no'
 PLAIN_KERNELS = {'ATEN_CPU_CAPABILITY': 'default', 'OMP_NUM_THREADS': '1'}  # others it cannot run
-
-
-def context(folder: str, shards: int) -> FragmentContext:
-    """Of the only rank of a training, in this process."""
-    channel, _ = channel_pair()
-    far = {'total_samples': 10**12, 'deadline': time.monotonic() + 1e6, 'checkpoint_every_s': 1e9}
-    how: dict[str, Any] = {'trainer': 'bench', 'store': folder, 'mode': 'reproducible', **far}
-    ordered, place = order(Path(folder), shards=shards, **how), RankPlace(0, 1, 0, 1, '')
-    keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
-    own = peers.Peers(), channel, Inbox(channel), keeper, torch.device('cpu'), None
-    return FragmentContext(FragmentRun(RankParts(ordered, place, *own)))
 
 
 def control(*options: str) -> None:
@@ -56,8 +36,10 @@ def counted(network: str, shards: int, folder: str) -> None:
     """Takes steps, and has the instructions dumped: of both, in this order."""
     nonfinite.LOOK_EVERY_S = peers.EVERY_S = wishes.PROGRESS_EVERY_S = 1e9
     fill_new_memory(False)
-    ours = in_rank._ours(context(folder, shards), WORKLOADS[network], '').__next__
-    plain = in_rank._plain(torch.device('cpu'), WORKLOADS[network], -shards, '').__next__
+    cpu, how = torch.device('cpu'), {'mode': 'reproducible', 'shards': shards}
+    ctx = context(folder, peers.Peers(), cpu, **how)
+    ours = in_rank._ours(ctx, WORKLOADS[network], '').__next__
+    plain = in_rank._plain(cpu, WORKLOADS[network], -shards, '').__next__
     for _ in range(WARM_UP):
         ours(), plain()
     control('-i', 'on')

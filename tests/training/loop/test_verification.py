@@ -144,6 +144,7 @@ def cut(
     plant: Plant,
     stop: bool = True,
     counts: tuple[int, int] = (1, 2),
+    between: Callable[[int], None] = lambda samples: None,
     **changes: Any,
 ) -> tuple[Any, str, Any]:
     """The last outcome of a second fragment, what it printed, and its newest checkpoint."""
@@ -154,6 +155,8 @@ def cut(
         with ranks(fork_server, ordered, count, folder, train, plant, stop) as gang:
             outcome, log = gang.run()[0], gang.ranks[0].log.read_text()
             saved = gang.ranks[0].said(ev.CheckpointSaved)
+        if fragment == 1:
+            between(getattr(outcome, 'samples', 0))
     return outcome, log, saved[-1].checkpoint if saved else None
 
 
@@ -248,18 +251,14 @@ def test_state_samples_and_device_are_compared_in_each_mode(
 ) -> None:
     """Of another device, a difference is no more than a warning."""
     plant = nothing if says or mode == 'throughput' else an_optimizer_of_its_own
-    first = order(tmp_path, total_samples=TOTAL, mode=mode)
-    for fragment in (1, 2):
-        ordered = replace(first, fragment=fragment)
-        with ranks(fork_server, ordered, 1, tmp_path, train, plant, True) as gang:
-            (outcome,) = gang.run()
-            log = gang.ranks[0].log.read_text()
-        if fragment == 1:
-            store, samples = tmp_path / 'store', outcome.samples
-            kept = next_step.read(store, samples, 1)
-            assert kept is not None
-            state = {'state': {**kept.state, **spoil.get('state', {})}}
-            next_step.write(store, samples, 1, msgspec.structs.replace(kept, **{**spoil, **state}))
+
+    def spoilt(samples: int) -> None:
+        kept = next_step.read(tmp_path / 'store', samples, 1)
+        assert kept is not None
+        given = {**spoil, 'state': {**kept.state, **spoil.get('state', {})}}
+        next_step.write(tmp_path / 'store', samples, 1, msgspec.structs.replace(kept, **given))
+
+    outcome, log, _ = cut(fork_server, tmp_path, plant, True, (1, 1), spoilt, mode=mode)
     if says:
         assert says in outcome.error.message
     else:

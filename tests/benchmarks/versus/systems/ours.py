@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.benchmarks.versus.constants import BATCH, EVERY_S, NODE_VARIABLE
 from tests.benchmarks.versus.machine import Machine
+from tests.benchmarks.versus.systems.protocol import System
 
 
-class Ours:
-    needs = ''
+class Ours(System):
     blocks = True
 
     def __init__(self, mode: str, *, ahead: bool = False) -> None:
@@ -20,16 +20,8 @@ class Ours:
         self._arguments = [mode, *(['ahead'] if ahead else [])]
 
     def start(self, machine: Machine, nodes: list[str]) -> None:
-        (machine.folder / 'nodes').mkdir()
-        for node in nodes:
-            self.join(machine, node)
+        super().start(machine, nodes)
         machine.run(['python', '-m', __name__, str(machine.folder), *self._arguments])
-
-    def join(self, machine: Machine, node: str) -> None:
-        (machine.folder / 'nodes' / node).touch()
-
-    def leave(self, machine: Machine, node: str) -> None:
-        (machine.folder / 'nodes' / node).unlink()
 
 
 def train(ctx: Any) -> None:

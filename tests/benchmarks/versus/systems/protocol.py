@@ -1,11 +1,11 @@
 """What the benchmark asks of a system."""
 
-from typing import Protocol
+from __future__ import annotations
 
 from tests.benchmarks.versus.machine import Machine
 
 
-class System(Protocol):
+class System:
     """A system that trains on nodes that come and go.
 
     Attributes
@@ -18,15 +18,20 @@ class System(Protocol):
         Whether one allocation of the scheduler may have several nodes, and outlive one of them.
     """
 
-    name: str
-    needs: str
-    blocks: bool
+    name = ''
+    needs = ''
+    blocks = False
 
     def start(self, machine: Machine, nodes: list[str]) -> None:
         """Begin the training on these nodes."""
+        for node in nodes:
+            self.join(machine, node)
 
     def join(self, machine: Machine, node: str) -> None:
-        """A node has come."""
+        """A node has come: a file has its name, unless the system is told otherwise."""
+        (machine.folder / 'nodes').mkdir(exist_ok=True)
+        (machine.folder / 'nodes' / node).touch()
 
     def leave(self, machine: Machine, node: str) -> None:
         """The scheduler knows that a node is gone; its processes are killed next."""
+        (machine.folder / 'nodes' / node).unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.versus.machine import PEERS, Machine, free_port
+from tests.benchmarks.versus.systems.protocol import System
 
 PYTHON = PEERS / 'bin' / 'python'
 STARTED = 'Ray runtime started'
@@ -28,10 +29,9 @@ QUICK = {
 }
 
 
-class RayTrain:
+class RayTrain(System):
     name = 'Ray Train'
     needs = 'ray'
-    blocks = False
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -49,9 +49,6 @@ class RayTrain:
 
     def join(self, machine: Machine, node: str) -> None:
         self._ray(machine, node, f'--address={self._address}', '--num-cpus=1')
-
-    def leave(self, machine: Machine, node: str) -> None:
-        pass
 
     def _ray(self, machine: Machine, node: str, *options: str) -> None:
         head = '--head' in options

@@ -8,25 +8,16 @@ from pathlib import Path
 
 from tests.benchmarks.versus.constants import NODE_VARIABLE, SAVED
 from tests.benchmarks.versus.machine import Machine, free_port
+from tests.benchmarks.versus.systems.protocol import System
 
 
-class RestartLoop:
+class RestartLoop(System):
     name = 'restart loop, plain DDP'
-    needs = ''
-    blocks = False
 
     def start(self, machine: Machine, nodes: list[str]) -> None:
-        (machine.folder / 'nodes').mkdir()
-        for node in nodes:
-            self.join(machine, node)
+        super().start(machine, nodes)
         saved = {SAVED: f'{machine.folder}/saved.pt'}
         machine.run(['python', '-m', __name__], environment=saved)
-
-    def join(self, machine: Machine, node: str) -> None:
-        (machine.folder / 'nodes' / node).touch()
-
-    def leave(self, machine: Machine, node: str) -> None:
-        (machine.folder / 'nodes' / node).unlink()
 
 
 def ranks_on(nodes: list[str]) -> list[subprocess.Popen[bytes]]:

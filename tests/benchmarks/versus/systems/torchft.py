@@ -3,14 +3,13 @@
 from datetime import timedelta
 
 from tests.benchmarks.versus.machine import PEERS, Machine, free_port
+from tests.benchmarks.versus.systems.protocol import System
 
 PYTHON = PEERS / 'bin' / 'python'
 
 
-class Torchft:
-    name = 'torchft'
-    needs = 'torchft'
-    blocks = False
+class Torchft(System):
+    name = needs = 'torchft'
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -27,8 +26,7 @@ class Torchft:
             ],
             python=PYTHON,
         )
-        for node in nodes:
-            self.join(machine, node)
+        super().start(machine, nodes)
 
     def join(self, machine: Machine, node: str) -> None:
         machine.run(
@@ -45,9 +43,6 @@ class Torchft:
             {'TORCHFT_LIGHTHOUSE': f'http://127.0.0.1:{self._port}'},
             python=PYTHON,
         )
-
-    def leave(self, machine: Machine, node: str) -> None:
-        pass
 
 
 def train() -> None:

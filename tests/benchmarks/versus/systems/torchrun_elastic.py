@@ -2,19 +2,14 @@
 
 from tests.benchmarks.versus.constants import SAVED
 from tests.benchmarks.versus.machine import Machine, free_port
+from tests.benchmarks.versus.systems.protocol import System
 
 
-class TorchrunElastic:
+class TorchrunElastic(System):
     name = 'torchrun elastic'
-    needs = ''
-    blocks = False
 
     def __init__(self) -> None:
         self._port = free_port()
-
-    def start(self, machine: Machine, nodes: list[str]) -> None:
-        for node in nodes:
-            self.join(machine, node)
 
     def join(self, machine: Machine, node: str) -> None:
         machine.run(
@@ -42,6 +37,3 @@ class TorchrunElastic:
                 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1',
             },
         )
-
-    def leave(self, machine: Machine, node: str) -> None:
-        pass
