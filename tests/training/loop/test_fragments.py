@@ -25,7 +25,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec import messages as msg
 from tests.support.ranks import all_finish, ended, order, ranks
-from tests.support.waiting import under_load
+from tests.support.waiting import slowness, under_load
 
 SIZE, BATCH = 37, 10
 TOTAL = 4 * SIZE
@@ -220,7 +220,7 @@ def test_the_deadline_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
     assert {outcome.how for outcome in outcomes} == {'stopped'}
     saved = gang.ranks[0].said(ev.CheckpointSaved)[-1].checkpoint
     assert saved.samples == outcomes[0].samples
-    assert saved.at < clock  # processes may end a little later where the machine is busy
+    assert saved.at < clock + 0.05 * (slowness() - 1)  # a little later on a busy machine
 
 
 def faulty(ctx: FragmentContext) -> None:
