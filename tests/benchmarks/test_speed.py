@@ -51,16 +51,17 @@ def test_what_a_step_of_a_fragment_costs() -> None:
             in_turns(f'{mode:12} on_nan={on_nan:5}', width, BLOCKS, steps, mode, on_nan)
 
 
-def in_turns(what: str, width: int, blocks: int, steps: int, *how: str) -> None:
-    """Print the fragment's speed relative to the plain training (median, 95 % interval, CPU time),
-    and that of the plain training relative to itself.
+def in_turns(what: str, width: int, blocks: int, steps: int, *how: str, ranks: int = RANKS) -> None:
+    """Print the fragment's speed relative to the plain training (median, 95 % interval, CPU time,
+    also beside the same micro-batches), and that of the plain training relative to itself.
     """
-    found = under_torchrun(RANKS, 'alternating', width, blocks, steps, *how)
+    found = under_torchrun(ranks, 'alternating', width, blocks, steps, *how)
     (low, high), (plain, (from_, to)) = found['interval'], found['plain_speed']
     print(
         f'  width {width:4} {what}: plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
-        f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}; plain against itself: speed '
-        f'{plain:.3f} ({from_:.3f} to {to:.3f}), CPU time {found["plain_cpu"]:.3f}',
+        f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f} ({found["cpu_of_parts"]:.3f}); '
+        f'plain against itself: speed {plain:.3f} ({from_:.3f} to {to:.3f}), CPU time '
+        f'{found["plain_cpu"]:.3f}',
         flush=True,
     )
 
@@ -70,14 +71,7 @@ def test_what_four_shards_cost() -> None:
     """As above, on one to four ranks."""
     print(f'\nReproducible mode with 4 shards and plain DDP in turns ({MACHINE})')
     for ranks in (1, 2, 3, 4):
-        found = under_torchrun(ranks, 'alternating', 1024, 40, 4, 'reproducible/4', 'stop')
-        low, high = found['interval']
-        print(
-            f'  {ranks} ranks: plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
-            f'({low:.3f} to {high:.3f}), CPU time of all {found["cpu"]:.3f}; '
-            f'beside DDP with the same micro-batches {found["cpu_of_parts"]:.3f}',
-            flush=True,
-        )
+        in_turns(f'{ranks} ranks', 1024, 40, 4, 'reproducible/4', 'stop', ranks=ranks)
 
 
 @pytest.mark.timeout(1200)
