@@ -261,10 +261,10 @@ def _nodes_in(location: str) -> tuple[str, ...]:
 
 def _time(text: str) -> float:
     """Of ``Mon Nov 13 08:00:00 2017 +0000 (UTC)``; without a zone it is this computer's."""
-    form = '%a %b %d %H:%M:%S %Y'
-    if re.match(r'.{24} [+-]\d{4}', text):
-        return datetime.strptime(text[:30], f'{form} %z').timestamp()
-    return time.mktime(time.strptime(text[:24], form))
+    form, words = '%a %b %d %H:%M:%S %Y', text.split()
+    if len(words) > 5 and re.fullmatch(r'[+-]\d{4}', words[5]):
+        return datetime.strptime(' '.join(words[:6]), f'{form} %z').timestamp()
+    return time.mktime(time.strptime(' '.join(words[:5]), form))
 
 
 def _vertical(answer: str, first: str) -> Iterator[dict[str, str]]:
