@@ -86,6 +86,13 @@ def is_users_class(module: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def is_package(kind: type) -> bool:
+    """Whether a class is of an installed package, but not torch."""
+    file = getattr(sys.modules.get(kind.__module__), '__file__', None) or ''
+    return is_library(file) and kind.__module__.partition('.')[0] not in _OTHERS | {'torch'}
+
+
+@lru_cache(maxsize=4096)
 def slots(kind: Any) -> tuple[str, ...] | None:
     """The slots of a user's own class; None: it is another one."""
     users = is_users_class(kind.__module__) or issubclass(kind, (SimpleNamespace, Namespace))

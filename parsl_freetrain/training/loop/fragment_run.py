@@ -268,7 +268,7 @@ class FragmentRun:
         update_guard.check_left_out(model.prepared, names, scalers=not reproducible)
         return update_guard.UpdateGuard(
             model.prepared,
-            unknown_state.among(names, torch.nn.Module),
+            names,
             reproducible=reproducible,
             averages=self._averages,
             kept=model.carried.tensors(),

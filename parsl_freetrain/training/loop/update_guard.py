@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import local, real
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.data.inside import inside, parts_of
 from parsl_freetrain.training.loop.averages import PreparedAverage
+from parsl_freetrain.training.loop.changes import CONTAINERS, has_state, is_metric, is_package
+from parsl_freetrain.training.loop.held import memory
 from parsl_freetrain.training.loop.unknown_state import among
 from parsl_freetrain.training.steps.buffers import is_plain
 
@@ -36,14 +40,15 @@ class UpdateGuard:
     the nodes; in every mode, a module that changes but was not prepared would be lost: its
     parameters and buffers are compared between global batches, too. In-place operations are
     noticed, except those on ``parameter.data``, which norms show in the first, second, fourth,
-    eighth ... global batch. ``others``: modules around the loop, by name; ``averages``: asked at
-    the end of a micro-batch.
+    eighth ... global batch. Nor may it change tensors that objects of other packages have as plain
+    attributes. ``names``: variables around the loop; ``averages``: asked at the end of a
+    micro-batch.
     """
 
     def __init__(
         self,
         prepared: Prepared,
-        others: Mapping[str, torch.nn.Module],
+        names: Mapping[str, Any],
         *,
         reproducible: bool,
         averages: Sequence[PreparedAverage] = (),
@@ -59,10 +64,11 @@ class UpdateGuard:
             self._add(prepared.called('averages'))
             self._add((name, t) for name, t in kept.items() if is_plain(t))
         self._prepared = len(self._watched)
-        for called, module in others.items():
+        for called, module in among(names, torch.nn.Module).items():
             tensors = (*module.named_parameters(), *module.named_buffers())
             own = ((name, t) for name, t in tensors if id(t) not in known and is_plain(t))
             self._add((f'{called}.{name}', t) for name, t in own)
+        self._memories = [*memories(names, [*self._watched, *prepared.tensors(), *kept.values()])]
         self._batches = 0
         self._norms: list[torch.Tensor] | None = None
         self._others: torch.Tensor | None = None
@@ -71,6 +77,7 @@ class UpdateGuard:
             places.setdefault(parameter.device, []).append(i)
         self._where = list(places.values())
         self._versions: list[int] = []
+        self._filled: list[int] = []
 
     def _add(self, called: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, parameter in called:
@@ -88,6 +95,7 @@ class UpdateGuard:
         self._batches += 1
         self._others = _norms(others) if others and self._thorough else None
         self._versions = list(map(_version_of, self._watched))
+        self._filled = [tensor._version for *_, tensor in self._memories]
         self._norms = self._norms_now() if self._thorough else None
 
     @property
@@ -110,6 +118,16 @@ class UpdateGuard:
         """Call after the last micro-batch of a global batch; BadInput if a parameter changed."""
         if (changed := self._changed(0)) is not None:
             self._refuse(changed)
+        for (path, kind, tensor), before in zip(self._memories, self._filled, strict=True):
+            if tensor._version != before:
+                raise BadInput(
+                    f'The body of ctx.loop changed {path}, a tensor that no checkpoint holds: it '
+                    f'is no buffer of the {kind.__name__} ({kind.__module__}). It would be lost at '
+                    'the end of a fragment, and each rank or virtual shard would fill it with '
+                    'samples of its own. Make it a buffer in a subclass, give that to ctx.prepare, '
+                    'and use mode=Throughput(); or change it in ctx.after_step(fn), and keep it by '
+                    'ctx.keep.'
+                )
         if self._norms is not None:
             for i, before, after in zip(self._where, self._norms, self._norms_now(), strict=True):
                 if not torch.equal(before, after):
@@ -132,6 +150,34 @@ class UpdateGuard:
             'ctx.prepare, so the change would be lost at the end of the fragment: give the module '
             f'(and its optimizer, if it has one) to ctx.prepare; {_OFFER}.'
         )
+
+
+def memories(
+    names: Mapping[str, Any], known: Iterable[torch.Tensor]
+) -> Iterator[tuple[str, type, torch.Tensor]]:
+    """The tensors that objects of other packages have as attributes, beside parameters and buffers
+    (a memory of embeddings, of neighbours), by path, with the class that has them.
+    """
+    data = Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+    modules = among(names, torch.nn.Module).values()
+    tensors = (t for one in modules for t in (*one.parameters(), *one.buffers()))
+    seen, left_out = {*map(memory, (*known, *tensors))}, list[str]()
+    for path, one in inside(names):
+        if path.startswith(tuple(left_out)):
+            continue
+        module = isinstance(one, torch.nn.Module)
+        if isinstance(one, data) or is_metric(one) or (has_state(one) and not module):
+            left_out += (f'{path}.', f'{path}[')
+            continue
+        for inner, each in one.named_modules(prefix=path) if module else ((path, one),):
+            own = getattr(each, '__dict__', {}) if is_package(type(each)) else {}
+            for name, value in [*own.items()]:
+                several = parts_of(value) if isinstance(value, CONTAINERS) else ((name, value),)
+                for tensor in (t for _, t in several if isinstance(t, torch.Tensor)):
+                    plain = not (tensor.requires_grad or tensor.is_inference())
+                    if plain and memory(tensor) not in seen:
+                        seen.add(memory(tensor))
+                        yield f'{inner}.{name}', type(each), tensor
 
 
 def check_left_out(prepared: Prepared, names: Mapping[str, Any], *, scalers: bool = True) -> None:

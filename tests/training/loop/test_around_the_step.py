@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -154,6 +156,32 @@ def may_read_gradients(ctx: FragmentContext) -> None:
     assert type(model.weight) is nn.Parameter and ctx.metrics['norm'] > 0
 
 
+class Memory:
+    """As the cross-batch memory of metric learning, and the neighbours of temporal graphs."""
+
+    __module__ = 'memories.of_rows'
+
+    def __init__(self) -> None:
+        self.rows, self.filled = torch.zeros(8, 2), 0
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows[self.filled : self.filled + len(x)] = x.detach()
+        self.filled = (self.filled + len(x)) % 8
+        return (x - self.rows.mean(0)).pow(2).mean()
+
+
+def fills_a_memory_of_a_package(ctx: FragmentContext) -> None:
+    installed = ModuleType('memories.of_rows')
+    installed.__file__ = '/lib/site-packages/memories/of_rows.py'
+    sys.modules[installed.__name__] = installed
+    model, optimizer = made(ctx, outputs=2)
+    memory = Memory()
+    for (x,) in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        memory.loss(model(x)).backward()
+        optimizer.step()
+
+
 def averages_too_late(ctx: FragmentContext) -> None:
     model, optimizer = made(ctx)
     for (x,) in ctx.loop(DATA, 4):
@@ -172,6 +200,7 @@ REFUSED = {
     replaces_gradients: 'A gradient was changed between backward() and optimizer.step()',
     reads_gradients: 'ctx.loop read the gradient of a parameter after backward(). In rep',
     reads_gradients_afterwards: 'or change it in any other way in ctx.before_step(fn)',
+    fills_a_memory_of_a_package: 'changed memory.rows, a tensor that no checkpoint holds',
     averages_too_late: 'ctx.ema must be called after ctx.prepare and before ctx.loop',
 }
 
