@@ -24,6 +24,7 @@ Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 class SampledOrder:
     """Called with an epoch: its indices, by seed and epoch alone. ``sampler``: torch's, or a
     function; BadInput if it divides samples among ranks, gives none, or others when asked again.
+    Lists that it shuffles in place are as at first whenever it is asked.
     """
 
     def __init__(self, sampler: Sampler, dataset_size: int, seed: int, epoch: int = 0) -> None:
@@ -36,11 +37,20 @@ class SampledOrder:
         self._sampler, self._dataset_size, self._seed = sampler, dataset_size, seed
         self.size = 0
         self.names: dict[int, str] = {}
+        own = getattr(sampler, '__dict__', {}).values()
+        before = [(one, [*one]) for one in own if isinstance(one, list)]
+        self._shuffled: list[tuple[list[Any], list[Any]]] = []
         first = self(epoch)
         self.size = len(first)
         if not first:
             raise BadInput(f'{self.who} gives no indices; it must give at least one.')
-        if self(epoch) != first:
+        for one, then in before:
+            if sorted(map(id, one)) == sorted(map(id, then)) and any(
+                map(operator.is_not, one, then)
+            ):
+                self._shuffled.append((one, then))
+        # A list that is turned, and not shuffled by random numbers, would stay as it is.
+        if self(epoch) != first or (self._shuffled and self(epoch + 1) == first):
             raise BadInput(
                 f'{self.who} gives other indices when it is asked again for the same epoch, so '
                 'the order could not be continued after a stop: draw from torch, random or numpy, '
@@ -60,6 +70,8 @@ class SampledOrder:
 
     def _ask(self, epoch: int, seed: int) -> array[int]:
         sampler = self._sampler
+        for one, then in self._shuffled:
+            one[:] = then
         if isinstance(sampler, Iterable):
             if isinstance(own := getattr(sampler, 'generator', None), torch.Generator):
                 own.manual_seed(seed)

@@ -315,6 +315,28 @@ class Drifting:
         yield from self.drawn.permutation(SIZE)
 
 
+class InPlace:
+    """As MPerClassSampler of pytorch-metric-learning, which shuffles its list of classes."""
+
+    def __init__(self, turns: bool) -> None:
+        self.order, self.turns = [*range(SIZE)], turns
+
+    def __iter__(self) -> Iterator[int]:
+        if self.turns:
+            self.order.append(self.order.pop(0))
+        else:
+            random.shuffle(self.order)
+        return iter([*self.order])
+
+
+def test_a_list_that_is_shuffled_in_place_begins_anew_in_each_epoch() -> None:
+    first = SampledOrder(InPlace(False), SIZE, 1)
+    assert [first(epoch) for epoch in (0, 1, 2)] == [
+        SampledOrder(InPlace(False), SIZE, 1, epoch)(epoch) for epoch in (0, 1, 2)
+    ]
+    assert first(0) != first(1)
+
+
 def test_what_has_no_fixed_order_is_refused() -> None:
     for sampler, sentence in (
         (DistributedSampler(list(DATA), 2, 0), 'divides the samples among ranks'),  # type: ignore[arg-type]
@@ -323,6 +345,7 @@ def test_what_has_no_fixed_order_is_refused() -> None:
         ([0, SIZE], f'gives the index {SIZE}; the dataset has {SIZE} samples, from 0'),
         ([-1, 0], 'gives the index -1'),
         ([], 'gives no indices'),
+        (InPlace(True), 'InPlace, gives other indices when it is asked again'),
         (Drifting(), 'Drifting, gives other indices when it is asked again'),
     ):
         with pytest.raises(BadInput, match=sentence):
