@@ -77,6 +77,7 @@ class Body:
         self._together = not reproducible and division.shape.data > 1
         parts = spec.shards if reproducible else spec.max_nodes * (spec.ranks.per_node or 1)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
+        self._seen = False  # a loss that is not 0
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
         self._own_samples = self._together or (parts > 1 and not reproducible)
         self._anew, self._around = anew, frame_around()
@@ -93,7 +94,8 @@ class Body:
         first = self._iterations == 1
         if self._around is not None and self._divided:
             self._look_at_what_goes_on(self._around)
-        backward.looking = partial(refuse_sum, batch=data) if self._mean and first else None
+        looks = self._mean and (first or not self._seen)
+        backward.looking = partial(self._look_at_loss, data) if looks else None
         # A collate function may have left all samples out.
         holds = data is not None and not (hasattr(data, '__len__') and len(data) == 0)
         self._asked = _asker() if first and self._anew and holds else None
@@ -126,6 +128,12 @@ class Body:
             _refuse_loaders(frame.f_locals, self._read)
             if self._own_samples:
                 self._refuse_memories(frame, frame.f_locals)
+
+    def _look_at_loss(self, batch: Any, loss: Any) -> None:
+        if isinstance(loss, torch.Tensor) and not loss.any():
+            return  # a sum times 0, of a batch that is left out (no pairs in it)
+        self._seen = True
+        refuse_sum(loss, batch)
 
     def _look_at_what_goes_on(self, frame: FrameType) -> None:
         """Raises BadInput if tensors go from an iteration to the next."""

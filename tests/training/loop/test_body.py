@@ -23,7 +23,7 @@ from parsl_freetrain.training.loop.body import _going_on
 from parsl_freetrain.training.loop.loss import refuse_sum
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, made, refused, step, whole_and_cut
-from tests.support.examples import equal
+from tests.support.examples import equal, in_this_process, refused_here
 from tests.support.ranks import all_finish, order
 
 X = torch.arange(64.0).reshape(32, 2) / 64
@@ -98,6 +98,23 @@ def test_a_plain_sum_is_told_from_a_mean() -> None:
         else:
             found = not is_sum
         assert found, name
+
+
+@pytest.mark.parametrize('mean', [True, False])
+def test_a_batch_that_is_left_out_by_a_sum_times_0(mean: bool) -> None:
+    def train(ctx: FragmentContext) -> None:
+        model, optimizer = made(ctx)
+        for (x,) in ctx.loop(DATA, 8):
+            loss = model(x).square()
+            (
+                loss.mean() if mean and ctx.samples else loss.sum() * float(ctx.samples > 0)
+            ).backward()
+            optimizer.step()
+
+    if mean:
+        in_this_process(train, total_samples=32)
+    else:
+        assert 'is a sum over samples' in refused_here(train, total_samples=32)
 
 
 TWO = {'mode': 'throughput', 'world_size': 2}
