@@ -6,16 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from threading import Thread
 from typing import Any
 
 import msgspec
 import torch
+from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data import sample_order
-from parsl_freetrain.training.data.inside import Looks, different, fingerprint, looks_of
+from parsl_freetrain.training.data.inside import Looks, different, fingerprint, inside, looks_of
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
@@ -132,6 +134,7 @@ class LoopData:
         rehearsed: Rehearsed | None = None,
     ) -> None:
         self.read, self._seed, self._peers = read, seed, peers
+        _refuse_threads(read.dataset)
         self.looks: Looks = {}
         self.dataset, self._size = read.dataset, ENDLESS
         self._stream: NumberedStream | None = None
@@ -220,6 +223,19 @@ class LoopData:
         replicas = diloco.replicas if diloco is not None else 1
         rounds = spec.replica, replicas, length
         return BatchSource(order, self.dataset, self.read, span.base, self.looks, *rounds)
+
+
+def _refuse_threads(dataset: Any) -> None:
+    """Raises BadInput for a dataset that replaces its samples beside training."""
+    for path, one in inside({'the dataset': dataset}):
+        for name, value in vars(one).items() if isinstance(one, Dataset) else ():
+            if isinstance(value, Thread) and value.is_alive():
+                raise BadInput(
+                    f'A {type(one).__name__}, {path} given to ctx.loop, has a thread of its own '
+                    f'({name}): the samples that it has replaced when a fragment ends would be '
+                    'lost, so the next one would train others. Use a dataset that stays as it is '
+                    '(in MONAI CacheDataset or PersistentDataset).'
+                )
 
 
 class Restarted:

@@ -6,6 +6,7 @@ import random
 from collections import UserDict
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.data.own_generators import OwnGenerators
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, made, refused, whole_and_cut
-from tests.support.examples import equal
+from tests.support.examples import equal, refused_here
 from tests.support.ranks import ended, order
 
 EPOCHS: dict[str, Any] = {'total_samples': None, 'total_epochs': 4}
@@ -87,6 +88,26 @@ def test_a_sampler_may_follow_the_losses_of_the_epoch_before(
 def test_a_sampler_that_changes_early_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match='the order of the samples has changed from sampled'):
         whole_and_cut(fork_server, tmp_path, by_loss, 0, 'body', at=24, total_samples=64)
+
+
+def test_a_dataset_that_replaces_its_samples_beside_training_is_refused() -> None:
+    class Replacing(Growing):
+        def __init__(self) -> None:
+            self.ends = Event()
+            self.manager = Thread(target=self.ends.wait)
+
+    def train(ctx: FragmentContext) -> None:
+        made(ctx)
+        ctx.loop(Subset(data, range(8)), 4)
+
+    data = Replacing()
+    data.manager.start()
+    try:
+        said = refused_here(train, total_samples=16)
+    finally:
+        data.ends.set()
+        data.manager.join()
+    assert 'A Replacing, the dataset.dataset given to ctx.loop, has a thread of its own' in said
 
 
 def split(ctx: FragmentContext, at: int, how: str) -> None:
