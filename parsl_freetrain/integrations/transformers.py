@@ -62,8 +62,8 @@ class InFragments(_Any):
                 'be the fragment context.'
             )
         super().__init__(*args, **kwargs)
-        arguments.check_arguments(self.args, ctx)
         arguments.check_overrides(type(self), InFragments)
+        arguments.check_arguments(self.args, ctx)
         self.args._n_gpu = 1  # one process per rank
         for callback in [*self.callback_handler.callbacks]:
             if type(callback).__name__ in _OWN:
@@ -97,6 +97,11 @@ class InFragments(_Any):
             self.model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs=how or None, **chosen
             )
+        if args.metric_for_best_model is not None and hasattr(self.optimizer, 'eval'):
+            raise unsupported(
+                f'metric_for_best_model with {args.optim}',
+                how='it evaluates an average of the weights, which a checkpoint would not hold',
+            )
         memory = Memory(ctx, 'transformers', self.callback_handler.callbacks, self.model)
         self.model_wrapped, self.optimizer, self.lr_scheduler = ctx.prepare(
             self.model,
@@ -105,6 +110,7 @@ class InFragments(_Any):
             clip_grad_norm=args.max_grad_norm or None,
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
         )
+        self._set_average('train')
         self.state.max_steps, self.state.num_train_epochs = steps, math.ceil(args.num_train_epochs)
         self.state.train_batch_size = args.per_device_train_batch_size
         self.current_gradient_accumulation_steps = 1
@@ -133,6 +139,7 @@ class InFragments(_Any):
         self._count()
         self._event('on_train_end')
         self.is_in_train = False
+        self._set_average('train' if args.eval_strategy == 'no' else 'eval')  # as transformers does
         metrics = {'train_loss': ctx.metrics.get('loss', math.nan), 'epoch': self.state.epoch}
         return TrainOutput(self.state.global_step, metrics['train_loss'], metrics)
 
@@ -159,6 +166,7 @@ class InFragments(_Any):
             number = find_batch_size(inputs)
             return {} if loss is None else {'loss': (loss.mean().item() * number, number)}
 
+        self._set_average('eval')
         means = ctx.evaluate(
             self.model,
             dataloader.dataset,
@@ -167,6 +175,8 @@ class InFragments(_Any):
             collate_fn=dataloader.collate_fn,
             num_workers=args.dataloader_num_workers,
         )
+        if self.is_in_train:
+            self._set_average('train')
         batches = math.ceil(size / args.per_device_eval_batch_size)
         predictions, labels = self._of_all_ranks(found, batches)
         metrics = dict(means)
@@ -199,6 +209,13 @@ class InFragments(_Any):
         """bfloat16, if the arguments say so."""
         device, bf16 = self.ctx.device.type, self.args.bf16
         return torch.autocast(device, torch.bfloat16, bf16, cache_enabled)
+
+    def _set_average(self, mode: str) -> None:
+        """Of an optimizer that evaluates an average of the weights (schedule-free), and trains
+        others.
+        """
+        if callable(change := getattr(self.optimizer, mode, None)):
+            change()
 
     def _steps_in_all(self) -> int:
         args = self.args

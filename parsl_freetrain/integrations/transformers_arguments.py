@@ -92,13 +92,16 @@ def check_arguments(args: Any, ctx: FragmentContext) -> None:
 
 
 def check_overrides(trainer: type[Any], ours: type[Any]) -> None:
-    for name in _REPLACED:
-        base = getattr(ours, name, None) or getattr(transformers.Trainer, name, None)
-        own = getattr(trainer, name, None)
-        # TRL's writes a model card first.
-        harmless = name == '_save_checkpoint' and own.__module__.startswith('trl.')
-        if own is not base and not harmless:
-            raise unsupported(f'the method {trainer.__name__}.{name}')
+    theirs = trainer.__mro__[: trainer.__mro__.index(transformers.Trainer)]
+    for kind in theirs:  # also behind ours, which would hide it
+        for name in _REPLACED if kind is not ours else ():
+            own = vars(kind).get(name)
+            # TRL's writes a model card first.
+            harmless = name == '_save_checkpoint' and kind.__module__.startswith('trl.')
+            if own is not None and not harmless:
+                raise unsupported(
+                    f'the method {kind.__name__}.{name}', how='write the loop with ctx.loop'
+                )
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:

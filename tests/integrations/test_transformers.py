@@ -69,13 +69,48 @@ def ours(
     return train
 
 
-def test_with_one_shard_it_trains_what_transformers_trains(tmp_path: Path) -> None:
+class Averaging(torch.optim.SGD):
+    """As a schedule-free optimizer, it trains other weights than those that are evaluated."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]['params']:
+            mean = self.state[p].setdefault('mean', torch.zeros_like(p))
+            mean.lerp_(p.detach(), 0.5)
+
+    def change(self, trains: bool) -> None:
+        if self.param_groups[0].setdefault('trains', True) != trains:
+            self.param_groups[0]['trains'] = trains
+            for p, its in self.state.items():
+                p.data, its['mean'] = its['mean'].clone(), p.data.clone()
+
+    def train(self) -> None:
+        self.change(True)
+
+    def eval(self) -> None:
+        self.change(False)
+
+
+def averaging() -> Any:
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = Averaging(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    return Trainer
+
+
+@pytest.mark.parametrize('make', [lambda: None, averaging], ids=['plain', 'averaging'])
+def test_with_one_shard_it_trains_what_transformers_trains(
+    tmp_path: Path, make: Callable[[], Any]
+) -> None:
     """Clipping, warm-up, schedule, the last batch of an epoch, and evaluation."""
+    kind = make()
     given = {'train_dataset': dataset(), 'eval_dataset': dataset(7), 'compute_metrics': accuracy}
-    plain = transformers.Trainer(network(), arguments(tmp_path), **given)
+    plain = (kind or transformers.Trainer)(network(), arguments(tmp_path), **given)
     plain.train()
     wanted = plain.evaluate()
-    checkpoint, weights = in_this_process(ours(tmp_path), total_epochs=EPOCHS, shards=1)
+    checkpoint, weights = in_this_process(ours(tmp_path, kind), total_epochs=EPOCHS, shards=1)
     for name, its in plain.model.state_dict().items():
         torch.testing.assert_close(weights[name], its)
     for name in ('eval_loss', 'eval_accuracy'):
@@ -108,6 +143,10 @@ def own_sampler() -> Any:
     return type('OwnSampler', (transformers.Trainer,), {'get_train_dataloader': lambda self: None})
 
 
+def own_evaluation() -> Any:
+    return type('OwnEvaluation', (transformers.Trainer,), {'evaluation_loop': lambda self: None})
+
+
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
@@ -127,6 +166,10 @@ def own_sampler() -> Any:
             {'metric_for_best_model': 'accuracy', 'greater_is_better': True},
             "Checkpoints(keep=Retention(mode='max'))",
         ),
+        (
+            {'kind': averaging, 'metric_for_best_model': 'loss'},
+            'evaluates an average of the weights, which a checkpoint would not hold',
+        ),
         ({'lr_scheduler_type': 'reduce_lr_on_plateau'}, 'scheduler ReduceLROnPlateau'),
         (
             {'callbacks': callback('Unknown', on_step_begin=lambda *_, **__: None)},
@@ -137,6 +180,7 @@ def own_sampler() -> Any:
             'The callback Averages has a model of its own (average)',
         ),
         ({'callbacks': callback('Saves', on_step_end=says_save)}, 'a callback that sets should_sa'),
+        ({'kind': own_evaluation}, 'the method OwnEvaluation.evaluation_loop is not supported'),
         ({'kind': own_sampler}, 'the method OwnSampler.get_train_dataloader'),
         ({'mode': Scaled(reference_ranks=1)}, 'mode=Scaled(...) is not supported'),
     ],
