@@ -31,13 +31,6 @@ with needs('parsl_freetrain.integrations.lightning'):
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 
-class _AsOne:
-    """All ranks see the same metrics, so they decide the same."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-
 class _State:
     fn, stage = TrainerFn.FITTING, RunningStage.TRAINING
 
@@ -82,7 +75,8 @@ class Trainer:
     fast_dev_run = sanity_checking = predicting = False
     val_check_interval = 1.0
     logger = progress_bar_callback = None
-    strategy = _AsOne()
+    # All ranks see the same metrics, so they decide the same.
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all=True: decision)
 
     def __init__(
         self,
@@ -166,6 +160,8 @@ class Trainer:
         prepared, optimizer, *stepped = ctx.prepare(
             model, configured, *(one.scheduler for one in configs), clip_grad_norm=self._clip
         )
+        self.optimizers, self.lr_scheduler_configs = [configured], configs
+        self.strategy._lightning_optimizers = [configured]  # for self.optimizers()
         self._event('on_fit_start')
         self._event('on_train_start')
         memory.begin()

@@ -44,6 +44,17 @@ _HOW = {
     'logger': 'what is logged is in the ledger and in freetrain report',
     'ModelCheckpoint': "the app writes checkpoints; Trainer(best='val_loss') keeps the best",
     'LearningRateMonitor': 'the learning rate is reported by itself',
+    'Timer': 'the app says how much is trained, and its site for how long',
+    **dict.fromkeys(
+        ('EMAWeightAveraging', 'StochasticWeightAveraging', 'WeightAveraging'),
+        'write the loop with ctx.loop, and use ctx.ema or an AveragedModel of torch',
+    ),
+    **dict.fromkeys(
+        ('BatchSizeFinder', 'LearningRateFinder'), 'find it before, outside of fragments'
+    ),
+    **dict.fromkeys(
+        ('ProgressBar', 'RichProgressBar', 'TQDMProgressBar'), 'freetrain watch shows progress'
+    ),
 }
 
 

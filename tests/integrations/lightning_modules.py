@@ -27,6 +27,7 @@ class Line(lightning.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = F.mse_loss(self.layer(batch[0]), batch[1])
         self.log('train_loss', loss, prog_bar=True)
+        assert self.lr_schedulers().optimizer.param_groups is self.optimizers().param_groups
         self.calls.append(batch_idx)
         return {'loss': loss}
 
