@@ -86,7 +86,7 @@ def is_users_class(module: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def is_package(kind: type) -> bool:
+def is_package(kind: Any) -> bool:
     """Whether a class is of an installed package, but not torch."""
     file = getattr(sys.modules.get(kind.__module__), '__file__', None) or ''
     return is_library(file) and kind.__module__.partition('.')[0] not in _OTHERS | {'torch'}

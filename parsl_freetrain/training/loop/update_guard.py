@@ -118,8 +118,8 @@ class UpdateGuard:
         """Call after the last micro-batch of a global batch; BadInput if a parameter changed."""
         if (changed := self._changed(0)) is not None:
             self._refuse(changed)
-        for (path, kind, tensor), before in zip(self._memories, self._filled, strict=True):
-            if tensor._version != before:
+        for (path, kind, tensor), version in zip(self._memories, self._filled, strict=True):
+            if tensor._version != version:
                 raise BadInput(
                     f'The body of ctx.loop changed {path}, a tensor that no checkpoint holds: it '
                     f'is no buffer of the {kind.__name__} ({kind.__module__}). It would be lost at '
@@ -170,14 +170,15 @@ def memories(
             left_out += (f'{path}.', f'{path}[')
             continue
         for inner, each in one.named_modules(prefix=path) if module else ((path, one),):
-            own = getattr(each, '__dict__', {}) if is_package(type(each)) else {}
+            kind: Any = type(each)
+            own = getattr(each, '__dict__', {}) if is_package(kind) else {}
             for name, value in [*own.items()]:
                 several = parts_of(value) if isinstance(value, CONTAINERS) else ((name, value),)
                 for tensor in (t for _, t in several if isinstance(t, torch.Tensor)):
                     plain = not (tensor.requires_grad or tensor.is_inference())
                     if plain and memory(tensor) not in seen:
                         seen.add(memory(tensor))
-                        yield f'{inner}.{name}', type(each), tensor
+                        yield f'{inner}.{name}', kind, tensor
 
 
 def check_left_out(prepared: Prepared, names: Mapping[str, Any], *, scalers: bool = True) -> None:
