@@ -104,7 +104,7 @@ def transformers_trainer(ctx: FragmentContext) -> None:
     Trainer(ctx, model=gpt(), args=args, train_dataset=texts()).train()
 
 
-def _with_adam(model: nn.Module) -> tuple[nn.Module, Any]:
+def with_adam(model: nn.Module) -> tuple[nn.Module, Any]:
     return model, torch.optim.Adam(model.parameters(), 1e-2)
 
 
@@ -116,7 +116,7 @@ def accelerate_script(ctx: FragmentContext) -> None:
 
     torchrun_environment(ctx)
     accelerator = Accelerator(cpu=True)
-    model, optimizer = ctx.prepare(*_with_adam(small()))
+    model, optimizer = ctx.prepare(*with_adam(small()))
     for batch in ctx.loop(numbers(), 8):
         optimizer.zero_grad()
         accelerator.backward(squared(model, batch))
@@ -337,7 +337,7 @@ def lightning_fabric(ctx: FragmentContext) -> None:
     fabric = Fabric(ctx, accelerator='auto')
     fabric.launch()
     fabric.seed_everything(1)
-    model, optimizer = fabric.setup(*_with_adam(small()))
+    model, optimizer = fabric.setup(*with_adam(small()))
     for batch in fabric.loop(torch.utils.data.DataLoader(numbers(), 8, shuffle=True)):
         optimizer.zero_grad()
         with fabric.autocast():

@@ -19,7 +19,17 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.packages.test_packages import Rows, gpt, numbers, row, same_bits, small, squared, train
+from tests.packages.test_packages import (
+    Rows,
+    gpt,
+    numbers,
+    row,
+    same_bits,
+    small,
+    squared,
+    train,
+    with_adam,
+)
 from tests.support.examples import example
 
 ROWS: Rows = {}
@@ -332,6 +342,43 @@ def torch_ema_average(ctx: FragmentContext) -> None:
         optimizer.zero_grad()
         squared(model, batch).backward()
         optimizer.step()
+
+
+@row('ema_pytorch', ROWS)
+def ema_pytorch_average(ctx: FragmentContext) -> None:
+    from ema_pytorch import EMA
+
+    model, optimizer = ctx.prepare(*with_adam(small()))
+    average = ctx.keep(EMA(model, beta=0.9, update_after_step=2, update_every=2))
+    ctx.after_step(average.update)
+    for batch in ctx.loop(numbers(), 8):
+        optimizer.zero_grad()
+        squared(model, batch).backward()
+        optimizer.step()
+
+
+@row('pytorch_metric_learning', ROWS)
+def metric_learning_arcface(ctx: FragmentContext) -> None:
+    from pytorch_metric_learning.losses import ArcFaceLoss
+    from pytorch_metric_learning.samplers import MPerClassSampler
+
+    data = TensorDataset(numbers().tensors[0], torch.arange(48) % 6)
+    both = nn.ModuleList([nn.Linear(8, 6), ArcFaceLoss(6, 6)])
+    sampler = MPerClassSampler(data.tensors[1], 2, 8, length_before_new_iter=48)
+    loader = torch.utils.data.DataLoader(data, 8, sampler=sampler)
+    train(ctx, both, loader, lambda m, b: m[1](m[0](b[0]), b[1]), batch_size=None)
+
+
+@row('kornia', ROWS)
+def kornia_augmentation(ctx: FragmentContext) -> None:
+    from kornia import augmentation as k
+
+    steps = k.RandomHorizontalFlip(), k.ColorJitter(0.2, 0.2, 0.2, 0.1), k.RandomAffine(20.0)
+    augment = k.AugmentationSequential(*steps, data_keys=['input'])
+    x = torch.rand(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
+    data = TensorDataset(x, x.mean((1, 2, 3))[:, None])
+    train(ctx, model, data, lambda m, b: F.mse_loss(m(augment(b[0])), b[1]))
 
 
 @row('x_transformers', ROWS)
