@@ -55,8 +55,9 @@ class Replica(RecordedJob):
 
 
 class Rounds(world.World):
-    def _ended(self, name: str, at: float, ending: ev.Ending, cause: Any) -> ev.FragmentEnded:
+    def _ended(self, name: str, at: float, cause: Interruption | None) -> ev.FragmentEnded:
         run, done = self._runs[name], cause is None
+        preempted = cause is Interruption.PREEMPTED
         assert isinstance(run, Replica)
         before = run.nodes, run.rate
         self._accounts.train(run, 0, 0.0)
@@ -67,7 +68,8 @@ class Rounds(world.World):
             samples, length = run.goal, (spec.round_samples or 0) / spec.replicas
             run.goal += length
         told = round(samples * spec.replicas) if done else int(samples) * spec.replicas
-        return ev.FragmentEnded(at, name, run.fragment, told, ev.Ending.STOPPED if done else ending)
+        ending = ev.Ending.PREEMPTED if preempted else ev.Ending.STOPPED
+        return ev.FragmentEnded(at, name, run.fragment, told, ending)
 
 
 def replayed(trace: Trace, group: int, replicas: int, piece_s: float, overlap: int) -> PoolResult:
@@ -94,10 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument('trace')
     parser.add_argument('--nodes', type=int, default=256)
     parser.add_argument('--days', type=float, default=0.5)
+    parser.add_argument('--from', dest='begin', type=float, default=72743.0, help='seconds')
     options = parser.parse_args(arguments)
     world.Holes, world.World = Groups, Rounds  # type: ignore[misc]
-    begin = 72743.0
-    trace = read_trace(options.trace, options.nodes, begin, begin + options.days * 86400)
+    trace = read_trace(
+        options.trace, options.nodes, options.begin, options.begin + options.days * 86400
+    )
     seconds = trace.end_s - trace.start_s
     print(f'{trace.idle_node_s() / seconds:.1f} nodes idle in the mean; thousand samples/s:')
     for group in (1, 2, 4, options.nodes):

@@ -1,7 +1,7 @@
 """One training on a real Slurm and a real PBS at once, in rounds of pieces."""
 
-import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,25 @@ from tests.support.waiting import LIMIT_S, under_load, wait_until
 @pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.pbs
-@pytest.mark.usefixtures('nodes_share_a_template')
-def test_replicas_train_on_both(slurm: Cluster, openpbs: PbsCluster, tmp_path: Path) -> None:
-    """Each of PBS's nodes has a network of its own, from which Slurm's are not reached."""
-    here = os.readlink(network := '/proc/self/ns/net')
-    networks = {openpbs.control('on', f'node0{n}', 'readlink', network).strip() for n in (1, 2)}
-    assert len({here, *networks}) == 3
-    with openpbs.templates() as use_template:
-        worker_init = f'export PATH={Path(sys.executable).parent}:$PATH; {use_template}'
-        slurm_site = ft.SlurmSite(partition='batch', **QUICK)
-        pbs_site = ft.PbsSite(queue='batch', worker_init=worker_init, **QUICK)
-        sites: Any = {'slurm': (slurm_site, '127.0.0.1'), 'pbs': (pbs_site, ADDRESS)}
-        both = app(mode=FOUR, total_samples=32 * 5, executor=('slurm', 'pbs'))
+@pytest.mark.usefixtures('has_slurm')
+def test_replicas_train_on_both(
+    openpbs: PbsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On nodes each of which reaches no other one, but only the computer that submits."""
+    own: Any = {'most_nodes': 1, **QUICK}
+    both = app(mode=FOUR, total_samples=32 * 5, executor=('slurm', 'pbs'))
+    computers = {'SLURM_CLUSTER_NODES_AS': 'computers'}
+    with (
+        openpbs.templates() as use_template,
+        openpbs.apart(),
+        Cluster.running(2, within='/tmp', **computers) as slurm,
+    ):
+        monkeypatch.setenv('SLURM_CONF', str(slurm.conf))
+        nobody_reaches_another(slurm, openpbs)
+        worker_init = f'export PATH={Path(sys.executable).parent}:$PATH; '
+        slurm_site = ft.SlurmSite(partition='batch', worker_init=worker_init, **own)
+        pbs_site = ft.PbsSite(queue='batch', worker_init=worker_init + use_template, **own)
+        sites: Any = {'slurm': (slurm_site, '10.78.8.254'), 'pbs': (pbs_site, ADDRESS)}
         with several(tmp_path, **sites) as executors:
             found = both().result(LIMIT_S)
     with freetrain(tmp_path / 'alone', ft.LocalSite(nodes=1, poll_s=0.2)):
@@ -43,6 +50,19 @@ def test_replicas_train_on_both(slurm: Cluster, openpbs: PbsCluster, tmp_path: P
         history = Journal(executor.ledger_path).history()
         assert len(history.fragments) >= pieces
         assert all(node.name.startswith('node') for node in history.nodes)
+
+
+def nobody_reaches_another(slurm: Cluster, pbs: PbsCluster) -> None:
+    """What listens on nodes is reached from this computer and from the node itself only."""
+    base = int((slurm.folder / 'settings').read_text().rpartition('BASE=')[2])
+    ports = {f'10.78.8.{n}': base + n for n in (1, 2)} | {f'10.77.7.{n}': 15002 for n in (1, 2)}
+    for at, port in ports.items():
+        word = f'timeout 2 bash -c "echo > /dev/tcp/{at}/{port}" 2> /dev/null && echo reached; true'
+        assert subprocess.check_output(word, shell=True) == b'reached\n'
+        for cluster, network in ((slurm, '10.78.8'), (pbs, '10.77.7')):
+            for n in (1, 2):
+                said = cluster.control('on', f'node0{n}', 'sh', '-c', word)
+                assert (said == 'reached\n') is (at == f'{network}.{n}'), (at, network, n)
 
 
 @pytest.mark.long

@@ -132,6 +132,21 @@ class PbsCluster(RealCluster):
             self.control('boot', node)
 
     @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Nodes reach this computer, and none of them another one."""
+
+        def isolate(state: str) -> None:
+            for n in range(1, NODES + 1):
+                words = f'ip link set pbs10777.{n} type bridge_slave isolated {state}'
+                subprocess.run(words.split(), check=True)
+
+        isolate('on')
+        try:
+            yield
+        finally:
+            isolate('off')
+
+    @contextmanager
     def templates(self) -> Iterator[str]:
         """A template with torch on each node for all blocks; yields the command that finds it."""
         name = f'node-{secrets.token_hex(8)}'
