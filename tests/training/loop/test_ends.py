@@ -68,14 +68,6 @@ def returns_a_model(ctx: FragmentContext) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def test_what_the_function_returns_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
-    for fragment in (1, 2):  # the second one does nothing again
-        outcomes, _ = run(fork_server, tmp_path, returns_values, fragment=fragment, world_size=2)
-        assert json.loads(outcomes[0].result) == {'accuracy': 0.5, 'names': ['a', 'b'], 'rank': 0}
-    said = refused_here(returns_a_model, total_samples=32)
-    assert 'The function returned a Linear that cannot be kept' in said
-
-
 def test_what_torch_says_of_devices_names_what_to_move() -> None:
     """Here is one device, so with torch's own words."""
     with pytest.raises(RuntimeError) as raised:
@@ -86,15 +78,19 @@ def test_what_torch_says_of_devices_names_what_to_move() -> None:
 
 
 def test_the_same_script_twice(fork_server: ForkClient, tmp_path: Path) -> None:
-    """What has been trained stays so, with its metrics, and nothing is done again."""
-    (first,), rank = run(fork_server, tmp_path, as_documented)
-    assert first.how == 'finished' and first.metrics.keys() == {'last'}, first.error
-    assert rank.said(FragmentProgressed)[-1].metrics == first.metrics  # which the ledger records
-    outcomes, rank = run(fork_server, tmp_path, as_documented, fragment=2, world_size=2)
-    assert [again.how for again in outcomes] == ['finished'] * 2
-    assert (outcomes[0].samples, outcomes[0].path) == (32, first.path)
-    assert outcomes[0].metrics == first.metrics
+    """What has been trained stays so, as what was returned and reported; nothing is done again."""
+    before, rank = run(fork_server, tmp_path, returns_values, world_size=2)
+    assert before[0].metrics.keys() == {'last'}, before[0].error
+    assert rank.said(FragmentProgressed)[-1].metrics == before[0].metrics  # which is recorded
+    again, rank = run(fork_server, tmp_path, returns_values, fragment=2, world_size=2)
+    assert [outcome.how for outcome in (*before, *again)] == ['finished'] * 4
+    for outcome in (before[0], again[0]):
+        assert json.loads(outcome.result) == {'accuracy': 0.5, 'names': ['a', 'b'], 'rank': 0}
+        assert (outcome.samples, outcome.path) == (32, before[0].path)
+        assert outcome.metrics == before[0].metrics
     assert not rank.said(CheckpointSaved)
+    said = refused_here(returns_a_model, total_samples=32)
+    assert 'The function returned a Linear that cannot be kept' in said
 
 
 def test_a_kill_behind_the_loop_repeats_one_batch(fork_server: ForkClient, tmp_path: Path) -> None:
