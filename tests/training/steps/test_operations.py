@@ -128,7 +128,7 @@ def test_what_a_step_adds_is_the_same_for_any_network(
     if shape is not None:
         changes |= {'shape': shape, 'shapes': {2: shape, 4: Shape(shard=4)}}
     found = []
-    for layers in (3, 12) if shape else (80,):  # of which one more for each is too many
+    for layers in (2, 6) if shape else (80,):  # of which one more for each is too many
         function = counted, layers, norm, shape is not None
         ordered = order(tmp_path / str(layers), **changes)
         outcomes = all_finish(fork_server, ordered, count, tmp_path, *function)
