@@ -15,6 +15,7 @@ EPOCHS = 4
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     """One node is killed again and again; the summary adds up, and the weights are equal."""
     schedule = tmp_path / 'holes.csv'

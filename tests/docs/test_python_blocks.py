@@ -178,6 +178,7 @@ def test_the_script_of_the_readme_runs_as_it_says(folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_the_tutorial_does_what_it_says(folder: Path) -> None:
     script, weights, site, curves = blocks(ROOT / 'docs' / 'tutorial.md', 'python')
     (folder / 'forces.py').write_text(script.code)

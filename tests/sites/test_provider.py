@@ -11,7 +11,6 @@ from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from tests.support.waiting import wait_until
 
 
 class Moody(LocalSite):
@@ -82,21 +81,6 @@ def test_what_is_over_is_not_asked_again(moody: tuple[Moody, BackfillProvider, l
     assert provider.status(['not ours'])[0].state == JobState.UNKNOWN
     assert provider.cancel(['not ours']) == [False]
     assert provider.cancel(jobs[:1]) == [True]
-
-
-def test_the_end_of_a_block_is_passed_to_the_site(tmp_path: Path) -> None:
-    site = LocalSite(
-        2, Schedule([IdleInterval(0, 600, 'a'), IdleInterval(0, 600, 'b')]), taken='known'
-    )
-    site.start()
-    provider = BackfillProvider(site)
-    provider.script_dir = str(tmp_path)
-    end = provider.holes()[0].until_s
-    job = provider.open_block(BlockRequest(1, names=('a',)), 'true', 'block')
-    assert provider.end_of(job) == end
-    assert provider.holes()[0].names == ('b',)
-    wait_until(lambda: provider.status([job])[0].terminal)
-    assert sum(hole.nodes for hole in provider.holes()) == 2
 
 
 def test_no_more_blocks_than_allowed(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import checked_values as checked
-from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint, Efficiency, ScalingCurve, Trainer
@@ -153,12 +152,3 @@ def test_what_is_read_may_be_a_list_for_a_tuple_and_a_text_for_an_enum() -> None
     checked.check_value('x', 'red', Colour, read=True)
     with pytest.raises(BadInput, match="x is 'green'"):
         checked.check_value('x', 'green', Colour, read=True)
-
-
-def test_settings_keep_within_their_bounds() -> None:
-    class Crew(Settings, frozen=True, kw_only=True):
-        least: checked.AtLeast1 = 1
-
-    assert Crew(least=2).least == 2
-    with pytest.raises(BadInput, match='Crew: least is 0; it must be at least 1.'):
-        Crew(least=0)
