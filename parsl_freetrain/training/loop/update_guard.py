@@ -166,12 +166,13 @@ def memories(
         if path.startswith(tuple(left_out)):
             continue
         module = isinstance(one, torch.nn.Module)
-        if isinstance(one, data) or is_metric(one) or (has_state(one) and not module):
+        if isinstance(one, data) or (has_state(one) and not module):
             left_out += (f'{path}.', f'{path}[')
             continue
         for inner, each in one.named_modules(prefix=path) if module else ((path, one),):
             kind: Any = type(each)
-            own = getattr(each, '__dict__', {}) if is_package(kind) else {}
+            watched = is_package(kind) and not is_metric(each)
+            own = getattr(each, '__dict__', {}) if watched else {}
             for name, value in [*own.items()]:
                 several = parts_of(value) if isinstance(value, CONTAINERS) else ((name, value),)
                 for tensor in (t for _, t in several if isinstance(t, torch.Tensor)):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parsl_freetrain import FragmentContext, Reproducible, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import made
-from tests.support.examples import refused_here
+from tests.support.examples import in_this_process, refused_here
 from tests.support.ranks import all_finish, in_ranks, order
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
@@ -208,6 +208,17 @@ REFUSED = {
 @pytest.mark.parametrize('function', REFUSED)
 def test_what_would_depend_on_the_nodes_is_refused(function: Callable[..., None]) -> None:
     assert REFUSED[function] in refused_here(function, total_samples=32)
+
+
+def test_a_metric_that_changes_its_tensors_is_no_memory() -> None:
+    metrics = pytest.importorskip('torchmetrics.classification')
+
+    def trains(ctx: FragmentContext) -> None:
+        metric: Any = metrics.BinaryConfusionMatrix()
+        its, said = nn.ModuleDict({'a': metric}), torch.ones(2).long()
+        train(ctx, lambda model: (its, metric.update(said, said)), *made(ctx))
+
+    in_this_process(trains, total_samples=32)
 
 
 def test_throughput_mode_refuses_what_is_lost(fork_server: ForkClient, tmp_path: Path) -> None:
