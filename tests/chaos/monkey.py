@@ -391,10 +391,8 @@ def chaos(
                 f'saved nothing included): {dict(why)}; '
                 f'seed {seed}, {nodes} nodes, faults: {dict(monkey.counts)}.'
             )
-            say(
-                'The weights are those of the undisturbed run, bit for bit; every sample '
-                'was counted once per epoch.'
-            )
+            said = 'The weights are those of the undisturbed run, bit for bit'
+            say(f'{said}; every sample was counted once per epoch.' if overlap != 0 else f'{said}.')
         finally:
             run.kill()
             if shim:
