@@ -95,8 +95,8 @@ class Structure:
             raise BadInput(
                 f'The models have other parameters or buffers than in ctx.prepare '
                 f'({"; ".join(differences[:4])}), which the next fragment could not load: prune '
-                '(prune.identity), parametrize and register all of them before ctx.prepare, and '
-                'change only values later.'
+                '(prune.identity), parametrize and register all of them before ctx.prepare, make '
+                'there what a first pass makes (ctx.warm_up), and change only values later.'
             )
         known = {id(parameter) for _, parameter in self._prepared.named_parameters()}
         for number, optimizer in enumerate(self._prepared.optimizers, 1):

@@ -22,7 +22,7 @@ class OwnGenerators:
     def find(self, where: Mapping[str, Any]) -> list[str]:
         new = []
         for name, value in inside(where):
-            seed = _seeding(value)
+            seed = seeding(value)
             if seed is not None and id(value) not in self._known:
                 self._known[id(value)] = name, value, seed
                 new.append(name)
@@ -43,7 +43,7 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-def _seeding(value: Any) -> Callable[[int], object] | None:
+def seeding(value: Any) -> Callable[[int], object] | None:
     """How it is seeded; None: it is no generator, or one that :func:`seed_everything` seeds."""
     if isinstance(value, torch.Generator):
         return None if value is torch.default_generator else value.manual_seed

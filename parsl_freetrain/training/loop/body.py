@@ -5,12 +5,11 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import CO_GENERATOR
-from itertools import chain, groupby, pairwise
-from types import CodeType, FrameType, FunctionType, GeneratorType
+from itertools import groupby
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.loss import refuse_sum
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
-from parsl_freetrain.training.loop.unknown_state import frame_around
+from parsl_freetrain.training.loop.unknown_state import among, frame_around
 from parsl_freetrain.training.spec.mode import ADASUM, ROLLBACK, Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import backward
@@ -36,7 +35,6 @@ _OURS = 'parsl_freetrain'
 _VARIABLES = tuple(
     f'{do}_{what}' for do in ('LOAD', 'STORE') for what in ('FAST', 'DEREF', 'GLOBAL')
 )
-_FILLING = ('append', 'appendleft', 'extend', 'clear', 'update')
 
 
 def has_whole_models(spec: TrainingSpec, division: Division, peers: Peers) -> bool:
@@ -79,14 +77,12 @@ class Body:
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
         self._seen = False  # a loss that is not 0
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
-        self._own_samples = self._together or (parts > 1 and not reproducible)
         self._anew, self._around = anew, frame_around()
         self._asked: tuple[FrameType | None, int] | None = None
-        self._iterations = self._before = 0
+        self._iterations = self._before = self.batches = 0  # the last: global ones
         variables = self._around.f_locals if self._around is not None else {}
         self._read = _loaders(variables)
         _refuse_loaders(variables, self._read)
-        self._sizes = {name: len(one) for name, one in _containers(variables)}
         backward.watch()
 
     def begin(self, data: Any) -> None:
@@ -119,15 +115,9 @@ class Body:
                 'as a batch would be lost at each stop (DataLoader workers load ahead: num_workers)'
                 '; leave samples out by a sampler or in the dataset.'
             )
-        if self._around is not None and self._iterations == 1:
-            # What has a place for each key, as for what hooks give, does not grow from here on.
-            here = _containers(self._around.f_locals)
-            self._sizes = {name: len(one) for name, one in here if name in self._sizes}
-        if self._around is not None and self._iterations == 2:
+        if self._around is not None and self._iterations > 1 and self.batches > 1:
             frame, self._around = self._around, None
             _refuse_loaders(frame.f_locals, self._read)
-            if self._own_samples:
-                self._refuse_memories(frame, frame.f_locals)
 
     def _look_at_loss(self, batch: Any, loss: Any) -> None:
         if isinstance(loss, torch.Tensor) and not loss.any():
@@ -140,7 +130,7 @@ class Body:
         then, its = self._goes_on, {**frame.f_globals, **frame.f_locals}
         names = _going_on(frame.f_code, frame.f_lasti)
         self._goes_on = {name: its[name] for name in names & its.keys()}
-        for name, one in self._goes_on.items() if self._iterations == 2 else ():
+        for name, one in self._goes_on.items() if self._iterations > 1 else ():
             before, where = then.get(name), 'in the body of ctx.loop, which runs once for each'
             if _is_data(one) and one is not before:
                 raise BadInput(
@@ -151,28 +141,6 @@ class Body:
                 )
             if isinstance(one, torch.Tensor) and one is not before:
                 print(f'{name} changes {where} virtual shard: carry it as a number, by .item().')
-
-    def _refuse_memories(self, frame: FrameType, variables: Mapping[str, Any]) -> None:
-        for name, one in _containers(variables):
-            last = next(reversed(one.values() if isinstance(one, dict) else one), None)
-            if len(one) <= self._sizes.get(name, len(one)) or not _is_data(last):
-                continue
-            whose, _, own = name.rpartition('.')
-            steps = _steps(frame.f_code, frame.f_lasti)
-            called = {step.argval for step in steps if isinstance(step.argval, str)}
-            inner = [c for c in frame.f_code.co_consts if getattr(c, 'co_name', '') in called]
-            methods = vars(type(variables[whose])).values() if whose else ()
-            codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
-            every = [[*steps, *chain(*map(_steps, inner))], *map(_steps, codes)]
-            uses = [_fills(each, own) for each in every]
-            # What is only filled, as predictions for an accuracy, is not trained with.
-            if not any(map(any, uses)) or any({*each} == {True, False} for each in uses):
-                raise BadInput(
-                    f'{name} is filled with tensors in the body of ctx.loop, which are of this '
-                    "rank's samples only and would be lost at the end of a fragment: keep them in "
-                    'a buffer of a module that is given to ctx.prepare, numbers in ctx.state, and '
-                    'means by ctx.report.'
-                )
 
 
 def _steps(code: CodeType, at: int = -1) -> list[dis.Instruction]:
@@ -201,15 +169,6 @@ def _going_on(code: CodeType, at: int) -> set[str]:
     return {name for name in used & stored if first[name]}
 
 
-def _fills(steps: Sequence[dis.Instruction], name: str) -> list[bool]:
-    """Of each use of a container, whether it fills it."""
-    return [
-        then.argval in _FILLING
-        for this, then in pairwise(steps)
-        if this.argval == name and this.opname.startswith('LOAD')
-    ]
-
-
 def _asker() -> tuple[FrameType | None, int]:
     """The function, outside of iterators, that asks for a batch, and where in it."""
     frame: FrameType | None = sys._getframe(1)
@@ -229,7 +188,10 @@ def _has(frame: FrameType | None, batch: Any) -> bool:
 
 def _loaders(variables: Mapping[str, Any]) -> dict[str, int]:
     """By name: how many batches an iterator over a DataLoader has given."""
-    found = {n: _given(one) for n, one in _variables(variables) if isinstance(one, Iterator)}
+    # Models and optimizers know their states, and data have caches.
+    known = Dataset, DataLoader, torch.optim.Optimizer
+    plain = {name: one for name, one in variables.items() if not isinstance(one, known)}
+    found = {name: _given(one) for name, one in among(plain, Iterator).items()}  # type: ignore[type-abstract]
     return {name: given for name, given in found.items() if given is not None}
 
 
@@ -252,24 +214,6 @@ def _given(value: Any, depth: int = 4) -> int | None:
         return None
     inner = [_given(one, depth - 1) for one in gc.get_referents(value)[:64]]
     return max((one for one in inner if one is not None), default=None)
-
-
-def _variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Variables, and attributes of plain objects among them, not of datasets: those are caches."""
-    for name, value in variables.items():
-        yield name, value
-        own = getattr(type(value), '__module__', '').startswith((_OURS, 'torch'))
-        own |= hasattr(type(value), 'state_dict')  # a model, an optimizer: it knows its state
-        data = isinstance(value, Dataset) or hasattr(type(value), '__getitem__')
-        data |= isinstance(value, (type, torch.optim.Optimizer))  # whose state is saved
-        if not (own or data) and hasattr(value, '__dict__'):
-            yield from ((f'{name}.{key}', one) for key, one in vars(value).items())
-
-
-def _containers(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return (
-        (name, one) for name, one in _variables(variables) if isinstance(one, (list, deque, dict))
-    )
 
 
 def _is_data(value: Any) -> bool:

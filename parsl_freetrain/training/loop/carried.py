@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any
@@ -48,15 +48,22 @@ class Carried:
         self._once: list[Any] = []
         self._went_on = False
         self._ends: list[Any] = []  # by loop, the variables at its end
+        self._of_data = {path for one in ('epoch', 'loop') for path in self._saved.get(one, ())}
+        self._data, self._data_then = set[int](), dict[str, Any]()
 
-    def look(self, known: Iterable[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
-        """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already;
+    def look(self, known: Sequence[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
+        """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already, data;
         ``functions``: those that are called around steps.
         """
+        data = [one for k in known if isinstance(one := getattr(k, 'dataset', k), Dataset)]
+        for one in data:  # within a Subset
+            own = getattr(one, '__dict__', {}).values()
+            data += [v for v in own if isinstance(v, Dataset) and all(v is not d for d in data)]
         self._frames = [one for one in frames() if not changes.is_library(one.f_code.co_filename)]
         lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
-        self._others = [*functions, *prepared.models, *lambdas]
-        self._places = Places(self._frames, self._others)
+        self._others = [*functions, *prepared.models, *lambdas, *data]
+        self._data = {*map(id, data)}
+        self._places = Places(self._frames, self._others, self._of_data)
         self._how.known = {*map(id, known), *map(id, prepared.averages)}
         self._how.models = prepared.models
         self._how.live = prepared.tensors()
@@ -82,8 +89,24 @@ class Carried:
             t.numel() == all_of
             or any(t.shape == o.shape and (t.device != o.device or t.equal(o)) for o in live)
             for t in filter(is_plain, tensors)
-            if not is_divided(t) and t.data_ptr() not in known
+            if not (t.is_meta or is_divided(t)) and t.data_ptr() not in known
         )
+
+    def look_at_data(self, *, again: bool) -> None:
+        """Call where an epoch ends, and ``again`` behind what is done there and before the next:
+        what changes there in the data is saved from then on; what does in an epoch may be a cache.
+        """
+        now = {
+            f'{name}.{key}': changes.mark(value)
+            for name, one in self._places.datasets.items()
+            for key, value in [*getattr(one, '__dict__', {}).items()]
+            if id(one) in self._data and changes.may_be_saved(value) and 'cache' not in key
+        }
+        if not again:
+            self._data_then = now
+        elif changed := {path for path, then in self._data_then.items() if now.get(path) != then}:
+            self._of_data |= changed
+            self._places = Places(self._frames, self._others, self._of_data)
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
@@ -152,7 +175,7 @@ class Carried:
         bytes that there may be in all, of which those that there are are taken off.
         """
         if room is None:  # some may be new
-            self._places = Places(self._frames, self._others)
+            self._places = Places(self._frames, self._others, self._of_data)
         return {
             'epoch': self._at_epoch or {},
             'loop': {} if finished else self._changed(room),
@@ -287,6 +310,8 @@ class Carried:
                     isinstance(one, changes.CONTAINERS)
                     and (not isinstance(then, tuple) or then[:2] != changes.mark(one)[:2])
                 )
+                if path in self._of_data and room is None:
+                    raise _refused(path, why) from None
             if lost and path in marks and room is None:
                 self._lose(path, why)
         return found

@@ -23,14 +23,7 @@ from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
-from parsl_freetrain.training.loop import (
-    averages,
-    body,
-    loop_state,
-    rounds,
-    unknown_state,
-    update_guard,
-)
+from parsl_freetrain.training.loop import averages, body, loop_state, rounds, update_guard
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, put_back_changes
@@ -191,8 +184,6 @@ class FragmentRun:
         if self._epochs is not None and not self.state.loop_over:
             self._epochs.begin_loop(data.dataset, *rest[:2])
             if self.loop is not None:
-                frame = unknown_state.frame_around()
-                update_guard.check_left_out(model.prepared, frame.f_locals if frame else {})
                 self._look()
                 return self._epochs.micro_batches(data, micro_batch)
         batches = self._batches(model, data, micro_batch, *rest)
@@ -216,33 +207,34 @@ class FragmentRun:
         there = saved.position if saved is not None else None
         begun = there is not None and there.loop == self.lengths.loops + 1
         epoch = there.epoch - there.epoch_due if begun and there is not None else 0
-        source = LoopData(data, spec.mode.seed, self.peers, max(epoch, 0), self.order.rehearsed)
+        how = spec.mode.seed, self.peers, max(epoch, 0), self.order.rehearsed
+        source = LoopData(data, *how)
         span = self.lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
         body.find_generators(self.hooks, data)
         self.state.reports.means.used |= body.asks_for_means(self.hooks, spec)
-        if self.state.phase is loop_state.Phase.ENDED_EARLY or (
-            there and span.number != there.loop
-        ):
+        over = self.state.phase is loop_state.Phase.ENDED_EARLY
+        if over or (there and span.number != there.loop):
             model.carried.pass_over()
             if isinstance(spec.mode, Reproducible):  # as where the loop has been trained
                 seed_alike(span.base + span.length, spec.mode.seed, 'after a loop')
             return None
-        self.state.total_samples = span.total
-        if self.is_main and spec.total_epochs is not None:
-            self.parts.channel.send(TotalKnown(time.time(), self.order.trainer, span.total))
+        self._tell_total(span.total)
+        self.verification.loop_begins()
+        # What the function does at the beginning of an epoch counts; else it is repeated.
+        of_epoch = (self.state.samples - span.base) % source.in_epoch == 0
+        begins = self._epochs is not None and of_epoch and not (there and there.epoch_due)
+        if begun and not begins:
+            model.carried.put_back('loop')
+            source = LoopData(data, *how)  # of the data as they were
         if self.division.shape.spatial == Shape().spatial:  # else ranks have parts of samples
             source.check_same(saved)
         position = source.position(self.state.samples, span, spec.shards, saved)
         guard, mean = self._guard_of(model), loss is None
-        self.verification.loop_begins()
         if self.state.phase is loop_state.Phase.LOOP_ENDED:
             self.state.phase = loop_state.Phase.TRAINING
         model.structure.check()
-        # What the function does at the beginning of an epoch counts; else it is repeated.
-        of_epoch = (self.state.samples - span.base) % source.in_epoch == 0
-        begins = self._epochs is not None and of_epoch and not (there and there.epoch_due)
         if saved is not None:
-            self._go_on(model, saved, position, put_back=not begins)
+            self._go_on(model, saved, position)
         model.modules.begin(put_back=not begins)
         batches = source.batches(self.state.samples, span, spec)
         if self._epochs is not None:
@@ -256,31 +248,29 @@ class FragmentRun:
             epoch, order = (samples - base) // in_epoch, order_at(samples - base)
             return replace(position, samples=samples, epoch=epoch, order=order)
 
-        anew = self.state.samples == span.base
-        seen = body.Body(self.order.spec, self.division, self.peers, anew, mean)
-        how = position_at, guard, self.verification, seen, loss
-        self.loop = TrainingLoop(self.parts, model, self.state, *how)
+        seen = body.Body(spec, self.division, self.peers, self.state.samples == span.base, mean)
+        around = position_at, guard, self.verification, seen, loss
+        self.loop = TrainingLoop(self.parts, model, self.state, *around)
         return self.loop.run(batches)
 
+    def _tell_total(self, total: int) -> None:
+        self.state.total_samples = total
+        if self.is_main and self.order.spec.total_epochs is not None:
+            self.parts.channel.send(TotalKnown(time.time(), self.order.trainer, total))
+
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
-        names = variables(self.hooks.functions)
-        reproducible = isinstance(self.order.spec.mode, Reproducible)
-        update_guard.check_left_out(model.prepared, names, scalers=not reproducible)
+        names, spec = variables(self.hooks.functions), self.order.spec
+        update_guard.guard_steps(model.prepared, self.state, spec, self.hooks)
         return update_guard.UpdateGuard(
             model.prepared,
             names,
-            reproducible=reproducible,
+            reproducible=isinstance(spec.mode, Reproducible),
             averages=self._averages,
             kept=model.carried.tensors(),
         )
 
     def _go_on(
-        self,
-        model: Model,
-        saved: saved_state.Source,
-        position: saved_state.Position,
-        *,
-        put_back: bool,
+        self, model: Model, saved: saved_state.Source, position: saved_state.Position
     ) -> None:
         """Raises BadInput if something has changed since, FragmentEnd if it is the last one."""
         there = saved.position
@@ -288,8 +278,6 @@ class FragmentRun:
             saved_state.check_averages(saved, model.prepared.averages)
         saved_state.check_position(position, saved)
         put_back_changes(self._at_prepare, self.state, model, saved, self.peers)
-        if put_back:
-            model.carried.put_back('loop')
         self.state.epoch_due = there.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)

@@ -182,12 +182,13 @@ class Numbers:
             self._data[f.f_code.co_qualname] = names_in_loop(f.f_code, f.f_lasti)
             own: _Space = partial(_variables, f, names), partial(set_variables, f)
             self._spaces[f.f_code.co_qualname] = own
+        users = {*map(id, places.modules.values())}
         ones = {
             place.path: (place.value, place.put)
             for place, value in places
             if _is_followed(value)
             and (
-                not isinstance(place.holder, torch.nn.Module)
+                id(place.holder) not in users
                 or (isinstance(value, HELD[:-1]) and place.name not in places.stored)
             )
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from parsl_freetrain.training.data.own_generators import seeding
 from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.loop.unknown_state import frames, is_users
 
@@ -52,10 +53,14 @@ class Place:
 
 
 class Places:
-    """What can be reached from frames and ``others``; the user's ``classes`` by name."""
+    """What can be reached from frames and ``others``; the user's ``classes``; ``kept``: paths."""
 
-    def __init__(self, frames: Iterable[FrameType], others: Iterable[Any]) -> None:
+    def __init__(
+        self, frames: Iterable[FrameType], others: Iterable[Any], kept: Collection[str] = ()
+    ) -> None:
         self.classes: dict[str, type] = {}
+        self.datasets, self._kept = dict[str, Any](), kept
+        self._libraries: list[tuple[str, Any]] = []  # objects of other packages
         self.stored = set[str]()  # names of attributes that functions set
         self.modules: dict[str, torch.nn.Module] = {}  # the user's own
         self._found: dict[str, Place] = {}
@@ -72,6 +77,10 @@ class Places:
             if id(one) not in self._seen:
                 self._seen.add(id(one))
                 self._look_into(one)
+        for path, one in self._libraries:  # such as criterion.label_smoothing
+            for key in sorted((self.stored & vars(one).keys()) - OF_TORCH):
+                if isinstance(vars(one)[key], changes.SCALARS):
+                    self._add(f'{path}.{key}', one, key)
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
         for place in self._found.values():
@@ -119,16 +128,28 @@ class Places:
         elif isinstance(one, changes.CONTAINERS):
             if len(one) <= _ITEMS:
                 self._waiting.extend(one.values() if isinstance(one, dict) else one)
-        elif not (changes.is_ours(one) or isinstance(one, DataLoader)):
+        elif isinstance(one, Dataset):
+            self._dataset(one)
+        elif isinstance(one, DataLoader):
+            self._waiting.append(one.dataset)
+        elif not changes.is_ours(one):
             own = changes.attributes(one)
-            if own is not None and isinstance(one, Dataset):  # what else it has may be a cache
-                name = self._numbered(type(one).__qualname__)
-                for key in [
-                    key for key, value in own.items() if isinstance(value, changes.SCALARS)
-                ]:
-                    self._add(f'{name}.{key}', one, key)
-            elif own is not None:
+            if own is not None:
                 self._waiting += (type(one), *own.values())
+            elif not isinstance(one, (ModuleType, torch.optim.Optimizer)):
+                with suppress(Exception):  # of a proxy, or as it has no attributes
+                    if vars(one) and not changes.has_state(one):
+                        self._libraries.append((self._numbered(type(one).__qualname__), one))
+
+    def _dataset(self, one: Any) -> None:
+        name, users = self._numbered(type(one).__qualname__), changes.attributes(one) is not None
+        self.datasets[name] = one
+        for key, value in [*getattr(one, '__dict__', {}).items()]:
+            # What else it has may be a cache.
+            if f'{name}.{key}' in self._kept or (users and isinstance(value, changes.SCALARS)):
+                self._add(f'{name}.{key}', one, key)
+            elif isinstance(value, Dataset):
+                self._waiting.append(value)
 
     def _function(self, one: FunctionType) -> None:
         within = one.__qualname__.rpartition('.<locals>.')[0]
@@ -152,11 +173,14 @@ class Places:
             if one._groups_checked:
                 one._compute_groups_create_state_ref(copy=True)
             one._enable_compute_groups = one._groups_checked = False
-        if changes.is_users_class(type(one).__module__):
+        if not changes.is_users_class(type(one).__module__):
+            self._libraries.append((path, one))
+        else:
             self.modules[path] = one
             for key, value in [*vars(one).items()]:
                 trained = isinstance(value, torch.Tensor) and value.requires_grad
-                if changes.may_be_saved(value) and not (key in OF_TORCH or trained):
+                counts = changes.may_be_saved(value) or seeding(value) is not None
+                if counts and not (key in OF_TORCH or trained):
                     self._add(f'{path}.{key}', one, key)
 
     def _class(self, one: type) -> None:
@@ -233,5 +257,6 @@ def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
     for frame in around:
         found = {**frame.f_locals, **found}
     for place, one in Places(around, functions):
-        found.setdefault(place.name or place.path, one)
+        name = place.name or place.path
+        found.setdefault(name if found.get(name, one) is one else place.path, one)
     return found

@@ -188,6 +188,7 @@ class TrainingLoop:
             raise
 
     def _begin_loop(self, *, goes_on: bool) -> None:
+        self._carried.look_at_data(again=True)
         numbers = self._carried.begin_loop(self._state, goes_on=goes_on)
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = numbers if self._shards > 1 else None
@@ -213,8 +214,7 @@ class TrainingLoop:
 
     def _begin(self, batch: GlobalBatch) -> None:
         state = self._state
-        state.reached = batch.samples_after
-        state.epoch = batch.epoch
+        state.reached, state.epoch = batch.samples_after, batch.epoch
         self._guarded = self._policy.looks_at_every_step(state.samples)
         self._last.begin_batch()
         self._verification.begin(batch)
@@ -230,6 +230,7 @@ class TrainingLoop:
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
         state, mode = self._state, self._mode
         began_at, own = time.monotonic(), backward.around.get('gradients')
+        self._body.batches += 1
         try:
             for micro_batch, read in with_shares(self._loss, micro_batches, loaded, self._peers):
                 data = to_device(read, self._device)
@@ -296,6 +297,7 @@ class TrainingLoop:
 
     def _end_epoch(self) -> Iterator[Any]:
         state, hooks = self._state, self._hooks
+        self._carried.look_at_data(again=False)
         around = around_models(state, self._prepared, averages=True)
         changes = versions(self._prepared)
         # Also where the ranks draw different numbers in the loop: what is decided or changed here
@@ -313,8 +315,7 @@ class TrainingLoop:
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
             around.put_back(state, self._prepared)
-            unchanged = changes == versions(self._prepared)
-            if unchanged and not (self._at_end or hooks.by_epochs):
+            if changes == versions(self._prepared) and not (self._at_end or hooks.by_epochs):
                 yield from self._stop()
             # It ends in the last batch; the next one goes on from the last checkpoint.
             last = self._checkpointer.settled()
@@ -325,13 +326,13 @@ class TrainingLoop:
             if state.phase is Phase.EPOCH_END:
                 state.phase = Phase.TRAINING
             hooks.running = False
+        self._carried.look_at_data(again=True)
         self._draw_for_itself()
         state.epoch_due = False
         state.reports.means.end_epoch()
         self.wishes.report(wait=False)
-        finishing, checkpoint = self._peers.all_reduce_max(
-            (bool(state.finishing), state.wanted is not None)
-        )()
+        wishes = bool(state.finishing), state.wanted is not None
+        finishing, checkpoint = self._peers.all_reduce_max(wishes)()
         if finishing:
             state.phase = Phase.ENDED_EARLY
         if checkpoint and state.wanted is None:

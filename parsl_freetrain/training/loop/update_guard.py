@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -16,7 +18,12 @@ from parsl_freetrain.training.data.inside import inside, parts_of
 from parsl_freetrain.training.loop.averages import PreparedAverage
 from parsl_freetrain.training.loop.changes import CONTAINERS, has_state, is_metric, is_package
 from parsl_freetrain.training.loop.held import memory
+from parsl_freetrain.training.loop.loop_state import LoopState, Phase
+from parsl_freetrain.training.loop.places import variables
+from parsl_freetrain.training.loop.rank_parts import LoopHooks
 from parsl_freetrain.training.loop.unknown_state import among
+from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps.buffers import is_plain
 
 _OFFER = (
@@ -29,6 +36,15 @@ _OFFER = (
 _LEFT_OUT = (
     ' and was not given to ctx.prepare, so its state would be lost at the end of a fragment: give '
     'it to ctx.prepare'
+)
+
+_ANEW = (
+    f'{_LEFT_OUT}, by which its parameters become a part of the training, or make it in the body, '
+    'if it is to begin anew with each batch'
+)
+_IN_PART = (
+    'is an optimizer that steps where a gradient is only that of a part of the global batch: call '
+    'step() of the one that ctx.prepare returned, in the body of ctx.loop, behind backward()'
 )
 
 _version_of: Callable[[torch.Tensor], int] = attrgetter('_version')
@@ -142,8 +158,7 @@ class UpdateGuard:
                 f'The body of ctx.loop changed the parameter {self._names[i]}. In reproducible '
                 'mode it runs once per virtual shard and before the step of the optimizer, so '
                 f'the result would depend on the number of nodes: {_OFFER}; what initialises '
-                'itself in its first pass does so in ctx.warm_up(fn), before ctx.prepare; and the '
-                'step is that of the optimizer that ctx.prepare returned, not of the one given.'
+                'itself in its first pass does so in ctx.warm_up(fn), before ctx.prepare.'
             )
         raise BadInput(
             f'{who} changed {self._names[i]}, a parameter or buffer that was not given to '
@@ -182,24 +197,43 @@ def memories(
                         yield f'{inner}.{name}', kind, tensor
 
 
-def check_left_out(prepared: Prepared, names: Mapping[str, Any], *, scalers: bool = True) -> None:
-    """BadInput for a scaler or an optimizer, when it steps, that was not prepared."""
-    for name, scaler in among(names, torch.amp.GradScaler).items():
-        if scalers and scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
-            raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')
-    known = {id(parameter) for _, parameter in prepared.named_parameters()}
-    kind = torch.optim.Optimizer
+def guard_steps(prepared: Prepared, state: LoopState, spec: TrainingSpec, hooks: LoopHooks) -> None:
+    """Look at each step of any optimizer of torch while a loop trains, wherever it is kept (in a
+    registry of another package). BadInput for one that ``ctx.prepare`` was not given, if it has
+    prepared parameters or steps in a second global batch, as its state would be lost; and for a
+    step where a gradient is only that of a part of the batch.
+    """
+    kind, there = torch.optim.Optimizer, ref(state)
     # One of a prepared optimizer's attributes is a part of it (Lookahead).
-    ours = {id(o) for one in prepared.optimizers for o in among({'': one}, kind).values()}
-    for name, optimizer in among(names, kind).items():
-        if id(optimizer) not in ours and any(
-            id(p) in known for group in optimizer.param_groups for p in group['params']
-        ):
+    ours = WeakSet(o for one in prepared.optimizers for o in among({'': one}, kind).values())
+    known = {id(parameter) for _, parameter in prepared.named_parameters()}
+    stepped = WeakKeyDictionary[torch.optim.Optimizer, int]()
+    always = isinstance(spec.mode, Reproducible)
+    scalers = among(variables(hooks.functions), torch.amp.GradScaler)
+    for name, scaler in scalers.items() if not always else ():
+        if scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
+            raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')
+    divided = spec.max_nodes * (spec.ranks.per_node or 1) > 1
 
-            def refuse(*_: object, name: str = name) -> None:
-                raise BadInput(f'{name} is an optimizer of a prepared model{_LEFT_OUT}.')
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        now = there()
+        if now is None or now.phase not in (Phase.TRAINING, Phase.EPOCH_END):
+            return
+        if optimizer in ours:
+            within = always or (divided and torch._C._current_graph_task_id() != -1)
+            why = _IN_PART if within and now.reports.in_micro_batch else ''
+        elif any(id(p) in known for group in optimizer.param_groups for p in group['params']):
+            why = f'is an optimizer of a prepared model{_LEFT_OUT}'
+        else:
+            again = stepped.setdefault(optimizer, now.reached) != now.reached
+            why = f'is an optimizer that steps in several global batches{_ANEW}' if again else ''
+        if why:
+            found = among(variables(hooks.functions), kind)
+            own = [n for n in found if found[n] is optimizer and n[:4] not in ('self', 'args')]
+            named = (name for name in own if not name.endswith('._optimizer'))
+            raise BadInput(f'{next(named, type(optimizer).__name__)} {why}.')
 
-            optimizer.register_step_pre_hook(refuse)
+    register_optimizer_step_pre_hook(look)
 
 
 @torch.no_grad()

@@ -17,10 +17,10 @@ _SMALL_BYTES = 4096
 
 class Buffers:
     """Remembers the buffers of models, and undoes what was done to them, also by other tensors in
-    their places. Floating-point ones can be added up, in rows of ``row_size``: all values, then 1
-    for each that has changed, else 0. ``integers``: other types, the largest first;
-    ``changed_firsts``: of those, in the first shard. Nothing here reads a number, or launches an
-    operation for each buffer.
+    their places. Floating-point ones can be added up, in rows of ``row_size``: weighted values,
+    then their weights, and 0 for what has not changed. ``integers``: other types, the largest
+    first; ``changed_firsts``: of those, in the first shard. Nothing here reads a number, or
+    launches an operation for each buffer.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Buffers:
         self.row_size = 2 * self._size
         device = self._floating[0].device if self._floating else None
         self._before, self._now = torch.empty(2, self._size, dtype=self.dtype, device=device)
+        self._zero = torch.zeros((), dtype=self.dtype, device=device)
         before, now = map(self._pieces, (self._before, self._now))
         self._integers_before = integers_before = list(map(torch.empty_like, self.integers))
         self._firsts = firsts = list(map(torch.empty_like, self.integers))
@@ -140,19 +141,20 @@ class Buffers:
         copy_all(into, typed)
 
     def enter(self, row: torch.Tensor, weight: float) -> None:
-        """Write the present values, times a weight, into a row, and which of them have changed."""
+        """Write the values that have changed, times a weight, into a row, and their weights."""
         self._to_now()
-        torch.mul(self._now, weight, out=row[: self._size])
-        # Weights add up to 1 only nearly, so a value that does not change would drift.
-        torch.ne(self._now, self._before, out=row[self._size :])
+        changed = torch.ne(self._now, self._before)
+        torch.mul(changed, weight, out=row[self._size :])
+        torch.where(changed, self._now * weight, self._zero, out=row[: self._size])
 
     def settle(self, total: torch.Tensor) -> None:
-        """Set each value that changed in a row to the weighted sum of rows, others as before."""
-        changed = total[self._size :] > 0
+        """Set each value to the weighted mean of those that changed it, in a sum of rows."""
+        weights = total[self._size :]
+        changed = weights > 0
         self._settled += 1
         if self._rows and self._settled & (self._settled - 1) == 0:
             self._check_rows(self._pieces(changed))
-        torch.where(changed, total[: self._size], self._before, out=self._now)
+        torch.where(changed, total[: self._size] / weights, self._before, out=self._now)
         self._from_now()
 
     def _check_rows(self, changed: Sequence[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import UserDict
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -57,6 +58,43 @@ def test_workers_see_that_a_dataset_was_changed(fork_server: ForkClient, tmp_pat
     ]
     (one, two), (with_workers, cut_) = weights
     assert equal(one, two) and equal(one, with_workers) and equal(one, cut_)
+
+
+def by_what_was_learned(ctx: FragmentContext, at: int, workers: int, within_epochs: bool) -> None:
+    """Pseudo-labels, in place in what is not the user's class, and an order by losses."""
+    model, optimizer = made(ctx)
+    inner = TensorDataset(X.clone())
+    data = Subset(inner, list(range(16)))
+
+    def change() -> None:
+        with torch.no_grad():
+            losses = model(inner.tensors[0]).square()[:, 0]
+            inner.tensors[0][8:] += 0.1 * losses[8:, None]
+        data.indices = losses.argsort().tolist()
+
+    def epochs() -> Iterator[None]:
+        for _ in ctx.epochs():
+            yield
+            change()
+
+    if not within_epochs:
+        ctx.each_epoch(change)
+    for _ in epochs() if within_epochs else [None]:
+        for (x,) in ctx.loop(data, 4, num_workers=workers, shuffle=False):
+            step(ctx, at, model, optimizer, x)
+
+
+@pytest.mark.parametrize(
+    ('workers', 'at', 'within'), [(0, 40, True), (2, 24, False), (0, 32, True)]
+)
+def test_what_an_epoch_s_end_does_to_a_dataset_is_kept(
+    fork_server: ForkClient, tmp_path: Path, workers: int, at: int, within: bool
+) -> None:
+    how = workers, within
+    one, two = whole_and_cut(
+        fork_server, tmp_path, by_what_was_learned, *how, at=at, shards=2, **EPOCHS
+    )
+    assert equal(one, two)
 
 
 def by_loss(ctx: FragmentContext, at: int, workers: int, where: str) -> None:
@@ -172,8 +210,24 @@ class Masks:
         return found
 
 
+class Drawing(torch.nn.Linear):
+    """Draws noise in each pass, by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.draw = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.rand(1, generator=self.draw))
+
+
 def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
-    model, optimizer = made(ctx)
+    if where == 'model':
+        torch.manual_seed(1)
+        drawing = Drawing()
+        model, optimizer = ctx.prepare(drawing, torch.optim.SGD(drawing.parameters(), lr=0.1))
+    else:
+        model, optimizer = made(ctx)
     draws = [make() for make in KINDS.values()] if where == 'body' else []
     data = Noisy(kind if 'dataset' in where else '', late='late' in where)
     workers = 2 if 'workers' in where else 0
@@ -188,6 +242,7 @@ def train(ctx: FragmentContext, at: int, where: str, kind: str) -> None:
     ('where', 'kind'),
     [
         ('body', 'all'),
+        ('model', ''),
         ('dataset', 'numpy'),
         ('late collate', 'torch'),
         ('dataset of workers', 'numpy, as it was'),

@@ -145,17 +145,6 @@ def prefetches(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
         step(model, optimizer, x)
 
 
-def remembers_within(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
-    memory: list[Any] = []
-
-    def recalled() -> Any:
-        return memory[-1]
-
-    for (x,) in ctx.loop(DATA, 8):
-        memory.append(x)
-        step(model, optimizer, recalled())
-
-
 def adds_up(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
     for (x,) in ctx.loop(DATA, 8):
         model(x).square().sum().backward()
@@ -186,7 +175,6 @@ def body(ctx: FragmentContext, function: Callable[..., None]) -> None:
         (looks_ahead, 'If something looks ahead in it, leave that out', {}),
         (reads_beside, 'others reads a DataLoader beside ctx.loop', {}),
         (prefetches, 'If something looks ahead in it, leave that out', {}),
-        (remembers_within, 'memory is filled with tensors', TWO),
         (adds_up, 'is a sum over samples', {}),
         (only_looks, 'not reach all', TWO),
         (skips, 'ended without backward() on this rank', TWO),

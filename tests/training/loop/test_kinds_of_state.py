@@ -174,16 +174,17 @@ def group_added_later(ctx: FragmentContext) -> None:
 
 def settings_by_epoch(ctx: FragmentContext) -> list[float]:
     model = Net()
-    body, dropout = model.body, model.dropout
+    body, dropout, criterion = model.body, model.dropout, nn.HuberLoss()  # not prepared
     model, optimizer = ctx.prepare(model, sgd(model))
     for epoch in ctx.epochs():
         if epoch == 1:
             body.bias.requires_grad_(False)
-        fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+        fit(ctx, lambda x, y: criterion(model(x), y), optimizer)
+        criterion.delta *= 0.9
         if epoch == 0:
             dropout.p = 0.25 if ctx.spec.shards else 0.0
             body.eval()
-    return [dropout.p, body.training, body.bias.requires_grad]
+    return [dropout.p, body.training, body.bias.requires_grad, criterion.delta]
 
 
 def set_at_each_epoch(ctx: FragmentContext) -> list[float]:
@@ -701,6 +702,18 @@ def hidden_state(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+def first_losses(ctx: FragmentContext) -> None:
+    """As GradNorm's: set in the first iteration only."""
+    (model, optimizer), first = line(ctx), None
+    for x, y in ctx.loop(DATA, 4):
+        losses = torch.stack([F.mse_loss(model(x), y), F.l1_loss(model(x), y)])
+        if first is None:
+            first = losses.detach()
+        optimizer.zero_grad()
+        (losses / first).sum().backward()
+        optimizer.step()
+
+
 def eight_bits(ctx: FragmentContext) -> None:
     model = nn.Linear(4, 1)
     model.register_buffer('scale', torch.ones(4).to(torch.float8_e4m3fn))
@@ -769,6 +782,42 @@ def sharpness_aware(ctx: FragmentContext) -> None:
         optimizer.step(lambda x=x, y=y: F.mse_loss(model(x), y).backward())
 
 
+torch.registry_of_a_test = dict[str, Any]()  # type: ignore[attr-defined]
+
+
+def of_another_package(scale: float) -> Any:
+    """As Pyro's: parameters and their optimizers are in dicts of a module."""
+    kept: Any = torch.registry_of_a_test  # type: ignore[attr-defined]
+    if not kept:
+        kept['scale'] = torch.full((), scale, requires_grad=True)
+        kept['optimizer'] = torch.optim.Adam([kept['scale']], lr=0.1)
+    return kept['scale'], kept['optimizer']
+
+
+def registry(ctx: FragmentContext) -> None:
+    model, optimizer = line(ctx)
+    for x, y in ctx.loop(DATA, 4):
+        scale, own = of_another_package(1.0)
+        F.mse_loss(model(x) * scale, y).backward()
+        optimizer.step()
+        own.step()
+
+
+def steps_in_backward(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    raw = sgd(model)
+    model, optimizer = ctx.prepare(model, raw)
+    model.weight.register_post_accumulate_grad_hook(lambda _: raw.step())
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def not_the_returned_one(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model)
+    ctx.prepare(model, optimizer)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
 def two_things_at_once(ctx: FragmentContext) -> None:
     line(ctx)
     next(zip(ctx.loop(DATA, 4), cycle([1.0, 2.0]), strict=False))
@@ -782,12 +831,16 @@ def collate_that_raises(ctx: FragmentContext) -> None:
 REFUSED = {
     average_in_the_body: 'ctx.loop changed average_in_the_body.average.weight, a Tensor. It runs',
     sharpness_aware: 'which computes the loss several times in a step',
+    registry: 'own is an optimizer that steps in several global batches and was not given',
+    steps_in_backward: 'raw is an optimizer that steps where a gradient is only that of a part',
+    not_the_returned_one: 'optimizer is an optimizer that steps where a gradient is only that',
     two_things_at_once: 'zip asks something beside ctx.loop for each of its passes',
     collate_that_raises: 'collate_fn raised RuntimeError (stack expects a non-empty TensorList)',
     iterator_that_goes_on: 'levels changes while training goes on, and a checkpoint cannot hold it',
     list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
+    first_losses: 'first goes from one batch to the next in the body of ctx.loop',
     eight_bits: "whose 'scale' is torch.float8_e4m3fn",
     left_out_by_collate: 'A batch of 4 samples has 1 rows',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',

@@ -45,18 +45,11 @@ def a_list(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
     return lambda x: model(x + strength[-1]).pow(2).mean()
 
 
-def an_optimizer_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
-    """The weight of the loss is trained beside the model."""
-    log_weight = torch.zeros((), requires_grad=True)
-    own = torch.optim.SGD([log_weight], lr=0.5)
-
-    def step() -> None:
-        own.zero_grad()
-        (log_weight - 1).pow(2).backward()
-        own.step()
-
-    ctx.after_step(step)
-    return lambda x: model(x).pow(2).mean() * log_weight.detach().exp()
+def a_queue_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
+    strengths = queue.Queue[float]()
+    strengths.put(1.0)
+    ctx.after_step(lambda: strengths.put(0.8 * strengths.get()))
+    return lambda x: model(x).pow(2).mean() * strengths.queue[0]
 
 
 def a_schedule_of_its_own(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
@@ -90,7 +83,7 @@ def in_a_queue(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
 
 def in_a_thread(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
     here = threading.local()
-    here.strength = 1.0
+    vars(here)['strength'] = 1.0
     return falls(model, lambda: here.strength, partial(setattr, here, 'strength'))
 
 
@@ -164,12 +157,12 @@ def cut(
 def test_state_that_the_context_does_not_know_ends_the_next_fragment(
     fork_server: ForkClient, tmp_path: Path, stop: bool
 ) -> None:
-    outcome, _, saved = cut(fork_server, tmp_path, an_optimizer_of_its_own, stop)
+    outcome, _, saved = cut(fork_server, tmp_path, a_queue_of_its_own, stop)
     assert (outcome.how, saved) == ('error', None)
     assert (outcome.error.type, outcome.error.final) == ('BadInput', True)
     assert 'fragment 2 does not continue what fragment 1 began: after ' in outcome.error.message
     assert "the gradient of parameter '0.weight' (and " in outcome.error.message
-    assert 'own (an optimizer, SGD)' in outcome.error.message
+    assert 'strengths (of Queue, whose content is lost)' in outcome.error.message
 
 
 @pytest.mark.parametrize(
@@ -232,9 +225,9 @@ def test_settings_for_the_next_step_count(fork_server: ForkClient, tmp_path: Pat
 
 
 def test_a_difference_may_be_a_warning(fork_server: ForkClient, tmp_path: Path) -> None:
-    outcome, log, saved = cut(fork_server, tmp_path, an_optimizer_of_its_own, on_difference='warn')
+    outcome, log, saved = cut(fork_server, tmp_path, a_queue_of_its_own, on_difference='warn')
     assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 0)
-    assert 'own (an optimizer, SGD)' in log
+    assert 'strengths (of Queue, whose content is lost)' in log
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
@@ -250,7 +243,7 @@ def test_state_samples_and_device_are_compared_in_each_mode(
     fork_server: ForkClient, tmp_path: Path, mode: str, spoil: dict[str, Any], says: str
 ) -> None:
     """Of another device, a difference is no more than a warning."""
-    plant = nothing if says or mode == 'throughput' else an_optimizer_of_its_own
+    plant = nothing if says or mode == 'throughput' else a_queue_of_its_own
 
     def spoilt(samples: int) -> None:
         kept = next_step.read(tmp_path / 'store', samples, 1)
