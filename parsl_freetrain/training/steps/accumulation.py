@@ -51,6 +51,7 @@ class Accumulation:
             )
         self._combine, self._prepared = combine, prepared
         self._micro_batches = self._micro_batch = 1
+        self.on = False
         self._share = self._weight = 1.0
         self._sums: dict[int, torch.Tensor] = {}
         self._stepped: set[int] = set()
@@ -69,12 +70,10 @@ class Accumulation:
             scheduler.__class__ = type(kind.__name__, (kind,), own)
 
     def begin(self, micro_batches: int) -> None:
-        """Call before a global batch; with one micro-batch, all is as without this."""
+        """Call before a global batch. Until one has several micro-batches, nothing is changed."""
         self._micro_batches, self._micro_batch = micro_batches, 0
-
-    @property
-    def on(self) -> bool:
-        return self._micro_batches > 1
+        # From then on: DDP takes what passes without exchange used for used in the next pass.
+        self.on |= micro_batches > 1
 
     @property
     def at_last(self) -> bool:

@@ -118,7 +118,7 @@ def alone(ctx: FragmentContext, batch: int, micro_batch: int | None = None) -> N
     [
         ({'mode': 'throughput'}, (3, BATCH), (3, BATCH, 2)),
         ({'scaled': Scaled(combine='adasum')}, (2, BATCH), (2, BATCH, 2)),
-        ({'mode': 'throughput'}, (1, 9), (3, 9)),  # the last batch has one sample
+        ({'mode': 'throughput'}, (1, 9), (3, 9, 2)),  # the last batch has one sample
     ],
 )
 def test_on_several_ranks_the_steps_are_those_of_whole_batches_and_of_one_rank(
