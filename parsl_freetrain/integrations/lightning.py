@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -168,19 +168,15 @@ class Trainer:
         memory.restore()
         memory.keep({})
 
-        def end_of_epoch() -> None:
+        def remembering(do: Callable[..., None], *args: Any) -> None:
             memory.restore()
-            self._end_epoch(held_out if validates else None, configs)
+            do(*args)
             memory.keep({})
 
-        def before_step() -> None:
-            memory.restore()
-            self._event('on_before_optimizer_step', configured)
-            memory.keep({})
-
-        ctx.before_step(before_step)
-        self._at_end, means = end_of_epoch, arguments.wants_means(model, LightningModule)
-        ctx.each_epoch(self._end_with_means if means else end_of_epoch)
+        ctx.before_step(partial(remembering, self._event, 'on_before_optimizer_step', configured))
+        at_end = partial(remembering, self._end_epoch, held_out if validates else None, configs)
+        self._at_end, means = at_end, arguments.wants_means(model, LightningModule)
+        ctx.each_epoch(self._end_with_means if means else at_end)
         model.train()
         self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
         for batch in data.in_loop(ctx, accumulate=self._accumulate):

@@ -87,20 +87,12 @@ class InFragments(_Any):
             raise unsupported(f'train({name}=...)', name)
         ctx, args, steps = self.ctx, self.args, self._steps_in_all()
         loader = super().get_train_dataloader()
-        self.create_optimizer_and_scheduler(num_training_steps=steps)
-        kind = type(self.lr_scheduler)
-        if issubclass(kind, ReduceLROnPlateau) or not hasattr(self.lr_scheduler, 'get_last_lr'):
-            raise unsupported(f'the scheduler {kind.__name__}')
+        self._make_optimizer(steps)
         if args.activation_checkpointing:
             how = dict(args.activation_checkpointing_kwargs or {})
             chosen = {name: how.pop(name) for name in ('every_n_layers', 'offload') if name in how}
             self.model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs=how or None, **chosen
-            )
-        if args.metric_for_best_model is not None and hasattr(self.optimizer, 'eval'):
-            raise unsupported(
-                f'metric_for_best_model with {args.optim}',
-                how='it evaluates an average of the weights, which a checkpoint would not hold',
             )
         memory = Memory(ctx, 'transformers', self.callback_handler.callbacks, self.model)
         self.model_wrapped, self.optimizer, self.lr_scheduler = ctx.prepare(
@@ -142,6 +134,17 @@ class InFragments(_Any):
         self._set_average('train' if args.eval_strategy == 'no' else 'eval')  # as transformers does
         metrics = {'train_loss': ctx.metrics.get('loss', math.nan), 'epoch': self.state.epoch}
         return TrainOutput(self.state.global_step, metrics['train_loss'], metrics)
+
+    def _make_optimizer(self, steps: int) -> None:
+        self.create_optimizer_and_scheduler(num_training_steps=steps)
+        kind = type(self.lr_scheduler)
+        if issubclass(kind, ReduceLROnPlateau) or not hasattr(self.lr_scheduler, 'get_last_lr'):
+            raise unsupported(f'the scheduler {kind.__name__}')
+        if self.args.metric_for_best_model is not None and hasattr(self.optimizer, 'eval'):
+            raise unsupported(
+                f'metric_for_best_model with {self.args.optim}',
+                how='it evaluates an average of the weights, which a checkpoint would not hold',
+            )
 
     def evaluation_loop(
         self,
