@@ -71,7 +71,7 @@ the address of rank 0 | chaos/waits | a_rank_that_is_not_told_where_to_meet_ends
 the acknowledgement of what it has sent | training/process/liveness | a_cut_network_ends_all_ranks_i
 another rank in an exchange | training/comm/peer_loss | a_rank_behind_the_next_one_notices_it
 all others, which wait as well | executor/hangs | ranks_that_wait_for_each_other_for_ever_are_ended
-a file system in trouble | training/storage_trouble | trouble_that_lasts_ends_a_trainer_with_its_sen
+a file system in trouble | training/faults | trouble_that_lasts_ends_a_trainer_with_its_sen
 another run that begins in the same folder | executor/run_lock | a_run_killed_as_it_began_costs
 a sign of life of a run on another computer | executor/run_lock | a_run_on_another_computer_lives_as
 """

@@ -315,7 +315,7 @@ def test_an_array_that_has_begun_keeps_its_plan(openpbs: PbsCluster, blocks: Mak
     openpbs.wait(lambda: openpbs.state(array) == 'B' and 'estimated' in openpbs.job(array))
     [hole] = PbsSite(queue='batch', **QUICK).holes_now()
     assert hole.nodes == 1
-    assert hole.until_s is not None and hole.until_s < time.time() + 200
+    assert hole.until_s is not None and hole.until_s < time.time() + 300
 
 
 def test_nodes_that_blocks_cannot_use_are_no_hole(openpbs: PbsCluster, blocks: Make) -> None:
