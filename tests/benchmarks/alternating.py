@@ -34,9 +34,9 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.spec.fragment_order import RankPlace
-from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.nonfinite import Watch
 from tests.benchmarks.workload import BATCH, data, network, optimizer_of
+from tests.support.plain_steps import plain_step
 from tests.support.ranks import channel_pair, order
 
 WARM_UP = 2
@@ -96,16 +96,14 @@ def plain(width: int, sharded: bool, parts: int = 1) -> Iterator[None]:
         sampler.set_epoch(epoch)
         epoch += 1
         for x, y in loader:
-            around = backward.around.copy()
-            backward.around.clear()  # the fragment's, whose next batch has begun
-            optimizer.zero_grad()
-            each = [one.to(DEVICE, non_blocking=True).chunk(parts) for one in (x, y)]
-            for number, (some, theirs) in enumerate(zip(*each, strict=True), 1):
-                with nullcontext() if number == parts else model.no_sync():  # type: ignore[operator]
-                    out = nn.functional.cross_entropy(model(some), theirs)
-                    (out * (len(some) / len(x)) if parts > 1 else out).backward()
-            optimizer.step()
-            backward.around.update(around)
+            with plain_step():
+                optimizer.zero_grad()
+                each = [one.to(DEVICE, non_blocking=True).chunk(parts) for one in (x, y)]
+                for number, (some, theirs) in enumerate(zip(*each, strict=True), 1):
+                    with nullcontext() if number == parts else model.no_sync():  # type: ignore[operator]
+                        out = nn.functional.cross_entropy(model(some), theirs)
+                        (out * (len(some) / len(x)) if parts > 1 else out).backward()
+                optimizer.step()
             yield
 
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.comm.devices import peak_memory
-from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from tests.gpu.networks import WORKLOADS, Workload
+from tests.support.plain_steps import plain_step
 
 WARM_UP, BLOCK, PROFILED = 5, 3, 2
 SAMPLES = TensorDataset(torch.arange(4096))
@@ -149,15 +149,13 @@ def _plain(device: torch.device, of: Workload, parts: int, compiled: str) -> Ite
     loader = DataLoader(SAMPLES, of.batch, shuffle=True, drop_last=True, pin_memory=pin)
     while True:
         for (numbers,) in loader:
-            around = backward.around.copy()
-            backward.around.clear()  # of ours, which has begun its next batch
-            optimizer.zero_grad(set_to_none=not graph)
-            for part in numbers.to(device, non_blocking=True).chunk(abs(parts)):
-                with _autocast(device):
-                    loss = of.loss(run, part)
-                (loss * (len(part) / of.batch)).backward()
-            optimizer.step()
-            backward.around.update(around)
+            with plain_step():
+                optimizer.zero_grad(set_to_none=not graph)
+                for part in numbers.to(device, non_blocking=True).chunk(abs(parts)):
+                    with _autocast(device):
+                        loss = of.loss(run, part)
+                    (loss * (len(part) / of.batch)).backward()
+                optimizer.step()
             yield
 
 

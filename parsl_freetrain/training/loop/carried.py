@@ -202,7 +202,7 @@ class Carried:
         if not changes.has_state(thing):
             raise BadInput(
                 f'ctx.keep was given a {kind}; it takes objects with state_dict and '
-                'load_state_dict.'
+                'load_state_dict, and ctx.prepare takes optimizers.'
             )
         name = name or f'{kind}_{len(self._kept) + 1}'
         if name in self._kept:
