@@ -47,6 +47,7 @@ class FragmentRun:
     """One rank in one fragment: the context's methods, and its end. ``saved``: where to go on."""
 
     def __init__(self, parts: RankParts) -> None:
+        self._unguard: Callable[[], None] = lambda: None
         self.parts, self.order, self.saved = parts, parts.order, parts.saved
         self.peers, self.checkpointer = parts.peers, parts.checkpointer
         self.is_main = parts.place.rank == 0
@@ -260,7 +261,8 @@ class FragmentRun:
 
     def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
         names, spec = variables(self.hooks.functions), self.order.spec
-        update_guard.guard_steps(model.prepared, self.state, spec, self.hooks)
+        self._unguard()  # of the loop before
+        self._unguard = update_guard.guard_steps(model.prepared, self.state, spec, self.hooks)
         return update_guard.UpdateGuard(
             model.prepared,
             names,

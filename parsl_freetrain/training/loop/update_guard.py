@@ -197,11 +197,11 @@ def memories(
                         yield f'{inner}.{name}', kind, tensor
 
 
-def guard_steps(prepared: Prepared, state: LoopState, spec: TrainingSpec, hooks: LoopHooks) -> None:
+def guard_steps(prepared: Prepared, state: LoopState, spec: TrainingSpec, hooks: LoopHooks) -> Any:
     """Look at each step of any optimizer of torch while a loop trains, wherever it is kept (in a
     registry of another package). BadInput for one that ``ctx.prepare`` was not given, if it has
     prepared parameters or steps in a second global batch, as its state would be lost; and for a
-    step where a gradient is only that of a part of the batch.
+    step where a gradient is only that of a part of the batch. Call what is returned at the end.
     """
     kind, there = torch.optim.Optimizer, ref(state)
     # One of a prepared optimizer's attributes is a part of it (Lookahead).
@@ -233,7 +233,7 @@ def guard_steps(prepared: Prepared, state: LoopState, spec: TrainingSpec, hooks:
             named = (name for name in own if not name.endswith('._optimizer'))
             raise BadInput(f'{next(named, type(optimizer).__name__)} {why}.')
 
-    register_optimizer_step_pre_hook(look)
+    return register_optimizer_step_pre_hook(look).remove
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -437,3 +438,19 @@ def test_a_state_that_differs_by_rank_is_refused(fork_server: ForkClient, tmp_pa
     assert "ctx.state['n'] is 11 on rank 0 and 10 on rank 1" in said and 'ctx.epoch_means' in said
     with pytest.raises(AssertionError, match=r'\[\]'):  # nothing is refused
         refused(fork_server, tmp_path / 'main', counts, 'main', **options)
+
+
+def test_each_of_several_loops_looks_at_steps_once() -> None:
+    def train(ctx: FragmentContext) -> None:
+        model, data = nn.Linear(4, 1), torch.randn(8, 4)
+        model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            for x in ctx.loop(data, 4, epochs=1):
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+            looks.append(len(_global_optimizer_pre_hooks))
+
+    looks: list[int] = []
+    in_this_process(train, total_epochs=3)
+    assert len(looks) == 3 and len({*looks}) == 1
