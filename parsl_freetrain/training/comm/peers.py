@@ -9,6 +9,7 @@ from enum import IntEnum
 from time import monotonic
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -157,6 +158,12 @@ def gather_bytes(peers: Peers, own: bytes, most: int | None = None) -> list[byte
     row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = [bytes(other.numpy()) for other in peers.all_gather(row)]
     return [said[_HEAD : _HEAD + int.from_bytes(said[:_HEAD], 'little')] for said in rows]
+
+
+def gather(peers: Peers, own: Any, kind: Any = Any, most: int | None = None) -> list[Any]:
+    """As :func:`gather_bytes`, of values of a ``kind`` that msgpack knows."""
+    said = gather_bytes(peers, msgspec.msgpack.encode(own), most)
+    return [msgspec.msgpack.decode(one, type=kind) for one in said]
 
 
 EVERY_S = 0.25

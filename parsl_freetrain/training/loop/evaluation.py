@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import gather_bytes
+from parsl_freetrain.training.comm.peers import gather
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.rank_parts import RankParts
@@ -66,8 +65,8 @@ def evaluate(
                 ) from error
             found[number] = _sums(said, len(batches[number]))
             after_batch()
-    for others in gather_bytes(rank.peers, msgspec.msgpack.encode(found)):
-        found.update(msgspec.msgpack.decode(others, type=dict[int, _Sums]))
+    for others in gather(rank.peers, found, dict[int, _Sums]):
+        found.update(others)
     return _means(list(found.values()))
 
 

@@ -16,7 +16,7 @@ from parsl_freetrain.training.checkpoint.frozen import untrained
 from parsl_freetrain.training.checkpoint.outer import weights_of
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.comm.devices import computes_as
-from parsl_freetrain.training.comm.peers import gather_bytes
+from parsl_freetrain.training.comm.peers import gather, gather_bytes
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
@@ -170,11 +170,12 @@ class Replicas:
             self._of_one_kind = len(set(gather_bytes(self._peers, kind))) == 1
         if not self._of_one_kind:
             return
-        packed = msgspec.msgpack.encode(self._held())
+        held = self._held()
+        packed = msgspec.msgpack.encode(held)
         digest = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), 'big')
         largest, smallest = self._peers.all_reduce_max((digest, -digest))()
         if largest != -smallest:
-            self._refuse([msgspec.msgpack.decode(one) for one in gather_bytes(self._peers, packed)])
+            self._refuse(gather(self._peers, held))
 
     def _refuse(self, held: list[dict[str, Any]]) -> None:
         for what, value in held[0].items():

@@ -15,7 +15,7 @@ import msgspec
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.state import Source
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather, gather_bytes
 from parsl_freetrain.training.spec.retention import BEST
 from parsl_freetrain.training.steps.notes import mean
 
@@ -88,8 +88,7 @@ class Reports:
 
     def share(self, peers: Peers) -> None:
         """Take the values of rank 0, which alone knows those of the checkpoint. All call this."""
-        said = gather_bytes(peers, msgspec.msgpack.encode(self.values))
-        self.values.update(msgspec.msgpack.decode(said[0]))
+        self.values.update(gather(peers, self.values)[0])
 
     def forget(self) -> None:
         """Forget what was reported and not gathered, since training goes back."""
@@ -116,8 +115,8 @@ class EpochMeans:
     def gather(self, peers: Peers) -> None:
         """Have all sums on rank 0, which saves them. All ranks call this."""
         totals: dict[str, tuple[Fraction, int]] = {}
-        for said in gather_bytes(peers, msgspec.msgpack.encode(self.sums)):
-            for name, (total, samples) in msgspec.msgpack.decode(said).items():
+        for said in gather(peers, self.sums):
+            for name, (total, samples) in said.items():
                 before, count = totals.get(name, (Fraction(0), 0))
                 totals[name] = before + Fraction(total), count + samples
         self.values = {name: float(total / count) for name, (total, count) in totals.items()}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import mul
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather
 from parsl_freetrain.training.data.inside import inside, parts_of
 from parsl_freetrain.training.data.loader import MicroBatch
 
@@ -52,9 +51,7 @@ def with_shares(
     ]
     if not all(math.isfinite(count) and count >= 0 for count in counts):
         raise BadInput(f'The function given to ctx.loop as loss returned {counts}: not a count.')
-    said = gather_bytes(peers, msgspec.msgpack.encode(counts))
-    every = [count for one in said for count in msgspec.msgpack.decode(one, type=list[float])]
-    total = math.fsum(every) or 1.0
+    total = math.fsum(chain(*gather(peers, counts, list[float]))) or 1.0
     for one, count, batch in zip(micro_batches, counts, data, strict=True):
         yield replace(one, share=count / total), batch
 

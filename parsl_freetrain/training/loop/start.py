@@ -29,7 +29,7 @@ from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory
 from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather, gather_bytes
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.handover import StateSender
 from parsl_freetrain.training.loop.rank_parts import RankParts
@@ -206,10 +206,9 @@ def left_in_memory(handover: Handover, trainer: str, peers: Peers) -> Contents |
     if not all(chosen):
         return None
     mine = [bytes(here[one] or b'') for one in chosen if first[one] == [peers.rank]]
-    said = gather_bytes(peers, msgspec.msgpack.encode(mine))
+    packed = [one for of_rank in gather(peers, mine) for one in of_rank]
     contents = None
     try:
-        packed = [one for of_rank in said for one in msgspec.msgpack.decode(of_rank)]
         by_digest = {digest_of_blocks(blocks_of(io.BytesIO(one))): one for one in packed}
         contents = Contents.united([Contents.unpacked(by_digest[one]) for one in chosen])
     except (KeyError, FreeTrainError, msgspec.DecodeError) as error:

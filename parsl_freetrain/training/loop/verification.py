@@ -15,7 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -24,7 +23,7 @@ from parsl_freetrain.training.checkpoint.local_shard import holders, is_divided,
 from parsl_freetrain.training.checkpoint.next_step import Measured, NextStep, difference
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.devices import computes_as
-from parsl_freetrain.training.comm.peers import gather_bytes
+from parsl_freetrain.training.comm.peers import gather
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop import unknown_state
 from parsl_freetrain.training.loop.loop_state import LoopState
@@ -167,8 +166,7 @@ class Verification:
         self._resumes = self._records = False
         if resumes and self._steps is not None and self._steps.looks:
             self._steps.looks = False
-            own = msgspec.msgpack.encode(self._digests())
-            parts = dict(ChainMap(*map(msgspec.msgpack.decode, gather_bytes(self._peers, own))))
+            parts = dict(ChainMap(*gather(self._peers, self._digests())))
             self._proves = not self._shards.isdisjoint(parts)
             if not (self._proves or self._rank):
                 print(_NOT_VERIFIED.format(batch.samples_before))

@@ -7,11 +7,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather
 
 _Groups = list[list[dict[str, Any]]]  # by optimizer and group, the settings that are plain values
 
@@ -89,8 +88,7 @@ class GroupSettings:
     def agree(self, peers: Peers, *, in_micro_batches: bool = True) -> None:
         """Compare on all ranks, whatever had micro-batches; BadInput on all if they differ."""
         mine, own = self.now(), self._first is not None or not in_micro_batches
-        said = gather_bytes(peers, msgspec.msgpack.encode((own, mine)))
-        found = [msgspec.msgpack.decode(one, type=tuple[bool, _Groups]) for one in said]
+        found = gather(peers, (own, mine), tuple[bool, _Groups])
         having = [(rank, theirs) for rank, (had, theirs) in enumerate(found) if had]
         first, settings = having[0]
         for rank, theirs in having[1:]:

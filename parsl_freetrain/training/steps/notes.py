@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather
 
 _EACH, _HEAD = 32, 128  # bytes at most of a scheduler's step, and of what there is once
 
@@ -30,8 +30,7 @@ def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: i
     if peers.world_size == 1:
         return [own]
     most = len(own.present) + len(own.stepped) + _EACH * shards * schedulers + 5 * integers + _HEAD
-    said = gather_bytes(peers, msgspec.msgpack.encode(own), most)
-    return [msgspec.msgpack.decode(one, type=Notes) for one in said]
+    return gather(peers, own, Notes, most)
 
 
 def anywhere(flags: Iterable[bytes]) -> list[bool]:
