@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import random
 import signal
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sized
@@ -15,6 +14,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import _error_if_any_worker_fails
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
@@ -53,16 +53,14 @@ def seed_alike(samples: int, seed: int, what: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), ``random``, numpy if imported, and the user's own generators."""
+    """Seed torch (all devices), ``random``, numpy, and the user's own generators."""
     torch.default_generator.manual_seed(seed)
     # torch.manual_seed also records a stack for each kind of device, as long as a small step.
     for module in (torch.cuda, torch.xpu):
         if module.is_initialized():
             module.manual_seed_all(seed)
     random.seed(seed)
-    numpy = sys.modules.get('numpy')
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     own_generators.seed(seed)
 
 

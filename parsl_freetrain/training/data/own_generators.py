@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from parsl_freetrain.training.data.inside import inside
@@ -35,8 +36,40 @@ class OwnGenerators:
     def forget(self) -> None:
         self._known.clear()
 
+    def __iter__(self) -> Iterator[Any]:
+        return (one for _, one, _ in self._known.values())
+
 
 own_generators = OwnGenerators()
+
+
+@contextmanager
+def as_before(
+    own: Iterable[Any] = (), devices: Iterable[torch.device] | None = None
+) -> Iterator[None]:
+    """Whatever is drawn or seeded within, afterwards random numbers go on as before: torch's (None:
+    of all devices), those of ``random`` and numpy, and those of some generators.
+    """
+    before = [(one, _state_of(one)) for one in (random, np.random, *own)]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for one, state in before:
+            _set_state(one, state)
+
+
+def _state_of(one: Any) -> Any:
+    if isinstance(one, np.random.Generator):
+        return one.bit_generator.state
+    return one.get_state() if hasattr(one, 'get_state') else one.getstate()
+
+
+def _set_state(one: Any, state: Any) -> None:
+    if isinstance(one, np.random.Generator):
+        one.bit_generator.state = state
+    else:
+        (one.set_state if hasattr(one, 'set_state') else one.setstate)(state)
 
 
 def seed_of(text: str) -> int:
@@ -50,16 +83,13 @@ def seeding(value: Any) -> Callable[[int], object] | None:
     if isinstance(value, random.Random):
         shared = value is getattr(random, '_inst', None) or isinstance(value, random.SystemRandom)
         return None if shared else value.seed
-    numpy = sys.modules.get('numpy.random')
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.Generator):
+    if isinstance(value, np.random.Generator):
         bits = value.bit_generator
 
         def seed_bits(seed: int) -> None:
             bits.state = type(bits)(seed).state
 
         return seed_bits
-    if isinstance(value, numpy.RandomState) and value is not numpy.mtrand._rand:
+    if isinstance(value, np.random.RandomState) and value is not np.random.mtrand._rand:
         return lambda seed: value.seed(seed % 2**32)
     return None

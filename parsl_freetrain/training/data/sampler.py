@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
-from parsl_freetrain.training.data.own_generators import seed_of
+from parsl_freetrain.training.data.own_generators import as_before, seed_of
 
 Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -120,19 +120,11 @@ def sampled_order(
 def _random_numbers_of(text: str) -> Iterator[int]:
     """Random numbers that depend on ``text`` only; afterwards, those of before go on."""
     seed = seed_of(text)
-    numpy = sys.modules.get('numpy')
-    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed % 2**32)
-            yield seed
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
+    with as_before(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield seed
 
 
 def order_name(

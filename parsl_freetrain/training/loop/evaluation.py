@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import gather
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
 from parsl_freetrain.training.data.loader_settings import LoaderData
+from parsl_freetrain.training.data.own_generators import as_before, own_generators
 from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.steps.mesh import Division
 
@@ -109,12 +109,10 @@ def _means(found: list[_Sums]) -> dict[str, float]:
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    state = random.getstate()
     model.eval()
     try:
-        with torch.random.fork_rng():
+        with as_before(own_generators):  # a rank's own batches have seeded them
             yield
     finally:
-        random.setstate(state)
         for module, training in modes:
             module.training = training
