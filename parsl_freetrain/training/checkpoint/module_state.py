@@ -35,6 +35,13 @@ class ModuleState:
                     device = next(iter(module.parameters()), then).device
                     module._buffers[key] = then.to(device if now is None else now.device)
 
+    def go_back(self, saved: Mapping[str, Any]) -> None:
+        """Training goes back to an earlier checkpoint, which holds ``saved``."""
+        first = {path: value for path, (*_, value) in self._buffers.items()}
+        every = {'settings': self._settings or {}, 'buffers': first}
+        self._saved = {kind: {**its, **saved.get(kind, {})} for kind, its in every.items()}
+        self.put_back()
+
     def begin(self, *, put_back: bool) -> None:
         """Call when training begins or goes on, once the function has made all its settings, which
         count where an epoch begins; else ``put_back``.

@@ -33,7 +33,12 @@ class Carried:
     """
 
     def __init__(
-        self, saved: Mapping[str, Any] | None, device: torch.device, live: list[torch.Tensor]
+        self,
+        saved: Mapping[str, Any] | None,
+        device: torch.device,
+        live: list[torch.Tensor],
+        *,
+        goes_back: bool = False,
     ) -> None:
         self._fresh, self._saved = not saved, dict(saved or {})
         self._frames: list[FrameType] = []
@@ -48,6 +53,8 @@ class Carried:
         self._once: list[Any] = []
         self._went_on = False
         self._ends: list[Any] = []  # by loop, the variables at its end
+        self._goes_back = goes_back  # to an earlier checkpoint, perhaps
+        self._first: dict[str, Any] = {}  # small ones, where the first loop began
         self._of_data = {path for one in ('epoch', 'loop') for path in self._saved.get(one, ())}
         self._data, self._data_then = set[int](), dict[str, Any]()
 
@@ -126,6 +133,8 @@ class Carried:
         then = self._saved.pop('counts', ())
         for one, number in zip(self._counts, then if goes_on else (), strict=False):
             set_number(one, number)
+        if self._goes_back and not self._first:
+            self._first = {'counts': [*map(number_of, self._counts)], 'loop': self._small()}
         if not self._frames:
             return None
         numbers = Numbers(self._frames, self._places, self._how, self._counts, state)
@@ -138,6 +147,23 @@ class Carried:
         if 'counts' in self._saved and not self._went_on:
             self._went_on = True
             self.put_back('loop')
+
+    def go_back(self, saved: Mapping[str, Any]) -> None:
+        """Training goes back in this loop, to an earlier checkpoint that holds ``saved``."""
+        self._put_back({**self._first['loop'], **saved.get('loop', {})})
+        counts = saved.get('counts') or self._first['counts']
+        for one, number in zip(self._counts, counts, strict=False):
+            set_number(one, number)
+        for name, then in saved.get('kept', {}).items():
+            self._kept[name].load_state_dict(self._value(then))
+
+    def _small(self) -> dict[str, Any]:
+        found = {}
+        for path, one in self._variables():
+            if changes.may_be_saved(one) and not changes.is_large(one):
+                with suppress(NotPlain):
+                    found[path] = packed(one, self._how)
+        return found
 
     def end_loop(self) -> None:
         self._ends.append(self._changed())

@@ -13,7 +13,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.checkpoint.trial import try_optimizers
 from parsl_freetrain.training.loop.carried import Carried
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts, Steps
-from parsl_freetrain.training.spec.mode import Reproducible, Scaled
+from parsl_freetrain.training.spec.mode import ROLLBACK, Reproducible, Scaled
 from parsl_freetrain.training.steps.buffers import make_plain
 from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.deferred import scale_steps
@@ -38,7 +38,8 @@ def prepare_model(
         )
     how = clip_grad_norm, find_unused, parts.device, lambda: hooks.running
     steps = _make_steps(Stepped(parts.order, prepared, parts.peers, division, *how))
-    carried = Carried(variables, parts.device, prepared.tensors())
+    goes_back = mode.on_nan == ROLLBACK
+    carried = Carried(variables, parts.device, prepared.tensors(), goes_back=goes_back)
     return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared), carried)
 
 

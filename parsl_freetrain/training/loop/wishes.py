@@ -24,6 +24,7 @@ class Rollback:
         self._peers, self._checkpointer = parts.peers, parts.checkpointer
         self._prepared, self._division = model.prepared, model.division
         self._steps, self._watch = model.steps, model.watch
+        self._carried, self._modules = model.carried, model.modules
         self._state, self._policy = state, policy
         self._checks_each_step = isinstance(parts.order.spec.mode, Reproducible)
         self._times = 0
@@ -62,6 +63,9 @@ class Rollback:
         )
         saved = open_checkpoint(path).load(self._prepared)  # what this rank needs of it
         self._division.restore(self._prepared, saved)
+        self._modules.go_back(saved.modules)
+        if self._division.whole:
+            self._carried.go_back(saved.variables)
         state.user.put_back(saved.position.user)
         state.samples = self.fine_at = state.reached = saved.position.samples
         state.reports.forget()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from parsl_freetrain import BadInput, FragmentContext, load_weights
 from parsl_freetrain.core.model.events import CheckpointSaved
@@ -19,8 +20,10 @@ from parsl_freetrain.training.spec.mode import (
     MOST_ROLLBACKS,
     MOST_SKIPPED_IN_A_ROW,
     NonFinitePolicy,
+    Throughput,
 )
 from parsl_freetrain.training.steps.nonfinite import Watch, all_finite
+from tests.support.examples import in_this_process
 from tests.support.ranks import all_finish, order, ranks
 
 TOTAL, BATCH = 240, 8
@@ -174,6 +177,46 @@ def test_what_stays_not_finite_ends(
     outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=40)
     assert outcomes[0].error.type == 'BadInput', outcomes
     assert 'lower the learning rate' in outcomes[0].error.message
+
+
+class Counts:
+    """What ``ctx.keep`` keeps."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {'times': self.times}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.times = state['times']
+
+
+def spoilt_once(ctx: Any) -> list[int]:
+    """Counts batches by a variable, a list, enumerate, an object, a setting and a buffer."""
+    model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.0))
+    model.register_buffer('seen', torch.zeros(()), persistent=False)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    kept, count, places, last = ctx.keep(Counts()), 0, [], -1
+    data = TensorDataset(torch.ones(8 * BATCH, 2))
+    for number, (x,) in enumerate(ctx.loop(data, BATCH)):
+        last, count, kept.times = number, count + 1, kept.times + 1
+        places.append(ctx.samples)
+        model[1].p += 1e-3
+        model.seen += 1
+        (model(x).mean() * (float('nan') if ctx.samples == 2 * BATCH else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    in_order = places == list(range(0, 8 * BATCH, BATCH))
+    return [last + 1, count, kept.times, round(1e3 * model[1].p), 1 + int(model.seen), in_order]
+
+
+def test_variables_go_back_with_the_models() -> None:
+    """To where training began, as there was no other checkpoint yet."""
+    mode = Throughput(on_nan='rollback')
+    checkpoint, _ = in_this_process(spoilt_once, mode=mode, total_samples=8 * BATCH)
+    assert checkpoint.metrics['rollbacks'] == 1
+    assert checkpoint.result == [8, 8, 8, 8, 8, True]  # the step that is skipped has no buffers
 
 
 def test_rollbacks_are_bounded() -> None:
