@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -14,10 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.local_shard import Box, box_of, local
+from parsl_freetrain.training.data.own_generators import seed_of
 
 
 def shard_model(
@@ -214,7 +214,7 @@ def fill(
                 continue
             own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
             if not filled.issuperset(map(id, own)):
-                torch.manual_seed(_seed(seed, name))
+                torch.manual_seed(seed_of(f'{seed}:{name}:initial'))
                 _fill_one(name, module, device, initialise, filled)
 
 
@@ -251,7 +251,8 @@ def _fill_one(
                 f'ctx.shard: {by} leaves {own!r} of {what} without a value of the shape '
                 f'{tuple(part.shape)}: set it there too, or make the model on the CPU.'
             )
-        _take_own_part(part, whole)
+        box = box_of(part)
+        local(part).copy_(Box.whole(box.shape).inside(whole, box))
 
 
 @contextmanager
@@ -275,18 +276,6 @@ def _whole(
         module._buffers.update(buffers)
 
 
-def _take_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        whole = whole.narrow(dimension, min(offset, whole.shape[dimension] - size), size)
-    parameter.to_local().copy_(whole)
-
-
 def _unset(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
@@ -298,8 +287,3 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point():
         return bool(torch.isnan(tensor).any())
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
-
-
-def _seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f'{seed}:{name}:initial'.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1

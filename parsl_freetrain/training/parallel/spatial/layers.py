@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.spatial import halo
+from parsl_freetrain.training.parallel.spatial import grid as halo
 from parsl_freetrain.training.parallel.spatial.geometry import TransposedWindow
 from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
-from parsl_freetrain.training.parallel.spatial.halo import fetch, plan_window
 from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, shared
 
 Triple = tuple[int, ...]
@@ -137,8 +136,8 @@ class MaxPool3d(nn.MaxPool3d):
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
         numbers = self.kernel_size, self.stride, self.padding, self.dilation
-        layout, needed, padding = plan_window(x.layout, x.grid, *numbers)
-        whole = fetch(x.local, needed, x.grid, fill=-math.inf)
+        layout, needed, padding = halo.plan_window(x.layout, x.grid, *numbers)
+        whole = halo.fetch(x.local, needed, x.grid, fill=-math.inf)
         local = F.max_pool3d(whole, self.kernel_size, self.stride, padding, self.dilation)
         return replace(x, local=local, layout=layout)
 
@@ -156,8 +155,9 @@ class AvgPool3d(nn.AvgPool3d):
 
     def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
         numbers = self.kernel_size, self.stride, self.padding, 1
-        layout, needed, padding = plan_window(x.layout, x.grid, *numbers)
-        local = F.avg_pool3d(fetch(x.local, needed, x.grid), self.kernel_size, self.stride, padding)
+        layout, needed, padding = halo.plan_window(x.layout, x.grid, *numbers)
+        whole = halo.fetch(x.local, needed, x.grid)
+        local = F.avg_pool3d(whole, self.kernel_size, self.stride, padding)
         return replace(x, local=local, layout=layout)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.spatial.grid import Grid, Layout
-from parsl_freetrain.training.parallel.spatial.halo import FIRST
+from parsl_freetrain.training.parallel.spatial.grid import FIRST, Grid, Layout
 
 
 @dataclass(frozen=True, eq=False)
