@@ -10,14 +10,7 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import identity as ids
 from parsl_freetrain.training.checkpoint.store import BAD, PosixCheckpointStore
-from parsl_freetrain.training.spec.diloco import (
-    OUTER,
-    REPLICAS,
-    ROUND_SAMPLES,
-    DiLoCo,
-    replica_folder,
-    replica_name,
-)
+from parsl_freetrain.training.spec import diloco as rounds
 from parsl_freetrain.training.spec.retention import Resume
 
 
@@ -36,8 +29,13 @@ def claim(
             "name the one that it trained in, or use resume='auto'."
         )
     new = ids.prove_writable(folder, trainer)
-    root = folder.parent.parent if folder.parent.name == REPLICAS else None
-    if root and resume == 'never' and not ids.is_trainer_folder(root) and (root / OUTER).is_dir():
+    root = folder.parent.parent if folder.parent.name == rounds.REPLICAS else None
+    if (
+        root
+        and resume == 'never'
+        and not ids.is_trainer_folder(root)
+        and (root / rounds.OUTER).is_dir()
+    ):
         ids.move_aside(root)  # where a training has only other replicas than the first
     store = PosixCheckpointStore(folder, trainer)
     if resume == 'never' and ids.is_trainer_folder(folder):
@@ -69,13 +67,15 @@ class HasFolder(Protocol):
 
 
 def stores_of(
-    executors: Sequence[HasFolder], training: str, diloco: DiLoCo | None
+    executors: Sequence[HasFolder], training: str, diloco: rounds.DiLoCo | None
 ) -> list[PosixCheckpointStore]:
     """Those of its replicas: with a transport in all folders in turn, else in the first."""
     apart = diloco is not None and diloco.transport is not None
     roots = [Path(e.checkpoint_dir) / training for e in executors[: None if apart else 1]]
     return [
-        PosixCheckpointStore(replica_folder(roots[k % len(roots)], k), replica_name(training, k))
+        PosixCheckpointStore(
+            rounds.replica_folder(roots[k % len(roots)], k), rounds.replica_name(training, k)
+        )
         for k in range(diloco.replicas if diloco is not None else 1)
     ]
 
@@ -88,5 +88,5 @@ def all_handed_in(stores: Sequence[PosixCheckpointStore]) -> dict[tuple[int, int
 
 def round_samples(folder: Path, training: str) -> int | None:
     """Number of samples in a round of a training in replicas, of its last one; None: not known."""
-    last = PosixCheckpointStore(folder / OUTER, training).newest()
-    return int(last.metrics.get(ROUND_SAMPLES, 0)) or None if last is not None else None
+    last = PosixCheckpointStore(folder / rounds.OUTER, training).newest()
+    return int(last.metrics.get(rounds.ROUND_SAMPLES, 0)) or None if last is not None else None

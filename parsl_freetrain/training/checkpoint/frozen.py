@@ -11,17 +11,10 @@ from pathlib import Path
 import torch
 
 from parsl_freetrain.host.files import make_dir, open_regular, sync_dir
+from parsl_freetrain.training.checkpoint import parts
 from parsl_freetrain.training.checkpoint.block_digests import blocks_of, write_hashed
 from parsl_freetrain.training.checkpoint.local_shard import real
 from parsl_freetrain.training.checkpoint.manifest import SHARED, path_in
-from parsl_freetrain.training.checkpoint.parts import (
-    Chunk,
-    Contents,
-    Entry,
-    box_in,
-    dtype_name,
-    placed,
-)
 from parsl_freetrain.training.checkpoint.source import Opened
 from parsl_freetrain.training.checkpoint.state import State, collect, content_of, names_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -65,7 +58,9 @@ def write_anew(folder: Path, opened: Opened, prepared: Prepared) -> bool:
             for chunk in entry.chunks
             if chunk.at[0] == file
         }
-        layout, _ = placed({n: own[n] for n in sorted(at, key=at.__getitem__) if n in own}, {})
+        layout, _ = parts.placed(
+            {n: own[n] for n in sorted(at, key=at.__getitem__) if n in own}, {}
+        )
         draft = path.with_name(f'{path.name}.anew')
         draft.unlink(missing_ok=True)
         make_dir(path.parent)
@@ -88,7 +83,7 @@ class Frozen:
 
     def __init__(self, store: PosixCheckpointStore, fragment: int, rank: int) -> None:
         self._store, self._file = store, f'{SHARED}f{fragment:06d}-r{rank}.safetensors'
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Key, parts.Entry] = {}
         self._files: dict[str, tuple[int, tuple[str, ...]]] = {}
         self._begun = self._looked = False
         self._known: set[str] | None = None  # all names there; None: there is no checkpoint
@@ -120,17 +115,17 @@ class Frozen:
         here = {key: state.tensors[key[0]] for key in keys if key in self._entries}
         if not here:
             return state
-        found: dict[str, Entry] = {}
+        found: dict[str, parts.Entry] = {}
         for key, marks in zip(here, fingerprints(list(here.values())), strict=True):
             entry = self._entries[key]
-            if entry.chunks[0].marks == marks and entry.dtype == dtype_name(here[key].dtype):
+            if entry.chunks[0].marks == marks and entry.dtype == parts.dtype_name(here[key].dtype):
                 found[key[0]] = entry
             else:
                 del self._entries[key]  # somebody changes it
         names = {entry.chunks[0].at[0] for entry in found.values()}
         files = {name: self._files[name] for name in names}
         rest = {name: tensor for name, tensor in state.tensors.items() if name not in found}
-        return replace(state, tensors=rest, shared=Contents(found, files, b''))
+        return replace(state, tensors=rest, shared=parts.Contents(found, files, b''))
 
     def _look(self) -> None:
         """Take what the newest checkpoint refers to, which was verified when it was read."""
@@ -140,28 +135,26 @@ class Frozen:
         earlier = self._store.checkpoints()
         if not earlier or not earlier[-1].samples:
             return
-        contents = Contents.read(Path(earlier[-1].path))
+        contents = parts.Contents.read(Path(earlier[-1].path))
         self._files = {n: file for n, file in contents.files.items() if n.startswith(SHARED)}
         for name, entry in contents.tensors.items():
             for chunk in entry.chunks:
                 if chunk.at[0] in self._files:
                     key = name, chunk.offsets, chunk.sizes
-                    self._entries[key] = Entry(entry.dtype, entry.shape, (chunk,))
+                    self._entries[key] = parts.Entry(entry.dtype, entry.shape, (chunk,))
         self._known = {name for name, *_ in self._entries}
 
     def _write(self, state: State) -> None:
         tensors = _Copies(state.tensors)
-        layout, places = placed(tensors, state.boxes)
+        layout, places = parts.placed(tensors, state.boxes)
         path = path_in(self._store.folder / 'any', self._file)
         make_dir(path.parent)
         blocks = write_hashed(path, layout.content())
         sync_dir(path.parent)
         self._files[self._file] = layout.nbytes, blocks
         for name, tensor in state.tensors.items():
-            key = _key(name, state)
-            chunk = Chunk(*key[1:], (self._file, *places[name]), tensors.marks[name])
-            shape = state.boxes[name].shape if name in state.boxes else tuple(tensor.shape)
-            self._entries[key] = Entry(dtype_name(tensor.dtype), shape, (chunk,))
+            how = parts.box_in(name, tensor, state.boxes), (self._file, *places[name])
+            self._entries[_key(name, state)] = parts.entry_of(tensor, *how, tensors.marks[name])
 
 
 class _Copies(dict[str, torch.Tensor]):
@@ -199,5 +192,5 @@ def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _key(name: str, state: State) -> Key:
-    box = box_in(name, state.tensors[name], state.boxes)
+    box = parts.box_in(name, state.tensors[name], state.boxes)
     return name, box.offsets, box.sizes

@@ -20,17 +20,9 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.checkpoint import outer_means as means
 from parsl_freetrain.training.checkpoint.block_digests import BLOCK, digest
 from parsl_freetrain.training.checkpoint.outer import OuterWeights
-from parsl_freetrain.training.checkpoint.outer_means import (
-    End,
-    compressed,
-    compressed_size,
-    decompressed,
-    once,
-    precise,
-    takes_part,
-)
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents, dtype_name, entries_of
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, layout_of
@@ -77,19 +69,19 @@ def hand_in(order: FragmentOrder, state: State, metrics: Mapping[str, float]) ->
     name = f'{order.trainer}-{ours}-{samples}'
     own = {
         key: state.tensors[key]
-        for key in once(state.tensors, weights)
-        if takes_part(key, state.tensors[key].dtype)
+        for key in means.once(state.tensors, weights)
+        if means.takes_part(key, state.tensors[key].dtype)
     }
 
     def change(reader: PartReader, how: str, key: str) -> torch.Tensor:
         first = reader.whole(key)
-        return compressed(first - own[key].to(first.dtype), how)
+        return means.compressed(first - own[key].to(first.dtype), how)
 
     pieces = []
     for key, tensor in own.items():
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if compress and before and key in weights:
-            size = compressed_size(precise(dtype), shape, compress)
+            size = means.compressed_size(means.precise(dtype), shape, compress)
             pieces.append(Piece(key, torch.uint8, (size,), partial(change, before, compress, key)))
         else:
             pieces.append(Piece(key, dtype, shape, partial(own.__getitem__, key)))
@@ -100,7 +92,7 @@ def hand_in(order: FragmentOrder, state: State, metrics: Mapping[str, float]) ->
         blocks.append(_put(transport, f'{name}-{len(blocks)}', block))
         digests.append(digest(block))
     frozen = state.shared.tensors if state.shared is not None else {}
-    tensors = {k: e for k, e in frozen.items() if takes_part(k, getattr(torch, e.dtype))}
+    tensors = {k: e for k, e in frozen.items() if means.takes_part(k, getattr(torch, e.dtype))}
     tensors |= entries_of(layout, _FILE)
     contents = Contents(tensors, {_FILE: (layout.nbytes, tuple(digests))}, b'')
     held = {k: (dtype_name(t.dtype), tuple(t.shape)) for k, t in own.items()}
@@ -109,7 +101,7 @@ def hand_in(order: FragmentOrder, state: State, metrics: Mapping[str, float]) ->
     return f'{its} {key}'
 
 
-class EndElsewhere(End):
+class EndElsewhere(means.End):
     """A replica's state at the end of a round, as it was handed in. FreeTrainError if it is gone,
     or was altered.
     """
@@ -132,7 +124,7 @@ class EndElsewhere(End):
         return super().whole(name)
 
     def change(self, name: str, began: torch.Tensor, how: str) -> torch.Tensor:
-        return decompressed(super().whole(name), how, began)
+        return means.decompressed(super().whole(name), how, began)
 
 
 def forget(transport: Transport, told: str) -> None:

@@ -23,22 +23,13 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.host.files import sync_dir
 from parsl_freetrain.training.checkpoint import directories as dirs
+from parsl_freetrain.training.checkpoint import outer_means as means
 from parsl_freetrain.training.checkpoint import state as st
 from parsl_freetrain.training.checkpoint.block_digests import digest, digest_of_blocks, write_hashed
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.identity import refuse_open
 from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, read_manifest
 from parsl_freetrain.training.checkpoint.optimizer_state import every_parameter
-from parsl_freetrain.training.checkpoint.outer_means import (
-    MOMENTUM,
-    End,
-    Made,
-    Weights,
-    is_real,
-    named,
-    once,
-    precise,
-)
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Blocks, Contents, entries_of, write_contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, bytes_of, layout_of
@@ -102,7 +93,7 @@ class OuterWeights:
         begins otherwise; FreeTrainError if they have ended rounds, and this one has lost its state.
         """
         weights, tensors = weights_of(prepared), _tensors_of(prepared)
-        different = once(tensors, weights)
+        different = means.once(tensors, weights)
         alike = {
             name: digest(bytes_of(tensors[name].detach().cpu().contiguous())) for name in different
         }
@@ -116,11 +107,12 @@ class OuterWeights:
                 )
 
             def value(name: str) -> torch.Tensor:
-                return tensors[name].detach().cpu().to(precise(tensors[name].dtype))
+                return tensors[name].detach().cpu().to(means.precise(tensors[name].dtype))
 
             first = [(name, tensors[name]) for name in different if name in weights]
             pieces = [
-                Piece(n, precise(t.dtype), tuple(t.shape), partial(value, n)) for n, t in first
+                Piece(n, means.precise(t.dtype), tuple(t.shape), partial(value, n))
+                for n, t in first
             ]
             there = self._commit(pieces, 0, 0, {_ALIKE: alike})
         known = PartReader.of(there).structure()[_ALIKE]
@@ -135,7 +127,7 @@ class OuterWeights:
 
     def step(
         self,
-        ends: Sequence[End],
+        ends: Sequence[means.End],
         samples: int,
         outer: Nesterov | None,
         length: int,
@@ -155,7 +147,7 @@ class OuterWeights:
             if end.begun != begun:
                 raise _others(number, began)
         late = PartReader.of(began) if began != before else None
-        pieces = Made(PartReader.of(before), late, ends, outer, compress).pieces()
+        pieces = means.Made(PartReader.of(before), late, ends, outer, compress).pieces()
         try:
             self._commit(pieces, samples, length, {_METRICS: _of_all(ends)})
         except Damaged as damage:
@@ -222,12 +214,12 @@ def with_weights(saved: st.Saved, path: Path) -> tuple[st.Saved, dict[str, float
         averages=[dict(one) for one in saved.averages],
         own=[dict(one) for one in saved.own],
     )
-    things = dict(named(changed.models, changed.averages, changed.own))
+    things = dict(means.named(changed.models, changed.averages, changed.own))
     names: dict[str, list[str]] = {}
     for name, first in saved.position.weights.items():
         names.setdefault(first, []).append(name)
     for first in reader.shapes():
-        if not first.startswith(MOMENTUM):
+        if not first.startswith(means.MOMENTUM):
             value = reader.whole(first)
             for name in names.get(first, [first]):
                 thing, _, key = name.partition('.')
@@ -252,7 +244,7 @@ def _others(replica: int, path: Path) -> FreeTrainError:
     )
 
 
-def _of_all(ends: Sequence[End]) -> dict[str, float]:
+def _of_all(ends: Sequence[means.End]) -> dict[str, float]:
     """What all replicas have reported last: means, since each has an equal part of each batch."""
     every = [end.metrics for end in ends]
     names = [name for name in every[0] if all(name in one for one in every) and name != BEST]
@@ -260,7 +252,7 @@ def _of_all(ends: Sequence[End]) -> dict[str, float]:
     return found | {SKIPPED: sum(one.get(SKIPPED, 0.0) for one in every)}
 
 
-def weights_of(prepared: Prepared) -> Weights:
+def weights_of(prepared: Prepared) -> means.Weights:
     """Raises BadInput if a parameter that an optimizer trains is in no state of a model."""
     trained = {id(p) for one in prepared.optimizers for p in every_parameter(one)}
     found: dict[str, str] = {}
@@ -279,8 +271,10 @@ def weights_of(prepared: Prepared) -> Weights:
 def _tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
     """What models and their averages hold in floating point numbers, by name in a state."""
     found: dict[str, Any] = {}
-    for name, thing in named(prepared.models, prepared.averages, prepared.own):
+    for name, thing in means.named(prepared.models, prepared.averages, prepared.own):
         own = isinstance(thing, OwnParameters)
         state = thing.tensors if own else thing.state_dict(keep_vars=True)
         found.update((f'{name}.{key}', one) for key, one in state.items())
-    return {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and is_real(t.dtype)}
+    return {
+        n: t for n, t in found.items() if isinstance(t, torch.Tensor) and means.is_real(t.dtype)
+    }

@@ -101,9 +101,7 @@ def part_of(
     elif tensors and folder is not None:
         files[name] = layout.nbytes, block_digests.write_hashed(folder / name, layout.content())
     for of, tensor in tensors.items():
-        box = box_in(of, tensor, boxes)
-        chunk = Chunk(box.offsets, box.sizes, (name, *places[of]))
-        entries[of] = Entry(dtype_name(tensor.dtype), box.shape, (chunk,))
+        entries[of] = entry_of(tensor, box_in(of, tensor, boxes), (name, *places[of]))
     pickled = io.BytesIO()
     if structure is not None:
         torch.save(structure, pickled)
@@ -112,11 +110,17 @@ def part_of(
 
 def entries_of(layout: FileLayout, file: str) -> dict[str, Entry]:
     """Of whole tensors in a file of them."""
-    found = {}
-    for piece in layout.pieces:
-        chunk = Chunk((0,) * len(piece.shape), piece.shape, (file, *layout.places[piece.name]))
-        found[piece.name] = Entry(dtype_name(piece.dtype), piece.shape, (chunk,))
-    return found
+    return {
+        piece.name: entry_of(piece, Box.whole(piece.shape), (file, *layout.places[piece.name]))
+        for piece in layout.pieces
+    }
+
+
+def entry_of(
+    one: torch.Tensor | Piece, box: Box, at: ByteRange, marks: tuple[int, ...] = ()
+) -> Entry:
+    """Of a tensor of which there is one part."""
+    return Entry(dtype_name(one.dtype), box.shape, (Chunk(box.offsets, box.sizes, at, marks),))
 
 
 def file_of(rank: int) -> str:

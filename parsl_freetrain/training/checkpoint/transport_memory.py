@@ -8,7 +8,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import torch
@@ -44,11 +44,7 @@ class NodeMemory:
             return False
         request = fork.KeepState(self._trainer, digest_of_blocks(image.blocks), self._offer, file)
         try:
-            with closing(_fork_server()) as channel:
-                if not channel.send(request):
-                    return False
-                channel.send_fd(image.fd)
-                return channel.poll(_ANSWER_S) and isinstance(channel.recv(), fork.StateKept)
+            return _answers(request, fork.StateKept, image.fd)
         except (OSError, EOFError):  # the next fragment reads the checkpoint
             log.warning('%s could not be left in memory', file, exc_info=True)
             return False
@@ -105,12 +101,19 @@ class NodeMemory:
 
 def is_wanted(offer: fork.OfferState) -> bool:
     """Whether this node's fork server wants a state; no other rank here has offered as much."""
+    with suppress(EOFError):
+        return _answers(offer, fork.StateWanted)
+    return False
+
+
+def _answers(request: fork.ForkRequest, kind: type, fd: int | None = None) -> bool:
+    """Whether the fork server gives this answer; ``fd`` goes with the request."""
     with closing(_fork_server()) as channel:
-        try:
-            answered = channel.send(offer) and channel.poll(_ANSWER_S)
-            return answered and isinstance(channel.recv(), fork.StateWanted)
-        except EOFError:
+        if not channel.send(request):
             return False
+        if fd is not None:
+            channel.send_fd(fd)
+        return channel.poll(_ANSWER_S) and isinstance(channel.recv(), kind)
 
 
 def image_of(content: bytes) -> FileImage:
@@ -142,9 +145,6 @@ def _fork_server() -> Channel[fork.ForkAnswer]:
         sock.close()
         raise
     return Channel(sock, Decoder(fork.ForkAnswer, 'the fork server'))
-
-
-log = logging.getLogger(__name__)
 
 
 class Snapshots:

@@ -11,18 +11,13 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint import transport_memory
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.parts import contents_of, file_of
 from parsl_freetrain.training.checkpoint.state import Source, State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.checkpoint.transport_memory import (
-    NodeMemory,
-    Snapshots,
-    image_of,
-    is_wanted,
-)
 from parsl_freetrain.training.comm.peers import Peers, on_any_rank
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
@@ -125,14 +120,17 @@ class LastStep:
         part, parts = self._model.division.part
         alone = rank == 0 and self._uses_state  # no other rank has what is not a tensor
         offer = OfferState(order.trainer, order.fragment, samples, part, alone)
-        if samples <= order.samples or not is_wanted(offer):
+        if samples <= order.samples or not transport_memory.is_wanted(offer):
             return None
         self._parts.channel.send(LeavingState())
         saving('leaving')
-        snapshots, memory = Snapshots(), NodeMemory(order.trainer, offer=offer)
+        snapshots, memory = (
+            transport_memory.Snapshots(),
+            transport_memory.NodeMemory(order.trainer, offer=offer),
+        )
         taken = snapshots.take(state())
         assert taken.image is not None
-        contents = image_of(taken.part(rank).packed)
+        contents = transport_memory.image_of(taken.part(rank).packed)
         with suppress(OSError):
             if memory.put(file_of(rank), taken.image) and memory.put(contents_of(rank), contents):
                 digest = digest_of_blocks(contents.blocks)

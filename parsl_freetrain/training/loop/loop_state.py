@@ -28,9 +28,8 @@ class Reports:
     last.
     """
 
-    def __init__(self, values: dict[str, float], means: EpochMeans | None = None) -> None:
-        self.values = values
-        self.means = means or EpochMeans({})
+    def __init__(self, values: dict[str, float], sums: Mapping[str, Sequence[Any]] = {}) -> None:
+        self.values, self.means = values, EpochMeans(sums)
         self._reached = 0
         self._parts: _Parts = {}
         self._micro_batch: dict[str, float] | None = None
@@ -187,16 +186,14 @@ class LoopState:
         """That of the state it continues from. ``last``: the newest checkpoint, on rank 0."""
         known = dict(last.metrics) if last is not None else {}
         known.pop(BEST, None)  # it belongs to the checkpoints for which ctx.checkpoint was called
-        reports = Reports(known)
         if saved is None:
-            return cls(0, total_samples, 0, reports, UserState())
+            return cls(0, total_samples, 0, Reports(known), UserState())
         there = saved.position
-        reports.means = EpochMeans(there.means)
         return cls(
             there.samples,
             there.total_samples if total_samples is None else total_samples,
             there.samples,
-            reports,
+            Reports(known, there.means),
             UserState(dict(there.user)),
             there.epoch,
             finishing=there.finishing,

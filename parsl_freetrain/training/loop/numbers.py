@@ -27,15 +27,6 @@ from torch.utils.data import DataLoader, Dataset
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.loop import changes
-from parsl_freetrain.training.loop.changes import (
-    CONTAINERS,
-    SCALARS,
-    VALUES,
-    attributes,
-    has_state,
-    is_ours,
-    slots,
-)
 from parsl_freetrain.training.loop.held import HELD, ITEMS, Held, held_in, memory
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
@@ -45,7 +36,7 @@ from parsl_freetrain.training.loop.unknown_state import among, set_variables
 _OTHER, _NONE = object(), object()  # what does not follow; what is not there
 _STATE, _ONES, _MODULES, _METRICS, _MOST, _SHOWN = 'ctx.state', '', '.', '..', 500, 6
 _SENT = 10**5, 2**24  # elements and bytes at most
-_FOLLOWED = *HELD, *SCALARS, *VALUES, np.generic
+_FOLLOWED = *HELD, *changes.SCALARS, *changes.VALUES, np.generic
 Values = Mapping[Any, Any]
 _Differing = tuple[str, dict[Any, Any], tuple[Any, ...]]  # where, what is there now, and its mark
 _Space = tuple[Callable[[], Values], Callable[[Values], object]]
@@ -346,21 +337,21 @@ def _is_users(kind: type) -> bool:
     """Whether it is a class of the user's whose objects checkpoints hold as they are."""
     others = Dataset, DataLoader, torch.nn.Module, torch.optim.Optimizer, type
     known = issubclass(kind, others) or hasattr(kind, 'state_dict')
-    return not known and slots(kind) is not None
+    return not known and changes.slots(kind) is not None
 
 
 def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
     """The user's own objects among values, and in them."""
     waiting, seen = [*values.items()], set(known)
     for path, one in waiting:
-        if id(one) in seen or is_ours(one) or has_state(one):
+        if id(one) in seen or changes.is_ours(one) or changes.has_state(one):
             continue
         seen.add(id(one))
         inner: Any = {}
-        if isinstance(one, CONTAINERS) and len(one) <= ITEMS:
+        if isinstance(one, changes.CONTAINERS) and len(one) <= ITEMS:
             inner = one if isinstance(one, dict) else dict(enumerate(one))
-        if not isinstance(one, (Dataset, DataLoader, type)) and (own := attributes(one)):
-            get: Any = vars if own is getattr(one, '__dict__', None) else attributes
+        if not isinstance(one, (Dataset, DataLoader, type)) and (own := changes.attributes(one)):
+            get: Any = vars if own is getattr(one, '__dict__', None) else changes.attributes
             yield f'{path}:', (partial(get, one), partial(_set_all, one))
             inner = {**inner, **own}
         if len(inner) <= ITEMS and len(waiting) < _MOST:

@@ -17,21 +17,15 @@ import torch
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.loop.changes import (
-    CONTAINERS,
-    SCALARS,
-    VALUES,
-    attributes,
-    has_state,
-    load_state,
-    state_of,
-)
+from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.steps.buffers import is_plain
 
-_SCALARS = frozenset(SCALARS)
+_SCALARS = frozenset(changes.SCALARS)
 _BASES = Counter, OrderedDict, dict, list, set, tuple
-_CONSTANTS = {kind.__name__: kind for kind in (*VALUES[:-1], datetime, PosixPath, WindowsPath)}
-_MADE_BY = {kind.__name__: kind for kind in (*_BASES, *SCALARS[:5], defaultdict, deque)}
+_CONSTANTS = {
+    kind.__name__: kind for kind in (*changes.VALUES[:-1], datetime, PosixPath, WindowsPath)
+}
+_MADE_BY = {kind.__name__: kind for kind in (*_BASES, *changes.SCALARS[:5], defaultdict, deque)}
 _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
 
@@ -111,7 +105,7 @@ class _Packer:
             return 'made', content, name, made_by
         if self._how.find(name) is not type(one):
             raise NotPlain(f'a {name}')
-        return 'made', content, name, self._parts(attributes(one) or {}, there, there)
+        return 'made', content, name, self._parts(changes.attributes(one) or {}, there, there)
 
     def _parts(self, named: dict[Any, Any], there: bool, objects: bool = False) -> dict[Any, Any]:
         found = {}
@@ -140,13 +134,13 @@ class _Packer:
             return 'numpy', torch.from_numpy(one.copy())
         if isinstance(one, np.generic):
             return self.pack(one.item())
-        if isinstance(one, VALUES):
+        if isinstance(one, changes.VALUES):
             return self._constant(one)
         if id(one) in self._around:
             raise NotPlain('what refers to itself')
         self._around.add(id(one))
         try:
-            if isinstance(one, CONTAINERS):
+            if isinstance(one, changes.CONTAINERS):
                 return self._container(one, there)
             return self._thing(one, there)
         finally:
@@ -167,13 +161,13 @@ class _Packer:
         return 'constant', [*map(self.pack, parts)], name
 
     def _thing(self, one: Any, there: bool) -> Any:
-        top, name, own = self._around == {id(one)}, type(one).__name__, attributes(one)
+        top, name, own = self._around == {id(one)}, type(one).__name__, changes.attributes(one)
         kept = top or (there and not isinstance(one, torch.nn.Module))
-        if has_state(one) and kept and id(one) not in self._how.known:
-            state, models = state_of(one), enumerate(self._how.models)
+        if changes.has_state(one) and kept and id(one) not in self._how.known:
+            state, models = changes.state_of(one), enumerate(self._how.models)
             alike = (i for i, m in models if type(one) in type(m).__mro__[:2] and _alike(m, state))
             return 'state', self.pack(state), next(alike, -1)
-        if own is None or has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
+        if own is None or changes.has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
             raise NotPlain(f'a {name}')
         if not there and self._how.find(name) is not type(one):
             raise NotPlain(f'a {name}')
@@ -229,11 +223,11 @@ class _Unpacker:
                 return now
             return array.copy()
         if kind == 'state':
-            if not has_state(now) and packed[2] >= 0:
+            if not changes.has_state(now) and packed[2] >= 0:
                 now = copy.deepcopy(self._how.models[packed[2]])
-            if has_state(now):
+            if changes.has_state(now):
                 try:
-                    load_state(now, self.unpack(inner))
+                    changes.load_state(now, self.unpack(inner))
                 except Exception as error:
                     raise BadInput(
                         f'A variable holds a {type(now).__name__}, which does not take back its '
@@ -260,8 +254,8 @@ class _Unpacker:
         return is_plain(one) and one.data_ptr() in live
 
     def _object(self, inner: dict[str, Any], now: Any, name: str) -> Any:
-        one = object.__new__(self._class(name)) if attributes(now) is None else now
-        own = attributes(one) or {}
+        one = object.__new__(self._class(name)) if changes.attributes(now) is None else now
+        own = changes.attributes(one) or {}
         for key, value in inner.items():
             if key in own or type(one).__name__ == name:
                 object.__setattr__(one, key, self.unpack(value, own.get(key)))
@@ -291,7 +285,7 @@ class _Unpacker:
             if kind is defaultdict:
                 now.default_factory = _MADE_BY.get(more)
         self.unpack(content, now)
-        own = attributes(now) or {}
+        own = changes.attributes(now) or {}
         for key, value in more.items() if isinstance(more, dict) else ():
             object.__setattr__(now, key, self.unpack(value, own.get(key)))
         return now
@@ -300,7 +294,7 @@ class _Unpacker:
         """A tensor or array in a container may be anybody's, and a thing be there twice."""
         named = isinstance(packed, tuple) and packed[0] in ('object', 'made')
         kind = packed[2] if named else ''
-        same = type(now).__name__ == kind if kind else isinstance(now, CONTAINERS)
+        same = type(now).__name__ == kind if kind else isinstance(now, changes.CONTAINERS)
         taken = same and id(now) not in self._used
         self._used.add(id(now))
         return self.unpack(packed, now if taken else None)

@@ -12,13 +12,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
-from parsl_freetrain.training.steps.gradient_guard import (
-    GradientGuard,
-    grad_of,
-    in_graphs,
-    refuse_overwritten,
-    set_grad,
-)
+from parsl_freetrain.training.steps import gradient_guard
 
 _BUCKET_BYTES = 2**25
 UNUSED = (
@@ -56,7 +50,7 @@ class Accumulation:
         self._sums: dict[int, torch.Tensor] = {}
         self._stepped: set[int] = set()
         self._values: dict[int, list[tuple[float, float]]] = {}
-        self._guard = GradientGuard(
+        self._guard = gradient_guard.GradientGuard(
             (p for optimizer in prepared.optimizers for p in parameters_of(optimizer)),
             OF_A_MICRO_BATCH,
         )
@@ -134,9 +128,9 @@ class Accumulation:
     def _take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         found: list[tuple[int, torch.Tensor]] = []
         for parameter in parameters:
-            if (gradient := grad_of(parameter)) is None:
+            if (gradient := gradient_guard.grad_of(parameter)) is None:
                 continue
-            set_grad(parameter, None)
+            gradient_guard.set_grad(parameter, None)
             if gradient.layout is not torch.strided:
                 raise BadInput(
                     'ctx.loop was given micro_batch, which cannot add up sparse gradients: make '
@@ -144,7 +138,7 @@ class Accumulation:
                 )
             found.append((id(parameter), gradient))
         taken = [gradient for _, gradient in found]
-        if taken and in_graphs():
+        if taken and gradient_guard.in_graphs():
             taken = list(torch._foreach_mul(taken, 1.0))
         if taken and self._weight:
             torch._foreach_mul_(taken, self._weight)
@@ -154,7 +148,7 @@ class Accumulation:
         both = [(one, own) for one, own in zip(sums, taken, strict=True) if one is not own]
         if both:
             known, added = map(list, zip(*both, strict=True))
-            refuse_overwritten(known, added)
+            gradient_guard.refuse_overwritten(known, added)
             torch._foreach_add_(known, added)
 
     def _once(self, plain: Callable[..., Any], number: int) -> Callable[..., Any]:
