@@ -19,9 +19,8 @@ from parsl_freetrain.host.files import sync_dir, write_new
 from parsl_freetrain.training.checkpoint import manifest as manifests
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
-from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.source import PartReader, read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.retention import BEST, Retention
 

@@ -23,9 +23,9 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint import outer_means as means
 from parsl_freetrain.training.checkpoint.block_digests import BLOCK, digest
 from parsl_freetrain.training.checkpoint.outer import OuterWeights
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents, dtype_name, entries_of
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, layout_of
+from parsl_freetrain.training.checkpoint.source import PartReader
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.transport import Disk, FileBlock
 from parsl_freetrain.training.spec.diloco import training_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.host.files import make_dir, read_regular, sync_dir, write_new
+from parsl_freetrain.host.files import make_dir, read_regular, replace, sync_dir, write_new
 from parsl_freetrain.host.ownership import refuse_foreign
 from parsl_freetrain.training.checkpoint.directories import fresh
 from parsl_freetrain.training.checkpoint.manifest import TRAINER_FILE
@@ -66,13 +66,10 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
                 f'Folder {folder} for trainer {trainer!r} is not empty and is no checkpoint folder '
                 f"(it has no {TRAINER_FILE}): name a folder that is new, empty or a trainer's."
             )
-        # Written under another name first: a process killed here leaves no incomplete file.
-        draft = folder / f'.freetrain-{secrets.token_hex(8)}'
         text = json.dumps(wanted, indent=1, sort_keys=True) + '\n'
         with _refusing(folder, trainer):
             # The first fence makes it durable, too.
-            write_new(draft, text.encode(), durable=(folder / FENCES).exists())
-            draft.rename(path)
+            replace(path, text.encode(), durable=(folder / FENCES).exists())
         return
     owner, theirs = _read(path)
     if owner != trainer:

@@ -30,9 +30,9 @@ from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.identity import refuse_open
 from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, read_manifest
 from parsl_freetrain.training.checkpoint.optimizer_state import every_parameter
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Blocks, Contents, entries_of, write_contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, bytes_of, layout_of
+from parsl_freetrain.training.checkpoint.source import PartReader
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import OwnParameters, Prepared
 from parsl_freetrain.training.spec.diloco import MADE_BY, OUTER, ROUND_SAMPLES, Nesterov

@@ -14,9 +14,9 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import state as st
 from parsl_freetrain.training.checkpoint.manifest import SHARED, Damaged
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece
+from parsl_freetrain.training.checkpoint.source import PartReader
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.spec.diloco import Nesterov

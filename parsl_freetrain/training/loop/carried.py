@@ -303,16 +303,11 @@ class Carried:
         before = {path: then for moment in saved for path, then in moment.items()}
         found = {}
         for path, one in self._variables():
-            goes_on = isinstance(one, Iterator) and changes.attributes(one) is None and room is None
-            if goes_on and path in marks and marks[path] != changes.mark(one):
-                raise _refused(path, 'is an iterator')
-            if (
-                changes.is_data(one)
-                and path in marks
-                and room is None
-                and marks[path] != changes.mark(one)
-            ):
-                raise _refused(path, f'is a {type(one).__name__}')
+            goes_on = isinstance(one, Iterator) and changes.attributes(one) is None
+            looks = (goes_on or changes.is_data(one)) and path in marks and room is None
+            if looks and marks[path] != changes.mark(one):
+                what = 'an iterator' if goes_on else f'a {type(one).__name__}'
+                raise _refused(path, f'is {what}')
             if not changes.may_be_saved(one):
                 continue
             if room is not None and changes.is_large(one):

@@ -15,6 +15,7 @@ from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSett
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
+from parsl_freetrain.training.loop.loop_data import LoopCall
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model
 from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH
@@ -59,14 +60,14 @@ class EpochLoop:
             self._model.carried.begin_epoch()
             self._end()
 
-    def begin_loop(self, dataset: Any, epochs: float | None, samples: int | None) -> None:
+    def begin_loop(self, call: LoopCall) -> None:
         """Call in ``ctx.loop``; raises BadInput if it may not be called now, or not like this."""
-        if is_stream(dataset):
+        if is_stream(call.data.dataset):
             raise BadInput(
                 'ctx.loop was given a stream within ctx.epochs(), but a stream has no epochs: '
                 'leave out ctx.epochs(), and state how much to train in samples.'
             )
-        if epochs is not None or samples is not None:
+        if call.epochs is not None or call.samples is not None:
             raise BadInput(
                 'ctx.loop was given epochs or samples within ctx.epochs(), where it trains one '
                 'epoch: leave them out.'
@@ -88,11 +89,9 @@ class EpochLoop:
                 'ctx.epochs().'
             )
 
-    def micro_batches(
-        self, data: LoaderData, micro_batch: int | None, batches: Iterator[Any] | None = None
-    ) -> Iterator[Any]:
+    def micro_batches(self, call: LoopCall, batches: Iterator[Any] | None = None) -> Iterator[Any]:
         """Those of one epoch. ``batches``: those of the training loop, in the first epoch."""
-        given = [*vars(data).values(), micro_batch]
+        given = [*vars(call.data).values(), call.micro_batch]
         if batches is not None:
             self._batches, self._data = batches, given
         elif any(

@@ -27,7 +27,7 @@ from parsl_freetrain.training.loop import averages, body, loop_state, rounds, up
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.last_step import around_models, put_back_changes
-from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
+from parsl_freetrain.training.loop.loop_data import LoopCall, LoopData, LoopLengths, LoopSpan
 from parsl_freetrain.training.loop.loss import Loss, check
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.preparing import prepare_model
@@ -173,44 +173,34 @@ class FragmentRun:
             parts = self.division.parts * (diloco.replicas if diloco is not None else 1)
             each = math.ceil(data.batch_size / accumulate / parts)
             micro_batch = min(each, micro_batch or each)
+        call = LoopCall(data, micro_batch, epochs, samples, loss)
         if self._rehearsed is None:
-            return self._loop(self.model, data, micro_batch, epochs, samples, loss)
-        data = self._rehearsed.data(data)
-        batches = self._loop(self.model, data, micro_batch, epochs, samples, loss)
-        return self._rehearsed.follow(batches, data.num_workers)
+            return self._loop(self.model, call)
+        call = replace(call, data=self._rehearsed.data(data))
+        return self._rehearsed.follow(self._loop(self.model, call), call.data.num_workers)
 
-    def _loop(
-        self, model: Model, data: LoaderData, micro_batch: int | None, *rest: Any
-    ) -> Iterator[Any]:
+    def _loop(self, model: Model, call: LoopCall) -> Iterator[Any]:
         if self._epochs is not None and not self.state.loop_over:
-            self._epochs.begin_loop(data.dataset, *rest[:2])
+            self._epochs.begin_loop(call)
             if self.loop is not None:
                 self._look()
-                return self._epochs.micro_batches(data, micro_batch)
-        batches = self._batches(model, data, micro_batch, *rest)
+                return self._epochs.micro_batches(call)
+        batches = self._batches(model, call)
         if self._epochs is None or batches is None:
             return iter(()) if batches is None else batches
-        return self._epochs.micro_batches(data, micro_batch, batches)
+        return self._epochs.micro_batches(call, batches)
 
-    def _batches(
-        self,
-        model: Model,
-        data: LoaderData,
-        micro_batch: int | None,
-        epochs: float | None,
-        samples: int | None,
-        loss: Loss | None,
-    ) -> Iterator[Any] | None:
+    def _batches(self, model: Model, call: LoopCall) -> Iterator[Any] | None:
         """The batches of a loop; None: an earlier fragment has trained it, or training is over."""
-        spec, saved = self.order.spec, self.saved
+        spec, data = self.order.spec, call.data
         if is_stream(data.dataset):
-            self.lengths.check_stream(epochs)
-        there = saved.position if saved is not None else None
+            self.lengths.check_stream(call.epochs)
+        there = self.saved.position if self.saved is not None else None
         begun = there is not None and there.loop == self.lengths.loops + 1
         epoch = there.epoch - there.epoch_due if begun and there is not None else 0
         how = spec.mode.seed, self.peers, max(epoch, 0), self.order.rehearsed
         source = LoopData(data, *how)
-        span = self.lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
+        span = self.lengths.next(there, self.state.samples, source.in_epoch, call)
         body.find_generators(self.hooks, data)
         self.state.reports.means.used |= body.asks_for_means(self.hooks, spec)
         over = self.state.phase is loop_state.Phase.ENDED_EARLY
@@ -227,10 +217,17 @@ class FragmentRun:
         if begun and not begins:
             model.carried.put_back('loop')
             source = LoopData(data, *how)  # of the data as they were
+        return self._begin(model, call, source, span, begins=begins)
+
+    def _begin(
+        self, model: Model, call: LoopCall, source: LoopData, span: LoopSpan, *, begins: bool
+    ) -> Iterator[Any]:
+        """Go on in a loop; ``begins``: with an epoch of it."""
+        spec, saved = self.order.spec, self.saved
         if self.division.shape.spatial == Shape().spatial:  # else ranks have parts of samples
             source.check_same(saved)
         position = source.position(self.state.samples, span, spec.shards, saved)
-        guard, mean = self._guard_of(model), loss is None
+        guard, mean = self._guard_of(model), call.loss is None
         if self.state.phase is loop_state.Phase.LOOP_ENDED:
             self.state.phase = loop_state.Phase.TRAINING
         model.structure.check()
@@ -241,7 +238,7 @@ class FragmentRun:
         if self._epochs is not None:
             self._look = batches.look
         rounds.tell_round(self.parts, batches, span.total)
-        model.steps.limit(micro_batch, batches.order.batch_size // batches.replicas)
+        model.steps.limit(call.micro_batch, batches.order.batch_size // batches.replicas)
         base, in_epoch, order_at = batches.base, batches.order.epoch_size, source.order_at
 
         # Not a method of the batches: a stream's own workers run for as long as it is held.
@@ -250,7 +247,7 @@ class FragmentRun:
             return replace(position, samples=samples, epoch=epoch, order=order)
 
         seen = body.Body(spec, self.division, self.peers, self.state.samples == span.base, mean)
-        around = position_at, guard, self.verification, seen, loss
+        around = position_at, guard, self.verification, seen, call.loss
         self.loop = TrainingLoop(self.parts, model, self.state, *around)
         return self.loop.run(batches)
 

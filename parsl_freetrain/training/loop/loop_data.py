@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, tee
 from threading import Thread
 from typing import Any
 
@@ -23,6 +23,8 @@ from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.data.together import Together
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.loss import Loss
 from parsl_freetrain.training.spec.fragment_order import Rehearsed
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.spec.training import TrainingSpec
@@ -31,6 +33,17 @@ _SPLIT = (
     'Split and shuffle with a fixed seed, such as numpy.random.default_rng(0), and sort what comes '
     'from a set or a folder.'
 )
+
+
+@dataclass(frozen=True)
+class LoopCall:
+    """What one call of ``ctx.loop`` was given."""
+
+    data: LoaderData
+    micro_batch: int | None
+    epochs: float | None
+    samples: int | None
+    loss: Loss | None
 
 
 @dataclass(frozen=True)
@@ -59,23 +72,16 @@ class LoopLengths:
                 'samples (total_samples of the trainer, and samples of ctx.loop).'
             )
 
-    def next(
-        self,
-        position: Position | None,
-        now: int,
-        in_epoch: int,
-        epochs: float | None,
-        samples: int | None,
-    ) -> LoopSpan:
+    def next(self, position: Position | None, now: int, in_epoch: int, call: LoopCall) -> LoopSpan:
         """The next loop, of which an epoch has ``in_epoch`` samples, when ``now`` samples are
-        trained. Without ``epochs`` and ``samples`` it trains the rest. Raises BadInput for both,
-        for samples of a total in epochs, or if not so much is left.
+        trained. Without epochs and samples it trains the rest. Raises BadInput for both, for
+        samples of a total in epochs, or if not so much is left.
         """
         self.loops += 1
         base = self._end
         if position is None or self.loops == position.loop:
             base = now if position is None else position.base
-        length, total = self._length(base, in_epoch, epochs, samples)
+        length, total = self._length(base, in_epoch, call.epochs, call.samples)
         self._end = base + length
         return LoopSpan(self.loops, base, length, total)
 
@@ -238,7 +244,11 @@ def _refuse_threads(dataset: Any) -> None:
                 )
 
 
-class Restarted:
+Batch = tuple[sample_order.GlobalBatch, Sequence[MicroBatch], Iterator[Any]]
+"""A global batch, this rank's micro-batches of it, and what loads these in order."""
+
+
+class _Restarted:
     """The micro-batches of global batches, for a loader that is iterated over once per epoch."""
 
     items: Iterator[tuple[sample_order.GlobalBatch, Sequence[MicroBatch]]] = iter(())
@@ -281,14 +291,31 @@ class BatchSource:
             others = len(indices) - len(own)
             yield replace(batch, samples_before=before, indices=own, others=others)
 
-    def loader(
-        self, micro_batches: Iterable[MicroBatch], seed: int | None, device: torch.device
-    ) -> Iterable[Any]:
-        return make_loader(self.dataset, micro_batches, seed, self.read, device)
-
-    def fingerprint(self) -> bytes:
-        """It changes when the user changes what workers have a copy of."""
-        return fingerprint(dataset=self.dataset, collate_fn=self.read.collate_fn)
+    def loaded(
+        self,
+        state: LoopState,
+        divide: Callable[[sample_order.GlobalBatch], Sequence[MicroBatch]],
+        at_epochs: bool,
+        seed: int | None,
+        device: torch.device,
+    ) -> Iterator[Batch]:
+        """From where training is to the end; ``divide``: into micro-batches; ``at_epochs``: data
+        may be changed there.
+        """
+        # Workers load ahead: not over an end of an epoch at which the data may be changed.
+        of_epoch = bool(self.read.num_workers) and (at_epochs or self.read.sampler is not None)
+        ahead, loader, before = _Restarted(), None, b''
+        while state.samples < self.end:
+            batches = self.batches(state.samples, of_epoch=of_epoch)
+            ahead.items, here = tee((batch, divide(batch)) for batch in batches)
+            own = {'dataset': self.dataset, 'collate_fn': self.read.collate_fn}
+            now = fingerprint(**own) if of_epoch else b''  # of what workers have a copy of
+            if loader is None or now != before:
+                loader = make_loader(self.dataset, ahead, seed, self.read, device)
+                before = now
+            its = iter(loader)
+            for batch, micro_batches in here:
+                yield batch, micro_batches, its
 
     def look(self) -> None:
         """Look at the dataset again, after an end of an epoch that may have changed it."""

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import tee
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -18,7 +17,7 @@ from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_ev
 from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop.body import Body
 from parsl_freetrain.training.loop.last_step import LastStep, around_models, versions
-from parsl_freetrain.training.loop.loop_data import BatchSource, Restarted
+from parsl_freetrain.training.loop.loop_data import Batch, BatchSource
 from parsl_freetrain.training.loop.loop_saver import LoopSaver
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.loss import Loss, with_shares
@@ -31,8 +30,6 @@ from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.determinism import demand_determinism
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
-Batch = tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]
-"""A global batch, this rank's micro-batches of it, and what loads these in order."""
 END_OF_EPOCH, NEXT_EPOCH = object(), object()
 """In place of micro-batches, where the function has a loop over ``ctx.epochs()``: when an epoch has
 been trained, and when its end is done.
@@ -195,22 +192,10 @@ class TrainingLoop:
 
     def _batches(self, data: BatchSource) -> Iterator[Batch]:
         self._draw_for_itself()
-        # Workers load ahead: not over an end of an epoch at which the data may be changed.
-        by_epochs = self._hooks.at_epochs or data.read.sampler is not None
-        of_epoch = bool(data.read.num_workers) and by_epochs
-        ahead, loader, before = Restarted(), None, b''
-        while self._state.samples < data.end:
-            batches = data.batches(self._state.samples, of_epoch=of_epoch)
-            ahead.items, here = tee((batch, self._steps.micro_batches(batch)) for batch in batches)
-            now = data.fingerprint() if of_epoch else b''
-            if loader is None or now != before:
-                # The same numbers for ranks with the same samples, and for workers after a cut.
-                alike = self._reproducible or self._division.grouped or data.read.num_workers > 0
-                loader = data.loader(ahead, self._seed if alike else None, self._device)
-                before = now
-            loaded = iter(loader)
-            for batch, micro_batches in here:
-                yield batch, micro_batches, loaded
+        # The same numbers for ranks with the same samples, and for workers after a cut.
+        alike = self._reproducible or self._division.grouped or data.read.num_workers > 0
+        how = self._hooks.at_epochs, self._seed if alike else None, self._device
+        yield from data.loaded(self._state, self._steps.micro_batches, *how)
 
     def _begin(self, batch: GlobalBatch) -> None:
         state = self._state

@@ -16,7 +16,6 @@ from parsl_freetrain.training.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import (
     Contents,
     part_of,
@@ -24,6 +23,7 @@ from parsl_freetrain.training.checkpoint.parts import (
     write_contents,
     write_part,
 )
+from parsl_freetrain.training.checkpoint.source import PartReader
 from parsl_freetrain.training.checkpoint.transport import Disk
 from tests.support.damage import flip
 

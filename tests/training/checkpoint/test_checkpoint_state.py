@@ -16,9 +16,8 @@ from torch import nn
 from parsl_freetrain import BadInput
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.manifest import Damaged, Manifest, commit, write_manifest
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import Contents
-from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.source import PartReader, read_state
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of, restore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.checkpoint.transport import Disk
