@@ -31,7 +31,7 @@ def test_faults_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path
 
 @pytest.mark.long
 def test_faults_on_three_computers_change_no_bit(tmp_path: Path) -> None:
-    kinds = {'rank', 'manager', 'block', 'submitting process', 'network cut off'}
+    kinds = {'block', 'submitting process', 'network cut off'}
     said: list[str] = []
     with computers(4) as made:
         counts = monkey.chaos(0, 21, 3, tmp_path, said.append, kinds, computers=made)
@@ -40,14 +40,14 @@ def test_faults_on_three_computers_change_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('overlap', [0, 1])
-def test_faults_on_a_training_in_rounds_change_no_bit(tmp_path: Path, overlap: int) -> None:
+def test_faults_on_a_training_in_rounds_change_no_bit(tmp_path: Path) -> None:
+    """With overlap; without it, tests/test_workflows.py kills replicas at every stage."""
     kinds = {
         'kill in a step', 'kill before the commit', 'kill as the function begins', 'zombie',
         'kill before an outer commit', 'submitting process',
     }  # fmt: skip
     said: list[str] = []
-    counts = monkey.chaos(0, 3, 2, tmp_path, said.append, kinds, overlap=overlap)
+    counts = monkey.chaos(0, 3, 2, tmp_path, said.append, kinds, overlap=1)
     assert counts.keys() >= kinds
     assert 'bit for bit' in said[-1]
 

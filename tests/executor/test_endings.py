@@ -1,4 +1,4 @@
-"""Nodes that go with a warning or at a known time, and a scheduler that does not answer."""
+"""A scheduler that does not answer, an interchange that has ended, a budget that is spent."""
 
 import re
 import subprocess
@@ -14,35 +14,8 @@ from parsl.jobs.states import JobState, JobStatus
 import parsl_freetrain as ft
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
-from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S, slowness, wait_until
-
-
-@pytest.mark.parametrize('taken', ['known', pytest.param('notice', marks=pytest.mark.long)])
-def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
-    """The fragment stops before its node is killed; the next one, elsewhere, repeats nothing."""
-    slow = slowness()  # a save that takes longer than the notice would be lost
-    schedule = Schedule([IdleInterval(0, 9 * slow, 'a'), IdleInterval(7 * slow, 900 * slow, 'b')])
-    site = ft.LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=3 * slow, poll_s=0.2)
-    epochs = round(35 * slow)
-    trainer = ft.freetrain_app(
-        max_nodes=1, total_epochs=epochs, checkpoints=ft.Checkpoints(every_s=1000.0)
-    )(fit)
-    with freetrain(tmp_path, site, min_hole_s=3.0) as executor:
-        future = trainer(pause_s=0.03)
-        assert future.result(LIMIT_S).samples == epochs * 96
-        assert future.progress().preempted == 0
-    with Journal(executor.ledger_path) as ledger:
-        fragments = ledger.history().fragments
-    first_end = fragments[0].ended_at
-    assert first_end is not None
-    assert [f.ending for f in fragments][:1] == ['stopped']
-    assert fragments[0].samples == fragments[0].reached
-    if taken == 'known':
-        deadline = fragments[0].launched.deadline_s
-        assert deadline is not None
-        assert first_end < deadline
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 def test_a_scheduler_that_does_not_answer_ends_nothing(

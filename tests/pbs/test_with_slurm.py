@@ -17,7 +17,7 @@ from tests.support.file_system_shim import Shim, compiler
 from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S, under_load, wait_until
+from tests.support.waiting import LIMIT_S, slowness, wait_until
 
 
 @pytest.mark.long
@@ -79,7 +79,7 @@ def test_nodes_whose_clocks_differ_train_until_their_known_end(
     lines = [f'export {name}={value}' for name, value in shim.environment.items()]
     lines.append('export FREETRAIN_NODE=${SLURMD_NODENAME:-$(hostname)}')  # for the script itself
     path = f'export PATH={Path(sys.executable).parent}:$PATH'
-    how: Any = {'longest_s': max(60.0, under_load(20.0)), **QUICK}
+    how: Any = {'longest_s': max(60.0, 15.0 * slowness()), **QUICK}
     how['worker_init'] = '; '.join([path, *lines])
     sites: Any = {
         'slurm': (ft.SlurmSite(partition='batch', **how), '127.0.0.1'),

@@ -15,26 +15,20 @@ pytestmark = pytest.mark.slurm
 
 # Half of the commands of 'make delay', which cost much of the test's processor time.
 LESS_OFTEN = {'poll_s': 1.0, 'waiting_poll_s': 0.5}
-# Nodes, and jobs; a reservation would take a minute more.
-SHORT = 2, replace(untidy(6, 2, 6, 30.0, 10.0), reserved=None)
-LONG = 4, untidy(6, 4, 7, 120.0, 20.0)
+# A reservation would take a minute more; 'make delay' has one, and more nodes and jobs.
+NODES = 2
+MIX = replace(untidy(6, NODES, 6, 30.0, 10.0), reserved=None)
 
 
-@pytest.fixture(
-    scope='module',
-    params=[pytest.param(SHORT, id='short'), pytest.param(LONG, id='long', marks=pytest.mark.long)],
-)
-def outcomes(
-    request: pytest.FixtureRequest, has_slurm: None, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Outcome]:
+@pytest.fixture(scope='module')
+def outcomes(has_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """The mix twice without FreeTrain and once in each mode, at once; blocks import no torch."""
-    nodes, mix = request.param
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in template.for_nodes().items():
             patch.setenv(variable, value)
         filled = {mode: {**settings, **LESS_OFTEN} for mode, settings in MODES.items()}
         runs = {'alone': None, 'again': None, **filled}
-        return side_by_side(runs, mix, nodes, tmp_path_factory.mktemp('delay'))
+        return side_by_side(runs, MIX, NODES, tmp_path_factory.mktemp('delay'))
 
 
 @pytest.mark.parametrize('mode', MODES)

@@ -1,4 +1,6 @@
-"""In which order test files begin: long ones first; those that share a server on one worker."""
+"""In which order tests begin: the short forms, file by file, then the long ones, each by itself;
+of both those that take long first. What shares a server is on one worker.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +13,11 @@ FIRST = (
     'tests/globus/test_in_its_environment.py',
     'tests/sites/pbspro/test_openpbs.py',
     'tests/sites/slurm/test_slurm_blocks.py',
+    'tests/sites/slurm/test_slurm_live.py',
     'tests/test_workflows.py',
     'tests/slurm/test_zero_delay.py',
     'tests/test_ffn.py',
+    'tests/chaos/test_chaos.py',
     'tests/slurm/test_load.py',
     'tests/slurm/test_whole_training.py',
     'tests/integrations/test_whole_scripts.py',
@@ -24,7 +28,6 @@ FIRST = (
     'tests/executor/test_hangs.py',
     'tests/training/loop/test_handover.py',
     'tests/executor/test_endings.py',
-    'tests/chaos/test_chaos.py',
     'tests/test_interruption.py',
     'tests/training/loop/test_fragments.py',
     'tests/test_calls.py',
@@ -52,7 +55,7 @@ FIRST = (
 )
 PBS, SLURM = 'tests/sites/pbspro/test_openpbs.py', 'tests/sites/slurm/test_slurm_blocks.py'
 """They stand for all tests of other files, too, that share a server of PBS or a Slurm cluster."""
-APART = 'tests/slurm/', 'tests/docs/'
+APART = 'tests/slurm/', 'tests/docs/', 'tests/sites/slurm/test_slurm_live.py'
 """Where tests have a Slurm cluster for long, or of their own."""
 
 
@@ -71,7 +74,11 @@ def unit_of(item: pytest.Item, root: Path) -> str:
 
 def units(items: Sequence[pytest.Item], root: Path) -> list[list[pytest.Item]]:
     """Divide tests into what one worker runs one after the other."""
-    found: dict[str, list[pytest.Item]] = {}
+    found: dict[tuple[bool, int, str], list[pytest.Item]] = {}
     for item in items:
-        found.setdefault(unit_of(item, root), []).append(item)
-    return [found[unit] for unit in sorted(found, key=place)]
+        unit = unit_of(item, root)
+        # There is one PBS server at a time: what needs it takes longest of all, and mostly waits.
+        later = unit != PBS and item.get_closest_marker('long') is not None
+        alone = later and unit != SLURM
+        found.setdefault((later, place(unit), item.nodeid if alone else unit), []).append(item)
+    return [found[key] for key in sorted(found, key=lambda key: key[:2])]
