@@ -113,11 +113,7 @@ class _Service:
 def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
     return {
         'id': name,
-        'status': answer.status,
-        'objective': answer.objective,
-        'bound': answer.bound,
-        'gap': answer.gap,
-        'solver': answer.solver,
+        **{f: getattr(answer, f) for f in ('status', 'objective', 'bound', 'gap', 'solver')},
         'seconds': round(answer.seconds, 6),
         'allocation': {trainer: answer.by_block.get(trainer, {}) for trainer in answer.allocation}
         if by_block

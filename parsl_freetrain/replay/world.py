@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import Count, PositiveSeconds, Share
 from parsl_freetrain.core.model.events import Ending
-from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import Accounts, Idle, Interruption, RecordedJob
 from parsl_freetrain.replay.result import PoolResult
 from parsl_freetrain.replay.trace import PoolChange, Trace
@@ -118,7 +118,8 @@ class World:
         events += (self._ended(name, at, None) for name in finished)
         if self._measuring:
             events += self._measuring.due(at, self._runs)
-        events += (ev.TrainerSubmitted(at, self._shown(run)) for run in submitted)
+        unknown: dict[str, Any] = {'curve': None, 'class_curves': ()} if self._measuring else {}
+        events += (ev.TrainerSubmitted(at, replace(run.trainer, **unknown)) for run in submitted)
         if not events:  # a budget is spent, for which there is no event
             events.append(ev.Tick(at))
         began = perf_counter()
@@ -134,9 +135,6 @@ class World:
         free = len(pool.nodes) - self._accounts.used
         idle = why_unused(self._controller, self._runs, at) if free else Idle()
         self._accounts.close_instant(len(pool.nodes), idle, thought_s)
-
-    def _shown(self, run: RecordedJob) -> Trainer:
-        return replace(run.trainer, curve=None, class_curves=()) if self._measuring else run.trainer
 
     def _ended(self, name: str, at: float, cause: Interruption | None) -> ev.FragmentEnded:
         """``cause``: None: it has finished."""

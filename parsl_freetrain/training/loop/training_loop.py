@@ -24,7 +24,7 @@ from parsl_freetrain.training.loop.loss import Loss, with_shares
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.loop.verification import Verification
-from parsl_freetrain.training.loop.wishes import EvaluationStopped, Rollback, Wishes
+from parsl_freetrain.training.loop.wishes import BUSY_EVERY_S, EvaluationStopped, Rollback, Wishes
 from parsl_freetrain.training.spec.mode import ROLLBACK, NonFinitePolicy, Reproducible
 from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.determinism import demand_determinism
@@ -66,7 +66,8 @@ class TrainingLoop:
             parts, model, state, position_at, self._last, self._rollback, verification
         )
         self.wishes = Wishes(parts, model, state, self._rollback)
-        self._began = 0, 0.0  # samples and time where the rate is counted from
+        self._began, self._warm = 0, False  # samples at the loop's begin; a step was taken
+        self._paced = 0, 0.0  # samples and time where the rate is counted from
         self._guarded = self._at_end = False
         self._between_epochs_s = math.inf  # what the function does there
 
@@ -121,7 +122,7 @@ class TrainingLoop:
     def _until_end(self, data: BatchSource) -> Iterator[Any]:
         state, by_epochs = self._state, self._hooks.by_epochs
         self._last.end_batch()
-        self._began = state.samples, time.monotonic()
+        self._began, self._paced = state.samples, (state.samples, time.monotonic())
         batches = self._batches(data)
         # In ctx.epochs each epoch's loop begins anew.
         begins = by_epochs and data.ends_epoch(state.samples)
@@ -208,7 +209,7 @@ class TrainingLoop:
         self._steps.begin(batch, self._guarded)
         self._guard.begin_batch()
         self._checkpointer.timing.begin()
-        if state.samples == self._began[0]:
+        if state.samples == self._began:
             started = time.time(), *self._key, state.samples, self._rank
             self._channel.send(FragmentStarted(*started, keeps=self._last.possible))
 
@@ -261,11 +262,15 @@ class TrainingLoop:
             if self._reproducible and hooks.at_step_end:
                 seed_alike(state.samples, self._mode.seed, 'after step')
             hooks.run(hooks.at_step_end)
-        now, (samples, since) = time.monotonic(), self._began
+        now, (samples, since) = time.monotonic(), self._paced
         self._checkpointer.timing.step_took(now - began_at)
-        if batch.samples_before == samples:
-            self.saver.make_room()
         self.wishes.rate = (state.samples - samples) / data.replicas / (now - since)
+        if batch.samples_before == self._began:
+            self.saver.make_room()
+        if not self._warm:  # the first step is slower than the next ones, which come soon
+            self._warm, self._paced = True, (state.samples, now)
+            if now - since < BUSY_EVERY_S:
+                self.wishes.rate = None
         return decision
 
     def _end_batch(self, decision: Agreed, data: BatchSource) -> bool:

@@ -93,7 +93,8 @@ class Wishes:
         self._steps, self._state, self._rollback = model.steps, state, rollback
         self._key = parts.order.key
         self._reported_at = 0.0
-        self.near_end, self.steps_left, self.rate = False, math.inf, 0.0
+        self.near_end, self.steps_left = False, math.inf
+        self.rate: float | None = None  # samples per second, behind the first step
 
     def after_step(self) -> Agreed:
         if self._rollback.spoilt_meanwhile():

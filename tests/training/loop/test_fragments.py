@@ -212,6 +212,24 @@ def test_a_stop_request_ends_all_at_the_same_step(fork_server: ForkClient, tmp_p
     assert outcomes[0].path == checkpoint.path == said.path
 
 
+def test_the_speed_is_without_the_slow_first_step(fork_server: ForkClient, tmp_path: Path) -> None:
+    """As it was, each fragment began with a speed that made the controller rescale it at once."""
+
+    def slow_at_first(ctx: FragmentContext) -> None:
+        ctx.after_step(lambda: time.sleep(2.0 if ctx.samples <= BATCH else 0.1))
+        train(ctx)
+
+    with ranks(
+        fork_server, order(tmp_path, total_samples=TOTAL), 1, tmp_path, slow_at_first
+    ) as gang:
+        gang.run()
+    (began,) = gang.ranks[0].said(ev.FragmentStarted)
+    first, *others = gang.ranks[0].said(ev.FragmentProgressed)
+    assert first.rate is None and others
+    for one in others:
+        assert one.rate and one.rate > one.samples / (one.at - began.at)
+
+
 def test_the_deadline_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
     deadline, clock = time.monotonic() + 4.0, time.time() + 4.0
     ordered = order(tmp_path, total_samples=10_000_000, mode='throughput', deadline=deadline)
