@@ -155,7 +155,7 @@ class Member:
                 started = node_fork_server.start_standby(self._order, self._payload, wait_s)
                 self._ahead, self._ahead_started = started, True
             except (FreeTrainError, OSError) as error:  # the next fragment starts without them
-                logger.warning('No ranks run ahead of the next fragment: %s', error)
+                logger.info('No ranks run ahead of the next fragment: %s', error)
 
     def _look_ahead(self, control: ControlClient) -> None:
         """Say once that all standby ranks wait, or that none could be started."""

@@ -111,7 +111,7 @@ class Members:
 def _log_failure(done: Future[Any]) -> None:
     """Where no rank could be started ahead, the next fragment starts as any other does."""
     if not done.cancelled() and isinstance(error := came_back(done), BaseException):
-        logger.warning('No ranks run ahead of the next fragment on a free node: %s', error)
+        logger.info('No ranks run ahead of the next fragment on a free node: %s', error)
 
 
 def member_task(node: str, order: MemberOrder, execute: str | None) -> dict[str, Any]:
