@@ -31,7 +31,7 @@ def draw(lines: Path, picture: Path) -> None:
     axes.set_ylabel('jobs, %')
     axes.set_xscale('symlog', linthresh=10)
     axes.axvline(0, color='black', linewidth=0.5)
-    axes.set_title(f'{len(found)} mixes of jobs, all seeds', fontsize=10)
+    axes.set_title(f'{len(found)} mixes of jobs', fontsize=10)
     axes.legend(loc='lower right')
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)

@@ -19,7 +19,7 @@ BOXES = (
 )
 NOTES = (
     (2.3, 4.3, 'starts'),
-    (5.4, 4.3, 'a node is lost:\ncontinues from the\nlast checkpoint'),
+    (5.4, 4.3, 'a node is lost: goes\non with the state\nthat the other has'),
     (7.8, 4.3, 'job C waits:\ncheckpoint,\nnodes given back'),
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from parsl_freetrain.training.parallel.pipeline import METHODS, PipelineSchedule
+from parsl_freetrain.training.parallel.pipeline.schedule import METHODS, PipelineSchedule
 from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD
 from workflows.pipeline_facts import activations
 

@@ -121,7 +121,7 @@ def draw(found: dict[str, Any], picture: Path) -> None:
                 label=trainer,
             )
         axis.plot((low, high), (low, high), color='grey', linewidth=0.8)
-        axis.set(xlabel=f'{name}: truth', ylabel='said of fields not trained on')
+        axis.set(xlabel=f'true {name}', ylabel='predicted of fields not trained on')
         axis.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
 

@@ -117,7 +117,6 @@ def draw(
     for i, (name, of) in enumerate(result['dice'].items()):
         scores.bar([n + 0.4 * i for n in range(len(of))], list(of.values()), width=0.35, label=name)
     scores.set(xticks=[0.2, 1.2], xticklabels=list(TISSUES[1:]), ylabel='Dice', ylim=(0, 1))
-    scores.legend(fontsize=8, loc='lower center')
     for axis, (name, values) in zip(axes, slices.items(), strict=True):
         axis.imshow(values.T, origin='lower', cmap='gray')
         axis.set(title=name, xticks=[], yticks=[])

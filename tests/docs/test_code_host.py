@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.chaos.fault_kinds import KINDS
 from tests.support.pages import ROOT, name_of, pages
 
 copies = runpy.run_path(str(ROOT / 'docs' / 'copies.py'))
@@ -66,7 +67,21 @@ def test_the_waits_are_those_of_the_code() -> None:
     assert runpy.run_path(str(DOCS / 'waits.py'))['page'](text) == text
 
 
-PAGES = 'README.md', 'docs/guides/administrators.md', 'docs/slurm.md', 'docs/pbs.md'
+def test_pictures_can_be_drawn_anew(tmp_path: Path) -> None:
+    """Those of docs/pictures.py, from what was measured."""
+    main = runpy.run_path(str(DOCS / 'pictures.py'))['main']
+    main.__globals__['STATIC'] = tmp_path
+    main()
+    drawn = {picture.name for picture in tmp_path.iterdir()}
+    assert len(drawn) == 9 and all((DOCS / '_static' / name).is_file() for name in drawn)
+
+
+def test_the_kinds_of_faults_are_counted() -> None:
+    text = (DOCS / 'evidence' / 'chaos.md').read_text()
+    assert f'of {len(KINDS)} kinds' in text
+
+
+PAGES = 'README.md', 'docs/guides/administrators.md'
 
 
 def test_the_promise_is_the_same_on_all_pages() -> None:
