@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,5 +43,18 @@ def append_contents(app: Any, page: str, source: list[str]) -> None:
         source[0] += (Path(__file__).with_name('contents.txt')).read_text()
 
 
+LIMITED = re.compile(
+    r"~?(?:typing\.)?Annotated\[(\w+), ~?(?:msgspec\.)?Meta\((?:[^'()]|'(?:[^'\\]|\\.)*')*\)\]"
+)
+
+
+def without_limits(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any]:
+    """Types without the limits that are checked when they are used: those stand in the text."""
+    return signature and LIMITED.sub(r'\1', signature), returns
+
+
 def setup(app: Any) -> None:
     app.connect('source-read', append_contents)
+    app.connect('autodoc-process-signature', without_limits)

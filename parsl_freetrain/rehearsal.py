@@ -120,7 +120,7 @@ def rehearse(
     """As :meth:`parsl_freetrain.app.FreeTrainApp.rehearse`."""
     name, spec = app.name, app.spec
     if steps < 4:
-        refuse('The steps of a rehearsal', steps, 'at least 4')
+        refuse('The number of steps of a rehearsal', steps, 'at least 4')
     began = time.monotonic()
     payload = pack(app.function, tuple(args), kwargs, name, values=True).payload
     with tempfile.TemporaryDirectory(prefix='freetrain-rehearsal-') as folder, _server() as server:

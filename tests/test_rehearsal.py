@@ -126,5 +126,7 @@ def test_what_cannot_train_is_refused() -> None:
 
     with pytest.raises(BadInput, match='did not train undisturbed: ValueError: no data'):
         freetrain_app(total_epochs=1)(fails).rehearse()
-    with pytest.raises(BadInput, match='steps of a rehearsal is 1; it must be at least 4'):
+    with pytest.raises(
+        BadInput, match='number of steps of a rehearsal is 1; it must be at least 4'
+    ):
         freetrain_app(total_epochs=1)(fails).rehearse(steps=1)
