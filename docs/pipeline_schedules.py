@@ -10,8 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from parsl_freetrain.training.parallel.pipeline.schedule import METHODS, PipelineSchedule
-from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD
+from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD, METHODS, PipelineSchedule
 from workflows.pipeline_facts import activations
 
 STAGES, MICRO_BATCHES = 4, 8
