@@ -55,6 +55,7 @@ class Carried:
         self._ends: list[Any] = []  # by loop, the variables at its end
         self._goes_back = goes_back  # to an earlier checkpoint, perhaps
         self._first: dict[str, Any] = {}  # small ones, where the first loop began
+        self._begun: list[int] = []  # what enumerates a loop, where it began
         self._of_data = {path for one in ('epoch', 'loop') for path in self._saved.get(one, ())}
         self._data, self._data_then = set[int](), dict[str, Any]()
 
@@ -133,8 +134,9 @@ class Carried:
         then = self._saved.pop('counts', ())
         for one, number in zip(self._counts, then if goes_on else (), strict=False):
             set_number(one, number)
-        if self._goes_back and not self._first:
-            self._first = {'counts': [*map(number_of, self._counts)], 'loop': self._small()}
+        if self._goes_back:
+            self._first = self._first or self._small()
+            self._begun = self._begun if goes_on else [*map(number_of, self._counts)]
         if not self._frames:
             return None
         numbers = Numbers(self._frames, self._places, self._how, self._counts, state)
@@ -148,10 +150,12 @@ class Carried:
             self._went_on = True
             self.put_back('loop')
 
-    def go_back(self, saved: Mapping[str, Any]) -> None:
-        """Training goes back in this loop, to an earlier checkpoint that holds ``saved``."""
-        self._put_back({**self._first['loop'], **saved.get('loop', {})})
-        counts = saved.get('counts') or self._first['counts']
+    def go_back(self, saved: Mapping[str, Any], *, begins: bool) -> None:
+        """Training goes back in this loop, to a checkpoint that holds ``saved``; ``begins``: where
+        the loop began.
+        """
+        self._put_back({**self._first, **saved.get('loop', {})})
+        counts = self._begun if begins else saved.get('counts', ())
         for one, number in zip(self._counts, counts, strict=False):
             set_number(one, number)
         for name, then in saved.get('kept', {}).items():

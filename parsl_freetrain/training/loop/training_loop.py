@@ -73,7 +73,7 @@ class TrainingLoop:
 
     def run(self, data: BatchSource) -> Iterator[Any]:
         state = self._state
-        if self._policy.policy == ROLLBACK and not state.samples:
+        if self._policy.policy == ROLLBACK and state.samples == data.base:
             self.saver.save(self._checkpointer.save_now)  # which a rollback would need
         began_with = state.samples
         self.saver.save_wanted()  # since the end of the loop before

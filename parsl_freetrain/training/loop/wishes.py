@@ -65,7 +65,8 @@ class Rollback:
         self._division.restore(self._prepared, saved)
         self._modules.go_back(saved.modules)
         if self._division.whole:
-            self._carried.go_back(saved.variables)
+            begins = saved.position.samples == saved.position.base
+            self._carried.go_back(saved.variables, begins=begins)
         state.user.put_back(saved.position.user)
         state.samples = self.fine_at = state.reached = saved.position.samples
         state.reports.forget()

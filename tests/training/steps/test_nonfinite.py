@@ -193,30 +193,33 @@ class Counts:
 
 
 def spoilt_once(ctx: Any) -> list[int]:
-    """Counts batches by a variable, a list, enumerate, an object, a setting and a buffer."""
+    """Counts batches by variables, enumerate, an object, a setting and a buffer, in two loops."""
     model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.0))
     model.register_buffer('seen', torch.zeros(()), persistent=False)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    kept, count, places, last = ctx.keep(Counts()), 0, [], -1
+    kept, count, places, last = ctx.keep(Counts()), 0, [], 0
     data = TensorDataset(torch.ones(8 * BATCH, 2))
-    for number, (x,) in enumerate(ctx.loop(data, BATCH)):
-        last, count, kept.times = number, count + 1, kept.times + 1
-        places.append(ctx.samples)
-        model[1].p += 1e-3
-        model.seen += 1
-        (model(x).mean() * (float('nan') if ctx.samples == 2 * BATCH else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    in_order = places == list(range(0, 8 * BATCH, BATCH))
-    return [last + 1, count, kept.times, round(1e3 * model[1].p), 1 + int(model.seen), in_order]
+    for bad, how in ((2, {'samples': 8 * BATCH}), (12, {})):
+        for number, (x,) in enumerate(ctx.loop(data, BATCH, **how)):
+            last, count, kept.times = number, count + 1, kept.times + 1
+            places.append(ctx.samples)
+            model[1].p += 1e-3
+            model.seen += 1
+            (model(x).mean() * (float('nan') if ctx.samples == bad * BATCH else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    in_order = places == list(range(0, 16 * BATCH, BATCH))
+    figures = [last + 1, count, kept.times, round(1e3 * model[1].p), 2 + int(model.seen)]
+    return [*figures, in_order]
 
 
 def test_variables_go_back_with_the_models() -> None:
-    """To where training began, as there was no other checkpoint yet."""
+    """To where each of two loops began, as there was no later checkpoint yet."""
     mode = Throughput(on_nan='rollback')
-    checkpoint, _ = in_this_process(spoilt_once, mode=mode, total_samples=8 * BATCH)
-    assert checkpoint.metrics['rollbacks'] == 1
-    assert checkpoint.result == [8, 8, 8, 8, 8, True]  # the step that is skipped has no buffers
+    checkpoint, _ = in_this_process(spoilt_once, mode=mode, total_samples=16 * BATCH)
+    assert checkpoint.metrics['rollbacks'] == 2
+    # A step that is skipped has no buffers.
+    assert checkpoint.result == [8, 16, 16, 16, 16, True]
 
 
 def test_rollbacks_are_bounded() -> None:
