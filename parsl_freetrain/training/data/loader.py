@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sized
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -85,10 +85,9 @@ def make_loader(
     }
     if read.collate_fn is None and _has_rows(dataset):
         dataset, options['collate_fn'] = _Rows(dataset), list
-    batches: Any = _Indices(micro_batches) if seed is None else micro_batches
-    if seed is not None:
-        dataset = _SeededDataset(dataset, read.collate_fn, seed)
-    return DataLoader(dataset, batch_sampler=batches, **options)
+    batches: Any = micro_batches
+    by_batch = _OfMicroBatches(dataset, read.collate_fn, seed)
+    return DataLoader(by_batch, batch_sampler=batches, **options)
 
 
 def size_of(dataset: Any) -> int:
@@ -150,14 +149,6 @@ class _Rows(Dataset[Any]):
         return [tensor[at] for tensor in self._tensors]
 
 
-@dataclass(frozen=True)
-class _Indices:
-    micro_batches: Iterable[MicroBatch]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (list(micro_batch.indices) for micro_batch in self.micro_batches)
-
-
 class _Collate:
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -174,10 +165,10 @@ class _Collate:
             ) from error
 
 
-class _SeededDataset(Dataset[Any]):
-    def __init__(self, dataset: Any, collate_fn: Any, seed: int) -> None:
+class _OfMicroBatches(Dataset[Any]):
+    def __init__(self, dataset: Any, collate_fn: Any, seed: int | None) -> None:
         self._dataset, self._collate_fn, self._seed = dataset, collate_fn, seed
-        self._looked = False  # in this process
+        self._looked = seed is None  # in this process
 
     def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
         items = self._items(micro_batch)
@@ -193,7 +184,7 @@ class _SeededDataset(Dataset[Any]):
         return items
 
     def _items(self, micro_batch: MicroBatch) -> list[Any]:
-        if not isinstance(self._dataset, _Rows):  # which draws nothing
+        if self._seed is not None and not isinstance(self._dataset, _Rows):  # which draws nothing
             seed_everything(micro_batch.seed(self._seed, 'data'))
         indices, together = list(micro_batch.indices), getattr(self._dataset, '__getitems__', None)
         return list(together(indices)) if together else [self._dataset[i] for i in indices]

@@ -16,8 +16,9 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop import changes
+from parsl_freetrain.training.loop.enumerated import counts, number_of, set_number
 from parsl_freetrain.training.loop.loop_state import LoopState
-from parsl_freetrain.training.loop.numbers import Numbers, counts, number_of, set_number
+from parsl_freetrain.training.loop.numbers import Numbers
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
 from parsl_freetrain.training.loop.places import GLOBAL, Places, live_names
 from parsl_freetrain.training.loop.unknown_state import frames, set_variables

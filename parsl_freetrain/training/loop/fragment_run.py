@@ -22,7 +22,6 @@ from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sor
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
-from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop import averages, body, loop_state, rounds, update_guard
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
@@ -193,8 +192,6 @@ class FragmentRun:
     def _batches(self, model: Model, call: LoopCall) -> Iterator[Any] | None:
         """The batches of a loop; None: an earlier fragment has trained it, or training is over."""
         spec, data = self.order.spec, call.data
-        if is_stream(data.dataset):
-            self.lengths.check_stream(call.epochs)
         there = self.saved.position if self.saved is not None else None
         begun = there is not None and there.loop == self.lengths.loops + 1
         epoch = there.epoch - there.epoch_due if begun and there is not None else 0

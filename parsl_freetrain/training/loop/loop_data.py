@@ -64,19 +64,17 @@ class LoopLengths:
         self._epochs_before = 0.0
         self.loops = self._end = 0
 
-    def check_stream(self, epochs: float | None) -> None:
-        """Refuse what is given in epochs, which a stream does not have."""
-        if epochs is not None or self._spec.total_epochs is not None:
-            raise BadInput(
-                'ctx.loop was given a stream, which has no epochs: state how much to train in '
-                'samples (total_samples of the trainer, and samples of ctx.loop).'
-            )
-
     def next(self, position: Position | None, now: int, in_epoch: int, call: LoopCall) -> LoopSpan:
         """The next loop, of which an epoch has ``in_epoch`` samples, when ``now`` samples are
         trained. Without epochs and samples it trains the rest. Raises BadInput for both, for
         samples of a total in epochs, or if not so much is left.
         """
+        in_epochs = call.epochs is not None or self._spec.total_epochs is not None
+        if in_epochs and is_stream(call.data.dataset):
+            raise BadInput(
+                'ctx.loop was given a stream, which has no epochs: state how much to train in '
+                'samples (total_samples of the trainer, and samples of ctx.loop).'
+            )
         self.loops += 1
         base = self._end
         if position is None or self.loops == position.loop:

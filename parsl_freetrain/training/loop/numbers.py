@@ -1,4 +1,4 @@
-"""What the body of a loop changes beside models, and what counts its iterations from outside.
+"""What the body of a loop changes beside models.
 
 In reproducible mode the body runs once for each virtual shard. As with integer buffers, every shard
 begins with what there was at the step's beginning, and the step ends with what there is behind its
@@ -8,29 +8,27 @@ are trained.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import chain, count, islice
-from types import FrameType, GeneratorType
+from itertools import chain, islice
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.loop import changes
+from parsl_freetrain.training.loop.enumerated import number_of, set_number
 from parsl_freetrain.training.loop.held import HELD, ITEMS, Held, held_in, memory
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
-from parsl_freetrain.training.loop.places import OF_TORCH, Places, live_names, names_in_loop
+from parsl_freetrain.training.loop.places import OF_TORCH, Place, Places, live_names, names_in_loop
 from parsl_freetrain.training.loop.unknown_state import among, set_variables
 
 _OTHER, _NONE = object(), object()  # what does not follow; what is not there
@@ -43,50 +41,11 @@ _Space = tuple[Callable[[], Values], Callable[[Values], object]]
 """Where there are values: what gives them by name, and what sets some."""
 
 
-def counts() -> list[Any]:
-    """What enumerates the iterations of the loop that asks for its next batch now: ``enumerate``,
-    and ``count`` in ``zip``. Raises BadInput if ``zip`` asks anything else with it.
-    """
-    found: list[Any] = []
-    for one in gc.get_objects():
-        if type(one) is enumerate and _runs(one.__reduce__()[1][0]):
-            found.append(one)
-        elif type(one) is zip and any(map(_runs, its := one.__reduce__()[1])):
-            others = [each for each in its if not _runs(each)]
-            counting = all(type(each) is count and _at(each) is not None for each in others)
-            if not (counting and _runs(its[0])):
-                raise BadInput(
-                    'zip asks something beside ctx.loop for each of its passes, which begins anew '
-                    'in each fragment: use enumerate(ctx.loop(...)), or choose by ctx.samples.'
-                )
-            found.extend(others)
-    return found
-
-
-def _runs(one: Any) -> bool:
-    return isinstance(one, GeneratorType) and one.gi_running
-
-
-def number_of(one: Any) -> int:
-    return int(one.__reduce__()[1][type(one) is enumerate])
-
-
-def _at(one: Any) -> Any:
-    """Where its number is: behind what all objects begin with; None: elsewhere."""
-    there = ctypes.c_ssize_t.from_address(id(one) + object.__basicsize__)
-    return there if there.value == number_of(one) else None
-
-
-def set_number(one: Any, number: int) -> None:
-    """Nothing else can set it."""
-    if (there := _at(one)) is not None:
-        there.value = number
-
-
-def _ones(
-    ones: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]],
-    named: Mapping[str, tuple[Mapping[str, Any], str]],
-) -> _Space:
+def _ones(places: Sequence[Place], counts: Sequence[Any]) -> _Space:
+    named = {p.path: (p.holder, p.name) for p in places if isinstance(p.holder, dict)}
+    ones: dict[str, Any] = {place.path: (place.value, place.put) for place in places}
+    for i, one in enumerate(counts, 1):
+        ones[f'enumerate {i}'] = partial(number_of, one), partial(set_number, one)
     others = {name: get for name, (get, _) in ones.items() if name not in named}
 
     def values() -> Values:
@@ -174,20 +133,16 @@ class Numbers:
             own: _Space = partial(_variables, f, names), partial(set_variables, f)
             self._spaces[f.f_code.co_qualname] = own
         users = {*map(id, places.modules.values())}
-        ones = {
-            place.path: (place.value, place.put)
+        ones = [
+            place
             for place, value in places
             if _is_followed(value)
             and (
                 id(place.holder) not in users
                 or (isinstance(value, HELD[:-1]) and place.name not in places.stored)
             )
-        }
-        named = {p.path: (p.holder, p.name) for p, _ in places if isinstance(p.holder, dict)}
-        named = {path: named[path] for path in named.keys() & ones.keys()}
-        for i, one in enumerate(counts):
-            ones[f'enumerate {i + 1}'] = partial(number_of, one), partial(set_number, one)
-        self._spaces[_ONES] = _ones(ones, named)
+        ]
+        self._spaces[_ONES] = _ones(ones, counts)
         self._spaces[_MODULES] = _set_in_modules(places.modules, places.stored - OF_TORCH)
         self._spaces.update(_objects(values, how.known))
         metrics = {place.path.rstrip('.'): one for place, one in places if changes.is_metric(one)}

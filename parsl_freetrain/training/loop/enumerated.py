@@ -1,0 +1,51 @@
+"""What counts the iterations of a loop from outside: ``enumerate``, and ``count`` in ``zip``."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from itertools import count
+from types import GeneratorType
+from typing import Any
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+def counts() -> list[Any]:
+    """What enumerates the iterations of the loop that asks for its next batch now: ``enumerate``,
+    and ``count`` in ``zip``. Raises BadInput if ``zip`` asks anything else with it.
+    """
+    found: list[Any] = []
+    for one in gc.get_objects():
+        if type(one) is enumerate and _runs(one.__reduce__()[1][0]):
+            found.append(one)
+        elif type(one) is zip and any(map(_runs, its := one.__reduce__()[1])):
+            others = [each for each in its if not _runs(each)]
+            counting = all(type(each) is count and _at(each) is not None for each in others)
+            if not (counting and _runs(its[0])):
+                raise BadInput(
+                    'zip asks something beside ctx.loop for each of its passes, which begins anew '
+                    'in each fragment: use enumerate(ctx.loop(...)), or choose by ctx.samples.'
+                )
+            found.extend(others)
+    return found
+
+
+def _runs(one: Any) -> bool:
+    return isinstance(one, GeneratorType) and one.gi_running
+
+
+def number_of(one: Any) -> int:
+    return int(one.__reduce__()[1][type(one) is enumerate])
+
+
+def _at(one: Any) -> Any:
+    """Where its number is: behind what all objects begin with; None: elsewhere."""
+    there = ctypes.c_ssize_t.from_address(id(one) + object.__basicsize__)
+    return there if there.value == number_of(one) else None
+
+
+def set_number(one: Any, number: int) -> None:
+    """Nothing else can set it."""
+    if (there := _at(one)) is not None:
+        there.value = number
