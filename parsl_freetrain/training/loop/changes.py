@@ -38,6 +38,7 @@ _OTHERS = {*sys.stdlib_module_names, 'parsl_freetrain'} - {'__main__'}
 _NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
 VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
+KINDS = *SCALARS, *CONTAINERS, *VALUES, torch.Tensor, np.ndarray, np.generic  # checkpoints hold
 _PART = 10**5
 _UPDATES = '_update_count'
 
@@ -186,8 +187,7 @@ def is_data(one: Any) -> bool:
 
 def may_be_saved(one: Any) -> bool:
     """Whether it is of a kind that checkpoints hold; what it holds may not be."""
-    kinds = *SCALARS, *CONTAINERS, *VALUES, torch.Tensor, np.ndarray, np.generic
-    return isinstance(one, kinds) or has_state(one) or attributes(one) is not None
+    return isinstance(one, KINDS) or has_state(one) or attributes(one) is not None
 
 
 def is_large(one: Any, most: tuple[int, int] = COPIED) -> bool:

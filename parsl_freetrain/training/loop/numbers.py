@@ -18,7 +18,6 @@ from itertools import chain, islice
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,7 +33,6 @@ from parsl_freetrain.training.loop.unknown_state import among, set_variables
 _OTHER, _NONE = object(), object()  # what does not follow; what is not there
 _STATE, _ONES, _MODULES, _METRICS, _MOST, _SHOWN = 'ctx.state', '', '.', '..', 500, 6
 _SENT = 10**5, 2**24  # elements and bytes at most
-_FOLLOWED = *HELD, *changes.SCALARS, *changes.VALUES, np.generic
 Values = Mapping[Any, Any]
 _Differing = tuple[str, dict[Any, Any], tuple[Any, ...]]  # where, what is there now, and its mark
 _Space = tuple[Callable[[], Values], Callable[[Values], object]]
@@ -284,7 +282,7 @@ def _follows(one: Any, data: bool = True) -> bool:
 
 
 def _is_followed(one: Any) -> bool:
-    return isinstance(one, _FOLLOWED) or _is_users(type(one))  # type: ignore[arg-type]
+    return isinstance(one, changes.KINDS) or _is_users(type(one))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
