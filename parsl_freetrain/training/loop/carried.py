@@ -220,6 +220,11 @@ class Carried:
             'here': self._numbers.here if self._numbers else -1,
         }
 
+    def marks(self) -> dict[str, Any]:
+        """What shows a later change of any of them, or of an object that is kept."""
+        every = {**dict(self._variables()), **self._kept}
+        return {path: changes.mark(one) for path, one in every.items() if changes.may_be_saved(one)}
+
     def copied(self) -> dict[str, Any] | None:
         """As :meth:`state`; None: that is too large to be copied at the end of each batch."""
         room = [*changes.COPIED]

@@ -55,7 +55,7 @@ class TrainingLoop:
         self._rank, self._device, self._peers = parts.place.rank, parts.device, parts.peers
         self._channel, self._checkpointer = parts.channel, parts.checkpointer
         self._prepared, self._division = model.prepared, model.division
-        self._carried, self._shards = model.carried, order.spec.shards
+        self._carried, self._modules, self._shards = model.carried, model.modules, order.spec.shards
         self._steps, self._hooks, self._guard = model.steps, model.hooks, guard
         self._state, self._verification = state, verification
         self._body, self._loss = body, loss
@@ -289,7 +289,7 @@ class TrainingLoop:
         state, hooks = self._state, self._hooks
         self._carried.look_at_data(again=False)
         around = around_models(state, self._prepared, averages=True)
-        changes = versions(self._prepared)
+        before = self._marks()
         # Also where the ranks draw different numbers in the loop: what is decided or changed here
         # must be the same on all of them.
         seed_alike(state.samples, self._mode.seed, 'epoch')
@@ -305,7 +305,7 @@ class TrainingLoop:
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
             around.put_back(state, self._prepared)
-            if changes == versions(self._prepared) and not (self._at_end or hooks.by_epochs):
+            if before == self._marks() and not (self._at_end or hooks.by_epochs):
                 yield from self._stop()
             # It ends in the last batch; the next one goes on from the last checkpoint.
             last = self._checkpointer.settled()
@@ -327,6 +327,10 @@ class TrainingLoop:
             state.phase = Phase.ENDED_EARLY
         if checkpoint and state.wanted is None:
             state.wanted = {}
+
+    def _marks(self) -> Any:
+        settings = self._modules.changed_settings()
+        return versions(self._prepared), self._carried.marks(), settings
 
     def _draw_for_itself(self) -> None:
         """In throughput and scaled mode, from here on each rank draws random numbers of its own."""

@@ -60,13 +60,17 @@ def train(ctx: FragmentContext, stop_at: int = 0, by_epochs: bool = False) -> No
     """Evaluates each epoch, keeps the best; stops at ``stop_at``, negative: in an evaluation."""
     model, optimizer, schedule, average = made(ctx)
     measured, own = partial(measured_until, ctx, stop_at), np.random.default_rng(3)
+    ends = 0
 
     def end_of_epoch() -> None:
+        nonlocal ends
+        ends += 1  # as often, if an evaluation is stopped and the end is repeated
         ctx.state.setdefault('begun', []).append(ctx.epoch)
         schedule.step()
         average.update_parameters(model)
         found = ctx.evaluate(model, Subset(HELD_OUT, range(17)), measured, batch_size=2)
         found['drawn'] = own.random() + np.random.rand()  # whatever batches a rank has evaluated
+        found['ends'] = ends
         ctx.state.setdefault('found', []).append([ctx.epoch, ctx.samples, found, ctx.metrics])
         ctx.checkpoint(best=BEST[ctx.epoch])
 
