@@ -305,7 +305,8 @@ class TrainingLoop:
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
             around.put_back(state, self._prepared)
-            if before == self._marks() and not (self._at_end or hooks.by_epochs):
+            changed = on_any_rank(self._peers, before != self._marks())  # rank 0 may write a log
+            if not (changed or self._at_end or hooks.by_epochs):
                 yield from self._stop()
             # It ends in the last batch; the next one goes on from the last checkpoint.
             last = self._checkpointer.settled()
