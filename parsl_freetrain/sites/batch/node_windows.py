@@ -166,10 +166,12 @@ def _take(groups: Groups, block: OnTheWay) -> None:
 
 
 class OfferLog:
-    """Answers as intervals: a node was there between two that are at most ``gap_s`` s apart."""
+    """Answers as intervals: a node was there between two that are at most 3 ``poll_s`` apart, and
+    for ``poll_s`` seconds after the last one, when the next is due.
+    """
 
-    def __init__(self, gap_s: float) -> None:
-        self._gap_s = gap_s
+    def __init__(self, poll_s: float) -> None:
+        self._poll_s, self._gap_s = poll_s, 3 * poll_s
         self._offers: list[NodeOffer] = []
         self._open: dict[str, NodeOffer] = {}
 
@@ -187,8 +189,10 @@ class OfferLog:
 
     def between(self, since: float, until: float) -> tuple[NodeOffer, ...]:
         """All intervals, clipped to these times in seconds of ``time.time()``."""
+        due = until - self._poll_s
+        opened = (replace(o, end=until) if o.end > due else o for o in self._open.values())
         clipped = (
             NodeOffer(o.node, max(since, o.start), min(until, o.end))
-            for o in (*self._offers, *self._open.values())
+            for o in (*self._offers, *opened)
         )
         return tuple(offer for offer in clipped if offer.end > offer.start)

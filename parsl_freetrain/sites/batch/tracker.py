@@ -56,7 +56,7 @@ class BlockTracker:
         self._blocks = BlockTable()
         self._stalled = StalledJobs(4 * options.start_s)
         self._needs: tuple[qw.QueueSnapshot, Needs] = (qw.QueueSnapshot(), Needs())
-        self._offers = OfferLog(3 * options.poll_s)
+        self._offers = OfferLog(options.poll_s)
         self.taken_in = qw.NEVER  # when the question was asked whose answer was last taken in
         self._waiting = False
         self.held: dict[str, tuple[str, ...]] = {}

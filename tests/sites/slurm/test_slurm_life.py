@@ -3,6 +3,7 @@
 import pytest
 from parsl.jobs.states import JobState as ParslState
 
+from parsl_freetrain.core.model.types import NodeOffer
 from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.life import (
@@ -175,7 +176,7 @@ def test_running_blocks_are_not_late(table: BlockTable) -> None:
 
 
 def test_looks_become_offers() -> None:
-    log = OfferLog(gap_s=30.0)
+    log = OfferLog(poll_s=10.0)
     log.note(0.0, ['a', 'b'])
     log.note(10.0, ['a'])
     log.note(20.0, ['a'])
@@ -185,3 +186,5 @@ def test_looks_become_offers() -> None:
     assert whole == {('a', 0, 20), ('b', 0, 10), ('a', 100, 110)}
     part = {(o.node, o.start, o.end) for o in log.between(5, 105)}
     assert part == {('a', 5, 20), ('b', 5, 10), ('a', 100, 105)}
+    # The end of a short run, before the next look: its trainings were on no offered nodes.
+    assert log.between(105, 115) == (NodeOffer('a', 105, 115),)
