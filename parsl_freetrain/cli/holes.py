@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-from parsl_freetrain.cli.where import JsonOption, value
+from parsl_freetrain.cli.where import NO_HOLES, JsonOption, value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,7 @@ def holes(
     if as_json:
         print(json.dumps(found))
     elif not found:
-        print('There are no holes now.')
+        print(NO_HOLES)
     else:
         Console().print(_table(found, time.time()))
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from parsl_freetrain.cli.where import JsonOption, value
+from parsl_freetrain.cli.where import NO_HOLES, JsonOption, value
 from parsl_freetrain.core.model.errors import BadInput, clean, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 
@@ -85,7 +85,7 @@ def _show(provider: BackfillProvider, blocks: list[dict[str, Any]]) -> None:
     from parsl_freetrain.sites.protocols import Yielding
 
     if not blocks:
-        print('There are no holes now, so nothing would be submitted.')
+        print(NO_HOLES, 'Nothing would be submitted.')
     for number, block in enumerate(blocks):
         lasts = f'for {block["walltime_s"]} s' + (
             ', or until preempted'

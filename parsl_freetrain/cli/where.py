@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 NAME = 'ledger.journal'
 FOLDER = 'checkpoints'
 
+NO_HOLES = (
+    'There are no holes now: nodes are busy or reserved, leave too soon, or lack features or GPUs '
+    'that the site asks for.'
+)
+
 
 def value(metavar: str, text: str, *names: str) -> Any:
     """An option: what its value is called, its help, and its name if it is not the argument's."""
