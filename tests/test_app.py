@@ -642,12 +642,7 @@ SLOPE = 3.0
 def network():
     return torch.nn.Linear(4, 1)
 """
-MAIN_MODULE = """
-from {helper} import SLOPE, network
-import torch
-
-def train(ctx, bonus):
-    model, optimizer = network(), None
+BODY = """\
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.ones(8, 4)
@@ -656,7 +651,14 @@ def train(ctx, bonus):
         optimizer.zero_grad()
         ((model(features) - target) ** 2).mean().backward()
         optimizer.step()
-    ctx.report(slope=SLOPE + bonus, threads=torch.get_num_threads())
+"""
+MAIN_MODULE = f"""
+from {{helper}} import SLOPE, network
+import torch
+
+def train(ctx, bonus):
+    model, optimizer = network(), None
+{BODY}    ctx.report(slope=SLOPE + bonus, threads=torch.get_num_threads())
 """
 
 
@@ -682,7 +684,7 @@ def test_functions_in_modules_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
         assert [(found['slope'], found['threads']) for found in metrics] == [(3.5, 2.0), (3.5, 3.0)]
 
 
-SCRIPT = """
+SCRIPT = f"""
 import json, sys
 import torch
 from pathlib import Path
@@ -697,21 +699,13 @@ class Network(torch.nn.Linear):
 @freetrain_app(total_epochs=1)
 def train(ctx, bonus):
     model = Network(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = ctx.prepare(model, optimizer)
-    x = torch.ones(8, 4)
-    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    for features, target in ctx.loop(dataset, batch_size=8):
-        optimizer.zero_grad()
-        ((model(features) - target) ** 2).mean().backward()
-        optimizer.step()
-    ctx.report(slope=SLOPE + bonus)
-    return {'bonus': bonus}
+{BODY}    ctx.report(slope=SLOPE + bonus)
+    return {{'bonus': bonus}}
 
 if __name__ == '__main__':
     with freetrain(Path(sys.argv[1]), LocalSite(nodes=1, poll_s=0.2)):
         done = train(0.5).result()
-        print(json.dumps({**done.metrics, **done.result}))
+        print(json.dumps({{**done.metrics, **done.result}}))
 """
 
 

@@ -177,6 +177,16 @@ def test_a_signal_that_comes_as_the_wait_begins_ends_it(number: signal.Signals) 
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_future_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads may cancel it at once, and the run may end at this moment."""
+    work, future = list[object](), ft.TrainingFuture('t')
+    monkeypatch.setattr(f'{ft.TrainingFuture.__module__}.in_thread', lambda do, _: work.append(do))
+    for settle in (future._settle_cancelled, future._settle_cancelled):
+        settle()
+    future._settle_failed(ValueError())
+    assert (future.state, len(work)) == ('cancelled', 1)
+
+
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_program_that_is_ended_by_a_signal_goes_on_when_it_is_started_again(
     tmp_path: Path,

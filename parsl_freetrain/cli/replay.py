@@ -255,20 +255,14 @@ def lines_of(result: ReplayResult) -> list[str]:
     said = result.as_json()
     thought = said['decision_ms']
     assert isinstance(thought, dict)
-    compared = {'samples': 'samples in the same time', 'time': 'times for the same samples'}[
-        result.compared
-    ]
-    lines = [
-        'efficiency U         '
-        f'{"-" if result.efficiency is None else format(result.efficiency, ".4f")}   ({compared})',
-        *(
-            []
-            if result.efficiency_bound is None
-            else [
-                f'  at most            {result.efficiency_bound:.4f}   '
-                '(whatever is decided; ends of trainers aside)'
-            ]
-        ),
+    of_what = {'samples': 'samples in the same time', 'time': 'times for the same samples'}
+    u, most = result.efficiency, result.efficiency_bound
+    known = '-' if u is None else f'{u:.4f}'
+    lines = [f'efficiency U         {known}   ({of_what[result.compared]})']
+    if most is not None:
+        aside = 'whatever is decided; ends of trainers aside'
+        lines.append(f'  at most            {most:.4f}   ({aside})')
+    lines += [
         f'samples              {run.samples:.4g}, on a constant pool {result.constant.samples:.4g}',
         f'idle                 {run.idle_node_s / 3600:.1f} node-hours in {hours:.1f} h, '
         f'in the mean {result.equivalent_nodes:.1f} nodes',

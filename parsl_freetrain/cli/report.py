@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, print_json, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 from parsl_freetrain.report.runs import chosen
@@ -43,8 +42,8 @@ def report(
     history = journal.history()
     one = chosen(history, journal.path, None if run == 'all' else run)
     if life_of(history, history.runs[-1], time.time()).state == 'died':
-        journal.newest_run_died()
-    history = journal.history(None if run == 'all' else one.name)
+        history.latest = None
+    history = history if run == 'all' else history.of(one.name)
     found = Figures(history, time.time(), DpAllocator())
     page = report_page(found, view).encode(errors='replace')
     try:  # for the user alone: the page has names, commands and errors
@@ -54,6 +53,6 @@ def report(
             f'The report {out} cannot be written ({error.strerror}); give another file with --out.'
         ) from error
     if as_json:
-        print(json.dumps({'report': str(out.absolute()), **as_document(found)}))
+        print_json({'report': str(out.absolute()), **as_document(found)})
     else:
         print(f'{out.absolute()}: open it in a browser.')

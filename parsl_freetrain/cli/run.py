@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import runpy
 import signal
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, value
+from parsl_freetrain.cli.where import JsonOption, print_json, value
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, of_user
 
 
@@ -106,7 +105,7 @@ def _close(ledger: Path, run: str, as_json: bool) -> None:
 
     found = summary(Journal(ledger, keep_progress=False).history(run))
     if as_json:
-        print(json.dumps({'ledger': str(ledger), 'run': run, **found}))
+        print_json({'ledger': str(ledger), 'run': run, **found})
     else:
         Console().print(ClosingTable(found))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, print_json
 
 
 def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
@@ -26,7 +25,7 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
     seen = snapshot(history, now, DpAllocator(), run)
     metrics = metrics_document(history, [t.name for t in seen.trainers], now)
     if as_json:
-        print(json.dumps({'ledger': str(journal.path), **as_document(seen), 'metrics': metrics}))
+        print_json({'ledger': str(journal.path), **as_document(seen), 'metrics': metrics})
         return
     console = Console()
     console.print(Screen(seen))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at, value
+from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at, print_json, value
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def watch(
 
     from parsl_freetrain.cli.live.view import LiveView
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+    from parsl_freetrain.report.status import as_document
 
     if not 0 <= every < math.inf:
         raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
@@ -71,7 +72,8 @@ def watch(
         if web:
             _serve(journal, run, every or PAGE_S, port, as_json, pause)
         elif as_json:
-            _follow(view, lambda seen: _print_json(journal.path, seen), every or PLAIN_S, pause)
+            said = {'ledger': str(journal.path)}
+            _follow(view, lambda s: print_json(said | as_document(s)), every or PLAIN_S, pause)
         elif not console.is_terminal:
             _follow(view, lambda seen: _print_lines(console, seen), every or PLAIN_S, pause)
         else:
@@ -137,12 +139,6 @@ def _serve(
         pause.wait()
     finally:
         page.close()
-
-
-def _print_json(path: Path, seen: RunStatus) -> None:
-    from parsl_freetrain.report.status import as_document
-
-    print(json.dumps({'ledger': str(path), **as_document(seen)}), flush=True)
 
 
 def _print_lines(console: Console, seen: RunStatus) -> None:

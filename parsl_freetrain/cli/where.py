@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +44,12 @@ RunOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')]
+
+
+def print_json(document: Any) -> None:
+    """Print one line of JSON, which has no number that is not finite: those are null."""
+    finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
+    print(json.dumps(finite), flush=True)
 
 
 def ledger_at(given: Path | None) -> Path:

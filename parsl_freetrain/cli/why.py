@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, value
+from parsl_freetrain.cli.where import (
+    JsonOption,
+    LedgerOption,
+    RunOption,
+    journal_at,
+    print_json,
+    value,
+)
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.core.model.errors import nodes_text as nodes
 
@@ -37,7 +43,7 @@ def why(
         raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
     found = explanation(journal_at(ledger), trainer, run, last, time.time())
     if as_json:
-        print(json.dumps(found))
+        print_json(found)
         return
     print('\n'.join(clean(line) for line in _lines(found)))
 

@@ -66,16 +66,16 @@ class ParslSide:
 
     def managers(self) -> list[dict[str, Any]]:
         """Those that are connected. Parsl's own call would wait for ever without an interchange."""
-        if self._parsls_trouble():
-            return []
-        ask: Callable[..., list[dict[str, Any]]] = self._executor.command_client.run
-        return ask('MANAGERS', timeout_s=INTERCHANGE_S)
+        return self._asked('MANAGERS') or []
 
     def end_manager(self, name: str) -> None:
         """Have the interchange shut a manager down, which it does with those that are held."""
-        if not self._parsls_trouble():
-            ask: Callable[..., object] = self._executor.command_client.run
-            ask(['HOLD_MANAGER', name], timeout_s=INTERCHANGE_S)
+        self._asked(['HOLD_MANAGER', name])
+
+    def _asked(self, what: object) -> Any:
+        """The interchange's answer; None if it cannot give one."""
+        ask: Callable[..., Any] = self._executor.command_client.run
+        return None if self._parsls_trouble() else ask(what, timeout_s=INTERCHANGE_S)
 
     def statuses(self) -> dict[str, JobStatus]:
         self._executor._last_poll_time = 0.0  # Parsl compares clocks, which may be set back

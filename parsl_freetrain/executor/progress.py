@@ -60,7 +60,6 @@ class FutureUpdater(Subscriber):
         progress = record.future._progress
         match event:
             case ev.TrainerSubmitted(trainer=trainer, samples=samples):
-                _has_checkpoint(record)
                 _show(record, 'queued', samples=samples, total_samples=trainer.total_samples)
             case ev.TotalKnown(total_samples=total_samples):
                 _show(record, total_samples=total_samples)
@@ -77,9 +76,8 @@ class FutureUpdater(Subscriber):
             case ev.FragmentProgressed(samples=samples, metrics=metrics):
                 _show(record, samples=samples, metrics={**progress.metrics, **metrics})
             case ev.CheckpointSaved():
-                _has_checkpoint(record)
+                _show(record)
             case ev.FragmentEnded(ending=ending):
-                _has_checkpoint(record)
                 _show(
                     record,
                     'queued',
@@ -108,12 +106,9 @@ class FutureUpdater(Subscriber):
 def _show(record: TrainerRecord, state: str | None = None, **changes: Any) -> None:
     if state:
         record.future.state = state
-    record.future._progress = replace(record.future._progress, **changes)
-
-
-def _has_checkpoint(record: TrainerRecord) -> None:
     if record.checkpoint.path:
         record.future.checkpoint = record.checkpoint
+    record.future._progress = replace(record.future._progress, **changes)
 
 
 class ProgressLine:

@@ -82,19 +82,18 @@ def read_regular(path: Path, limit: int) -> bytes:
 def read(path: Path, limit: int) -> bytes:
     """``limit`` bytes at most, where only this user can write; BadInput, FileNotFoundError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened = open_regular(path)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise BadInput(f'{path} cannot be read ({error.strerror}); remove it.') from None
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        os.close(fd)
-        raise BadInput(
-            f'{path} must be a file of yours that nobody else can read or write '
-            '(mode 0600); remove it.'
-        )
-    with os.fdopen(fd, 'rb') as file:
+    with opened as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise BadInput(
+                f'{path} must be a file of yours that nobody else can read or write '
+                '(mode 0600); remove it.'
+            )
         return file.read(limit)
 
 

@@ -38,7 +38,6 @@ class Journal:
         self._history = History()
         self._file = (-1, -1)  # device and inode
         self._read_to = 0
-        self._died = False
         with self._open():
             pass
 
@@ -47,10 +46,6 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
-
-    def newest_run_died(self) -> None:
-        """From now on, take the newest run for over: its process is known to be gone."""
-        self._died, self._history.latest = True, None
 
     def history(self, run: str | None = None) -> History:
         """The state of one run (or BadInput) or all: the same object, cheap if unchanged."""
@@ -64,8 +59,6 @@ class Journal:
                 for piece in scan(file, self._read_to):
                     self._take(piece)
                     self._read_to = piece.end
-        if self._died:
-            self._history.latest = None
         return self._history.of(run)
 
     def _take(self, piece: Extent) -> None:

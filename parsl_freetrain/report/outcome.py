@@ -49,8 +49,8 @@ def outcomes(
     for run in history.runs:
         until = history.until(run, now)
         for one in run.trainers.values():
-            decided = [d for d in enumerate(run.decisions, 1) if one.name in d[1].allocation]
-            if decided and only in (None, one.name):
+            if only in (None, one.name):
+                decided = [d for d in enumerate(run.decisions, 1) if one.name in d[1].allocation]
                 yield from _of_trainer(run, one, until, decided, numbers)
 
 
@@ -100,11 +100,8 @@ class _KnownThen:
         self._launched = [fragment.launched.at for fragment in training.fragments]
         ended = [f.ended for f in training.fragments if f.ended is not None]
         reports = [(places[f.number], r) for f in training.fragments for r in f.progress]
-        facts: list[tuple[Place, ev.FragmentProgressed | ev.Rescaled | ev.FragmentEnded]] = [
-            *reports
-        ]
-        facts += [((0, ''), event) for event in training.rescaled]
-        facts += [((0, ''), event) for event in ended]
+        others = [((0, ''), event) for event in (*training.rescaled, *ended)]
+        facts: list[tuple[Place, ev.Event]] = [*reports, *others]
         self._facts = sorted(facts, key=lambda fact: fact[1].at)
         self._seen = 0
 
@@ -115,7 +112,7 @@ class _KnownThen:
                 self.speed.observe(place, event.rate)
             elif isinstance(event, ev.Rescaled):
                 self._measured.rescaled(up=event.after > event.before, seconds=event.seconds)
-            else:
+            elif isinstance(event, ev.FragmentEnded):
                 self._measured.timed(event.start_s, event.step_s, event.checkpoint_s)
             self._seen += 1
 

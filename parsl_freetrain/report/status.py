@@ -244,15 +244,10 @@ def _limits(history: History, run: RunState, now: float, going: bool) -> tuple[L
         if going and fragment.ended is None:
             for key in owners.get(fragment.trainer, ()):
                 nodes[key] = nodes.get(key, 0) + len(fragment.nodes)
+    shares = settings.min_shares.items()
     return (
-        *(
-            LimitNow('budget', key, limit, used.get(key, 0.0))
-            for key, limit in settings.budgets.items()
-        ),
-        *(
-            LimitNow('minimum share', key, least, nodes.get(key, 0))
-            for key, least in settings.min_shares.items()
-        ),
+        *(LimitNow('budget', k, limit, used.get(k, 0.0)) for k, limit in settings.budgets.items()),
+        *(LimitNow('minimum share', k, least, nodes.get(k, 0)) for k, least in shares),
     )
 
 

@@ -66,9 +66,9 @@ def _of_all(replicas: list[dict[str, Any]]) -> dict[str, Any]:
     first = dict(replicas[0])
     for key in first.keys() - {'samples_expected', 'state', 'why'}:
         share = len(replicas) if key in ('samples', 'samples_repeated') else 1
-        first[key] = sum(row[key] for row in replicas) // share
+        first[key] = sum(row.get(key, 0) for row in replicas) // share
     if 'pieces' in first:
-        first['rounds'] = min(row['pieces'] for row in replicas)
+        first['rounds'] = min(row.get('pieces', 0) for row in replicas)
     return first
 
 

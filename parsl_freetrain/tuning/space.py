@@ -46,7 +46,7 @@ def settings_of(space: Space) -> list[dict[str, Any]]:
         found = [dict(zip(space, one, strict=True)) for one in itertools.product(*values)]
     else:
         found = [dict(setting) for setting in space]
-    if not all(found):
+    if not found or not all(found):
         raise BadInput('tune: the space has no settings.')
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import le
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -30,8 +31,9 @@ def bid(
     curve: ScalingCurve = LINEAR,
     up_s: float = 18.0,
     down_s: float = 12.0,
+    **more: Any,
 ) -> Bid:
-    return Bid(name, low, high, current, up_s, down_s, curve)
+    return Bid(name, low, high, current, up_s, down_s, curve, **more)
 
 
 def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:

@@ -55,6 +55,7 @@ def train(ctx: FragmentContext, setting: dict[str, Any]) -> None:
     ('options', 'sentence'),
     [
         ({'space': {}}, 'tune: the space has no settings.'),
+        ({'space': []}, 'tune: the space has no settings.'),
         ({'space': {'score': Uniform(0, 1)}}, "'score' is a range: say how many trials"),
         ({'space': {'score': 'sgd'}}, "space['score'] is 'sgd'; it must be a list"),
         ({'space': {'score': 0.1}}, "space['score'] is 0.1"),

@@ -88,7 +88,7 @@ def blocks_to_open(state: ControllerState, at: float, holes: Iterable[Hole]) -> 
         request = BlockRequest(nodes, walltime_s, hole.queue, names, node_class=node_class, **price)
         opened.append(OpenBlock(request))
         wanted -= nodes
-        left -= hole.charge.cost(nodes, request.lasts_s)
+        left -= hole.charge.cost(nodes, request.lasts_s) if left < math.inf else 0.0
     return opened
 
 

@@ -55,9 +55,6 @@ class Budgets:
         for meter in self._of(trainer).values():
             meter.change(nodes, at)
 
-    def used(self, key: str, at: float) -> float:
-        return self._meters[key].used_at(at)
-
     def next_spent(self) -> float:
         """When the next budget not noted is spent if nothing changes, or infinity."""
         used = [m.spent_at for m in self._meters.values() if m.nodes and not m.noted]
@@ -120,7 +117,7 @@ class Charges:
 
 def affordable(hole: Hole, left: float, at: float) -> int:
     each = hole.charge.cost(1, hole.lasts_s(at))
-    if each <= 0 or hole.nodes * each <= left:
+    if each <= 0 or left == math.inf or hole.nodes * each <= left:
         return hole.nodes
     # A little more than is left is no more than an error of floats.
-    return max(0, math.floor(left / each + 1e-9))
+    return math.floor(left / each + 1e-9) if left > 0 else 0

@@ -122,6 +122,8 @@ class Controller:
         block = self.state.blocks.setdefault(event.block, unknown)
         block.nodes.update(event.nodes)
         block.arrived.update(event.nodes)
+        # More than asked for: the scheduler has refused to take back what was given.
+        block.request = replace(block.request, nodes=max(block.request.nodes, len(block.nodes)))
         # A node that joins after a notice does not know about it: the earlier end holds.
         ends = [end for end in (block.until_s, event.until_s) if end is not None]
         until_s = min(ends, default=None)
@@ -148,7 +150,7 @@ class Controller:
             # A scheduler's signal before a preemption may not reach a node that is starting.
             why = 'its nodes are taken before they have joined'
             return [ev.CloseBlock(event.block, why)], True
-        for node in sorted(block.nodes):
+        for node in sorted(block.nodes - self.state.yielded.keys()):  # those stay given back
             known = self.state.pool.nodes.get(node) or PoolNode(node, event.block, None)
             self.state.pool.join(replace(known, until_s=event.until_s))
             if holder := self.state.pool.holder.get(node):
@@ -177,10 +179,10 @@ class Controller:
 
     @_take_in.register
     def _(self, event: ev.BlockRequeued) -> tuple[list[ev.Action], bool]:
-        block = self.state.blocks[event.block]
-        self.state.charges.ended(block.request, block.begun_s, event.at)
-        block.begun_s = None
-        block.arrived.clear()
+        if block := self.state.blocks.get(event.block):
+            self.state.charges.ended(block.request, block.begun_s, event.at)
+            block.begun_s = None
+            block.arrived.clear()
         return [], False
 
     @_take_in.register
@@ -195,11 +197,8 @@ class Controller:
         return self._lose(sorted(block.nodes)), True
 
     def _lose(self, gone: Sequence[str]) -> list[ev.Action]:
-        actions: list[ev.Action] = []
-        for name, trainer in self.state.lose(gone).items():
-            assert trainer.running is not None
-            actions.append(ev.AbandonFragment(name, trainer.running.number))
-        return actions
+        lost = self.state.lose(gone).items()
+        return [ev.AbandonFragment(name, one.running.number) for name, one in lost if one.running]
 
     @_take_in.register
     def _(self, event: ev.TrainerSubmitted) -> tuple[list[ev.Action], bool]:

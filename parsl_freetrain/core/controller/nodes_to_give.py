@@ -185,7 +185,9 @@ def releases(state: ControllerState, at: float) -> list[ev.Action]:
             actions.append(ev.CloseBlock(name, last.why))
         else:
             block = state.blocks[name]
-            block.request = replace(block.request, nodes=block.request.nodes - len(nodes))
+            gone = replace(block.request, nodes=len(nodes))
+            state.charges.ended(gone, block.begun_s, at)
+            block.request = replace(gone, nodes=block.request.nodes - len(nodes))
             block.arrived.difference_update(nodes)
             actions.append(ev.ReleaseNodes(name, tuple(sorted(nodes)), last.why))
     state.yielded.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -148,8 +150,8 @@ class Planner:
         self, state: cs.ControllerState, plan: Plan, places: Places, at: float
     ) -> list[ev.Action]:
         free = {k: counts for k, counts in plan.waiting.items() if state.active[k].running is None}
-        wants = [Want(name, counts, state.active[name].former) for name, counts in free.items()]
-        if not wants:
+        every = [Want(name, counts, state.active[name].former) for name, counts in free.items()]
+        if not every or not (wants := self._within_limits(state, places, every)):
             return []
         actions: list[ev.Action] = []
         for name, nodes in assign(wants, places.groups, state.pool, self._order(at)).items():
@@ -174,6 +176,28 @@ class Planner:
             state.start(name, trainer, running, at)
             actions.append(action)
         return actions
+
+    def _within_limits(
+        self, state: cs.ControllerState, places: Places, wants: list[Want]
+    ) -> list[Want]:
+        """Those allowed beside what still holds nodes: the answer holds once all stops are over."""
+        caps, most, kept = self._settings.caps, self._settings.max_nodes, self._settings.keep_free
+        if not (caps or most or kept):
+            return wants
+        used = Counter[str]()
+        for name, count in Counter(state.pool.holder.values()).items():
+            used.update(dict.fromkeys(constraints.keys_of(state.trainers[name].trainer), count))
+        free = sum(len(group.free) for groups in places.groups.values() for group in groups)
+        in_all = min(most or math.inf, len(state.pool.holder) + free - kept)
+        limits: dict[str, float] = {**caps, constraints.EVERYBODY: in_all}
+        allowed = []
+        for want in wants:
+            keys = constraints.keys_of(state.active[want.trainer].trainer)
+            count = sum(want.counts.values())
+            if all(used[key] + count <= limits.get(key, math.inf) for key in keys):
+                allowed.append(want)
+                used.update(dict.fromkeys(keys, count))
+        return allowed
 
 
 def _speeds(trainer: Trainer, classes: Sequence[str]) -> tuple[float, ...]:

@@ -73,10 +73,9 @@ def _short_of_memory(trainer: cs.TrainerState, ended: cs.FragmentState, error: s
 
 def without(trainer: Trainer, nodes: int, trained: bool) -> Trainer | None:
     """The trainer without a count of too little memory, and fewer never trained; or None."""
-    counts = trainer.counts()
-    left = [n for n in counts if (n != nodes if trained else n > nodes)]
-    curve = trainer.curve
-    if not left or (curve is not None and not any(curve.rate_at(n) > 0 for n in left)):
+    left = [n for n in trainer.counts() if (n != nodes if trained else n > nodes)]
+    curves = filter(None, [trainer.curve, *dict(trainer.class_curves).values()])
+    if not left or any(not any(curve.rate_at(n) > 0 for n in left) for curve in curves):
         return None
     if left[0] > nodes:
         return replace(trainer, min_nodes=left[0])

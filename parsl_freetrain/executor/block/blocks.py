@@ -174,7 +174,7 @@ class BlockManager:
     def greeted(self, block_id: str, manager: str, done: Future[Greeting], at: float) -> str:
         """A node's first task is back: it joins, or is unusable; why no node can be used."""
         block = self.blocks.get(block_id)
-        if block is None:
+        if block is None or manager in block.left:  # answered just before its node was taken
             return ''
         sent_at = block.answering.pop(manager, at)
         error = done.exception()

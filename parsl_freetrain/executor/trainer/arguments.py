@@ -15,6 +15,7 @@ from typing import Any
 from parsl.dataflow.dependency_resolvers import DEEP_DEPENDENCY_RESOLVER
 
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.off_loop import in_thread
 from parsl_freetrain.host.files import read_regular, replace
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def when_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
             last = left == 0
         if last:
             # Not here: this may be the event loop, and arguments may be large.
-            threading.Thread(target=then, name='FreeTrain-start', daemon=True).start()
+            in_thread(then, 'FreeTrain-start')
 
     for future in futures:
         future.add_done_callback(one_done)

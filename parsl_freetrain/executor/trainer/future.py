@@ -104,27 +104,27 @@ class TrainingFuture(Future[Checkpoint]):
         self, checkpoint: Checkpoint, best: Callable[[], Checkpoint | None] | None = None
     ) -> None:
         self._best = best
-        self.state = 'finished'
-        self._settle(lambda: self.set_result(checkpoint))
+        self._settle('finished', lambda: self.set_result(checkpoint))
 
     def _settle_cancelled(self) -> None:
-        self.state = 'cancelled'
-        self._settle(self._notify_cancelled)
+        self._settle('cancelled', self._notify_cancelled)
 
     def _settle_failed(self, error: BaseException | Callable[[], BaseException]) -> None:
-        if not self._ended:  # cancelled
-            self.state = 'failed'
-            self._settle(
-                lambda: self.set_exception(error if isinstance(error, BaseException) else error())
-            )
+        self._settle(
+            'failed',
+            lambda: self.set_exception(error if isinstance(error, BaseException) else error()),
+        )
 
     def _notify_cancelled(self) -> None:
         if super().cancel():
             self.set_running_or_notify_cancel()
 
-    def _settle(self, settle: Callable[[], object]) -> None:
-        """Settle in a thread of its own: callbacks are the user's, the caller the event loop."""
-        self._ended = True
+    def _settle(self, state: str, settle: Callable[[], object]) -> None:
+        """Settle once, in a thread of its own: callbacks are the user's, the caller the loop."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended, self.state = True, state
         in_thread(settle, f'FreeTrain-{self.name}')
 
     def __repr__(self) -> str:

@@ -3,7 +3,9 @@
 import io
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,26 +160,27 @@ def test_the_closing_table(tmp_path: Path, width: int) -> None:
     assert all(len(line) <= width for line in text.splitlines()) and '…' not in text
 
 
-def in_background(show: Callable[[], None]) -> threading.Thread:
+@contextmanager
+def in_background(show: Callable[[], None], stop: threading.Event) -> Iterator[None]:
     thread = threading.Thread(target=show, name='live')
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
 
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     out, stop, path = Watched(), threading.Event(), tmp_path / 'l.db'
     console = Console(file=out, width=40)
-    thread = in_background(
-        lambda: run_live(path, stop, console, refresh_s=0.02, plain_s=0.05, clock=lambda: 1030.0)
-    )
-    ledger = running(path)  # only now is there a ledger
-    try:
+    pace = partial(run_live, refresh_s=0.02, plain_s=0.05, clock=lambda: 1030.0)
+    show = partial(pace, path, stop, console)
+    with in_background(show, stop):
+        ledger = running(path)  # only now is there a ledger
         assert out.written.wait(LIMIT_S)
-    finally:
-        stop.set()
-        thread.join(LIMIT_S)
     ledger.close()
-    assert not thread.is_alive()
     lines = out.getvalue().splitlines()
     assert lines[-2].startswith('0:30 cnn: running, 3 nodes, 12.5k/50k samples, loss 0.4321, 690/s')
     assert lines[-1].startswith('0:30 mlp: queued, 0 nodes')
@@ -188,18 +191,13 @@ def test_on_a_terminal_it_is_drawn_anew_until_stopped(tmp_path: Path) -> None:
     ledger = running(tmp_path / 'l.db')
     out, stop = Watched(), threading.Event()
     console = Console(file=out, width=100, height=40, force_terminal=True, color_system=None)
-    thread = in_background(
-        lambda: run_live(tmp_path / 'l.db', stop, console, refresh_s=0.02, clock=lambda: 1031.0)
-    )
-    try:
+    show = partial(run_live, tmp_path / 'l.db', stop, console, refresh_s=0.02, clock=lambda: 1031.0)
+    with in_background(show, stop):
         assert out.written.wait(LIMIT_S)
         ledger.over('mlp', at=1031, state='cancelled')
         ledger.commit()
-    finally:
-        stop.set()
-        thread.join(LIMIT_S)
     ledger.close()
-    assert not thread.is_alive() and 'cancelled' in out.getvalue()
+    assert 'cancelled' in out.getvalue()
     assert out.getvalue().count('\x1b[?25h') == 1  # the cursor is back
 
 

@@ -1,5 +1,6 @@
 """Explanations against exhaustive search, and the figures that they are made of."""
 
+import functools
 import math
 
 import pytest
@@ -11,25 +12,14 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
+from tests.support import allocation
 from tests.support.allocation import feasible
 from tests.support.properties import holds_for
 
 TWICE = ScalingCurve.from_points({1: 10.0, 2: 20.0, 4: 30.0})
 
 
-def bid(
-    name: str,
-    current: int = 0,
-    low: int = 1,
-    high: int = 4,
-    curve: ScalingCurve = TWICE,
-    up_s: float = 5.0,
-    down_s: float = 3.0,
-    held: tuple[int, ...] = (),
-    fixed: bool = False,
-    sizes: tuple[int, ...] = (),
-) -> Bid:
-    return Bid(name, low, high, current, up_s, down_s, curve, held, sizes, fixed)
+bid = functools.partial(allocation.bid, high=4, curve=TWICE, up_s=5.0, down_s=3.0)
 
 
 def explained(problem: Problem, allocator: Allocator) -> tuple[Answer, Explanation]:
@@ -111,8 +101,8 @@ def problems(draw: st.DrawFn, ends: bool) -> Problem:
         left = [rest - n for rest, n in zip(left, held, strict=True)]
         high, curve = draw(st.integers(low, 5)), ScalingCurve.from_points(rates)
         costs = draw(st.sampled_from([0.0, 5.0, 200.0])), draw(st.sampled_from([0.0, 3.0]))
-        more = (held if ends else (), draw(st.booleans()))
-        bids.append(bid(f't{j}', sum(held), low, high, curve, *costs, *more))
+        mine, fixed = held if ends else (), draw(st.booleans())
+        bids.append(Bid(f't{j}', low, high, sum(held), *costs, curve, mine, (), fixed))
     blocks = (
         tuple(
             Capacity(f'b{i}', n, draw(st.sampled_from([math.inf, 40.0])))

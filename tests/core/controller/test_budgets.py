@@ -188,7 +188,8 @@ def test_a_budget_is_exceeded_by_no_more_than_the_stops(
         }
         for key, names_of_key in members.items():
             used = world.used(*names_of_key) if names_of_key else 0.0
-            assert world.controller.state.budgets.used(key, world.at) == pytest.approx(used)
+            meter = world.controller.state.budgets._meters[key]
+            assert meter.used_at(world.at) == pytest.approx(used)
             of_key = [use.nodes for use in world.uses if use.trainer in names_of_key]
             most_nodes = min(sum(of_key), joined)  # that can be in use while it stops
             assert used <= budgets[key] + STOP_S * most_nodes + 1e-3

@@ -58,6 +58,13 @@ def test_no_more_nodes_are_asked_for_than_can_be_paid() -> None:
     assert request.nodes == 10
 
 
+def test_holes_without_an_end_that_cost_something_are_used_where_no_budget_forbids_it() -> None:
+    endless, made = Hole(4, None, charge=Charge(1.0)), controller(charge_budget=10.0)
+    every = offer(controller(), endless, endless)
+    made.handle_all([ev.BlockOpened(0.0, str(n), request) for n, request in enumerate(every)])
+    assert (len(every), offer(made, endless)) == (2, [])
+
+
 def test_a_block_that_never_started_costs_nothing() -> None:
     made = controller(charge_budget=10.0)
     [request] = offer(made, Hole(4, 3600.0, charge=QUARTER))

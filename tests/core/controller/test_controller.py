@@ -93,27 +93,6 @@ def counts(actions: tuple[ev.Action, ...]) -> dict[str, int]:
 # Nodes come and go
 
 
-def test_names_that_begin_alike_are_different() -> None:
-    history = ClockedController()
-    history.submit('t1', high=1)
-    history.submit('t10', high=1)
-    history.join('b1', 'x1')
-    history.join('b10', 'x10')
-    held = history.held()
-    assert set(held.values()) == {('x1',), ('x10',)}
-    loser = next(name for name, nodes in held.items() if nodes == ('x1',))
-    assert history.leave('x1') == (AbandonFragment(loser, 1),)
-    assert history.tell(ev.BlockClosed(history.at, 'b1')) == ()
-    assert [
-        name
-        for name, t in history.controller.state.trainers.items()
-        if t.running and not t.running.broken
-    ] == [next(name for name in held if name != loser)]
-    stop = (StopFragment('t1', 1, 'cancelled'),)
-    assert history.tell(ev.TrainerCancelled(history.at, 't1')) in ((), stop)
-    assert not history.controller.state.trainers['t10'].dismissed
-
-
 def test_a_block_whose_opening_is_told_after_its_nodes_keeps_them() -> None:
     history = ClockedController()
     history.submit('net')

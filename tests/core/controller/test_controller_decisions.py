@@ -159,6 +159,21 @@ def test_users_and_groups_have_no_more_than_their_caps() -> None:
     assert len(history.held('d')) == 20 - sum(count.values())
 
 
+def test_what_is_being_stopped_counts_for_limits() -> None:
+    flat = ScalingCurve.from_points({1: 10, 2: 20, 4: 21})
+    steep = ScalingCurve.from_points({1: 10, 3: 12, 4: 100})
+    limits: list[dict[str, object]] = [{'max_nodes': 6}, {'caps': {'user u': 6}}, {'keep_free': 4}]
+    for limit in limits:
+        history = CountingController(horizon_s=1000.0, **limit)
+        history.tell(ev.NodesJoined(0.0, 'b', names(10)))
+        submitted(history, Trainer('a', 1, 4, PLENTY, flat, 1.0, 1.0, user='u'))
+        submitted(history, Trainer('b', 1, 4, PLENTY, steep, 1.0, 1.0, user='u'))
+        assert planned(history) == {'a': 2, 'b': 4}
+        assert (len(history.held('a')), len(history.held('b'))) == (4, 0)
+        history.tell(ev.FragmentEnded(1.0, 'a', 1, 10, Ending.STOPPED))
+        assert (len(history.held('a')), len(history.held('b'))) == (2, 4)
+
+
 def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -> None:
     """A node trains 1 sample/s; 300 in 100 s take 3 nodes, and 250 that are left in 50 s take 5."""
     history = CountingController(metric='deadline', horizon_s=40.0)

@@ -328,6 +328,7 @@ class World(RuleBasedStateMachine):
                     ev.BlockEndKnown(self.at, '?', self.at),
                     ev.TrainerCancelled(self.at, '?'),
                     ev.TotalKnown(self.at, '?', 5),
+                    ev.BlockRequeued(self.at, '?'),
                 ],
                 index,
             )

@@ -11,7 +11,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand, Trainer
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Charge, NodeDemand, Trainer
 from tests.support.properties import holds_for
 
 
@@ -166,6 +166,28 @@ def test_a_fragment_that_does_not_stop_is_not_waited_for() -> None:
     history.need(2.0, 5)
     assert history.tell(ev.Tick(31.0)) == ()
     assert history.tell(ev.Tick(32.0)) == (ev.CloseBlock('a', WHY), ev.CloseBlock('b', WHY))
+
+
+def test_a_later_end_of_a_block_takes_nothing_back_that_is_to_be_given() -> None:
+    history = TwoBlocks()
+    history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 2, 2)))
+    history.need(2.0, 4)
+    for block in history.blocks:
+        history.tell(ev.BlockEndKnown(3.0, block.block, 900.0))
+    started = history.tell(ev.TrainerSubmitted(4.0, Trainer('u', 1, 5)))
+    nodes = {node for one in started if isinstance(one, ev.StartFragment) for node in one.nodes}
+    assert nodes.isdisjoint(history.controller.state.yielded)
+
+
+def test_what_is_given_back_before_its_block_is_charged_until_then() -> None:
+    history, two = TwoBlocks(), ('a2', 'a3')
+    history.tell(ev.BlockOpened(0.0, 'a', BlockRequest(3, charge=Charge(1.0))))
+    history.tell(ev.BlockStarted(0.0, 'a', 0.0))
+    demand = NodeDemand('7', 2, frozenset(two))
+    assert history.tell(ev.NodesNeeded(1800.0, (demand,), history.blocks))
+    history.tell(ev.NodesLeft(1800.0, two))
+    history.tell(ev.BlockClosed(3600.0, 'a'))
+    assert round(history.controller.state.charges.charged, 6) == 2.0
 
 
 def test_more_than_there_is_is_no_reason() -> None:

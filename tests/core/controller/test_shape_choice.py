@@ -43,7 +43,8 @@ def test_what_is_left_without_a_count() -> None:
     ):
         found = without(Trainer('t', 1, 4, 100, sizes=sizes), nodes, trained)
         assert (None if found is None else list(found.counts())) == left
-        stated = Trainer('t', 1, 2, 100, ScalingCurve((1, 2), (5.0, 0.0)))
+    curve = ScalingCurve((1, 2), (5.0, 0.0))
+    for stated in Trainer('t', 1, 2, 100, curve), Trainer('t', 1, 2, class_curves=(('a', curve),)):
         assert without(stated, 1, trained=False) is None  # nothing is trained on two
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDeman
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_record import LeavingJobs
 from parsl_freetrain.executor.block.blocks import BlockManager
+from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.sites.batch.life import BlockLife, status_of
@@ -175,6 +177,9 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
     elif heard in ('lost', 'left'):
         block.managers['node01'] = 'n1'
         block.left |= {'n1'} if heard == 'left' else set()
+    if heard == 'left':  # it had answered just before
+        (answered := Future[Greeting]()).set_result(Greeting('node01', 0))
+        blocks.greeted('b1', 'n1', answered, 201.0)
     blocks.poll({'b1': runs}, 260.0)
     assert 'b1' in blocks.blocks
     blocks.poll({'b1': runs}, 261.0)

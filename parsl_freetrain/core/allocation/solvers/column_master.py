@@ -61,8 +61,9 @@ class Master:
         self._known: set[tuple[int, bool, tuple[int, ...]]] = set()
         free = np.zeros((len(pricing.every), places))
         best, _, _ = pricing.best(free, pricing.region)
-        largest = max(float(np.abs(best).max()), float(np.abs(pricing.held_worth).max()))
-        self._scale = scale_of(largest)
+        worths = np.abs(np.concatenate([best, pricing.held_worth]))
+        # Infinite: a bid that must get nodes can get none here.
+        self._scale = scale_of(float(worths[np.isfinite(worths)].max(initial=0.0)))
         self._lp: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
             ('output_flag', False),
