@@ -43,7 +43,9 @@ class Surroundings:
     variables: dict[str, Any] | None = None  # of the function; None: not copied
     settings: dict[str, Any] | None = None  # of modules
 
-    def put_back(self, state: LoopState, prepared: Prepared) -> None:
+    @torch.no_grad()
+    def put_back(self, state: LoopState, prepared: Prepared) -> bool:
+        """False: there are other buffers now, which were left as they are."""
         # Not by its text, in which keys are strings and tuples are lists.
         state.user.put_back(copy.deepcopy(self.values))
         for optimizer, groups in zip(prepared.optimizers, self.groups, strict=True):
@@ -52,6 +54,10 @@ class Surroundings:
                 group.update(settings)
         for thing, its in self.states:
             thing.load_state_dict(its)
+        buffers = _buffers(prepared)
+        if alike := _alike(self.buffers, buffers):
+            copy_all(buffers, self.buffers)
+        return alike
 
 
 class LastStep:
@@ -137,21 +143,17 @@ class LastStep:
                 return StateLeft(digest, samples, True, self.needs, part, parts)
         return None
 
-    @torch.no_grad()
     def _put_back(self) -> bool:
         end, prepared = self._end, self._model.prepared
         if end is None or end.variables is None or (self._in_batch and self._model.steps.changed):
             return False
         if not self.knows_all and self._model.division.whole:
             return False
-        buffers = _buffers(prepared)
-        if end.versions != versions(prepared, averages=True) or not _alike(end.buffers, buffers):
+        if end.versions != versions(prepared, averages=True):
             return False
         state = self._state
         state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
-        end.put_back(state, prepared)
-        copy_all(buffers, end.buffers)
-        return True
+        return end.put_back(state, prepared)
 
 
 def around_models(state: LoopState, prepared: Prepared, *, averages: bool = False) -> Surroundings:

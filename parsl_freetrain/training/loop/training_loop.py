@@ -304,8 +304,8 @@ class TrainingLoop:
             hooks.run(hooks.after_epoch)
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
-            around.put_back(state, self._prepared)
-            changed = on_any_rank(self._peers, before != self._marks())  # rank 0 may write a log
+            here = not around.put_back(state, self._prepared) or before != self._marks()
+            changed = on_any_rank(self._peers, here)  # rank 0 may write a log
             if not (changed or self._at_end or hooks.by_epochs):
                 yield from self._stop()
             # It ends in the last batch; the next one goes on from the last checkpoint.
