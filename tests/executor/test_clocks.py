@@ -21,7 +21,7 @@ def with_another_clock(ctx: FragmentContext, ahead_s: float) -> None:
 
     now = time.time
     time.time = lambda: now() + ahead_s
-    fit(ctx, pause_s=0.05)
+    fit(ctx, pause_s=0.2)
 
 
 def test_training_goes_on_in_hole_after_hole_whatever_its_nodes_clock_says(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_without_an_interchange_all_futures_fail_and_the_workflow_ends(tmp_path:
     with freetrain(
         tmp_path, ft.LocalSite(nodes=1, poll_s=300.0), stop_grace_s=1.0, max_workers_per_node=1
     ) as executor:
-        future = ft.freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.03)
+        future = ft.freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.1)
         running = ordinary(str(mark))
         wait_until(lambda: future.progress().samples)
         wait_until(mark.exists)
@@ -80,14 +80,14 @@ def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path
     budgets = {'trainer fit': 3.0}
     trainer = ft.freetrain_app(max_nodes=1, total_epochs=1000)(fit)
     with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor:
-        future = trainer(pause_s=0.02)
+        future = trainer(pause_s=0.1)
         with pytest.raises(ft.TrainerFailed, match='the budget of trainer fit, 3 node-seconds, is'):
             future.result(LIMIT_S)
     with (
         freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor,
         pytest.raises(ft.TrainerFailed, match='budget of trainer fit'),
     ):
-        trainer(pause_s=0.02).result(LIMIT_S)
+        trainer(pause_s=0.1).result(LIMIT_S)
     with (
         pytest.raises(BadInput, match='budget of all trainers is 3 node-seconds, and earlier runs'),
         freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), budgets={'total': 3.0}),

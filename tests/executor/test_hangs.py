@@ -38,7 +38,7 @@ def training(
     folder: Path,
     *faults: Any,
     nodes: int = 2,
-    pause_s: float = 0.03,
+    pause_s: float = 0.1,
     epochs: int = EVER,
     function: Any = fit,
     ahead: bool = False,

@@ -134,7 +134,7 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     connect: Connect, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, other = connect(), connect()
-    training = remote.submit(trainer(**SLOW), pause_s=0.02)
+    training = remote.submit(trainer(**SLOW), pause_s=0.1)
     wait_until(lambda: training.progress().samples > 100)
     with pytest.raises(BadInput, match='is running there, from another'):
         other.submit(trainer(**SLOW)).result(LIMIT_S)

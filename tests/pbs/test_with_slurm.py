@@ -90,7 +90,7 @@ def test_nodes_whose_clocks_differ_train_until_their_known_end(
     )(fit)
     with several(tmp_path, **sites) as executors:
         futures = [
-            trainer.with_options(executor=name)(pause_s=0.05, trainer_name=f'{name}{n}')
+            trainer.with_options(executor=name)(pause_s=0.2, trainer_name=f'{name}{n}')
             for name in sites
             for n in range(2)
         ]

@@ -167,7 +167,7 @@ def test_decisions_of_a_run_are_made_again(
         mode=Reproducible(shards=2),
         checkpoints=Checkpoints(every_s=1.0),
     )(fit)
-    short = freetrain_app(max_nodes=1, total_epochs=15, mode=Reproducible(shards=2))(fit)
+    short = freetrain_app(max_nodes=1, total_epochs=5, mode=Reproducible(shards=2))(fit)
     with freetrain(tmp_path, LocalSite(nodes=3, poll_s=0.2), stop_grace_s=1.0) as executor:
         path = ['--ledger', str(executor.ledger_path)]
 
@@ -176,11 +176,11 @@ def test_decisions_of_a_run_are_made_again(
                 future.progress().fragments >= fragments and future.progress().samples > 0
             )
 
-        first = app(pause_s=0.02, trainer_name='first')
+        first = app(pause_s=0.1, trainer_name='first')
         wait_until(trains(first), 'the first trainer does not train')
-        second = app(pause_s=0.02, trainer_name='second')
+        second = app(pause_s=0.1, trainer_name='second')
         wait_until(trains(second), 'the second trainer does not train')
-        third = short(pause_s=0.02, trainer_name='third')
+        third = short(pause_s=0.1, trainer_name='third')
         wait_until(trains(third), 'the third trainer does not train')
         # It may just be rescaled for the third, and have no fragment.
         wait_until(lambda: first.progress().nodes == 1, 'the first trainer is not rescaled')

@@ -53,7 +53,7 @@ def test_the_scheduler_is_asked_six_questions_a_minute_and_twenty_while_somebody
             max_nodes=1, total_epochs=1e6, checkpoints=Checkpoints(every_s=2.0)
         )(fit)
         slurm.submit('--nodes=1', '--time=20')
-        futures = [trainer(pause_s=0.05, trainer_name=f'trainer-{number}') for number in range(6)]
+        futures = [trainer(pause_s=0.5, trainer_name=f'trainer-{number}') for number in range(6)]
         slurm.wait(lambda: slurm.idle_nodes() == 0)
         slurm.wait(lambda: sum(f.running() for f in futures) == 3)
         # Six trainers on three nodes: three go on looking for holes.

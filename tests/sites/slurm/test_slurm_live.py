@@ -27,7 +27,7 @@ def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None
     trainer = freetrain_app(max_nodes=1, total_epochs=10**6, checkpoints=keep)(fit)
     site = slurm_site('scavenger', mode='preemptible')
     with freetrain(tmp_path, site, address='127.0.0.1') as executor:
-        future = trainer(pause_s=0.02)
+        future = trainer(pause_s=0.1)
         wait_until(lambda: future.progress().samples)
         wide = slurm.submit('--nodes=4', '--time=1', '--partition=batch', seconds=2)
         slurm.wait(lambda: slurm.state(wide) == 'COMPLETED')
