@@ -37,7 +37,6 @@ _STATES = {
     'killing': rc.JobState.ENDING,
     'exiting': rc.JobState.ENDING,
 }
-_UNREACHED = ('failed to connect', 'unable to connect', 'connection refused')
 _GRACE_S = 10.0
 _LIFETIME = """case $COBALT_STARTTIME$COBALT_ENDTIME in
     ''|*[!0-9]*) left=$(({limit} - SECONDS)) ;;
@@ -145,7 +144,7 @@ class Cobalt:
 
     def submit(self, script: Path) -> str:
         """``qsub``, whose options stand in the script."""
-        return self.client.submit(('qsub', str(script)), r'(\d+)', _UNREACHED)
+        return self.client.submit(('qsub', str(script)), r'(\d+)')
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``qdel``; jobs that it does not find are over."""

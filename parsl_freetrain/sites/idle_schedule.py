@@ -136,10 +136,6 @@ class Schedule:
             self.starts * time_factor, self.ends * time_factor, names, self.node_classes
         )
 
-    def node_seconds(self, from_s: float, until_s: float) -> float:
-        overlap = np.minimum(self.ends, until_s) - np.maximum(self.starts, from_s)
-        return float(overlap[overlap > 0].sum())
-
 
 def read_schedule(path: str | Path) -> Schedule:
     """Read idle intervals from CSV with the columns ``start_s,end_s,node``, plain or gzipped.

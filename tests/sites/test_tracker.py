@@ -9,12 +9,15 @@ from typing import Any, cast
 import pytest
 from parsl.jobs.states import JobState as ParslState
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch import tracker as tracking
 from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.batch.queue_watch import QUEUE_EVERY_S, QueueWatch
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
+from parsl_freetrain.sites.batch.records import Partition as Queue
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.tracker import BlockTracker
 from tests.support.waiting import LIMIT_S, wait_until
@@ -207,3 +210,27 @@ def test_how_long_a_start_takes_is_measured(scheduler: Scripted, tracker: BlockT
         tracker.statuses([job])
         tracker.statuses([job])
     assert tracker.start_s == 30.0
+
+
+def test_a_queue_that_is_stopped_for_a_while_is_used_again_afterwards() -> None:
+    """It was looked up once: a run that began in a maintenance was idle for ever."""
+    scheduler: Any = Scripted()
+    watch = QueueWatch(scheduler, BatchOptions(poll_s=1.0), scheduler.clock)
+    told: list[Any] = [
+        Queue('q', up=False),
+        Queue('q', up=False),
+        Queue('q'),
+        BadInput('It takes no jobs.'),
+    ]
+
+    def queue() -> Any:
+        if isinstance(found := told.pop(0), BadInput):
+            raise found
+        return found
+
+    scheduler.jobs, scheduler.queue = tuple, queue
+    watch.queue()
+    for starts in (False, True, False):
+        scheduler.now += QUEUE_EVERY_S
+        watch.look(with_nodes=True, wait_s=LIMIT_S)
+        assert watch.starts_jobs is starts and not watch.failures

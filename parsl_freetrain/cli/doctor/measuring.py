@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.host.files import sync_dir, write_new
+from parsl_freetrain.sites.batch.scheduler_commands import Commands
 from parsl_freetrain.sites.packed_environment import pack
 from parsl_freetrain.sites.registry import SiteType
 from parsl_freetrain.training.process.probe import RACES, appears, race
@@ -49,10 +50,8 @@ def programs(types: Collection[SiteType]) -> dict[str, dict[str, str]]:
 
 def _version(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROGRAM_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = Commands(command[0], PROGRAM_S).run(command)
+    except FreeTrainError as error:
         return f'does not answer: {error}'
     said = next(iter((done.stdout or done.stderr).strip().splitlines()), '')
     return said if done.returncode == 0 else f'does not answer: {said}'

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.clocks import Backoff, ClockSteps
+from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.node_windows import as_jobs_say, held
 from parsl_freetrain.sites.batch.options import BatchOptions
-from parsl_freetrain.sites.batch.records import BatchJob, NodeReservation, Nodes, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.batch.shared_answers import shared
@@ -27,6 +28,7 @@ job begins to wait), and about nodes; in between, jobs tell which nodes are free
 """
 RESERVATIONS_WAITING_S, NODES_WAITING_S = 60.0, 15.0
 """The same while jobs of others wait for nodes that blocks hold."""
+QUEUE_EVERY_S = 600.0  # between looks at whether the queue starts jobs; NODES_EVERY_S if not
 LONGEST_PAUSE_S = 10.0
 """Longest time until the next question after failures while blocks are open, or ``poll_s`` if that
 is longer: jobs of others may wait for their nodes.
@@ -38,11 +40,11 @@ NEVER = float('-inf')
 class QueueSnapshot:
     """Jobs, nodes, reservations, when each was asked; since when others' jobs wait."""
 
-    jobs: tuple[BatchJob, ...] = ()
+    jobs: tuple[rc.BatchJob, ...] = ()
     jobs_at: float = NEVER
-    nodes: tuple[Nodes, ...] = ()
+    nodes: tuple[rc.Nodes, ...] = ()
     nodes_at: float = NEVER
-    reservations: tuple[NodeReservation, ...] = ()
+    reservations: tuple[rc.NodeReservation, ...] = ()
     reservations_at: float = NEVER
     waiting_since: float = NEVER
 
@@ -73,8 +75,27 @@ class QueueWatch:
         self.poll_s = options.poll_s
         self.blocks_open = False
         self.nodes_s, self.reservations_s = 0.0, RESERVATIONS_EVERY_S
-        self._nodes: tuple[Nodes, ...] = ()  # as they were said, and which jobs have had since
+        self._nodes: tuple[rc.Nodes, ...] = ()  # as they were said, and which jobs have had since
         self._nodes_said, self._had = NEVER, frozenset[str]()
+        self.starts_jobs, self._queue_at = True, math.inf  # until it is looked up
+
+    def queue(self) -> rc.Partition:
+        """The queue, from the scheduler itself; BadInput, SchedulerSilent."""
+        self._queue_at, queue = self._clock(), self._scheduler.queue()
+        self.starts_jobs = queue.up
+        if not queue.up:
+            logger.warning('There are no holes: the queue %r starts no jobs now', queue.name)
+        return queue
+
+    def _look_at_queue(self) -> None:
+        """It may be stopped for a maintenance, and be started after it."""
+        if self._clock() - self._queue_at < (QUEUE_EVERY_S if self.starts_jobs else NODES_EVERY_S):
+            return
+        try:
+            self.queue()
+        except BadInput as error:  # it takes none: what is held is given back all the same
+            logger.warning('There are no holes: %s', error)
+            self.starts_jobs = False
 
     @property
     def last(self) -> QueueSnapshot:
@@ -107,7 +128,7 @@ class QueueWatch:
         with self._lock:
             if self._steps.set_back_s():  # the times of all answers are still to come
                 self._jobs_answered = self._nodes_answered = self._not_before = NEVER
-                self._nodes_said = NEVER
+                self._nodes_said, self._queue_at = NEVER, min(self._queue_at, self._clock())
             paused = self._thread is not None or self._clock() < self._not_before
             if paused or not self._old(with_nodes, newer_than):
                 return False
@@ -146,6 +167,7 @@ class QueueWatch:
                 # What was asked beside takes the place of the next questions.
                 jobs_answered = self._clock() + max(0, told.questions - 1) * self.poll_s
             if with_nodes:
+                self._look_at_queue()
                 late = at - snapshot.reservations_at >= self.reservations_s
                 if late or snapshot.reservations_old:
                     with shared(self._clock, at):
@@ -181,6 +203,6 @@ class QueueWatch:
             # Less half an interval, so that a caller who comes every poll_s seconds is not late.
             pause = min(pause, max(self.poll_s, LONGEST_PAUSE_S) - self.poll_s / 2)
         self._not_before = self._clock() + pause
-        expected = isinstance(error, (SchedulerSilent, NotUnderstood))
+        expected = isinstance(error, (SchedulerSilent, rc.NotUnderstood))
         said = '%s did not answer, next question in %.0f s: %s'
         logger.warning(said, self._scheduler.label, pause, error, exc_info=not expected)

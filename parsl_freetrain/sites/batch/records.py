@@ -98,8 +98,8 @@ _BROKEN = (
     *('down', 'drain', 'offline', 'fail', 'stale', 'unk', 'power', 'boot', 'provision', 'error'),
     *('inval', 'future', 'sleep', 'unresolv', 'initial'),
 )
-# A planned node is idle; older versions mark it so instead of naming the state.
-_HARMLESS_MARKS = '-'
+# -: planned, which older versions mark instead of naming the state; +: a job still completes.
+_HARMLESS_MARKS = '-+'
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Nodes:
     state: str
     #: What Slurm writes behind the state: ``'*'`` does not answer, ``'~'`` powered down, ``'$'``
     #: maintenance, and so on; ``'?'`` for each such thing in a document. A node with marks other
-    #: than ``'-'`` is not used.
+    #: than ``'-'`` and ``'+'`` is not used.
     marks: str = ''
     features: tuple[str, ...] = ()
     gpus: int = 0  #: on each

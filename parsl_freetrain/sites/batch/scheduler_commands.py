@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import signal
 import subprocess
 import threading
 from collections import Counter
@@ -15,6 +16,13 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.sites.batch.shared_answers import answer
 
 T = TypeVar('T')
+
+# What submitting commands say where the answer was lost, and perhaps not the job.
+_UNREACHED = re.compile(
+    '(unable|failed) to con|connect to|not connected|connection re|errno=150|timed out|zero bytes|'
+    'unexpected message|temporarily unable|premature end|communication failure|end of file',
+    re.I,
+)
 
 
 class SchedulerSilent(FreeTrainError, RuntimeError):
@@ -74,40 +82,41 @@ class Commands:
             self.commands[command[0]] += 1
         kept = {n: value for n, value in os.environ.items() if not n.startswith(self._meddling)}
         try:
-            return subprocess.run(
+            process = subprocess.Popen(
                 command,
                 env={**kept, **self._environment, **(environment or {})},
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
                 errors='replace',
-                timeout=self._timeout_s,
-                check=False,
                 cwd=folder,
+                start_new_session=True,
             )
         except FileNotFoundError:
             raise BadInput(
                 f'There is no {self._scheduler} here: the command {command[0]} is not on the PATH; '
                 'run this on a login node of the machine, perhaps after loading a module.'
             ) from None
-        except subprocess.TimeoutExpired:
-            within = f'within {self._timeout_s:g} s'
-            raise SchedulerSilent(f'{command[0]} did not answer {within}') from None
+        except OSError as error:  # such as too many processes of this user
+            raise SchedulerSilent(f'{command[0]} could not be started: {error.strerror}') from error
+        with process:  # closes its pipes, which a process that it has started may keep open
+            try:
+                said = process.communicate(timeout=self._timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # a site's script with what it runs
+                what = f'{command[0]} did not answer within {self._timeout_s:g} s'
+                raise SchedulerSilent(what) from None
+        return subprocess.CompletedProcess(command, process.returncode, *said)
 
-    def submit(self, command: Sequence[str], job_id: str, unreached: Collection[str] = ()) -> str:
+    def submit(self, command: Sequence[str], job_id: str) -> str:
         """Submit the script in the last word; returns the job id. SchedulerRefused has the
         scheduler's words; SchedulerSilent: the job may have been submitted. ``job_id``: of the line
-        that has the id, as sites wrap these commands; ``unreached``: said where the scheduler
-        cannot be reached.
+        that has the id, as sites wrap these commands.
         """
         done = self.run(command)
-        said = in_one_line(done.stderr, command[0])
-        if any(words in said.lower() for words in unreached):
-            raise SchedulerSilent(f'{command[0]} did not reach {self._scheduler}: {said}')
         if done.returncode or not done.stdout.strip():
-            raise SchedulerRefused(
-                f'{command[0]} refused the script {command[-1]}: {said or "it gave no job id"}'
-            )
+            raise self.refused(done, f'{command[0]} refused the script {command[-1]}: ')
         for line in reversed(done.stdout.splitlines()):
             if found := re.fullmatch(job_id, line.strip()):
                 return found[1]
@@ -115,6 +124,13 @@ class Commands:
             f'{command[0]} gave no job id for the script {command[-1]}, but said '
             f'{in_one_line(done.stdout, command[0])[:200]!r}'
         )
+
+    def refused(self, done: subprocess.CompletedProcess[str], what: str = '') -> FreeTrainError:
+        """Why a submitting command failed: SchedulerRefused, or SchedulerSilent."""
+        said = in_one_line(done.stderr, done.args[0])
+        if _UNREACHED.search(said):
+            return SchedulerSilent(f'{done.args[0]} did not reach {self._scheduler}: {said}')
+        return SchedulerRefused(f'{what}{said or "it gave no job id"}')
 
     def cancel(self, command: Sequence[str], over: Collection[str] = ()) -> None:
         """End jobs; SchedulerSilent: some may run. ``over``: its words for an ended one."""
@@ -130,13 +146,11 @@ class Commands:
     def shrink(
         self, command: Sequence[str], job_id: str, leave: Sequence[str], folder: str | None = None
     ) -> None:
-        """Run a command that takes nodes from a job. Raises SchedulerRefused if it failed."""
+        """Run a command that takes nodes from a job. Raises as :meth:`submit`."""
         done = self.run(command, folder)
         if done.returncode:
-            raise SchedulerRefused(
-                f'{self._scheduler} does not take {", ".join(leave)} from job {job_id}: '
-                f'{in_one_line(done.stderr, command[0])}'
-            )
+            what = f'{self._scheduler} does not take {", ".join(leave)} from job {job_id}: '
+            raise self.refused(done, what)
 
 
 def offered(label: str, kind: str, name: str, there: Mapping[str, T]) -> T:

@@ -95,7 +95,7 @@ class BatchSite:
 
     def _look_up(self) -> Partition:
         queue = self._partition
-        return queue or within(self._scheduler.queue(), self.options, self._scheduler.step_s)
+        return queue or within(self._tracker.watch.queue(), self.options, self._scheduler.step_s)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -141,6 +141,7 @@ class BatchSite:
         ours: frozenset[str],
     ) -> tuple[Hole, ...]:
         now = self._clock()
+        partition = replace(partition, up=self._tracker.watch.starts_jobs)
         found = holes(
             self._tracker.usable(snapshot, ours, now),
             [OnTheWay(b.nodes, b.latest_end_s, b.node_class, now + b.needs_s) for b in waiting],

@@ -49,7 +49,7 @@ class BlockTracker:
     ) -> None:
         self._scheduler, self._options, self._clock = scheduler, options, clock
         self._unanswered = unanswered
-        self._watch = qw.QueueWatch(scheduler, options, clock)
+        self.watch = qw.QueueWatch(scheduler, options, clock)
         self._wanted = scheduler.wanted()
         self.user = own_name()
         self._lock, self._playing = threading.Lock(), threading.Lock()
@@ -83,7 +83,7 @@ class BlockTracker:
 
     def _note_change(self) -> None:
         self._changed = self._clock()
-        self._watch.blocks_open = bool(self._blocks.ids())
+        self.watch.blocks_open = bool(self._blocks.ids())
 
     def ids(self) -> frozenset[str]:
         with self._lock:
@@ -110,7 +110,7 @@ class BlockTracker:
     @property
     def poll_s(self) -> float:
         """Seconds until the next question: less while others' jobs wait and blocks hold nodes."""
-        return self._watch.poll_s
+        return self.watch.poll_s
 
     # --- what others wait for
 
@@ -138,7 +138,7 @@ class BlockTracker:
         """Whether nodes may have to be given back, by the last answers."""
         if self._waiting or not self.held:
             return self._waiting
-        last = self._watch.last
+        last = self.watch.last
         old = self._clock() - last.reservations_at >= qw.RESERVATIONS_EVERY_S
         return old or bool(self.reserved(last))
 
@@ -154,14 +154,14 @@ class BlockTracker:
 
         def answered() -> None:
             try:
-                last = self._watch.last
-                if not self._watch.failures and last.nodes_at >= last.jobs_at > qw.NEVER:
+                last = self.watch.last
+                if not self.watch.failures and last.nodes_at >= last.jobs_at > qw.NEVER:
                     self.needs(last)
             finally:
                 done()
 
         looked, self._looked = self._looked, set()
-        return bool(looked) and self._watch.ask(True in looked, self._changed, answered)
+        return bool(looked) and self.watch.ask(True in looked, self._changed, answered)
 
     def snapshot(self) -> qw.QueueSnapshot | None:
         """Queue and nodes now; None if the scheduler is silent or it is played through."""
@@ -169,13 +169,13 @@ class BlockTracker:
         slow_s = 3 * self._options.poll_s + self._options.command_s  # an answer may take that long
         fresh = snapshot.nodes_at >= max(self._changed, self._clock() - slow_s)
         fresh = fresh and not snapshot.reservations_old
-        return snapshot if fresh and not (self._watch.failures or self._playing.locked()) else None
+        return snapshot if fresh and not (self.watch.failures or self._playing.locked()) else None
 
     def first_snapshot(self) -> qw.QueueSnapshot:
         """As :meth:`snapshot`, after waiting for it. FreeTrainError without an answer."""
-        snapshot = self._watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
+        snapshot = self.watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
         if snapshot.nodes_at == qw.NEVER:
-            why = self._watch.error or 'it takes too long'
+            why = self.watch.error or 'it takes too long'
             raise FreeTrainError(f'{self._scheduler.label} does not answer: {why}.')
         return snapshot
 
@@ -185,8 +185,8 @@ class BlockTracker:
         self._ask_history()
         self._delete(snapshot)
         now = self._clock()
-        silent = self._watch.failures > 0 and now - self.taken_in > self._options.unreachable_s
-        silence = self._watch.error if silent else ''
+        silent = self.watch.failures > 0 and now - self.taken_in > self._options.unreachable_s
+        silence = self.watch.error if silent else ''
         with self._lock:
             return [self._blocks.status(job_id, now, silence) for job_id in job_ids]
 
@@ -195,7 +195,7 @@ class BlockTracker:
         if self._steps.set_back_s():
             self._changed = min(self._changed, self._clock())
             self._next_history = self._next_cancel = qw.NEVER
-        snapshot = self._watch.look(with_nodes, self._changed)
+        snapshot = self.watch.look(with_nodes, self._changed)
         if snapshot.jobs_at not in (qw.NEVER, self.taken_in):
             self.taken_in = snapshot.jobs_at
             with self._lock:
@@ -212,17 +212,16 @@ class BlockTracker:
             for job in jobs
             if job.job_id in ours and job.names and job.state in _HOLDING
         }
-        self._waiting = bool(self.held) and could_use(self._watch.last.nodes, jobs, ours)
+        self._waiting = bool(self.held) and could_use(self.watch.last.nodes, jobs, ours)
         slow, fast = self._options.poll_s, self._options.fast_poll_s
-        watch = self._watch
-        watch.poll_s = fast if self._waiting else slow
+        self.watch.poll_s = fast if self._waiting else slow
         # A reservation decides which nodes of ours serve a job, and may keep a block from starting.
         late = any(b.submitted_s < at - self.start_s for b in self._blocks.waiting())
-        watch.nodes_s = min(qw.NODES_EVERY_S, 10 * slow)
-        watch.reservations_s = qw.RESERVATIONS_EVERY_S
+        self.watch.nodes_s = min(qw.NODES_EVERY_S, 10 * slow)
+        self.watch.reservations_s = qw.RESERVATIONS_EVERY_S
         if self._waiting or late:
-            watch.nodes_s = min(qw.NODES_WAITING_S, 4 * fast)
-            watch.reservations_s = min(qw.RESERVATIONS_WAITING_S, 15 * fast)
+            self.watch.nodes_s = min(qw.NODES_WAITING_S, 4 * fast)
+            self.watch.reservations_s = min(qw.RESERVATIONS_WAITING_S, 15 * fast)
 
     def _note_offers(self, snapshot: qw.QueueSnapshot) -> None:
         ours = self._blocks.ids()
@@ -305,7 +304,7 @@ class BlockTracker:
                 # What is given back must not become one of these.
                 late += [b.job_id for b in self._blocks.waiting() if not b.seen.withdrawn]
             taken = self._blocks.taken(self._options.requeue)
-        if not self._watch.failures:
+        if not self.watch.failures:
             self._try_to_cancel(list(dict.fromkeys(late)), withdrawn=True)
             self._try_to_cancel(taken, taken=True)
 

@@ -132,12 +132,11 @@ class SlotBlock:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._cancel)
-        signal.signal(signal.SIGCHLD, _do_nothing)
         # Ctrl-C reaches every process of the terminal at once, but training must stop in order; and
         # a terminal that closes ends the owner, whose end is watched anyway. Not SIG_IGN, which the
         # nodes would inherit.
-        signal.signal(signal.SIGINT, _do_nothing)
-        signal.signal(signal.SIGHUP, _do_nothing)
+        for ignored in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+            signal.signal(ignored, lambda *_: None)
 
     def _cancel(self, *_: object) -> None:
         self._cancelled = True
@@ -211,10 +210,6 @@ class SlotBlock:
         with contextlib.suppress(OSError):
             said = {'how': how, 'at': time.time(), 'exit_codes': self._exit_codes}
             _write(end_file(self._folder, self._job_name), said)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
 
 
 def _kill_group(pid: int) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from parsl_freetrain.sites.batch import records as rc
@@ -112,15 +113,18 @@ def _job(
         tasks = min(tasks, int(job['max_run_subjobs']) - int(counts.get('Running', 0)))
     if state is rc.JobState.PENDING and tasks <= 0:
         state = rc.JobState.HELD  # all of its jobs run, or as many as may
-    start_s = end_s = None
+    start_s = end_s = limit_s = None
+    with suppress(ValueError):  # none, or a word for that
+        limit_s = rc.seconds_of(resources.get('walltime') or '')
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
-        planned_s = _time(estimate['start_time'])
-        if planned_s >= now - _STALE_S:
-            start_s, planned = planned_s, hosts_of(estimate.get('exec_vnode', ''))
+        with suppress(ValueError):  # no time yet
+            planned_s = _time(estimate['start_time'])
+            if planned_s >= now - _STALE_S:
+                start_s, planned = planned_s, hosts_of(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES:
         start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
-        end_s = start_s + rc.seconds_of(resources['walltime']) if 'walltime' in resources else None
+        end_s = None if limit_s is None else start_s + limit_s
     names = hosts_of(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     nodes = int(resources.get('nodect', len(names) or 1))
     place = str(resources.get('place', ''))
@@ -141,8 +145,8 @@ def _job(
         str(job.get('Job_Owner', '')).split('@')[0],
         comment,
         str(job.get('Job_Name', '')),
-        int(job.get('run_count', 0)),
-        rc.seconds_of(resources['walltime']) if 'walltime' in resources else None,
+        _count(job.get('run_count', 0)),
+        limit_s,
         priority=_RANK * ranks.get(job.get('queue', ''), 0) + _count(job.get('Priority', 0)),
         blocked=_BLOCKED.match(comment) is not None,
         only=only,
@@ -194,6 +198,11 @@ def parse_nodes(
     with rc.as_documented('pbsnodes'):
         words = {name for name, value in resources.items() if _amount(value) is None}
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
+            if not isinstance(vnode, dict) or not isinstance(vnode.get('state'), str):
+                rc.warn_once(
+                    f'Of the node {name} pbsnodes told {vnode!r}: it counts as unknown'[:300]
+                )
+                vnode = {'state': 'unknown', 'resources_available': {'ncpus': 1}}
             hosts[_host(name)].append(vnode)
             for resource, value in _available(vnode).items():
                 if isinstance(value, str) and _amount(value) is None and resource not in _NAMES:
@@ -226,7 +235,7 @@ def parse_nodes(
 
 
 def _available(vnode: Mapping[str, Any]) -> Mapping[str, Any]:
-    here: Mapping[str, Any] = vnode.get('resources_available', {})
+    here: Mapping[str, Any] = vnode.get('resources_available') or {}
     return here
 
 
@@ -294,7 +303,7 @@ def queue_ranks(queues: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 def limits(name: str, queue: Mapping[str, Any]) -> rc.Partition:
     """What a queue allows; one that does not start jobs is not up. May raise NotUnderstood."""
-    least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
+    least, most = (queue.get(f'resources_{what}') or {} for what in ('min', 'max'))
     with rc.as_documented(f'qstat -Q about {name}'):
         queued = str(queue.get('max_queued', ''))
         waiting = map(int, re.findall(r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', queued))
@@ -350,5 +359,5 @@ def _host(vnode: str) -> str:
 def _count(value: str | float) -> int:
     try:
         return int(value)
-    except ValueError:
+    except (TypeError, ValueError):
         return 0

@@ -11,9 +11,9 @@ from typing import Any
 
 from parsl_freetrain.sites.batch.records import NotUnderstood
 
-_PAIR = re.compile(r'^(\s*"(?:[^"\\]|\\.)*":)(.*?)(,?)$', re.DOTALL)
+_PAIR = re.compile(r'^(\s*"(?:[^"\\]|\\.)*":\s*)(.*?)(,?)$', re.DOTALL)
 _NEW = re.compile(r'^\s*("(?:[^"\\]|\\.)*":|[\]{}],?\s*$|"(?:[^"\\]|\\.)*",?\s*$)')
-_VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE | re.DOTALL)
+_VARIABLES = re.compile(r'^( *)"Variable_List":\s*\{$.*?^\1\},?$\n?', re.MULTILINE | re.DOTALL)
 
 
 def document(answer: str, command: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _mended(text: str) -> str:
 
 def _mended_pair(line: str) -> str:
     found = _PAIR.match(line)
-    if found is None or found[2] in ('{', '[', ''):
+    if found is None or found[2] in ('{', '[') or not (found[2] or found[3]):
         return line
     name, value, comma = found.groups()
     try:

@@ -19,7 +19,6 @@ from parsl_freetrain.sites.pbspro.script import render
 # Statuses are the last byte of an error's number (pbs_error.h): 15139 the job has finished, 15140
 # no history is kept, 15001 no such job.
 FINISHED, NO_HISTORY, UNKNOWN = 35, 36, 153
-_UNREACHED = ('cannot connect', 'errno=150')
 _OVER = ('unknown job', 'has finished', 'invalid state')
 
 
@@ -58,7 +57,8 @@ class Pbs:
                 f'The queue {name!r} takes jobs only from {routes or "another queue"}; name that '
                 'one.'
             )
-        self._chunk = {key: str(value) for key, value in queue.get('default_chunk', {}).items()}
+        chunk = queue.get('default_chunk') or {}
+        self._chunk = {key: str(value) for key, value in chunk.items()}
         self._owners = answers.node_owners(name, queues)
         owners = {other: answers.node_owners(other, queues) for other in queues}
         self._apart = frozenset(other for other in queues if not self._owners & owners[other])
@@ -124,7 +124,7 @@ class Pbs:
 
     def submit(self, script: Path) -> str:
         command = ('qsub', '-f', str(script))  # -f: no process of it stays behind
-        return self.client.submit(command, r'(\d+(?:\.\S+)?)', _UNREACHED)
+        return self.client.submit(command, r'(\d+(?:\.\S+)?)')
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``qdel``; it leaves processes of a suspended job on its first node: SIGKILL before."""

@@ -9,16 +9,10 @@ import json
 from typing import Any
 
 from parsl_freetrain.sites.batch.records import BatchJob, NotUnderstood, as_documented
-from parsl_freetrain.sites.slurm.answers_text import (
-    choices_of,
-    gpus_of,
-    gpus_on_each,
-    is_blocked,
-    tasks_of,
-)
+from parsl_freetrain.sites.slurm import answers_text as text
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
-JOBS = ('squeue', '--json', '--all', '--states=all')
+JOBS = ('squeue', '--json', '--noheader', '--all', '--states=all')  # or it begins with CLUSTER:
 
 # What stands behind a base state and says more.
 _MORE = (
@@ -28,24 +22,25 @@ _MORE = (
 
 
 def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
-    """Jobs of a ``squeue --json`` document. Raises NotUnderstood if it lacks what is needed."""
+    """As :func:`.answers_text.parse_jobs`, of a ``squeue --json`` document."""
     with as_documented('squeue --json'):
-        return tuple(_job(job) for job in _document(answer)['jobs'])
+        jobs = _document(answer)['jobs']
+        if any('scheduled_nodes' not in j and 'PENDING' in j['job_state'] for j in jobs):
+            lacks = 'does not tell the planned nodes of pending jobs'
+            raise NotUnderstood(f'the document of squeue --json {lacks}')
+        return text.all_of(jobs, _job)
 
 
 def _job(job: dict[str, Any]) -> BatchJob:
     state = _words(job['job_state'])
-    if state[0] == 'PENDING' and 'scheduled_nodes' not in job:
-        lacks = 'does not tell the planned nodes of pending jobs'
-        raise NotUnderstood(f'the document of squeue --json {lacks}')
     word = next((more for more in state[1:] if more in _MORE), state[0])
     reason = job.get('state_description') or job['state_reason']  # as squeue does in its text
     end = _number(job['end_time'])
     preempted = _number(job.get('preempt_time', 0))
     nodes = int(_number(job['node_count']) or 0)
     gres, *more = (job.get(f'tres_per_{what}') or '' for what in ('node', 'socket', 'job', 'task'))
-    gpus = gpus_on_each(nodes, int(_number(job.get('tasks')) or 1), gres, *more)
-    per_gpu = gpus_of(job.get('memory_per_tres') or '')  # MiB, told as a number of GPUs is
+    gpus = text.gpus_on_each(nodes, int(_number(job.get('tasks')) or 1), gres, *more)
+    per_gpu = text.gpus_of(job.get('memory_per_tres') or '')  # MiB, told as a number of GPUs is
     # 22.05: one word, or nothing; later a list of words.
     shared = job.get('shared') or ()
     words = (shared,) if isinstance(shared, str) else shared
@@ -67,12 +62,12 @@ def _job(job: dict[str, Any]) -> BatchJob:
         int(_number(job.get('restart_cnt', 0)) or 0),
         limit_s=None if (minutes := _number(job.get('time_limit'))) is None else 60 * minutes,
         priority=_number(job.get('priority')) or 0.0,
-        blocked=is_blocked(reason, job.get('resv_name') or ''),
+        blocked=text.is_blocked(reason, job.get('resv_name') or ''),
         only=expand(job.get('required_nodes') or ''),
         excluded=expand(job.get('excluded_nodes') or ''),
-        features=choices_of(job.get('features') or '', ','.join((gres, *more))),
+        features=text.choices_of(job.get('features') or '', ','.join((gres, *more))),
         gpus=gpus,
-        tasks=tasks_of(job.get('array_task_string') or ''),
+        tasks=text.tasks_of(job.get('array_task_string') or ''),
         cpus=0 if whole else int(_number(job.get('cpus')) or 0),
         step=int(_number(job.get('minimum_cpus_per_node')) or 1),
         memory=per_node or per_cpu or per_gpu * gpus,
@@ -99,7 +94,8 @@ def _exit(code: Any) -> tuple[int, int]:
 def _number(value: Any) -> float | None:
     """A plain number, or one that says whether it is set; 0 counts as not set."""
     if isinstance(value, dict):
-        value = value['number'] if value['set'] and not value['infinite'] else None
+        known = value.get('set', True) and not value.get('infinite')
+        value = value.get('number') if known else None
     return float(value) if value else None
 
 

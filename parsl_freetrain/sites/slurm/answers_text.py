@@ -6,9 +6,10 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
@@ -22,7 +23,7 @@ _NODE_FIELDS = '%R|%T|%G|%b|%c|%m|%N'  # %b: the active features
 _FOR_NODES = ('None', 'Resources', 'Priority', 'ReqNodeNotAvail', 'Nodes required for job are')
 SHARING = ('OK', 'YES')  # OverSubscribe of jobs that do not ask for whole nodes
 _NOTHING = ('', '(null)', 'N/A')
-_UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'NOT_SET', 'N/A', '')
+_UNLIMITED = *_NOTHING, 'UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'NOT_SET', 'INVALID'
 _MARKS = '*~#!%$@^-+'
 
 JOBS = ('squeue', '--noheader', '--all', '--states=all')  # what is told of a job: see job_format
@@ -79,14 +80,21 @@ def parse_jobs(answer: str) -> tuple[rc.BatchJob, ...]:
     records = [record.split(begin[1]) for record in answer.split(begin[0])[1:]]
     if any(fields.pop().strip() != '>' for fields in records):
         raise rc.NotUnderstood('the answer of squeue was cut off')
+    return all_of(records, _job)
+
+
+def all_of(records: Sequence[Any], read: Callable[[Any], rc.BatchJob]) -> tuple[rc.BatchJob, ...]:
+    """As :func:`parse_jobs`."""
     found = []
-    for fields in records:
+    for record in records:
         try:
-            found.append(_job(fields))
-        except ValueError as error:
-            logger.info('Left out what squeue says of job %s: %s', fields[:1], error)
-    if not found:
-        raise rc.NotUnderstood(f'no job can be read in what squeue answered: {records[0]}'[:400])
+            with rc.as_documented('squeue', record):
+                found.append(read(record))
+        except rc.NotUnderstood as error:
+            logger.info('Left out what squeue says of a job: %s', error)
+            odd = error
+    if records and not found:
+        raise rc.NotUnderstood(f'no job can be read in what squeue answered: {odd}'[:400])
     told = Counter(job.job_id for job in found)
     return tuple(
         job if told[job.job_id] == 1 else replace(job, state=rc.JobState.UNKNOWN) for job in found
@@ -111,7 +119,7 @@ def _job(fields: list[str]) -> rc.BatchJob:
         reason,
         name,
         limit_s=duration_s(limit),
-        priority=float(priority or 0),
+        priority=float(_number(priority)),
         blocked=is_blocked(reason, reservation),
         only=expand(only),
         excluded=expand(excluded),

@@ -26,9 +26,12 @@ from parsl_freetrain.sites.slurm.words import end_of
 logger = logging.getLogger(__name__)
 
 # The site config replaces these variables. An account is kept, since users set it for all jobs.
-_MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
-_KEPT = ('SBATCH_ACCOUNT',)
-_ENVIRONMENT = {'SLURM_TIME_FORMAT': '%s'}
+_MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_', 'SCONTROL_')
+_OF_JOBS = ('SLURM_', 'SRUN_')  # also of one that this process runs in: blocks would inherit them
+_KEPT = ('SBATCH_ACCOUNT', 'SLURM_CONF', 'SLURM_CLUSTERS', 'SLURM_JWT')
+# Whole task lists of arrays; not the jobs and nodes of a federation's other clusters.
+_ENVIRONMENT = {'SLURM_TIME_FORMAT': '%s', 'SLURM_BITSTR_LEN': '0'}
+_ENVIRONMENT |= {f'{command}_LOCAL': '1' for command in ('SQUEUE', 'SINFO', 'SCONTROL', 'SACCT')}
 _TIER = 2.0**32  # above every priority
 
 
@@ -42,9 +45,8 @@ class Slurm:
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        self.client = commands.Commands(
-            'Slurm', options.command_s, {**kept, **_ENVIRONMENT}, _MEDDLING
-        )
+        meddling = (*_MEDDLING, *(_OF_JOBS if 'SLURM_JOB_ID' in os.environ else ()))
+        self.client = commands.Commands('Slurm', options.command_s, kept | _ENVIRONMENT, meddling)
         self._user = commands.own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
         self._tiers: dict[str, int] = {}  # of partitions
@@ -145,7 +147,7 @@ class Slurm:
     def test(self, script: Path) -> None:
         done = self.client.run(('sbatch', '--test-only', str(script)))
         if done.returncode:
-            raise commands.SchedulerRefused(commands.in_one_line(done.stderr, 'sbatch'))
+            raise self.client.refused(done)
 
     def submit(self, script: Path) -> str:
         return self.client.submit(('sbatch', '--parsable', str(script)), r'(\d+)(?:;\S+)?')

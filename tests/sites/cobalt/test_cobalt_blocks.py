@@ -1,6 +1,5 @@
 """Blocks on a machine with Cobalt: what they fit, and the ways in which they end."""
 
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -36,29 +35,6 @@ def test_a_block_fits_the_window_in_which_jobs_are_backfilled(
     assert cobalt.job(wide)['planned']['start'] == planned
 
 
-def test_nodes_in_another_memory_mode_are_no_hole(cobalt: Rehearsal, blocks: Make) -> None:
-    cobalt.set_node('nid00020', has={'mcdram': 'flat', 'numa': 'quad'})
-    cobalt.set_node('nid00021', up=False)
-    assert [hole.names for hole in blocks(mcdram='cache', numa='quad').holes()] == [
-        ('nid00022', 'nid00023')
-    ]
-    assert [hole.names for hole in blocks(mcdram='flat').holes()] == [('nid00020',)]
-
-
-def test_a_reservation_ends_a_hole(cobalt: Rehearsal, blocks: Make) -> None:
-    start = int(time.time()) + 500
-    cobalt.reserve(['nid00022', 'nid00023'], start, start + 3600)
-    mine = blocks(margin_s=9.0, ending_s=2.0)  # it ends itself 2 s before its walltime does
-    assert [(hole.nodes, hole.until_s) for hole in mine.holes()] == [(2, None), (2, start - 7)]
-
-
-def test_a_command_that_fails_fails_its_block(cobalt: Rehearsal, blocks: Make) -> None:
-    mine = blocks()
-    job = mine.open(1, command='exit 3')
-    cobalt.wait(lambda: mine.status(job).terminal)
-    assert mine.status(job).state is JobState.FAILED
-
-
 def test_named_nodes_are_asked_for(cobalt: Rehearsal, blocks: Make) -> None:
     from parsl_freetrain.core.model.types import BlockRequest
 
@@ -66,14 +42,6 @@ def test_named_nodes_are_asked_for(cobalt: Rehearsal, blocks: Make) -> None:
     mine.provider.open_block(BlockRequest(2, 300.0, names=('nid00021', 'nid00023')), 'true', 'pin')
     [script] = mine.folder.glob('*.sh')
     assert '#COBALT --attrs location=21,23\n' in script.read_text()
-
-
-def test_somebody_else_deletes_a_block(cobalt: Rehearsal, blocks: Make) -> None:
-    mine = blocks()
-    job = mine.running()
-    subprocess.run(['qdel', job], check=True, capture_output=True)
-    cobalt.wait(lambda: mine.status(job).terminal)
-    assert mine.status(job).state is JobState.CANCELLED
 
 
 def test_a_block_without_a_trace_is_not_over(cobalt: Rehearsal, blocks: Make) -> None:
@@ -123,9 +91,3 @@ def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
         with pytest.raises(BadInput, match=sentence):
             CobaltSite(**{**QUICK, **settings}).start()
     assert cobalt.jobs() == {}
-
-
-def test_without_cobalt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('PATH', '/nowhere')
-    with pytest.raises(BadInput, match='There is no Cobalt here'):
-        CobaltSite(queue='batch').start()

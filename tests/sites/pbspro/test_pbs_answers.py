@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Collection
 from datetime import datetime
 from itertools import islice
@@ -24,6 +23,7 @@ from parsl_freetrain.sites.pbspro.documents import document
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.recurring import later_starts
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
+from tests.support.programs import programs
 
 pytestmark = pytest.mark.usefixtures('utc')
 ZOO = Path(__file__).parents[1] / 'zoo' / 'openpbs-23.06'
@@ -163,6 +163,8 @@ def test_states_of_nodes() -> None:
     }  # fmt: skip
     for state, told in states.items():
         assert nodes({'a': {**VNODE, **told}}) == {'a': state}
+    for odd in (None, 'x', {}, {'state': 5}):  # it hides no other host
+        assert nodes({'a[0]': VNODE, 'a[1]': odd, 'b': VNODE}) == {'a': 'unknown', 'b': 'idle'}
 
 
 def test_a_free_vnode_may_take_no_job() -> None:
@@ -401,17 +403,19 @@ def test_of_a_job_that_is_there_twice_nothing_is_known(comes_first: bool) -> Non
 
 
 def test_a_job_that_cannot_be_read_hides_no_other() -> None:
-    """An estimate that a hook has written, and numbers that are none."""
-    sound = {'job_state': 'Q', 'Resource_List': {'nodect': 2}}
-    times: list[dict[str, Any]] = [{'estimated': {'start_time': 'UNKNOWN'}}]
-    resources = {'walltime': 'INFINITE'}, {'nodect': 0, 'ncpus': 1}
-    for odd in (*times, *({'Resource_List': each} for each in resources)):
-        queue = {'7': {**sound, **odd}, '8': sound}
-        found = answers.parse_jobs(json.dumps({'Jobs': queue}), 'pool')
+    """One that waits does so whatever a hook has written in its estimate, or as its walltime."""
+    sound: dict[str, Any] = {'job_state': 'Q', 'Resource_List': {'nodect': 2}}
+    odd: tuple[dict[str, Any], ...] = (
+        {'estimated': {'start_time': 'UNKNOWN'}, 'Priority': None, 'run_count': ''},
+        {'Resource_List': {'nodect': 2, 'walltime': 'INFINITE'}},
+        {'Resource_List': {'nodect': 0, 'ncpus': 1}},
+    )
+    for each, state in zip(odd, ('PENDING', 'PENDING', 'UNKNOWN'), strict=True):
+        found = answers.parse_jobs(json.dumps({'Jobs': {'7': sound | each, '8': sound}}), 'pool')
         told = [(job.job_id, job.state.value) for job in found]
-        assert told == [('7', 'UNKNOWN'), ('8', 'PENDING')]
-        with pytest.raises(records.NotUnderstood):
-            answers.parse_jobs(json.dumps({'Jobs': {'7': queue['7']}}), 'pool')
+        assert told == [('7', state), ('8', 'PENDING')]
+    with pytest.raises(records.NotUnderstood):
+        answers.parse_jobs(json.dumps({'Jobs': {'7': sound | odd[2]}}), 'pool')
 
 
 @pytest.mark.parametrize('value', ['"x"', '1', 'null'])
@@ -443,11 +447,7 @@ def test_which_comments_say_that_nodes_would_not_help() -> None:
 @pytest.mark.parametrize(
     ('status', 'says', 'over'),
     [
-        (
-            35,
-            'qstat: 1.pbs Job has finished, use -x or -H to obtain historical job information',
-            {},
-        ),
+        (35, 'qstat: 1.pbs Job has finished, use -x or -H to obtain historical job', {}),
         (153, 'qstat: Unknown Job Id 1.pbs', {}),
         (36, 'qstat: PBS is not configured to maintain job history', NoHistory),
         (255, 'qstat: cannot connect to server pbs (errno=15010)', SchedulerSilent),
@@ -456,9 +456,7 @@ def test_which_comments_say_that_nodes_would_not_help() -> None:
 def test_what_qstat_does_not_tell_ends_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, says: str, over: Any
 ) -> None:
-    (tmp_path / 'qstat').write_text(f'#!/bin/sh\necho "{says}" >&2\nexit {status}\n')
-    (tmp_path / 'qstat').chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    programs(tmp_path, monkeypatch, qstat=f'echo "{says}" >&2\nexit {status}')
     pbs = Pbs(PbsOptions(queue='batch'))
     with pytest.raises(SchedulerSilent):
         pbs.jobs()
@@ -479,12 +477,9 @@ def test_queue_priority_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     queues = {'small': {'Priority': 150}, 'large': {'queue_type': 'Execution'}}
     order = ('1', 'large', 1023), ('2', 'small', -1024), ('3', 'small', 5), ('4', 'small', 5)
     waiting = {name: {'job_state': 'Q', 'queue': q, 'Priority': p} for name, q, p in order}
-    qstat = tmp_path / 'qstat'
-    qstat.write_text(QSTAT)
-    qstat.chmod(0o755)
+    qstat = programs(tmp_path, monkeypatch, qstat=QSTAT) / 'qstat'
     Path(f'{qstat}.queues').write_text(json.dumps({'Queue': queues}))
     Path(f'{qstat}.jobs').write_text(json.dumps({'Jobs': waiting}))
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
     pbs = Pbs(PbsOptions(queue='large'))
     pbs.queue()
     in_order = sorted(pbs.jobs(), key=lambda job: -job.priority)

@@ -10,6 +10,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output, shape_for
 from parsl_freetrain.sites.pbspro import PbsOptions
 from parsl_freetrain.sites.pbspro.script import render, task_manager
+from tests.support.programs import programs, run_script
 from tests.support.waiting import LIMIT_S
 
 NOW = 1_800_000_000.0
@@ -48,19 +49,13 @@ def test_a_block_ends_with_its_hole_whatever_its_clock_says(tmp_path: Path, ahea
     script = render(options(launch=('true',)), shape, PLACE, 'true')
     told = '    Resource_List.walltime = 01:00:00\n    ctime = Thu Nov 26 17:00:10 2026\n'
     told += '    stime = Thu Nov 26 17:00:50 2026\n'
-    for name, text in (
-        ('qstat', f'cat <<END\n{told}END'),
-        ('date', f'[ $# != 1 ] || exec echo {int(NOW) + ahead_s}; exec /bin/date "$@"'),
-        ('timeout', 'case $1 in 20) shift; exec "$@";; *) echo "$3" >"$SAID";; esac'),
-    ):
-        (tmp_path / name).write_text(f'#!/bin/bash\n{text}\n')
-        (tmp_path / name).chmod(0o700)
-    (tmp_path / 'script').write_text(script)
-    environment = {'PATH': f'{tmp_path}:/usr/bin:/bin', 'PBS_JOBID': '1'}
-    environment['SAID'] = str(tmp_path / 'said')
-    command = ['/bin/bash', str(tmp_path / 'script')]
-    subprocess.run(command, check=False, timeout=LIMIT_S, env=environment)
-    left_s = int((tmp_path / 'said').read_text())
+    left_s = int(
+        run_script(
+            tmp_path, script, 'PBS_JOBID', qstat=f'cat <<END\n{told}END',
+            date=f'[ $# != 1 ] || exec echo {int(NOW) + ahead_s}; exec /bin/date "$@"',
+            timeout='case $1 in 20) shift; exec "$@";; *) echo "$3" >"$SAID";; esac',
+        )
+    )  # fmt: skip
     assert 300 - 40 - 10 - 5 <= left_s <= 300 - 40 - 10, 'ending_s is 10'
 
 
@@ -70,19 +65,8 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     place = Output('n', f'/a b/$(touch {marker})/%j.out', '/e')
     script = render(options(launch=('mpiexec',)), BlockShape(1, 60, 60), place, command)
     assert f'#PBS -o "/a b/$(touch {marker})/%j.out"\n' in script
-    fakes = tmp_path / 'bin'
-    fakes.mkdir()
-    for name, text in (
-        ('qstat', 'echo'),
-        ('mpiexec', 'shift $(($# - 1)); printf %s "$1" >"$SAID"'),
-    ):
-        (fakes / name).write_text(f'#!/bin/bash\n{text}\n')
-        (fakes / name).chmod(0o700)
-    (tmp_path / 'script').write_text(script)
-    env = {'PATH': f'{fakes}:/usr/bin:/bin', 'PBS_JOBID': '1', 'SAID': str(tmp_path / 'said')}
-    words = ['/bin/bash', str(tmp_path / 'script')]
-    subprocess.run(words, check=True, timeout=LIMIT_S, env=env)
-    assert (tmp_path / 'said').read_text() == command
+    said = {'qstat': 'echo', 'mpiexec': 'shift $(($# - 1)); printf %s "$1" >"$SAID"'}
+    assert run_script(tmp_path, script, 'PBS_JOBID', **said) == command
     assert not marker.exists()
 
 
@@ -105,12 +89,8 @@ def test_a_block_of_a_class_asks_for_its_resources() -> None:
 
 def test_one_task_is_spawned_for_each_node_and_none_to_end_the_block(tmp_path: Path) -> None:
     """SIGTERM is told to the first node without PBS; the others end when the block's time is up."""
-    fakes = tmp_path / 'bin'
-    fakes.mkdir()
-    (fakes / 'pbs_tmrsh').write_text(
-        f'#!/bin/bash\necho "$1" >>{tmp_path}/spawned; shift\nexec env --default-signal=TERM "$@"\n'
-    )
-    (fakes / 'pbs_tmrsh').chmod(0o700)
+    tmrsh = f'echo "$1" >>{tmp_path}/spawned; shift\nexec env --default-signal=TERM "$@"'
+    fakes = programs(tmp_path / 'bin', pbs_tmrsh=tmrsh)
     (tmp_path / 'nodes').write_text('node02\nnode01\nnode02\n')
     launcher = subprocess.Popen(
         [*task_manager(str(tmp_path / 'block')), '/bin/bash', '-c', 'echo; exec sleep 600'],

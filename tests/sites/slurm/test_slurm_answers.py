@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.scheduler import Slurm, partition_for
 from parsl_freetrain.sites.slurm.words import expand, state_of
+from tests.support.programs import programs
 
 RECORDED = Path(__file__).with_name('recorded')
 NOW = 1795247731  # when they were recorded
@@ -134,10 +134,7 @@ printf '%s\\n' "$SQUEUE_FORMAT" | sed 's/%i/7/; s/%T/RUNNING/; s/%D/1/; s/%Q/3/;
 
 def test_the_format_is_another_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line of a process is there for all to read, and its environment is not."""
-    squeue = tmp_path / 'squeue'
-    squeue.write_text(SQUEUE)
-    squeue.chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    squeue = programs(tmp_path, monkeypatch, squeue=SQUEUE) / 'squeue'
     monkeypatch.setenv('SQUEUE_FORMAT', '%i')
     slurm = Slurm(SlurmOptions(partition='batch', form='text'))
     for _ in range(2):
@@ -173,15 +170,9 @@ def test_tasks_of_an_array_that_wait(tasks: str, count: int) -> None:
 
 
 def test_a_slurm_without_gpus_tells_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, said in {
-        'squeue': SQUEUE.replace('RUNNING', 'PENDING').replace(
-            's/%D', 's/%P/batch/; s/%r/None/; s/%D'
-        ),
-        'sinfo': '#!/bin/sh\nprintf "batch|idle|%s|(null)|4|9|n1\\n" gpu:2 "(null)"\n',
-    }.items():
-        (tmp_path / name).write_text(said)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    pending = SQUEUE.replace('RUNNING', 'PENDING').replace('s/%D', 's/%P/batch/; s/%r/None/; s/%D')
+    sinfo = 'printf "batch|idle|%s|(null)|4|9|n1\\n" gpu:2 "(null)"'
+    programs(tmp_path, monkeypatch, squeue=pending, sinfo=sinfo)
     slurm = Slurm(SlurmOptions(partition='batch'))
     assert [nodes.gpus for nodes in slurm.nodes()] == [2, 0]
     assert [job.job_id for job in slurm.jobs()] == ['7'] and slurm.client.commands['squeue'] == 2
@@ -227,6 +218,8 @@ def test_marks_of_states() -> None:
     for bare, marks in (('idle', '*'), ('idle', '~'), ('maint', ''), ('idle', '-')):
         [nodes] = answers_text.parse_nodes(f'gpu|{bare}{marks}|(null)|(null)|4+|2G|a1\n')
         assert (nodes.state, nodes.marks) == (bare, marks)
+    [nodes] = answers_text.parse_nodes('gpu|allocated+|(null)|(null)|4|9|a1\n')
+    assert not nodes.broken, 'it can be given back while an earlier job completes there'
 
 
 def test_one_reservation_that_cannot_be_read_does_not_hide_the_others() -> None:
@@ -300,6 +293,7 @@ def test_a_job_that_sigterm_has_ended_has_not_failed(code: object, state: JobSta
 
 def test_durations() -> None:
     days = {'2-00:00:00': 172800, '1-12': 129600, 'UNLIMITED': None, 'NOT_SET': None}
+    days |= {'INVALID': None}
     for written, seconds in {**days, '10:00': 600, '1:02:03': 3723, '30': 1800}.items():
         assert answers_text.duration_s(written) == seconds
 
@@ -322,6 +316,16 @@ def test_what_is_no_answer_is_not_read_as_one(answer: str) -> None:
     for parse in (answers_text.parse_jobs, answers_text.parse_nodes, answers_json.parse_jobs):
         with pytest.raises(NotUnderstood):
             parse(answer)
+
+
+def test_a_job_of_a_document_that_cannot_be_read_hides_no_other() -> None:
+    sound = json.loads(job_document())['jobs'][0]
+    odd = {'job_state': [], 'scheduled_nodes': 'n[1', 'end_time': 'soon', 'tasks': 'x'}
+    for name, value in odd.items():
+        text = json.dumps({'jobs': [sound, sound | {'job_id': 9, name: value}]})
+        assert [job.job_id for job in answers_json.parse_jobs(text)] == [str(sound['job_id'])]
+    bare = json.dumps({'jobs': [sound | {'time_limit': {'number': 5}, 'end_time': {}}]})
+    assert [job.limit_s for job in answers_json.parse_jobs(bare)] == [300.0]
 
 
 @pytest.mark.parametrize('answer', ['{}', '[]', '{"jobs": [{"job_id": 1}]}', '{"jobs": 5}'])

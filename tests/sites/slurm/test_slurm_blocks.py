@@ -448,21 +448,3 @@ def test_requests_that_can_never_be_met(slurm: Cluster, blocks: Make) -> None:
     ):
         with pytest.raises(BadInput, match=sentence):
             mine.provider.open_block(request, 'true', 'never')
-
-
-def test_sbatchs_own_words_are_passed_on(slurm: Cluster, blocks: Make) -> None:
-    mine = blocks()
-    slurm.run('scontrol', 'update', 'partitionname=batch', 'state=down')
-    slurm.run('scontrol', 'update', 'partitionname=batch', 'maxnodes=1')
-    slurm.run('scontrol', 'update', 'partitionname=batch', 'state=inactive')
-    try:
-        with pytest.raises(FreeTrainError, match=r'sbatch refused .*\.sh: .*[Pp]artition'):
-            mine.open(1)
-    finally:
-        slurm.run('scontrol', 'update', 'partitionname=batch', 'state=up', 'maxnodes=unlimited')
-
-
-def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('PATH', '/nowhere')
-    with pytest.raises(BadInput, match='no Slurm here'):
-        slurm_site().start()

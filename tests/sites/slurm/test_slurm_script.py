@@ -23,7 +23,7 @@ from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmOptions, SlurmSite
 from parsl_freetrain.sites.slurm.script import render
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_script
 
 GOLDEN = Path(__file__).with_name('golden')
 CONFIGS = Path(__file__).resolve().parents[3] / 'site_configs'
@@ -111,16 +111,8 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     script = render(options(account='x;reboot'), BlockShape(1, 300, 300), place, command)
     assert "#SBATCH '--account=x;reboot'" in script
     assert '%%j.out' in script
-    fakes = tmp_path / 'bin'
-    fakes.mkdir()
-    for name, text in (('squeue', 'echo'), ('srun', 'shift $(($# - 1)); printf %s "$1" >"$SAID"')):
-        (fakes / name).write_text(f'#!/bin/bash\n{text}\n')
-        (fakes / name).chmod(0o700)
-    (tmp_path / 'script').write_text(script)
-    env = {'PATH': f'{fakes}:/usr/bin:/bin', 'SLURM_JOB_ID': '1', 'SAID': str(tmp_path / 'said')}
-    words = ['/bin/bash', str(tmp_path / 'script')]
-    subprocess.run(words, check=True, timeout=LIMIT_S, env=env)
-    assert (tmp_path / 'said').read_text() == command
+    said = {'squeue': 'echo', 'srun': 'shift $(($# - 1)); printf %s "$1" >"$SAID"'}
+    assert run_script(tmp_path, script, 'SLURM_JOB_ID', **said) == command
     assert not marker.exists()
 
 
