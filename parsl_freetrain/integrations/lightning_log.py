@@ -46,7 +46,7 @@ class Log:
         if reduce_fx not in ('mean', torch.mean):
             raise unsupported(f'self.log({name!r}, reduce_fx={reduce_fx!r})', 'log the mean')
         of_epoch = self._where == 'training' and on_epoch
-        if is_metric(value):
+        if hasattr(type(value), 'metric_state') and is_metric(value):
             if self._where == 'evaluation':
                 self.objects[name] = value
                 return

@@ -255,11 +255,12 @@ class Carried:
         self._kept[name] = thing
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of objects that have a state: given to :meth:`keep`, or found in variables."""
+        """Those of objects with a state that :meth:`keep` got or variables have; not metrics'."""
         things = {
             path.rpartition('.')[2]: one
             for path, one in self._variables()
-            if changes.has_state(one) and not isinstance(one, torch.nn.Module)
+            if changes.has_state(one)
+            and not (isinstance(one, torch.nn.Module) or changes.is_metric(one))
         }
         found = {
             f'{name}{keystr(path)}': inner

@@ -54,24 +54,49 @@ def is_ours(one: Any) -> bool:
 
 
 def is_metric(one: Any) -> TypeGuard[Any]:
-    kinds = type(one).__mro__
-    return any(k.__name__ == 'Metric' and k.__module__.startswith('torchmetrics') for k in kinds)
+    """Whether a package's object adds up over batches (torchmetrics, torcheval, MONAI, ignite)."""
+    kind: Any = type(one)
+    return _adds_up(kind)
+
+
+@lru_cache(maxsize=4096)
+def _adds_up(kind: Any) -> bool:
+    if issubclass(kind, torch.nn.Module):
+        named = (k for k in kind.__mro__ if k.__name__ == 'Metric')
+        return any(k.__module__.startswith('torchmetrics') for k in named)
+    does = callable(getattr(kind, 'reset', None)), hasattr(kind, 'compute')
+    return does[0] and (does[1] or hasattr(kind, 'aggregate')) and any(map(is_package, kind.mro()))
 
 
 def state_of(one: Any) -> Any:
-    """What is saved of it: metrics leave nearly all out of their ``state_dict``."""
-    return {**one.metric_state, _UPDATES: one._update_count} if is_metric(one) else one.state_dict()
+    """What is saved of it: metrics leave nearly all out of their ``state_dict``, or have none."""
+    if not is_metric(one):
+        return one.state_dict()
+    if hasattr(type(one), 'metric_state'):
+        return {**one.metric_state, _UPDATES: one._update_count}
+    return {name: value for name, value in vars(one).items() if _is_sum(value)}
+
+
+def _is_sum(value: Any) -> bool:
+    """Whether a metric may add up in it: numbers, tensors, and containers of them."""
+    if isinstance(value, dict):
+        return all(map(_is_sum, value.values()))
+    last = value[-1] if isinstance(value, list) and value else None  # all are alike
+    return isinstance(value, (list, torch.Tensor, *SCALARS)) and (last is None or _is_sum(last))
 
 
 def load_state(one: Any, state: Any) -> None:
     if not is_metric(one):
         one.load_state_dict(state)
         return
-    for name, value in (*state.items(), ('_computed', None)):
+    own = (('_computed', None),) if isinstance(one, torch.nn.Module) else ()
+    for name, value in (*state.items(), *own):
         setattr(one, name, value)
 
 
 def has_state(one: Any) -> bool:
+    if is_metric(one):
+        return True
     if isinstance(one, (type, DataLoader, torch.optim.Optimizer, torch.amp.GradScaler)):
         return False
     with suppress(Exception):  # of a __getattr__ that takes no other names
@@ -157,7 +182,7 @@ def mark(one: Any, depth: int = 4) -> Any:
     if is_data(one) and hasattr(one, 'shape') and math.prod(one.shape) < _LOOKED_AT[0]:
         with suppress(Exception):
             return id(one), hashlib.blake2b(pickle.dumps(one), digest_size=16).digest()
-    return id(one), fingerprint(one=one.state_dict() if has_state(one) else one)
+    return id(one), fingerprint(one=state_of(one) if has_state(one) else one)
 
 
 def _digest(one: Any) -> bytes:

@@ -8,6 +8,7 @@ are trained.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -80,21 +81,27 @@ def _of_metrics(metrics: Mapping[str, Any]) -> _Space:
     """Copies of what metrics hold, which they change in place."""
     kept: dict[str, tuple[Any, dict[str, Any]]] = {}
 
-    def copied(one: Any) -> Any:
-        return (
-            one.clone() if isinstance(one, torch.Tensor) else [*one] if type(one) is list else one
-        )
+    def copied(one: Any, within: bool = False) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one if within else one.clone()
+        if isinstance(one, dict):
+            found = copy.copy(one)  # some have a default
+            found.update((name, copied(value)) for name, value in one.items())
+            return found
+        return [copied(value, True) for value in one] if type(one) is list else one
 
     def looked_at(one: Any) -> Any:
-        its = one.metric_state.values() if one._update_count else ()
-        tensors = (t for t in its if isinstance(t, torch.Tensor))
-        return one._update_count, *((id(t), t._version) for t in tensors)
+        if isinstance(one, torch.Tensor):
+            return id(one), 0 if one.is_inference() else one._version
+        if isinstance(one, dict):
+            return [*map(looked_at, one.values())]
+        return (len(one), looked_at(one[-1])) if isinstance(one, list) and one else one
 
     def values() -> Values:
         for path, one in metrics.items():
-            if path not in kept or kept[path][0] != looked_at(one):
-                its = changes.state_of(one)
-                kept[path] = looked_at(one), {f'{path}.{k}': copied(v) for k, v in its.items()}
+            its = changes.state_of(one)
+            if path not in kept or kept[path][0] != looked_at(its):
+                kept[path] = looked_at(its), {f'{path}.{k}': copied(v) for k, v in its.items()}
         return {name: value for _, its in kept.values() for name, value in its.items()}
 
     def put(values: Values) -> None:
@@ -103,7 +110,8 @@ def _of_metrics(metrics: Mapping[str, Any]) -> _Space:
             if path in metrics:
                 changes.load_state(metrics[path], {key: copied(value)})
                 kept[path][1][name] = value
-        kept.update((path, (looked_at(metrics[path]), its)) for path, (_, its) in kept.items())
+        for path, (_, its) in kept.items():
+            kept[path] = looked_at(changes.state_of(metrics[path])), its
 
     return values, put
 

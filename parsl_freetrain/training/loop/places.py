@@ -132,6 +132,8 @@ class Places:
             self._dataset(one)
         elif isinstance(one, DataLoader):
             self._waiting.append(one.dataset)
+        elif changes.is_metric(one):
+            self._add(self._numbered(type(one).__qualname__), {'': one}, '')
         elif not changes.is_ours(one):
             own = changes.attributes(one)
             if own is not None:
