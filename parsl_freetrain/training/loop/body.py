@@ -43,6 +43,12 @@ def has_whole_models(spec: TrainingSpec, division: Division, peers: Peers) -> bo
     return not (spec.sharded or adasum) and division.shape.data == peers.world_size
 
 
+def parts_of_batch(spec: TrainingSpec) -> int:
+    """How many a global batch may have, each for one pass of the body."""
+    ranks = spec.max_nodes * (spec.ranks.per_node or 1)
+    return spec.shards if isinstance(spec.mode, Reproducible) else ranks
+
+
 def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
     """Whether the function around us, or one in its variables or hooks, has ctx.epoch_means."""
     frame = frame_around()
@@ -73,7 +79,7 @@ class Body:
         reproducible = isinstance(spec.mode, Reproducible)
         # DDP waits in each backward pass.
         self._together = not reproducible and division.shape.data > 1
-        parts = spec.shards if reproducible else spec.max_nodes * (spec.ranks.per_node or 1)
+        parts = parts_of_batch(spec)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
         self._seen = False  # a loss that is not 0
         self._divided, self._goes_on = parts > 1, dict[str, Any]()

@@ -261,6 +261,7 @@ class FragmentRun:
             model.prepared,
             names,
             reproducible=isinstance(spec.mode, Reproducible),
+            divided=body.parts_of_batch(spec) > 1,
             averages=self._averages,
             kept=model.carried.tensors(),
         )

@@ -58,7 +58,7 @@ class UpdateGuard:
     noticed, except those on ``parameter.data``, which norms show in the first, second, fourth,
     eighth ... global batch. Nor may it change tensors that objects of other packages have as plain
     attributes. ``names``: variables around the loop; ``averages``: asked at the end of a
-    micro-batch.
+    micro-batch; ``divided``: a body has a part of a global batch.
     """
 
     def __init__(
@@ -67,10 +67,13 @@ class UpdateGuard:
         names: Mapping[str, Any],
         *,
         reproducible: bool,
+        divided: bool,
         averages: Sequence[PreparedAverage] = (),
         kept: Mapping[str, torch.Tensor],
     ) -> None:
         self._averages = averages
+        self._divided = dict(prepared.called()) if divided else {}
+        self._beside = {id(value) for *_, value in self._beside_gradients()}
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
         known = set(map(id, (*prepared.tensors(), *kept.values())))
@@ -145,9 +148,24 @@ class UpdateGuard:
                     'ctx.keep.'
                 )
         if self._norms is not None:
+            for name, key, value in self._beside_gradients():
+                if id(value) not in self._beside:
+                    raise BadInput(
+                        f'The body of ctx.loop set {key} of the parameter {name}, a tensor beside '
+                        'its gradient (as Opacus and BackPACK do for single samples). Of a global '
+                        'batch, only gradients are added up over virtual shards and ranks, so an '
+                        'optimizer would find in it a part of the samples: train with max_nodes=1 '
+                        'and Reproducible(shards=1) or Throughput().'
+                    )
             for i, before, after in zip(self._where, self._norms, self._norms_now(), strict=True):
                 if not torch.equal(before, after):
                     self._refuse(i[int((before != after).nonzero()[0])])
+
+    def _beside_gradients(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, parameter in self._divided.items():
+            for key, value in vars(parameter).items():
+                if isinstance(value, torch.Tensor) and key != 'grad':
+                    yield name, key, value
 
     def _norms_now(self) -> list[torch.Tensor]:
         return [_norms([self._watched[i] for i in places]) for places in self._where]

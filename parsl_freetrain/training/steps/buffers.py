@@ -56,7 +56,9 @@ class Buffers:
         self._versions: list[int] = []
         self._settled = 0
         # A buffer of rows may be a queue, if an integer beside it says where it is filled.
-        rows = {id(b): i for i, b in enumerate(self._floating) if b.dim() > 1}
+        # Rows of one number are none: those of sizes of clusters begin to change one by one.
+        matrices = ((i, b) for i, b in enumerate(self._floating) if sum(n > 1 for n in b.shape) > 1)
+        rows = {id(b): i for i, b in matrices}
         self._rows = {
             rows[id(b)]: (name, type(module).__name__)
             for module, own, name, b in self._places

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from parsl_freetrain import FragmentContext, Throughput, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import trained
-from tests.support.examples import refused_here
+from tests.support.examples import in_this_process, refused_here
 from tests.support.ranks import in_ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
@@ -754,10 +754,29 @@ class Queue(nn.Module):
         return scores
 
 
-def queue_of_rows(ctx: FragmentContext) -> None:
-    model = Queue()
+def queue_of_rows(ctx: FragmentContext, kind: type[Queue] = Queue) -> None:
+    model = kind()
     model, optimizer = ctx.prepare(model, sgd(model))
     fit(ctx, lambda x, y: model(x).square().mean(), optimizer)
+
+
+class Clusters(Queue):
+    """Of a codebook: sizes that begin to change one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('queue', torch.zeros(1, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.queue[0, : len(x)] += 1.0
+        found: torch.Tensor = self.net(x)
+        return found
+
+
+def beside_gradients(ctx: FragmentContext) -> None:
+    model, optimizer = line(ctx)
+    note: Any = lambda x: setattr(model.weight, 'grad_sample', x.clone())  # noqa: E731
+    fit(ctx, lambda x, y: note(x) or F.mse_loss(model(x), y), optimizer)
 
 
 def average_in_the_body(ctx: FragmentContext) -> None:
@@ -850,6 +869,7 @@ REFUSED = {
     lazy: 'has parameters that are made in its first forward pass',
     first_pass_in_the_body: 'does so in ctx.warm_up(fn), before ctx.prepare',
     warmed_up_too_late: 'ctx.warm_up was called after ctx.prepare',
+    beside_gradients: "set grad_sample of the parameter 'weight', a tensor beside its gradient",
     queue_of_rows: "The buffer 'queue' of a Queue changed in some of its rows only",
 }
 
@@ -857,6 +877,10 @@ REFUSED = {
 @pytest.mark.parametrize('function', REFUSED)
 def test_what_would_be_lost_or_wrong_is_refused(function: Callable[..., Any]) -> None:
     assert REFUSED[function] in refused_here(function, total_epochs=3, shards=2)
+
+
+def test_sizes_of_clusters_are_no_queue() -> None:
+    in_this_process(lambda ctx: queue_of_rows(ctx, Clusters), total_epochs=1, shards=2)
 
 
 def test_a_batch_too_small_for_batch_statistics(fork_server: ForkClient, tmp_path: Path) -> None:
