@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.data.sample_order import samples_in
 from parsl_freetrain.training.loop.changes import SCALARS
-from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.spec.training import TrainingSpec
-
-_ARRAYS = {torch.Tensor, np.ndarray}
 
 
 @dataclass(frozen=True)
@@ -54,16 +48,20 @@ class StepCount:
 
 class Memory:
     """The attributes of callbacks for the next fragment, whose callbacks are the same, in the same
-    order: plain ones (numbers, texts, and lists and dicts of them) in ``ctx.state[key]``, and
-    tensors, arrays and containers of them as by ``ctx.keep``. Raises BadInput if one has another
-    model than the trained one, which would be lost.
+    order, and some of a ``state``: numbers, texts, tensors, arrays, and containers of them. For
+    ``ctx.keep``. Raises BadInput if a callback has another model than the trained one, which would
+    be lost.
     """
 
     def __init__(
-        self, ctx: FragmentContext, key: str, callbacks: Sequence[Any], model: torch.nn.Module
+        self,
+        callbacks: Sequence[Any],
+        model: torch.nn.Module,
+        state: Any = None,
+        names: Collection[str] = (),
     ) -> None:
-        self._ctx, self._key = ctx, key
         self._callbacks = {f'{i} {type(c).__name__}': c for i, c in enumerate(callbacks)}
+        self._state, self._names = state, names
         for callback in callbacks:
             for name, value in vars(callback).items():
                 if isinstance(value, torch.nn.Module) and value is not model:
@@ -73,52 +71,24 @@ class Memory:
                         'average use ctx.ema.'
                     )
 
-    def begin(self) -> None:
-        """Call once after callbacks have begun."""
-        self._ctx.keep(self, self._key)
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            f'{key}.{name}': value
-            for key, one in self._callbacks.items()
-            for name, value in vars(one).items()
-            if _has_tensors(value)
-        }
+        found = {f'.{name}': getattr(self._state, name) for name in self._names}
+        for key, one in self._callbacks.items():
+            plain = ((name, value) for name, value in vars(one).items() if _is_plain(value))
+            found.update((f'{key}.{name}', value) for name, value in plain)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for path, value in state.items():
             key, _, name = path.partition('.')
-            setattr(self._callbacks[key], name, value)
-
-    def restore(self) -> dict[str, Any]:
-        """Returns what else was kept."""
-        kept = copy.deepcopy(self._ctx.state.get(self._key, {}))
-        for name, attributes in kept.get('callbacks', {}).items():
-            for attribute, value in attributes.items():
-                old = getattr(self._callbacks[name], attribute, None)
-                if isinstance(old, torch.Tensor):
-                    value = torch.tensor(value, dtype=old.dtype)
-                setattr(self._callbacks[name], attribute, value)
-        return dict(kept.get('more', {}))
-
-    def keep(self, more: Mapping[str, Any]) -> None:
-        """The attributes as they are now, and more plain values."""
-        callbacks = {name: _plain(vars(one)) for name, one in self._callbacks.items()}
-        self._ctx.state[self._key] = {'callbacks': callbacks, 'more': _plain(more)}
+            setattr(self._callbacks[key] if key else self._state, name, value)
 
 
-def _has_tensors(value: Any) -> bool:
-    leaves = {*map(type, tree_leaves(value))}
-    return bool(leaves & _ARRAYS) and leaves <= _ARRAYS | {*SCALARS}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, value in values.items():
-        number = value.item() if getattr(value, 'ndim', None) == 0 else value
-        try:
-            if (kept := json.loads(json.dumps(number))) == number:
-                found[name] = kept  # which does not change when the value does
-        except (TypeError, ValueError):
-            continue  # it is not plain
-    return found
+def _is_plain(one: Any) -> bool:
+    if type(one) in (dict, list, tuple):
+        inner = [*one, *one.values()] if isinstance(one, dict) else one
+        return all(map(_is_plain, inner))
+    if isinstance(one, torch.Tensor):
+        return not one.requires_grad
+    kind = getattr(one, 'dtype', np.dtype(object)).kind
+    return type(one) in SCALARS or (isinstance(one, np.ndarray | np.generic) and kind in 'biufc')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -153,10 +153,10 @@ class Trainer:
             raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')
         source = self._begin(model, datamodule, train_dataloaders, 'fit')
         ctx, validates = self.ctx, arguments.is_own('validation_step', model, LightningModule)
-        data, held_out = _training_data(source), _validation_data(val_dataloaders, source)
-        self._count_steps(StepCount(len(data.dataset), data.batch_size * self._accumulate))
+        data = LoaderData.of(source.train_dataloader, 'the training')
+        held_out = _validation_data(val_dataloaders, source)
+        self._count_steps(StepCount(*data.in_epoch(self._accumulate)))
         configured, configs = _optimizer_of(model)
-        memory = Memory(ctx, 'lightning', self.callbacks, model)
         prepared, optimizer, *stepped = ctx.prepare(
             model, configured, *(one.scheduler for one in configs), clip_grad_norm=self._clip
         )
@@ -164,17 +164,9 @@ class Trainer:
         self.strategy._lightning_optimizers = [configured]  # for self.optimizers()
         self._event('on_fit_start')
         self._event('on_train_start')
-        memory.begin()
-        memory.restore()
-        memory.keep({})
-
-        def remembering(do: Callable[..., None], *args: Any) -> None:
-            memory.restore()
-            do(*args)
-            memory.keep({})
-
-        ctx.before_step(partial(remembering, self._event, 'on_before_optimizer_step', configured))
-        at_end = partial(remembering, self._end_epoch, held_out if validates else None, configs)
+        ctx.keep(Memory(self.callbacks, model), 'lightning')
+        ctx.before_step(partial(self._event, 'on_before_optimizer_step', configured))
+        at_end = partial(self._end_epoch, held_out if validates else None, configs)
         self._at_end, means = at_end, arguments.wants_means(model, LightningModule)
         ctx.each_epoch(self._end_with_means if means else at_end)
         model.train()
@@ -259,9 +251,8 @@ class Trainer:
         # What was given to ``fit``, and the other data loader of the module.
         return SimpleNamespace(train_dataloader=lambda: given, val_dataloader=source.val_dataloader)
 
-    def _evaluate(self, stage: str, data: LoaderData | None) -> dict[str, float]:
-        if data is None:
-            raise BadInput(f'Nothing to evaluate: the {stage} needs a data loader.')
+    def _evaluate(self, stage: str, data: LoaderData) -> dict[str, float]:
+        data.check_evaluation(f'of the {stage}')
         module, division, done = self._module, self.ctx._run.division, 0
         metrics, self._log.objects = self._metrics, {}
         metrics.begin()
@@ -322,20 +313,14 @@ class Trainer:
             self._steps.check(total, said, f'the Trainer was told {said} ({told})')
 
 
-def _training_data(source: Any) -> LoaderData:
-    data = LoaderData.of(source.train_dataloader, 'the training')
-    if data is None:
-        raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
-    return data
-
-
 def _validation_data(given: Any, source: Any) -> LoaderData | None:
     try:
-        return LoaderData.of(given or source.val_dataloader, 'the validation')
+        loader = given or source.val_dataloader()
     except Exception as error:  # of a module without val_dataloader, from either package
         if type(error).__name__ != 'MisconfigurationException':
             raise
-        return None
+        loader = None
+    return LoaderData.of(loader, 'the validation') if loader else None
 
 
 def _optimizer_of(model: Any) -> tuple[Any, Sequence[Any]]:

@@ -72,10 +72,7 @@ class Fabric:
 
     def loop(self, dataloader: Any, accumulate: int = 1) -> Any:
         """As ``ctx.loop``, with the dataset and the settings of a DataLoader."""
-        data = LoaderData.of(dataloader, 'the training')
-        if data is None:
-            raise unsupported('fabric.loop without a DataLoader')
-        return data.in_loop(self.ctx, accumulate=accumulate)
+        return LoaderData.of(dataloader, 'the training').in_loop(self.ctx, accumulate=accumulate)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sized
+from abc import ABCMeta
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from parsl_freetrain.integrations.extra import Memory, StepCount
 from parsl_freetrain.integrations.scripts import run_file, take_launches
 from parsl_freetrain.integrations.transformers_arguments import unsupported
 from parsl_freetrain.training.comm.peers import gather_bytes
+from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('parsl_freetrain.integrations.transformers'):
@@ -30,7 +31,71 @@ _REMEMBERED = ('best_metric', 'best_global_step', 'log_history')
 _Any: Any = object
 
 
-class InFragments(_Any):
+class _BehindOverrides(_Any):
+    """What a subclass may override and call by ``super()``."""
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = 'eval',
+    ) -> EvalLoopOutput:
+        """As of ``transformers.Trainer``; the ranks share the batches."""
+        args, ctx, size = self.args, self.ctx, len(dataloader.dataset)
+        read = LoaderData.read(dataloader, of := f'of {type(self).__name__} for evaluations')
+        read.check_evaluation(of)
+        given = prediction_loss_only
+        loss_only = args.prediction_loss_only if given is None else given
+        found: list[tuple[Any, Any]] = []
+
+        def measure(model: torch.nn.Module, inputs: Any) -> dict[str, Any]:
+            found_here = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+            loss, logits, labels = found_here
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            found.append((_on_cpu(logits), _on_cpu(labels)))
+            number = find_batch_size(inputs)
+            return {} if loss is None else {'loss': (loss.mean().item() * number, number)}
+
+        self._set_average('eval')
+        means: dict[str, Any] = {}
+        if size:
+            means = ctx.evaluate(
+                self.model,
+                read.dataset,
+                measure,
+                batch_size=read.batch_size,
+                collate_fn=read.collate_fn,
+                num_workers=read.num_workers,
+            )
+        if self.is_in_train:
+            self._set_average('train')
+        batches = math.ceil(size / read.batch_size)
+        predictions, labels = self._of_all_ranks(found, batches)
+        metrics = dict(means)
+        if self.compute_metrics is not None and predictions is not None and labels is not None:
+            both = EvalPrediction(predictions=predictions, label_ids=labels)
+            metrics |= self.compute_metrics(both)
+        prefix = f'{metric_key_prefix}_'
+        named = {
+            f'{prefix}{k.removeprefix(prefix)}': v.item() if hasattr(v, 'item') else v
+            for k, v in metrics.items()
+        }
+        return EvalLoopOutput(predictions, labels, named, size)
+
+
+class _Order(ABCMeta):
+    def mro(cls) -> list[type]:
+        """With what may be overridden right before ``transformers.Trainer``."""
+        found = super().mro()
+        if transformers.Trainer in found and _BehindOverrides not in found:
+            found.insert(found.index(transformers.Trainer), _BehindOverrides)
+        return found
+
+
+class InFragments(_Any, metaclass=_Order):
     """Makes a subclass of ``transformers.Trainer`` train in fragments: put it before that class, as
     in ``class MyTrainer(InFragments, Seq2SeqTrainer)``.
 
@@ -85,8 +150,9 @@ class InFragments(_Any):
         given = {**kwargs, 'resume_from_checkpoint': resume_from_checkpoint, 'trial': trial}
         for name in (name for name, value in given.items() if value):
             raise unsupported(f'train({name}=...)', name)
-        ctx, args, steps = self.ctx, self.args, self._steps_in_all()
-        loader = super().get_train_dataloader()
+        ctx, args, unused = self.ctx, self.args, self.args.ddp_find_unused_parameters
+        read = LoaderData.read(self.get_train_dataloader(), f'of {type(self).__name__}')
+        steps = self._steps_in_all(read)
         self._make_optimizer(steps)
         if args.activation_checkpointing:
             how = dict(args.activation_checkpointing_kwargs or {})
@@ -94,13 +160,12 @@ class InFragments(_Any):
             self.model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs=how or None, **chosen
             )
-        memory = Memory(ctx, 'transformers', self.callback_handler.callbacks, self.model)
         self.model_wrapped, self.optimizer, self.lr_scheduler = ctx.prepare(
             self.model,
             self.optimizer,
             self.lr_scheduler,
             clip_grad_norm=args.max_grad_norm or None,
-            find_unused_parameters=bool(args.ddp_find_unused_parameters),
+            find_unused_parameters=not args.gradient_checkpointing if unused is None else unused,
         )
         self._set_average('train')
         self.state.max_steps, self.state.num_train_epochs = steps, math.ceil(args.num_train_epochs)
@@ -109,20 +174,12 @@ class InFragments(_Any):
         self.is_in_train = True
         self._count()
         self._event('on_train_begin')
-        memory.begin()
-        self._recall(memory)
-        self._remember(memory)
-        ctx.before_step(lambda: self._before_step(memory))
-        ctx.after_step(lambda: self._after_step(memory))
-        ctx.each_epoch(lambda: self._end_of_epoch(memory))
-        for inputs in ctx.loop(
-            loader.dataset,
-            args.per_device_train_batch_size,
-            accumulate=args.gradient_accumulation_steps,
-            shuffle=args.train_sampling_strategy == 'random',
-            collate_fn=loader.collate_fn,
-            num_workers=args.dataloader_num_workers,
-        ):
+        callbacks = self.callback_handler.callbacks
+        ctx.keep(Memory(callbacks, self.model, self.state, _REMEMBERED), 'transformers')
+        ctx.before_step(lambda: self._event('on_pre_optimizer_step'))
+        ctx.after_step(self._after_step)
+        ctx.each_epoch(self._end_of_epoch)
+        for inputs in read.in_loop(ctx, accumulate=args.gradient_accumulation_steps):
             self.optimizer.zero_grad()
             loss = self.training_step(self.model_wrapped, inputs, None)
             self.optimizer.step()
@@ -145,53 +202,6 @@ class InFragments(_Any):
                 f'metric_for_best_model with {self.args.optim}',
                 how='it evaluates an average of the weights, which a checkpoint would not hold',
             )
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = 'eval',
-    ) -> EvalLoopOutput:
-        """As of ``transformers.Trainer``; the ranks share the batches."""
-        args, ctx, size = self.args, self.ctx, len(dataloader.dataset)
-        given = prediction_loss_only
-        loss_only = args.prediction_loss_only if given is None else given
-        found: list[tuple[Any, Any]] = []
-
-        def measure(model: torch.nn.Module, inputs: Any) -> dict[str, Any]:
-            found_here = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-            loss, logits, labels = found_here
-            if logits is not None and self.preprocess_logits_for_metrics is not None:
-                logits = self.preprocess_logits_for_metrics(logits, labels)
-            found.append((_on_cpu(logits), _on_cpu(labels)))
-            number = find_batch_size(inputs)
-            return {} if loss is None else {'loss': (loss.mean().item() * number, number)}
-
-        self._set_average('eval')
-        means = ctx.evaluate(
-            self.model,
-            dataloader.dataset,
-            measure,
-            batch_size=args.per_device_eval_batch_size,
-            collate_fn=dataloader.collate_fn,
-            num_workers=args.dataloader_num_workers,
-        )
-        if self.is_in_train:
-            self._set_average('train')
-        batches = math.ceil(size / args.per_device_eval_batch_size)
-        predictions, labels = self._of_all_ranks(found, batches)
-        metrics = dict(means)
-        if self.compute_metrics is not None and predictions is not None and labels is not None:
-            both = EvalPrediction(predictions=predictions, label_ids=labels)
-            metrics |= self.compute_metrics(both)
-        prefix = f'{metric_key_prefix}_'
-        named = {
-            f'{prefix}{k.removeprefix(prefix)}': v.item() if hasattr(v, 'item') else v
-            for k, v in metrics.items()
-        }
-        return EvalLoopOutput(predictions, labels, named, size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As of ``transformers.Trainer``, and give the numbers to ``ctx.report``."""
@@ -220,15 +230,9 @@ class InFragments(_Any):
         if callable(change := getattr(self.optimizer, mode, None)):
             change()
 
-    def _steps_in_all(self) -> int:
+    def _steps_in_all(self, read: LoaderData) -> int:
         args = self.args
-        if self.train_dataset is None or not isinstance(self.train_dataset, Sized):
-            raise BadInput(
-                f'{type(self).__name__} was given a {type(self.train_dataset).__name__} as '
-                'train_dataset; it needs a dataset with a length. Streams go to ctx.loop.'
-            )
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        counted = self._steps = StepCount(len(self.train_dataset), batch)
+        counted = self._steps = StepCount(*read.in_epoch(args.gradient_accumulation_steps))
         wanted: int = args.max_steps
         if wanted <= 0:
             wanted = math.ceil(args.num_train_epochs * counted.in_epoch)
@@ -239,7 +243,7 @@ class InFragments(_Any):
 
     def _count(self) -> None:
         self.state.global_step = self._steps.at(self.ctx.samples)
-        self.state.epoch = self.ctx.samples / len(self.train_dataset)
+        self.state.epoch = self.ctx.samples / self._steps.size
 
     def _event(self, name: str) -> None:
         handler = self.callback_handler
@@ -251,20 +255,12 @@ class InFragments(_Any):
         if self.control.should_training_stop:
             self.ctx.finish_early('a callback has set should_training_stop')
 
-    def _before_step(self, memory: Memory) -> None:
-        self._recall(memory)
-        self._event('on_pre_optimizer_step')
-        self._remember(memory)
-
-    def _after_step(self, memory: Memory) -> None:
-        self._recall(memory)
+    def _after_step(self) -> None:
         self._count()
         self.ctx.report(learning_rate=self.lr_scheduler.get_last_lr()[0])
         self._event('on_step_end')
-        self._remember(memory)
 
-    def _end_of_epoch(self, memory: Memory) -> None:
-        self._recall(memory)
+    def _end_of_epoch(self) -> None:
         self._count()
         self._event('on_epoch_end')
         self.log({'loss': self.ctx.metrics['loss']})
@@ -275,17 +271,9 @@ class InFragments(_Any):
             self._determine_best_metric(metrics, None)
             if (best := self.args.metric_for_best_model) is not None:
                 self.ctx.checkpoint(best=metrics[f'eval_{best.removeprefix("eval_")}'])
-        log = json.dumps(self.state.log_history, default=repr)  # with times that each has measured
+        # With times that each rank has measured, and numbers of any kind.
+        log = json.dumps(self.state.log_history, default=repr)
         self.state.log_history = json.loads(gather_bytes(self.ctx._run.peers, log.encode())[0])
-        self._remember(memory)
-
-    def _recall(self, memory: Memory) -> None:
-        # Not only in a new fragment: training may have gone back to a checkpoint.
-        for name, value in memory.restore().items():
-            setattr(self.state, name, value)
-
-    def _remember(self, memory: Memory) -> None:
-        memory.keep({name: getattr(self.state, name) for name in _REMEMBERED})
 
     def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
         division, packed = self.ctx._run.division, io.BytesIO()

@@ -24,8 +24,8 @@ _TRAINING = {
     'activation_checkpointing', 'activation_checkpointing_kwargs', 'gradient_checkpointing',
     'gradient_checkpointing_kwargs',
     # How data and gradients travel.
-    'dataloader_persistent_workers', 'dataloader_prefetch_factor', 'ddp_bucket_cap_mb',
-    'ddp_timeout',
+    'dataloader_persistent_workers', 'dataloader_prefetch_factor', 'ddp_broadcast_buffers',
+    'ddp_bucket_cap_mb', 'ddp_timeout',
     'adam_beta1', 'adam_beta2', 'adam_epsilon', 'bf16', 'dataloader_num_workers',
     'dataloader_pin_memory', 'ddp_find_unused_parameters', 'do_eval', 'do_predict', 'do_train',
     'eval_accumulation_steps', 'eval_do_concat_batches', 'eval_steps', 'eval_strategy',
@@ -51,9 +51,8 @@ _HOW = {
     'dataloader_drop_last': 'ctx.loop trains the last batch of an epoch too',
 }
 _REPLACED = (
-    'train', '_inner_training_loop', '_run_epoch', 'get_train_dataloader', '_get_train_sampler',
-    'get_eval_dataloader', 'get_test_dataloader', 'evaluation_loop', 'get_batch_samples',
-    '_save_checkpoint', '_clip_grad_norm', '_maybe_log_save_evaluate',
+    'train', '_inner_training_loop', '_run_epoch', 'get_batch_samples', '_save_checkpoint',
+    '_clip_grad_norm', '_maybe_log_save_evaluate',
 )  # fmt: skip
 _EVENTS = {
     'on_init_end', 'on_train_begin', 'on_train_end', 'on_pre_optimizer_step', 'on_step_end',

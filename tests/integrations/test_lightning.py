@@ -42,10 +42,6 @@ def ours(
     return train
 
 
-def weighted() -> WeightedRandomSampler:
-    return WeightedRandomSampler([1.0] * 29, 29)
-
-
 def theirs(module: Any, **options: Any) -> Any:
     """Lightning's own Trainer, which has trained the module."""
     quiet = ('logger', 'enable_checkpointing', 'enable_progress_bar', 'enable_model_summary')
@@ -104,6 +100,13 @@ def test_throughput_mode_and_bfloat16() -> None:
     assert app.debug().samples == EPOCHS * 29
 
 
+def test_a_sampler_and_drop_last_are_those_of_the_loader() -> None:
+    how: dict[str, Any] = {'sampler': WeightedRandomSampler([1.0] * 29, 20), 'drop_last': True}
+    train = ours(data=lambda: DataLoader(modules.DATA, 8, **how), max_epochs=EPOCHS)
+    checkpoint, _ = in_this_process(train, total_epochs=EPOCHS)
+    assert checkpoint.samples == EPOCHS * 16
+
+
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
@@ -130,11 +133,6 @@ def test_throughput_mode_and_bfloat16() -> None:
         ({'module': 'AfterBatch'}, 'AfterBatch.on_train_batch_end is not supported'),
         ({'module': 'TwoOptimizers'}, 'a module with 2 optimizers is not supported'),
         ({'module': 'AsksForMore'}, 'trainer.fit_loop is not supported'),
-        ({'data': lambda: DataLoader(modules.DATA, 8, drop_last=True)}, 'has drop_last'),
-        (
-            {'data': lambda: DataLoader(modules.DATA, 8, sampler=weighted())},
-            'has a WeightedRandomSampler',
-        ),
         ({'mode': Scaled(reference_ranks=1)}, 'mode=Scaled(...) is not supported'),
     ],
 )

@@ -100,7 +100,23 @@ def averaging() -> Any:
     return Trainer
 
 
-@pytest.mark.parametrize('make', [lambda: None, averaging], ids=['plain', 'averaging'])
+def own_ways() -> Any:
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            how = {'sampler': range(21, -1, -2), 'collate_fn': self.data_collator}
+            return torch.utils.data.DataLoader(self.train_dataset, 2, **how)
+
+        def evaluation_loop(self, *args: Any, **given: Any) -> Any:
+            found = super().evaluation_loop(*args, **given)
+            found.metrics['eval_accuracy'] += 1.0
+            return found
+
+    return Trainer
+
+
+@pytest.mark.parametrize(
+    'make', [lambda: None, averaging, own_ways], ids=['plain', 'averaging', 'own ways']
+)
 def test_with_one_shard_it_trains_what_transformers_trains(
     tmp_path: Path, make: Callable[[], Any]
 ) -> None:
@@ -111,6 +127,8 @@ def test_with_one_shard_it_trains_what_transformers_trains(
     plain.train()
     wanted = plain.evaluate()
     checkpoint, weights = in_this_process(ours(tmp_path, kind), total_epochs=EPOCHS, shards=1)
+    if make is own_ways:
+        assert checkpoint.samples == EPOCHS * 11
     for name, its in plain.model.state_dict().items():
         torch.testing.assert_close(weights[name], its)
     for name in ('eval_loss', 'eval_accuracy'):
@@ -137,14 +155,6 @@ def with_an_average(self: Any) -> None:
 
 def says_save(_: Any, args: Any, state: Any, control: Any, **__: Any) -> Any:
     return dataclasses.replace(control, should_save=True)
-
-
-def own_sampler() -> Any:
-    return type('OwnSampler', (transformers.Trainer,), {'get_train_dataloader': lambda self: None})
-
-
-def own_evaluation() -> Any:
-    return type('OwnEvaluation', (transformers.Trainer,), {'evaluation_loop': lambda self: None})
 
 
 @pytest.mark.parametrize(
@@ -180,8 +190,6 @@ def own_evaluation() -> Any:
             'The callback Averages has a model of its own (average)',
         ),
         ({'callbacks': callback('Saves', on_step_end=says_save)}, 'a callback that sets should_sa'),
-        ({'kind': own_evaluation}, 'the method OwnEvaluation.evaluation_loop is not supported'),
-        ({'kind': own_sampler}, 'the method OwnSampler.get_train_dataloader'),
         ({'mode': Scaled(reference_ranks=1)}, 'mode=Scaled(...) is not supported'),
     ],
 )

@@ -92,35 +92,8 @@ def peft_lora(ctx: FragmentContext) -> None:
     train(ctx, model, texts(), lambda m, b: m(**b).loss)
 
 
-@row('transformers')
-def transformers_trainer(ctx: FragmentContext) -> None:
-    from transformers import TrainingArguments
-
-    from parsl_freetrain.integrations.transformers import Trainer
-
-    args = TrainingArguments(
-        'o', num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2
-    )
-    Trainer(ctx, model=gpt(), args=args, train_dataset=texts()).train()
-
-
 def with_adam(model: nn.Module) -> tuple[nn.Module, Any]:
     return model, torch.optim.Adam(model.parameters(), 1e-2)
-
-
-@row('accelerate')
-def accelerate_script(ctx: FragmentContext) -> None:
-    from accelerate import Accelerator
-
-    from parsl_freetrain.integrations.accelerate import torchrun_environment
-
-    torchrun_environment(ctx)
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = ctx.prepare(*with_adam(small()))
-    for batch in ctx.loop(numbers(), 8):
-        optimizer.zero_grad()
-        accelerator.backward(squared(model, batch))
-        optimizer.step()
 
 
 @row('monai')
@@ -177,23 +150,6 @@ def gpytorch_svgp(ctx: FragmentContext) -> None:
     train(ctx, both, data, loss)
 
 
-@row('e3nn')
-def e3nn_network(ctx: FragmentContext) -> None:
-    from e3nn import o3
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.product = o3.FullyConnectedTensorProduct('1x1o', '1x0e+1x1o', '4x0e')
-            self.out = nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            harmonics = o3.spherical_harmonics([0, 1], x, normalize=True)
-            return self.out(self.product(x, harmonics))
-
-    train(ctx, Net(), numbers(columns=3), squared)
-
-
 @row('torch_geometric')
 def torch_geometric_gcn(ctx: FragmentContext) -> None:
     from torch_geometric.data import Data
@@ -233,14 +189,6 @@ def torchdiffeq_ode(ctx: FragmentContext) -> None:
         return F.mse_loss(end.sum(1, keepdim=True), batch[1])
 
     train(ctx, field, numbers(), loss)
-
-
-@row('pytorch_optimizer')
-def pytorch_optimizer_soap(ctx: FragmentContext) -> None:
-    from pytorch_optimizer import SOAP
-
-    model = small()
-    train(ctx, model, numbers(), squared, SOAP(model.parameters(), lr=1e-2))
 
 
 @row('pytorch_optimizer')

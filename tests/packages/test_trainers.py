@@ -76,7 +76,7 @@ def transformers_masked_language_model(ctx: FragmentContext) -> None:
     fragments_of(Trainer)(
         ctx,
         model=BertForMaskedLM(BertConfig(vocab_size=64, intermediate_size=32, **size)),
-        args=TrainingArguments('o', **HOW),
+        args=TrainingArguments('o', gradient_accumulation_steps=2, **HOW),
         train_dataset=[{'input_ids': one} for one in tokens()],
         data_collator=DataCollatorForLanguageModeling(words(), mlm_probability=0.3, seed=1),
     ).train()
@@ -109,20 +109,6 @@ def transformers_seq2seq(ctx: FragmentContext) -> None:
     ).train()
     if not ctx.stopped:
         assert made[-1][0] == 12
-
-
-@row('trl', ROWS)
-def trl_sft(ctx: FragmentContext) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    fragments_of(SFTTrainer)(
-        ctx,
-        model=gpt(),
-        args=SFTConfig('o', bf16=False, gradient_checkpointing=False, **HOW),
-        train_dataset=Dataset.from_list([{'input_ids': one} for one in tokens()]),
-        processing_class=words(),
-    ).train()
 
 
 @row('trl', ROWS)
@@ -166,6 +152,39 @@ def trl_dpo(ctx: FragmentContext) -> None:
         train_dataset=Dataset.from_list(pairs),
         processing_class=words(),
     ).train()
+
+
+@row('sentence_transformers', ROWS)
+def sentence_transformers_trainer(ctx: FragmentContext) -> None:
+    """The loss has parameters of its own, and there is an evaluator of the package."""
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers import models
+    from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
+    from sentence_transformers.losses import SoftmaxLoss
+    from transformers import BertConfig, BertModel
+
+    size = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    if ctx.is_main:
+        BertModel(BertConfig(vocab_size=64, intermediate_size=32, **size)).save_pretrained('bert')
+        words().save_pretrained('bert')
+    ctx._run.peers.all_reduce_max((0,))()
+    bert = models.Transformer('bert', max_seq_length=12)
+    model = st.SentenceTransformer(modules=[bert, models.Pooling(16)], device='cpu')
+    said = [' '.join(f'w{i}' for i in one) for one in tokens()]
+    pairs = {'anchor': said, 'other': said[::-1], 'label': [i % 3 for i in range(48)]}
+    figures = [i % 7 / 7 for i in range(24)]
+    trainer = fragments_of(st.SentenceTransformerTrainer)(
+        ctx,
+        model=model,
+        args=st.SentenceTransformerTrainingArguments('o', eval_strategy='epoch', **HOW),
+        train_dataset=Dataset.from_dict(pairs),
+        loss=SoftmaxLoss(model, 16, 3),
+        evaluator=EmbeddingSimilarityEvaluator(said[:24], said[24:], figures, name='sts'),
+    )
+    trainer.train()
+    if not ctx.stopped:
+        assert 'eval_sts_spearman_cosine' in trainer.state.log_history[-1]
 
 
 @row('schnetpack', ROWS)
@@ -330,31 +349,27 @@ def pyro_svi(ctx: FragmentContext) -> None:
     train(ctx, elbo, data, lambda m, b: m(b[0], b[1][:, 0]))
 
 
-@row('torch_ema', ROWS)
-def torch_ema_average(ctx: FragmentContext) -> None:
-    from torch_ema import ExponentialMovingAverage
-
-    model = small()
-    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
-    average = ctx.keep(ExponentialMovingAverage(model.parameters(), 0.9))
-    ctx.after_step(average.update)
+def averaged(ctx: FragmentContext, make: Any) -> None:
+    model, optimizer = ctx.prepare(*with_adam(small()))
+    ctx.after_step(ctx.keep(make(model)).update)
     for batch in ctx.loop(numbers(), 8):
         optimizer.zero_grad()
         squared(model, batch).backward()
         optimizer.step()
+
+
+@row('torch_ema', ROWS)
+def torch_ema_average(ctx: FragmentContext) -> None:
+    from torch_ema import ExponentialMovingAverage
+
+    averaged(ctx, lambda model: ExponentialMovingAverage(model.parameters(), 0.9))
 
 
 @row('ema_pytorch', ROWS)
 def ema_pytorch_average(ctx: FragmentContext) -> None:
     from ema_pytorch import EMA
 
-    model, optimizer = ctx.prepare(*with_adam(small()))
-    average = ctx.keep(EMA(model, beta=0.9, update_after_step=2, update_every=2))
-    ctx.after_step(average.update)
-    for batch in ctx.loop(numbers(), 8):
-        optimizer.zero_grad()
-        squared(model, batch).backward()
-        optimizer.step()
+    averaged(ctx, lambda model: EMA(model, beta=0.9, update_after_step=2, update_every=2))
 
 
 @row('pytorch_metric_learning', ROWS)
@@ -390,40 +405,6 @@ def x_transformers_decoder(ctx: FragmentContext) -> None:
     train(
         ctx, AutoregressiveWrapper(net), TensorDataset(torch.tensor(tokens())), lambda m, b: m(b[0])
     )
-
-
-@row('mace', ROWS)
-def mace_energies(ctx: FragmentContext) -> None:
-    torch.serialization.add_safe_globals([slice])  # e3nn 0.4.4 loads its constants so
-    import numpy as np
-    from e3nn import o3
-    from mace import data, modules, tools
-    from mace.tools import torch_geometric
-
-    torch.set_default_dtype(torch.float64)
-    made, table = np.random.default_rng(0), tools.AtomicNumberTable([1])
-    graphs = []
-    for _ in range(48):
-        n = int(made.integers(2, 5))
-        config = data.Configuration(
-            atomic_numbers=np.ones(n, int),
-            positions=made.normal(size=(n, 3)),
-            properties={'energy': made.normal(), 'forces': np.zeros((n, 3))},
-            property_weights={'energy': 1.0, 'forces': 1.0},
-        )
-        graphs.append(data.AtomicData.from_config(config, table, cutoff=3.0))
-    model = modules.MACE(
-        r_max=3.0, num_bessel=4, num_polynomial_cutoff=4, max_ell=1, num_interactions=1,
-        interaction_cls=modules.interaction_classes['RealAgnosticInteractionBlock'],
-        interaction_cls_first=modules.interaction_classes['RealAgnosticInteractionBlock'],
-        num_elements=1, hidden_irreps=o3.Irreps('4x0e'), MLP_irreps=o3.Irreps('4x0e'),
-        gate=F.silu, atomic_energies=np.zeros(1), avg_num_neighbors=2.0, atomic_numbers=[1],
-        correlation=1,
-    )  # fmt: skip
-    loss_of = modules.WeightedEnergyForcesLoss(energy_weight=1.0, forces_weight=1.0)
-    loader = torch_geometric.dataloader.DataLoader(graphs, batch_size=8, shuffle=True)
-    loss = lambda m, b: loss_of(pred=m(b.to_dict(), training=True), ref=b, ddp=False)  # noqa: E731
-    train(ctx, model, loader, loss, batch_size=None)
 
 
 @row('mace', ROWS)

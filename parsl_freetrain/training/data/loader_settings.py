@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.data.sample_order import epoch_size
 from parsl_freetrain.training.data.sampler import Sampler
 
-KNOWN = {RandomSampler.__name__, SequentialSampler.__name__}
-"""Samplers in whose place ``ctx.loop`` has an order of its own; torchdata's have these names too.
+KNOWN = {'RandomSampler', 'SequentialSampler', 'SeedableRandomSampler'}
+"""Samplers in whose place ``ctx.loop`` has an order of its own; torchdata's have these names too,
+and the last one is accelerate's.
 """
 
 
@@ -73,31 +75,53 @@ class LoaderData(LoaderSettings):
                     f'{data.num_workers}: leave out num_workers, or say ctx.loop(DataLoader('
                     'stream, batch_size=None, num_workers=...), batch_size).'
                 )
-            return _read_as(data, shuffle=False)
-        if data.batch_size is None:
-            raise BadInput(
-                'ctx.loop was given a DataLoader with a batch sampler, but makes the batches '
-                'itself: say batch_size and sampler.'
-            )
-        plain = type(data.sampler).__name__ in KNOWN and not _draws(data.sampler)
-        return _read_as(
-            data,
-            shuffle=plain and type(data.sampler).__name__ == RandomSampler.__name__,
-            num_workers=data.num_workers,
-            sampler=None if plain else data.sampler,
-            drop_last=data.drop_last,
-            worker_init_fn=data.worker_init_fn,
-        )
+            how = {'batch_size': data.batch_size, 'collate_fn': data.collate_fn}
+            return LoaderData(dataset=data.dataset, shuffle=False, **how)
+        return LoaderData.read(data, 'given to ctx.loop')
 
     @staticmethod
-    def of(loader: Any, what: str) -> LoaderData | None:
-        """A DataLoader or what returns one; None of None. Raises BadInput as :meth:`of_loop`."""
+    def read(loader: Any, what: str) -> LoaderData:
+        """Of a map-style dataset. Raises BadInput if it makes batches by itself."""
+        batches: Any = loader.batch_sampler
+        if getattr(type(batches), '__iter__', None) is not BatchSampler.__iter__:
+            raise BadInput(
+                f'The DataLoader {what} has a {type(batches).__name__} as its batch sampler; in '
+                'fragments batches are made in the order of a sampler: say batch_size and '
+                'sampler, of one dataset. Streams go to ctx.loop.'
+            )
+        plain = type(batches.sampler).__name__ in KNOWN and not _draws(batches.sampler)
+        return LoaderData(
+            dataset=loader.dataset,
+            batch_size=batches.batch_size,
+            shuffle=plain and type(batches.sampler).__name__ != 'SequentialSampler',
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            sampler=None if plain else batches.sampler,
+            drop_last=batches.drop_last,
+            worker_init_fn=loader.worker_init_fn,
+        )
+
+    def in_epoch(self, accumulate: int) -> tuple[int, int]:
+        """How many samples an epoch has, and one step of it."""
+        size = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        batch = self.batch_size * accumulate
+        return epoch_size(size, batch, self.drop_last), batch
+
+    def check_evaluation(self, what: str) -> None:
+        """Raises BadInput if it does not take each sample once, as ``ctx.evaluate`` does."""
+        if self.sampler is not None or self.drop_last or self.worker_init_fn:
+            raise BadInput(
+                f'The DataLoader {what} has drop_last, worker_init_fn or a sampler of its own; an '
+                'evaluation takes each sample once: leave these out.'
+            )
+
+    @staticmethod
+    def of(loader: Any, what: str) -> LoaderData:
+        """A DataLoader or what returns one. Raises BadInput as :meth:`of_loop`."""
         if callable(loader):
             loader = loader()
         if isinstance(loader, (list, tuple)) and len(loader) < 2:
             loader = loader[0] if loader else None
-        if loader is None:
-            return None
         if not isinstance(loader, DataLoader):
             raise BadInput(
                 f'The data of {what} are a {type(loader).__name__}; in fragments it is one '
@@ -106,30 +130,7 @@ class LoaderData(LoaderSettings):
         _refuse_own_way(loader)
         if isinstance(loader.dataset, IterableDataset):
             raise BadInput(f'The data of {what} are a stream: give it to ctx.loop yourself.')
-        sampler = type(loader.sampler)
-        if loader.batch_size is None or sampler.__name__ not in KNOWN:
-            raise BadInput(
-                f'The DataLoader of {what} has a {sampler.__name__} or a batch sampler of its own; '
-                'in fragments the order is that of ctx.loop: say batch_size and shuffle.'
-            )
-        if _draws(loader.sampler):
-            raise BadInput(
-                f'The DataLoader of {what} draws with replacement, or not all samples; ctx.loop '
-                'trains each sample once in an epoch.'
-            )
-        for name in ('drop_last', 'worker_init_fn'):
-            if getattr(loader, name):
-                raise BadInput(
-                    f'The DataLoader of {what} has {name}, which is not passed on to ctx.loop: '
-                    'leave it out, or call ctx.loop yourself.'
-                )
-        shuffle = isinstance(loader.sampler, RandomSampler)
-        return _read_as(loader, shuffle=shuffle, num_workers=loader.num_workers)
-
-
-def _read_as(of: Any, **how: Any) -> LoaderData:
-    read = {'batch_size': of.batch_size, 'collate_fn': of.collate_fn, **how}
-    return LoaderData(dataset=of.dataset, **read)
+        return LoaderData.read(loader, f'of {what}')
 
 
 def _refuse_own_way(loader: DataLoader[Any]) -> None:

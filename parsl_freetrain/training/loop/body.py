@@ -76,9 +76,8 @@ class Body:
     def __init__(
         self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, mean: bool
     ) -> None:
-        reproducible = isinstance(spec.mode, Reproducible)
         # DDP waits in each backward pass.
-        self._together = not reproducible and division.shape.data > 1
+        self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
         self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
         self._seen = False  # a loss that is not 0

@@ -55,8 +55,7 @@ def is_ours(one: Any) -> bool:
 
 def is_metric(one: Any) -> TypeGuard[Any]:
     """Whether a package's object adds up over batches (torchmetrics, torcheval, MONAI, ignite)."""
-    kind: Any = type(one)
-    return _adds_up(kind)
+    return _adds_up(type(one))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
@@ -89,18 +88,16 @@ def load_state(one: Any, state: Any) -> None:
     if not is_metric(one):
         one.load_state_dict(state)
         return
-    own = (('_computed', None),) if isinstance(one, torch.nn.Module) else ()
-    for name, value in (*state.items(), *own):
+    for name, value in (*state.items(), ('_computed', None)):
         setattr(one, name, value)
 
 
 def has_state(one: Any) -> bool:
-    if is_metric(one):
-        return True
     if isinstance(one, (type, DataLoader, torch.optim.Optimizer, torch.amp.GradScaler)):
         return False
     with suppress(Exception):  # of a __getattr__ that takes no other names
-        return callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
+        saves = callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
+        return saves or is_metric(one)
     return False
 
 

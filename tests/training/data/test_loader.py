@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from parsl_freetrain import BadInput
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
@@ -139,6 +139,8 @@ def test_a_data_loader_gives_its_own_settings() -> None:
     assert found.dataset is DATA
     assert (found.batch_size, found.shuffle, found.num_workers) == (4, True, 2)
     assert not of_loop(DataLoader(DATA, batch_size=4)).shuffle
+    found = of_loop(DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 3, True)))
+    assert (found.batch_size, found.shuffle, found.drop_last) == (3, True, True)
     stream = Stream()
     assert of_loop(DataLoader(stream, batch_size=4)).dataset is stream
     samples = DataLoader(stream, batch_size=None, num_workers=2)
@@ -151,7 +153,7 @@ def test_what_would_be_unclear_is_refused() -> None:
         (DataLoader(Stream(), batch_size=None), None, 'without a batch size'),
         (DataLoader(DATA, batch_size=4), 4, 'has settings of its own'),
         (DataLoader(Stream(), batch_size=4, num_workers=1), None, 'batch_size=None, num_workers'),
-        (DataLoader(DATA, batch_sampler=[[1, 2]]), None, 'with a batch sampler'),
+        (DataLoader(DATA, batch_sampler=[[1, 2]]), None, 'has a list as its batch sampler'),
     ):
         with pytest.raises(BadInput) as refused:
             of_loop(data, batch_size)
