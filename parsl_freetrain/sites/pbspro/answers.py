@@ -119,16 +119,14 @@ def _job(
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
         with suppress(ValueError):  # no time yet
-            planned_s = _time(estimate['start_time'])
-            if planned_s >= now - _STALE_S:
+            if (planned_s := _time(estimate['start_time'])) >= now - _STALE_S:
                 start_s, planned = planned_s, hosts_of(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES:
         start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
         end_s = None if limit_s is None else start_s + limit_s
     names = hosts_of(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     nodes = int(resources.get('nodect', len(names) or 1))
-    place = str(resources.get('place', ''))
-    select = str(resources.get('select', ''))
+    place, select = (str(resources.get(name, '')) for name in ('place', 'select'))
     words, only = _wishes(select, known)
     # Which of unlike chunks share a node is not known: they get whole ones.
     unlike = len({re.sub(r'^\d+:', '', chunk) for chunk in select.split('+')}) > 1
