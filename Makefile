@@ -20,13 +20,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOWEST := .venv-lowest
 PACKAGES := .venv-packages
 
-.PHONY: help venv system-packages demo test test-long test-all test-lowest test-packages few-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest test-packages few-packages test-few-packages lint docs bench chaos delay delay-all storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 5 minutes, more on busy cores)'
 	@echo 'make test    all promises, in their short forms (options: TEST_ARGS)'
 	@echo 'make test-long  the long forms: workloads, whole clusters, other environments (options: TEST_ARGS)'
-	@echo 'make test-all  both in one session, as in continuous integration (options: TEST_ARGS)'
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make test-packages  trainings with the packages of scientists, in an environment of their own (options: TEST_ARGS)'
@@ -71,11 +70,6 @@ test: $(INSTALLED)
 test-long: $(INSTALLED)
 	@.ci/system-packages || true
 	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'long or properties' $(WORKERS))
-
-# Short forms come first, and no worker waits for the last of them (tests/support/scheduling.py).
-test-all: $(INSTALLED)
-	@.ci/system-packages || true
-	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),$(WORKERS))
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/journal tests/executor/test_interchange.py \
