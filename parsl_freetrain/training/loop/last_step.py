@@ -43,7 +43,6 @@ class Surroundings:
     variables: dict[str, Any] | None = None  # of the function; None: not copied
     settings: dict[str, Any] | None = None  # of modules
 
-    @torch.no_grad()
     def put_back(self, state: LoopState, prepared: Prepared) -> bool:
         """False: there are other buffers now, which were left as they are."""
         # Not by its text, in which keys are strings and tuples are lists.

@@ -330,8 +330,7 @@ class TrainingLoop:
             state.wanted = {}
 
     def _marks(self) -> Any:
-        settings = self._modules.changed_settings()
-        return versions(self._prepared), self._carried.marks(), settings
+        return versions(self._prepared), self._carried.marks(), self._modules.changed_settings()
 
     def _draw_for_itself(self) -> None:
         """In throughput and scaled mode, from here on each rank draws random numbers of its own."""
