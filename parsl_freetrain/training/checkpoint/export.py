@@ -45,11 +45,11 @@ def load_weights(
     """
     folder = _checkpoint_folder(source, best)
     saved = read_state(str(folder))
-    if len(saved.models) == 1 and not saved.averages:
-        return saved.models[0]
+    if len(of_models := saved.models or saved.own) == 1 and not saved.averages:
+        return of_models[0]
     return {
         f'{kind}_{i}.{name}' if i > 1 else f'{kind}.{name}': value
-        for kind, models in (('model', saved.models), ('ema', saved.averages))
+        for kind, models in (('model', of_models), ('ema', saved.averages))
         for i, model in enumerate(models, 1)
         for name, value in model.items()
     }

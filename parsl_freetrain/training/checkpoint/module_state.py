@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -23,9 +23,7 @@ class ModuleState:
 
     def put_back(self) -> None:
         settings, buffers = (self._saved.get(name, {}) for name in ('settings', 'buffers'))
-        for path, owner, key in _settings(self._models):
-            if path in settings and getattr(owner, key) != settings[path]:
-                setattr(owner, key, settings[path])
+        set_settings(self._models, settings)
         for path, module, key in _not_persistent(self._models) if buffers else ():
             if path in buffers:
                 now, then = module._buffers[key], buffers[path]
@@ -48,7 +46,7 @@ class ModuleState:
         """
         if self._settings is not None:
             return  # at a later loop the function's own settings between the loops count
-        self._settings = _values(self._models)
+        self._settings = settings_of(self._models)
         for path, module, key in _not_persistent(self._models):
             if (buffer := module._buffers[key]) is not None:
                 self._buffers[path] = buffer, _version(buffer), buffer.detach().clone()
@@ -65,7 +63,7 @@ class ModuleState:
         return {'settings': self.changed_settings(), 'buffers': buffers}
 
     def changed_settings(self) -> dict[str, Any]:
-        then, now = self._settings or {}, _values(self._models)
+        then, now = self._settings or {}, settings_of(self._models)
         return {
             path: value
             for path, value in now.items()
@@ -107,14 +105,13 @@ class Structure:
             )
         known = {id(parameter) for _, parameter in self._prepared.named_parameters()}
         for number, optimizer in enumerate(self._prepared.optimizers, 1):
-            for group in optimizer.param_groups:
-                for parameter in group['params']:
-                    if id(parameter) not in known:
-                        raise BadInput(
-                            f'Optimizer {number} got a parameter of shape '
-                            f'{tuple(parameter.shape)} that is of no model of ctx.prepare: make '
-                            'all parameters before ctx.prepare, and give it their models.'
-                        )
+            for parameter in parameters_of(optimizer):
+                if id(parameter) not in known:
+                    raise BadInput(
+                        f'Optimizer {number} got a parameter of shape {tuple(parameter.shape)} '
+                        'that is of no model of ctx.prepare: make all parameters before '
+                        'ctx.prepare, and give it their models.'
+                    )
 
 
 def _settings(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str]]:
@@ -130,8 +127,14 @@ def _settings(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str
                     yield f'{where}.{key}.requires_grad', parameter, 'requires_grad'
 
 
-def _values(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
+def settings_of(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {path: getattr(owner, key) for path, owner, key in _settings(models)}
+
+
+def set_settings(models: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
+    for path, owner, key in _settings(models):
+        if path in settings and getattr(owner, key) != settings[path]:
+            setattr(owner, key, settings[path])
 
 
 def _not_persistent(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str]]:

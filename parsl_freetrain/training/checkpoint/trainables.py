@@ -81,11 +81,8 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
     for thing in things:
         sorted_out[_kind_of(thing)].append(thing)
     models, optimizers = sorted_out['models'], sorted_out['optimizers']
-    if not models or not optimizers:
-        raise BadInput(
-            f'ctx.prepare was given {len(models)} models and {len(optimizers)} '
-            'optimizers; it needs at least one of each.'
-        )
+    if not optimizers:
+        raise BadInput('ctx.prepare was given no torch.optim.Optimizer: give it one.')
     for model in models:
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             raise BadInput(

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.training.checkpoint.state import Saved, Source, restore_average
 from parsl_freetrain.training.comm.peers import Peers, on_any_rank
+from parsl_freetrain.training.loop.packing import alike
 from parsl_freetrain.training.loop.rank_parts import Model
 
 
@@ -61,7 +62,7 @@ class PreparedAverage:
         peers: Peers,
         in_body: Callable[[], bool],
     ) -> None:
-        sources = [model for model in models if _shapes(model) == _shapes(average.module)]
+        sources = [model for model in models if alike(model, average.module)]
         if len(sources) != 1:
             raise BadInput(
                 f'ctx.prepare was given an AveragedModel and {len(sources)} models with its '
@@ -139,7 +140,3 @@ def _check_whole(model: Model) -> None:
             'A model that is divided among ranks cannot be averaged: leave out its average, or '
             'give the trainer shapes that divide only the data.'
         )
-
-
-def _shapes(model: torch.nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in model.parameters()]

@@ -101,9 +101,10 @@ class Carried:
             if not (t.is_meta or is_divided(t)) and t.data_ptr() not in known
         )
 
-    def look_at_data(self, *, again: bool) -> None:
+    def look_at_data(self, *, again: bool) -> bool:
         """Call where an epoch ends, and ``again`` behind what is done there and before the next:
         what changes there in the data is saved from then on; what does in an epoch may be a cache.
+        Returns whether something has changed of which that was not known.
         """
         now = {
             f'{name}.{key}': changes.mark(value)
@@ -111,11 +112,13 @@ class Carried:
             for key, value in [*getattr(one, '__dict__', {}).items()]
             if id(one) in self._data and changes.may_be_saved(value) and 'cache' not in key
         }
+        changed = {path for path, then in self._data_then.items() if now.get(path) != then}
         if not again:
-            self._data_then = now
-        elif changed := {path for path, then in self._data_then.items() if now.get(path) != then}:
-            self._of_data |= changed
+            self._data_then, changed = now, set()
+        if new := changed - self._of_data:
+            self._of_data |= new
             self._places = Places(self._frames, self._others, self._of_data)
+        return bool(new)
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""

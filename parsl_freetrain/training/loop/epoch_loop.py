@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum, auto
@@ -56,6 +57,7 @@ class EpochLoop:
             self._place, self._before = _Place.BEFORE_LOOP, self._now()
             if isinstance(self._mode, Reproducible):
                 seed_alike(self._state.epoch, self._mode.seed, 'before an epoch')
+            self._state.between_epochs_s = -time.monotonic()
             yield self._state.epoch
             self._model.carried.begin_epoch()
             self._end()
@@ -91,6 +93,7 @@ class EpochLoop:
 
     def micro_batches(self, call: LoopCall, batches: Iterator[Any] | None = None) -> Iterator[Any]:
         """Those of one epoch. ``batches``: those of the training loop, in the first epoch."""
+        self._state.between_epochs_s += time.monotonic()
         given = [*vars(call.data).values(), call.micro_batch]
         if batches is not None:
             self._batches, self._data = batches, given

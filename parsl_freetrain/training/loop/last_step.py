@@ -129,10 +129,8 @@ class LastStep:
             return None
         self._parts.channel.send(LeavingState())
         saving('leaving')
-        snapshots, memory = (
-            transport_memory.Snapshots(),
-            transport_memory.NodeMemory(order.trainer, offer=offer),
-        )
+        memory = transport_memory.NodeMemory(order.trainer, offer=offer)
+        snapshots = transport_memory.Snapshots()
         taken = snapshots.take(state())
         assert taken.image is not None
         contents = transport_memory.image_of(taken.part(rank).packed)

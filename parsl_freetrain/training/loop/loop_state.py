@@ -177,6 +177,7 @@ class LoopState:
     verified: int = 0
     round_ended: int = 0
     round_from: str = ''  # as of Position, on rank 0
+    between_epochs_s: float = math.inf  # that the function took between two loops of ctx.epochs
     round_begins: bool = False  # with new weights, which no checkpoint has yet
 
     @classmethod

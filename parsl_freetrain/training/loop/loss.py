@@ -74,7 +74,9 @@ def _refuse_left_out(batch: Any, samples: int) -> None:
 
 def refuse_sum(loss: Any, batch: Any) -> None:
     """Raises BadInput if a loss is plainly a sum over the samples of a batch."""
-    if isinstance(loss, torch.Tensor) and _kinds(loss.grad_fn, _sizes(batch)) == {'sum'}:
+    sizes, graph = _sizes(batch), getattr(loss, 'grad_fn', None)
+    terms = {_kind(one, sizes) for one in _walk(graph, lambda node: not _kind(node, sizes))}
+    if terms - {''} == {'sum'}:
         raise BadInput(
             'The loss in the body of ctx.loop is a sum over samples, and each part of a global '
             'batch counts with its share of the samples, as is right for a mean: say ctx.loop(..., '
@@ -91,13 +93,8 @@ def _sizes(batch: Any) -> set[int]:
     return {size for shape in shapes for size in accumulate(shape, mul)}
 
 
-def _kinds(node: Any, sizes: set[int]) -> set[str]:
-    """What the terms of a loss are: 'mean', 'sum', or 'other'."""
-    return {_kind(one, sizes) for one in _walk(node, lambda n: not _kind(n, sizes))} - {''}
-
-
 def _kind(node: Any, sizes: set[int]) -> str:
-    """Of a term; empty: it only passes on others."""
+    """What a term of a loss is: 'mean', 'sum', or 'other'; empty: it only passes on others."""
     operation, reduction = _operation(node), getattr(node, '_saved_reduction', None)
     if reduction is not None:
         of_samples = reduction == 2 and _is_over(node._saved_self.shape, sizes)

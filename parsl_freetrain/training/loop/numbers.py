@@ -71,8 +71,7 @@ def _set_in_modules(modules: Mapping[str, torch.nn.Module], names: AbstractSet[s
     def put(values: Values) -> None:
         for path, value in values.items():
             of, _, name = path.rpartition('.')
-            own = vars(modules[of]) if of in modules else {}
-            own.pop(name, None) if value is _NONE else own.update({name: value})
+            _put(vars(modules[of]) if of in modules else {}, {name: value})
 
     return values, put
 
@@ -324,9 +323,8 @@ def _variables(frame: FrameType, names: frozenset[str]) -> Values:
 
 
 def _put(own: dict[str, Any], values: Values) -> None:
-    own.update(values)
-    for name in [name for name, value in values.items() if value is _NONE]:
-        del own[name]
+    for name, value in values.items():
+        own.pop(name, None) if value is _NONE else own.update({name: value})
 
 
 def _set_all(one: Any, values: Values) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.module_state import set_settings, settings_of
 from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.steps.buffers import is_plain
 
@@ -162,17 +163,28 @@ class _Packer:
 
     def _thing(self, one: Any, there: bool) -> Any:
         top, name, own = self._around == {id(one)}, type(one).__name__, changes.attributes(one)
-        kept = top or (there and not isinstance(one, torch.nn.Module))
-        if changes.has_state(one) and kept and id(one) not in self._how.known:
-            state, models = changes.state_of(one), enumerate(self._how.models)
-            alike = (i for i, m in models if type(one) in type(m).__mro__[:2] and _alike(m, state))
-            return 'state', self.pack(state), next(alike, -1)
+        if changes.has_state(one) and id(one) not in self._how.known:
+            module, models = isinstance(one, torch.nn.Module), enumerate(self._how.models)
+            same = (i for i, m in models if type(one) in type(m).__mro__[:2] and alike(m, one))
+            copy_of = next(same, -1)
+            if top or copy_of >= 0 or (there and not module):
+                settings = settings_of([one]) if module else {}
+                return 'state', self.pack(changes.state_of(one)), copy_of, settings
         if own is None or changes.has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
             raise NotPlain(f'a {name}')
         if not there and self._how.find(name) is not type(one):
             raise NotPlain(f'a {name}')
         changed = {key: value for key, value in own.items() if not (top and key in self._unchanged)}
         return 'object', self._parts(changed, there, there), name
+
+
+def alike(*modules: torch.nn.Module) -> bool:
+    """Whether two have the same names and shapes in their states."""
+    one, other = (
+        {name: getattr(value, 'shape', None) for name, value in module.state_dict().items()}
+        for module in modules
+    )
+    return one == other
 
 
 def _base(one: Any) -> Any:
@@ -187,11 +199,6 @@ def _key(key: Any) -> Any:
     if type(key) not in _SCALARS:
         raise NotPlain(f'a {type(key).__name__} as a key')
     return key
-
-
-def _alike(model: torch.nn.Module, state: dict[str, Any]) -> bool:
-    shapes = ([getattr(v, 'shape', None) for v in s.values()] for s in (model.state_dict(), state))
-    return [*model.state_dict()] == [*state] and next(shapes) == next(shapes)
 
 
 def unpacked(packed: Any, now: Any, how: How) -> Any:
@@ -223,7 +230,7 @@ class _Unpacker:
                 return now
             return array.copy()
         if kind == 'state':
-            if not changes.has_state(now) and packed[2] >= 0:
+            if packed[2] >= 0 and (id(now) in self._how.known or not changes.has_state(now)):
                 now = copy.deepcopy(self._how.models[packed[2]])
             if changes.has_state(now):
                 try:
@@ -235,6 +242,8 @@ class _Unpacker:
                         'was when its state was saved, or use it in functions of ctx.after_step or '
                         'ctx.each_epoch.'
                     ) from error
+            if isinstance(now, torch.nn.Module):
+                set_settings([now], packed[3] if packed[3:] else {})
             return now
         if kind == 'constant':
             return (_CONSTANTS.get(packed[2]) or self._class(packed[2]))(*map(self.unpack, inner))

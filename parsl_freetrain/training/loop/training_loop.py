@@ -69,7 +69,6 @@ class TrainingLoop:
         self._began, self._warm = 0, False  # samples at the loop's begin; a step was taken
         self._paced = 0, 0.0  # samples and time where the rate is counted from
         self._guarded = self._at_end = False
-        self._between_epochs_s = math.inf  # what the function does there
 
     def run(self, data: BatchSource) -> Iterator[Any]:
         state = self._state
@@ -169,9 +168,7 @@ class TrainingLoop:
                 self.saver.save(self._checkpointer.save_beside)
             if ended and by_epochs:
                 self._last.end_batch()
-                since = time.monotonic()
                 yield NEXT_EPOCH
-                self._between_epochs_s = time.monotonic() - since
                 self._begin_loop(goes_on=False)
 
     def _exchange(self, exchange: Callable[[], None], batches: Iterator[Batch]) -> Iterator[Any]:
@@ -317,7 +314,8 @@ class TrainingLoop:
             if state.phase is Phase.EPOCH_END:
                 state.phase = Phase.TRAINING
             hooks.running = False
-        self._carried.look_at_data(again=True)
+        if self._carried.look_at_data(again=True) and hooks.by_epochs:
+            self._carried.begin_epoch()
         self._draw_for_itself()
         state.epoch_due = False
         state.reports.means.end_epoch()
@@ -342,7 +340,7 @@ class TrainingLoop:
         """End with a checkpoint, while the next step is computed if there is time."""
         state, checkpointer = self._state, self._checkpointer
         wanted = state.wanted is not None or state.round_ended > 0
-        epoch_s = self._between_epochs_s if before else 0.0
+        epoch_s = state.between_epochs_s if before else 0.0
         self.saver.save(partial(checkpointer.save_and_stop, wanted=wanted))
         state.phase = Phase.STOPPED  # whatever the function and the other ranks come to
         following = next(batches, None) if batches is not None else None

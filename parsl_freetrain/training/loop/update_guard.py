@@ -87,6 +87,10 @@ class UpdateGuard:
             tensors = (*module.named_parameters(), *module.named_buffers())
             own = ((name, t) for name, t in tensors if id(t) not in known and is_plain(t))
             self._add((f'{called}.{name}', t) for name, t in own)
+        seen = known.union(map(id, self._watched))
+        for called, one in among(names, torch.Tensor).items():
+            if one.requires_grad and one.is_leaf and is_plain(one) and id(one) not in seen:
+                self._add([(called, one)])  # trained by hand
         self._memories = [*memories(names, [*self._watched, *prepared.tensors(), *kept.values()])]
         self._batches = 0
         self._norms: list[torch.Tensor] | None = None
@@ -181,7 +185,7 @@ class UpdateGuard:
         raise BadInput(
             f'{who} changed {self._names[i]}, a parameter or buffer that was not given to '
             'ctx.prepare, so the change would be lost at the end of the fragment: give the module '
-            f'(and its optimizer, if it has one) to ctx.prepare; {_OFFER}.'
+            f'(and its optimizer, or one that trains this tensor) to ctx.prepare; {_OFFER}.'
         )
 
 

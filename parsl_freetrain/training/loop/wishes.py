@@ -131,13 +131,8 @@ class Wishes:
         """Tell the node agent how far training is, which does not wait for it without ``wait``."""
         self._reported_at = time.monotonic()
         if self._is_main:
-            state = self._state
-            self._channel.send(
-                FragmentProgressed(
-                    time.time(), *self._key, state.samples, self.rate, state.metrics
-                ),
-                wait=wait,
-            )
+            now = time.time(), *self._key, self._state.samples, self.rate, self._state.metrics
+            self._channel.send(FragmentProgressed(*now), wait=wait)
 
     def _stops(self, steps_ahead: int) -> bool:
         stop, timing = self._inbox.stop_requested(), self._checkpointer.timing

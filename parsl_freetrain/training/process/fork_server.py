@@ -105,7 +105,8 @@ class ForkServer:
         while True:
             for fd, _ in self._poll.poll(_LOOK_MS if self._ranks or self._standby else None):
                 if fd == self._owner or (fd == self._listener.fileno() and not self._admit()):
-                    self._end_all()
+                    # With what ranks have started. Fork servers have their own owners.
+                    end_descendants(self._servers.values())
                     return
                 if fd in self._servers:
                     self._reap_server(fd)
@@ -280,10 +281,6 @@ class ForkServer:
     def _end_orphans(self) -> None:
         children = self._servers.values()
         end_descendants({*children, *self._ranks.pids(), *self._standby.pids()})
-
-    def _end_all(self) -> None:
-        """With what ranks have started. Fork servers that it has forked have their own owners."""
-        end_descendants(self._servers.values())
 
 
 def _serve_as_asked(channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted) -> int:

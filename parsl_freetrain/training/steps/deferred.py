@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from itertools import count
 from typing import Any
@@ -53,25 +53,22 @@ class DeferredOptimizer:
 class DeferredScheduler:
     """Stands for a scheduler in the user's loop; ``step()`` is done once, after the optimizer's."""
 
-    def __init__(self, scheduler: Any, note: Callable[[float | None], None]) -> None:
-        self._scheduler, self._note = scheduler, note
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Record a step; ReduceLROnPlateau's metric is averaged. BadInput for other arguments."""
-        values = [*args, *kwargs.values()]
-        if not values:
-            self._note(None)
-            return
-        try:
-            (value,) = values
-            self._note(float(value))
-        except (TypeError, ValueError):
-            raise BadInput(
-                f'scheduler.step was called with {values!r}; here it takes nothing or one number.'
-            ) from None
+    def __init__(self, scheduler: Any, step: Callable[..., None]) -> None:
+        self._scheduler, self.step = scheduler, step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
+
+
+def number_in(values: Sequence[Any]) -> float | None:
+    """What a scheduler's ``step`` got in the loop: None, or one number; else BadInput."""
+    try:
+        (value,) = values or (None,)
+        return value if value is None or type(value) is int else float(value)
+    except (TypeError, ValueError):
+        raise BadInput(
+            f'scheduler.step was called with {values!r}; in ctx.loop it takes one number at most.'
+        ) from None
 
 
 def several_times(optimizer: torch.optim.Optimizer) -> str:

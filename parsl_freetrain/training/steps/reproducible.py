@@ -323,12 +323,13 @@ class ReproducibleSteps:
 
         return hand_over
 
-    def _noting(self, number: int) -> Callable[[float | None], None]:
-        def note(value: float | None) -> None:
+    def _noting(self, number: int) -> Callable[..., None]:
+        def note(*args: Any, **kwargs: Any) -> None:
             if self._micro_batch is not None:
+                value = deferred.number_in([*args, *kwargs.values()])
                 self._scheduled[self._micro_batch.part, number] = value
             elif self._in_hook():
-                self._prepared.schedulers[number].step(*(() if value is None else (value,)))
+                self._prepared.schedulers[number].step(*args, **kwargs)
             else:
                 raise BadInput(
                     'scheduler.step() was called outside of ctx.loop: call it in the loop, once in '

@@ -85,7 +85,7 @@ def by_what_was_learned(ctx: FragmentContext, at: int, workers: int, within_epoc
 
 
 @pytest.mark.parametrize(
-    ('workers', 'at', 'within'), [(0, 40, True), (2, 24, False), (0, 32, True)]
+    ('workers', 'at', 'within'), [(0, 40, True), (2, 24, False), (0, 32, True), (0, 12, True)]
 )
 def test_what_an_epoch_s_end_does_to_a_dataset_is_kept(
     fork_server: ForkClient, tmp_path: Path, workers: int, at: int, within: bool

@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from parsl_freetrain import FragmentContext, Throughput, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.cuts import trained
+from tests.support.cuts import refused, trained
 from tests.support.examples import in_this_process, refused_here
-from tests.support.ranks import in_ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X[:, :1] * 3)
@@ -131,13 +130,20 @@ def warmed_up_too_late(ctx: FragmentContext) -> None:
     ctx.warm_up(lambda: model(X[:4]))
 
 
-def parameter_of_no_model(ctx: FragmentContext) -> float:
-    torch.manual_seed(1)
-    model, log_var = nn.Linear(4, 1), torch.zeros((), requires_grad=True)
-    optimizer = torch.optim.Adam([*model.parameters(), log_var], lr=0.1)
-    model, optimizer = ctx.prepare(model, optimizer)
-    fit(ctx, lambda x, y: (-log_var).exp() * F.mse_loss(model(x), y) + log_var, optimizer)
-    return round(float(log_var), 5)
+def parameter_of_no_model(ctx: FragmentContext) -> list[float]:
+    weight, log_var = torch.ones(4, 1, requires_grad=True), torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.Adam([weight, log_var], lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+    optimizer, plateau = ctx.prepare(optimizer, plateau)
+    for epoch in ctx.epochs():
+        fit(ctx, lambda x, y: (-log_var).exp() * F.mse_loss(x @ weight, y) + log_var, optimizer)
+        plateau.step(float(weight.detach().sum()), epoch)
+    return [round(log_var.item(), 5), round(optimizer.param_groups[0]['lr'], 8)]
+
+
+def trained_by_hand(ctx: FragmentContext) -> None:
+    (model, optimizer), known = line(ctx), {'scale': torch.ones(1, requires_grad=True)}
+    fit(ctx, lambda x, y: (model(x) * known['scale'].data.sub_(0.1) - y).square().mean(), optimizer)
 
 
 def optimizers_that_share(ctx: FragmentContext) -> None:
@@ -236,6 +242,15 @@ def copies_of_the_model(ctx: FragmentContext) -> None:
         return loss
 
     fit(ctx, loss_of, optimizer)
+
+
+def snapshots(ctx: FragmentContext) -> list[Any]:
+    """In a list, with the settings that they have."""
+    (model, optimizer), kept = line(ctx, lr=0.01), Namespace(all=[])
+    for _ in ctx.epochs():
+        fit(ctx, lambda x, y: F.mse_loss(model(x), sum((t(x) for t in kept.all), y)), optimizer)
+        kept.all.append(copy.deepcopy(model).eval().requires_grad_(False))
+    return [(one.training, one.weight.requires_grad) for one in kept.all]
 
 
 def by_methods(ctx: FragmentContext) -> None:
@@ -692,25 +707,11 @@ def table(ctx: FragmentContext) -> None:
 
 
 def hidden_state(ctx: FragmentContext) -> None:
-    cell = nn.GRUCell(4, 4)
+    cell, hidden = nn.GRUCell(4, 4), None
     cell, optimizer = ctx.prepare(cell, sgd(cell))
-    hidden: Any = None
     for x, _ in ctx.loop(DATA, 4):
-        optimizer.zero_grad()
         hidden = cell(x, hidden if hidden is None else hidden.detach())
         hidden.square().mean().backward()
-        optimizer.step()
-
-
-def first_losses(ctx: FragmentContext) -> None:
-    """As GradNorm's: set in the first iteration only."""
-    (model, optimizer), first = line(ctx), None
-    for x, y in ctx.loop(DATA, 4):
-        losses = torch.stack([F.mse_loss(model(x), y), F.l1_loss(model(x), y)])
-        if first is None:
-            first = losses.detach()
-        optimizer.zero_grad()
-        (losses / first).sum().backward()
         optimizer.step()
 
 
@@ -848,6 +849,7 @@ def collate_that_raises(ctx: FragmentContext) -> None:
 
 
 REFUSED = {
+    trained_by_hand: "changed known['scale'], a parameter or buffer that was not given to",
     average_in_the_body: 'ctx.loop changed average_in_the_body.average.weight, a Tensor. It runs',
     sharpness_aware: 'which computes the loss several times in a step',
     registry: 'own is an optimizer that steps in several global batches and was not given',
@@ -859,7 +861,6 @@ REFUSED = {
     list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
-    first_losses: 'first goes from one batch to the next in the body of ctx.loop',
     eight_bits: "whose 'scale' is torch.float8_e4m3fn",
     left_out_by_collate: 'A batch of 4 samples has 1 rows',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
@@ -884,8 +885,7 @@ def test_sizes_of_clusters_are_no_queue() -> None:
 
 
 def test_a_batch_too_small_for_batch_statistics(fork_server: ForkClient, tmp_path: Path) -> None:
-    (outcome,) = in_ranks(fork_server, tmp_path, batch_of_one)
-    assert outcome.error.type == 'BadInput' and 'drop_last=True' in outcome.error.message
+    assert 'drop_last=True' in refused(fork_server, tmp_path, batch_of_one)
 
 
 def test_steps_by_another_method_are_refused_at_once() -> None:
@@ -897,8 +897,7 @@ def test_steps_by_another_method_are_refused_at_once() -> None:
             model.zero_grad()
             torch.nn.init.zeros_(next(model.parameters()))
 
-    said = refused_here(train, total_epochs=3, mode=Throughput())
-    assert 'trained without optimizer.step()' in said
+    assert 'without optimizer.step()' in refused_here(train, total_epochs=3, mode=Throughput())
 
 
 class MadeInForward(nn.Linear):
@@ -935,6 +934,7 @@ def made_in_forward(ctx: FragmentContext) -> None:
         (state_of_classes_and_functions, 'reproducible'),
         (containers_of_all_kinds, 'reproducible'),
         (between_loops, 'reproducible'),
+        (snapshots, 'reproducible'),
         (kept, 'reproducible'),
         (first_pass, 'reproducible'),
         (optimizers_that_share, 'reproducible'),
