@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -31,6 +32,7 @@ class DeferredOptimizer:
         clear: Any = type(optimizer).zero_grad
         self._only_clears = clear is torch.optim.Optimizer.zero_grad
 
+    @_disable_dynamo  # as torch's own zero_grad: a function that steps may be compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand over this micro-batch's gradient; BadInput if that was done already."""
         loss = None
@@ -40,6 +42,7 @@ class DeferredOptimizer:
         self._hand_over()
         return loss
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not (self._only_clears and self._none_left()):
             self._optimizer.zero_grad(set_to_none=set_to_none)
