@@ -100,7 +100,7 @@ run = partial(in_ranks, total_samples=16)
 MISTAKES: dict[str, Callable[[Any], object]] = {
     'ctx.prepare was called twice': lambda ctx: (made(ctx), made(ctx)),
     'was given a int': lambda ctx: ctx.prepare(3),
-    '0 optimizers': lambda ctx: ctx.prepare(nn.Linear(2, 1)),
+    'was given no torch.optim.Optimizer': lambda ctx: ctx.prepare(nn.Linear(2, 1)),
     'was given LBFGS, which computes the loss several': has_an_optimizer_that_needs_a_closure,
     'before ctx.prepare': lambda ctx: ctx.loop(DATA, 4),
     'write that as for epoch in ctx.epochs()': loops_too_often,

@@ -85,9 +85,9 @@ def fit(
 
 def cut(ctx: FragmentContext) -> None:
     """The first fragment gets its notice. Of quick steps, ranks would agree on the end too late."""
-    if ctx.trainer == 'cut' and ctx.fragment == 1 and ctx.samples >= CUT:
+    if ctx.trainer == 'cut' and ctx.fragment == 1:
         time.sleep(0.1)
-        if ctx.rank == 0:
+        if ctx.rank == 0 and ctx.samples >= CUT:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
