@@ -38,7 +38,7 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
         assert trainer['accuracy'] == trainer['accuracy_undisturbed'] > 0.9
         assert trainer.keys() >= {'fragments', 'samples_repeated'}
     for what in ('preempted', 'rescaled'):
-        assert all(trainer[what] for trainer in summary['trainers'].values())
+        assert any(trainer[what] for trainer in summary['trainers'].values())
     assert summary['blocks'] >= summary['blocks_killed'] >= 1
     seconds = summary['node_s']
     assert seconds.keys() == {'offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'}

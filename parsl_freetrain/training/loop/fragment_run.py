@@ -96,8 +96,9 @@ class FragmentRun:
         self.parts = replace(self.parts, saved=self.saved)
         self.model = prepare_model(others, self, clip_grad_norm, find_unused_parameters)
         prepared, steps = self.model.prepared, self.model.steps
-        if self.order.spec.diloco is not None and self.saved is None and self.is_main:
-            self.state.round_from = rounds.weights_of(self.order).begin(prepared)
+        if self.order.spec.diloco is not None and self.saved is None:
+            begin = rounds.weights_of(self.order).begin  # a survivor may have to leave its digest
+            self.state.round_from = self.peers.broadcast_object('round', lambda: begin(prepared))
         if self.division.alike and isinstance(self.order.spec.mode, Reproducible):
             world.refuse_in_body(self.in_body)
             if self.parts.place.world_size > 1:

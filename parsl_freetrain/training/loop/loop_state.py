@@ -176,7 +176,7 @@ class LoopState:
     resumes: int = 0  # as of Position
     verified: int = 0
     round_ended: int = 0
-    round_from: str = ''  # as of Position, on rank 0
+    round_from: str = ''  # as of Position
     between_epochs_s: float = math.inf  # that the function took between two loops of ctx.epochs
     round_begins: bool = False  # with new weights, which no checkpoint has yet
 

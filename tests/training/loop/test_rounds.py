@@ -53,6 +53,7 @@ def train(ctx: FragmentContext, by_epochs: bool = False, leaves: bool = False, *
     model = Tied()
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = ctx.prepare(model, torch.optim.AdamW(trained, lr=0.05))
+    assert ctx._run.state.round_from  # which a rank that survives may have to leave
     average: Any = ctx.ema(model, 0.5)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
     data = TensorDataset(x, x**2)
@@ -127,8 +128,7 @@ def killed(stage: str, function: Any = train) -> Any:
 def hidden(folder: Path, own: Path) -> Iterator[None]:
     """Without the folder of another site, if ``own`` is not in it."""
     away = folder.with_name('hidden')
-    apart = folder.is_dir() and folder not in own.parents
-    if apart:
+    if apart := folder.is_dir() and folder not in own.parents:
         folder.rename(away)
     yield
     if apart:
