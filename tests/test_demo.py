@@ -32,19 +32,16 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     assert '\x1b' not in done.stdout  # no control characters into a pipe
     summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())
     assert summary['trainers'].keys() == {'cnn', 'mlp'}
-    for trainer in summary['trainers'].values():
+    for trainer in (every := summary['trainers'].values()):
         assert trainer['weights_equal'] is True
         assert trainer['samples'] == trainer['samples_expected'] == EPOCHS * 1437
         assert trainer['accuracy'] == trainer['accuracy_undisturbed'] > 0.9
         assert trainer.keys() >= {'fragments', 'samples_repeated'}
-    for what in ('preempted', 'rescaled'):
-        assert any(trainer[what] for trainer in summary['trainers'].values())
+    assert any(one['preempted'] for one in every) and any(one['rescaled'] for one in every)
     assert summary['blocks'] >= summary['blocks_killed'] >= 1
     seconds = summary['node_s']
     assert seconds.keys() == {'offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'}
-    assert seconds['offered'] == pytest.approx(
-        sum(value for name, value in seconds.items() if name != 'offered')
-    )
+    assert 2 * seconds['offered'] == pytest.approx(sum(seconds.values()))  # the others' sum
     assert 'Nodes over time' in (tmp_path / 'out' / 'report.html').read_text()
     assert str(tmp_path / 'out' / 'report.html') in done.stdout
 

@@ -107,4 +107,6 @@ def _document(answer: str) -> dict[str, Any]:
         raise NotUnderstood(f'{said} document: {error}') from error
     if not isinstance(document, dict):
         raise NotUnderstood(f'{said} object')
+    if document.get('errors') and not document.get('jobs'):  # Slurm's exit status may be 0
+        raise NotUnderstood(f'squeue --json told no jobs, but errors: {document["errors"]}'[:300])
     return document

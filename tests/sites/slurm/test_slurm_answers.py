@@ -328,7 +328,10 @@ def test_a_job_of_a_document_that_cannot_be_read_hides_no_other() -> None:
     assert [job.limit_s for job in answers_json.parse_jobs(bare)] == [300.0]
 
 
-@pytest.mark.parametrize('answer', ['{}', '[]', '{"jobs": [{"job_id": 1}]}', '{"jobs": 5}'])
+@pytest.mark.parametrize(
+    'answer',
+    ['{}', '[]', '{"jobs": [{"job_id": 1}]}', '{"jobs": 5}', '{"jobs": [], "errors": [{}]}'],
+)
 def test_documents_of_another_shape(answer: str) -> None:
     with pytest.raises(NotUnderstood):
         answers_json.parse_jobs(answer)
