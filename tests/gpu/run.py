@@ -29,7 +29,7 @@ import torch
 
 from parsl_freetrain.core.model.events import CheckpointSaved, FragmentStarted
 from parsl_freetrain.training.checkpoint.export import load_weights
-from parsl_freetrain.training.comm.devices import count_visible
+from parsl_freetrain.training.comm.devices import apart, count_visible
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Outcome
 from tests.gpu import in_rank
@@ -173,6 +173,10 @@ def final_weights(
     return load_weights(outcome.path or '')
 
 
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
 def same_bits(machine: Machine) -> Figures:
     """Undisturbed, killed, and on other numbers of ranks: the same weights, which are new ones."""
     first = final_weights(machine, 'mixed', 1, mode='reproducible')
@@ -184,8 +188,7 @@ def same_bits(machine: Machine) -> Figures:
     for count in machine.counts[1:]:
         runs[f'{count} ranks'] = final_weights(machine, 'mixed', count, mode='reproducible')
     for how, other in runs.items():
-        differing = [name for name in first if not torch.equal(first[name], other[name])]
-        assert not differing, f'{how}: other bits in {differing}'
+        assert not differing(first, other), how
     return {'same': True, 'runs': ['1 rank', *runs]}
 
 
@@ -195,11 +198,9 @@ def graph_bits(machine: Machine) -> Figures:
         final_weights(machine, 'mixed', 1, killed=k, compiled=c, mode='reproducible', shards=4)
         for k, c in ((False, in_rank.GRAPH), (True, in_rank.GRAPH), (False, 'default'))
     )
-    differing = [name for name in whole if not torch.equal(whole[name], killed[name])]
-    assert not differing, f'other bits in {differing}'
+    assert not differing(whole, killed)
     torch.testing.assert_close(whole, without, rtol=1e-3, atol=1e-4)
-    same = all(torch.equal(whole[name], without[name]) for name in whole)
-    return {'same': True, 'same_as_without_graphs': same}
+    return {'same': True, 'same_as_without_graphs': not differing(whole, without)}
 
 
 def two_on_one_device(machine: Machine) -> Figures:
@@ -208,8 +209,7 @@ def two_on_one_device(machine: Machine) -> Figures:
         final_weights(machine, 'mixed', count, mode='reproducible', share_devices=True)
         for count in (1, 2)
     )
-    differing = [name for name in one if not torch.equal(one[name], two[name])]
-    assert not differing, f'other bits in {differing}'
+    assert not differing(one, two)
     how: Figures = {'mode': 'reproducible', 'shards': 4, 'share_devices': True}
     return {'same': True, **measure('gpt', machine, count=2, **how)}
 
@@ -272,26 +272,11 @@ def page_locked(machine: Machine) -> Figures:
     return {'page_locked': True}
 
 
-def _apart(what: Callable[[], object]) -> str:
-    """In a process of its own: this one must not start the devices' runtime."""
-    reads, writes = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(writes, str(what()).encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads) as answer:
-        found = answer.read()
-    os.waitpid(pid, 0)
-    return found
-
-
 def _free(machine: Machine) -> int:
     """Free memory of the first device in bytes."""
     if not machine.devices:
         return 0
-    return int(_apart(lambda: torch.get_device_module().mem_get_info(0)[0]))
+    return int(apart(lambda: torch.get_device_module().mem_get_info(0)[0]))
 
 
 def reproducible(workload: str, shards: int, **how: Any) -> Callable[[Machine], Figures]:
@@ -399,15 +384,11 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _device_name() -> str:
-    return str(torch.get_device_module().get_device_name(0))
-
-
 def run(
     chosen: dict[str, Callable[[Machine], Figures]], machine: Machine, out: Path
 ) -> dict[str, Figures]:
     """Run cases until the time is over; after each, write what was found so far."""
-    name = _apart(_device_name) if machine.devices else 'CPU'
+    name = apart(lambda: torch.get_device_module().get_device_name(0)) or 'CPU'
     about = (
         f'{machine.devices} x {name}, torch {torch.__version__}, Python {sys.version.split()[0]}'
     )

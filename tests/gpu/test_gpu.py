@@ -25,8 +25,7 @@ def cases(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
         timeout=2 * LIMIT_S,
         check=False,
     )
-    found: dict[str, Any] = json.loads((out / 'gpu.json').read_text())['cases']
-    return done.returncode, found
+    return done.returncode, json.loads((out / 'gpu.json').read_text())['cases']
 
 
 @pytest.mark.long
@@ -55,6 +54,5 @@ def test_a_failed_case_is_told_and_the_others_run_on(tmp_path: Path) -> None:
     found = run.run({'bad': fails, 'good': lambda machine: {'rate': 1.0}}, machine, tmp_path)
     assert 'two results differ' in found['bad']['failed']
     assert found['good']['rate'] == 1
-    assert (
-        '| bad | FAILED: AssertionError: two results differ |' in (tmp_path / 'gpu.md').read_text()
-    )
+    table = (tmp_path / 'gpu.md').read_text()
+    assert '| bad | FAILED: AssertionError: two results differ |' in table

@@ -6,10 +6,12 @@ import logging
 import mmap
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -135,6 +137,17 @@ def memory_file(size: int) -> tuple[int, memoryview]:
         raise
 
 
+def lock_pages(memory: torch.Tensor) -> Callable[[], object] | None:
+    """Page-lock memory, which CUDA then copies faster; what ends that, or None if it is refused."""
+    cudart, codes = torch.cuda.cudart(), list[int]()
+    given = memory.data_ptr(), memory.nbytes, 0
+    # CUDA keeps a refusal for its thread, whose next launch would raise it.
+    thread = threading.Thread(target=lambda: codes.append(int(cudart.cudaHostRegister(*given))))
+    thread.start()
+    thread.join()
+    return partial(cudart.cudaHostUnregister, memory.data_ptr()) if codes == [0] else None
+
+
 def _fork_server() -> Channel[fork.ForkAnswer]:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -155,7 +168,7 @@ class Snapshots:
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._fd: int | None = None
-        self._close: Callable[[], object] | None = None
+        self._ends: list[Callable[[], object]] = []
         self._locked = False
 
     def reserve(self, state: State) -> None:
@@ -187,17 +200,14 @@ class Snapshots:
         return replace(state, tensors=copies, image=image)
 
     def _replace_arena(self, size: int, *, locked: bool) -> None:
-        if self._locked and torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
+        for end in self._ends:
+            end()
+        self._ends, self._fd, self._locked = [], None, locked
         self._arena = torch.empty(0)  # not both at a time
-        if self._close is not None:
-            self._close()
-        self._fd = self._close = None
         self._arena = self._memory(size)
         if locked and torch.cuda.is_available():
             # torch's allocator of it rounds up to a power of two. If refused, copies are slower.
-            torch.cuda.cudart().cudaHostRegister(self._arena.data_ptr(), size, 0)
-        self._locked = locked
+            self._ends[:0] = filter(None, [lock_pages(self._arena)])
 
     def _memory(self, size: int) -> torch.Tensor:
         try:
@@ -205,7 +215,7 @@ class Snapshots:
         except OSError:
             log.warning('The state cannot be left in memory', exc_info=True)
             return torch.empty(size, dtype=torch.uint8, device='cpu')
-        self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
+        self._fd, self._ends = fd, [weakref.finalize(self, os.close, fd)]
         return torch.frombuffer(content, dtype=torch.uint8)
 
 

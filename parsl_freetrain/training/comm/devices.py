@@ -232,25 +232,25 @@ def visible_as() -> str:
 def _visible(kind: Accelerator) -> list[str]:
     named = os.environ.get(kind.variable)
     if named is None:
-        return [str(number) for number in range(_apart(torch.accelerator.device_count))]
+        return [*map(str, range(int(apart(torch.accelerator.device_count) or 0)))]
     names = [name.strip() for name in named.split(',') if name.strip()]
     return names[: names.index('-1')] if '-1' in names else names
 
 
-def _apart(count: Callable[[], int]) -> int:
-    """A count by a child process: it may start the runtime, which then reads the variable."""
+def apart(what: Callable[[], object]) -> str:
+    """What a child process finds: it may start the runtime, which then reads the variable."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(writes, str(count()).encode())
+            os.write(writes, str(what()).encode())
         finally:
             os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as answer:
         found = answer.read()
     os.waitpid(pid, 0)
-    return int(found or 0)
+    return found
 
 
 def _check(kind: Accelerator, own: Sequence[str]) -> None:

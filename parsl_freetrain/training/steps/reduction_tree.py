@@ -14,7 +14,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from parsl_freetrain.training.checkpoint.transport_memory import memory_file
+from parsl_freetrain.training.checkpoint.transport_memory import lock_pages, memory_file
+from parsl_freetrain.training.comm.collectives import on_cpu
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.sample_order import shards_of_rank
 from parsl_freetrain.training.steps.bit_sums import bit_sums
@@ -32,11 +33,9 @@ class SharedRows:
     def __init__(self, rows: list[torch.Tensor], device: torch.device) -> None:
         self.rows = rows
         if device.type == 'cuda':
-            cudart = torch.cuda.cudart()
-            for row in rows:
-                cudart.cudaHostRegister(row.data_ptr(), row.nbytes, 0)
-                ends = weakref.finalize(self, cudart.cudaHostUnregister, row.data_ptr())
-                ends.atexit = False
+            for unlock in map(lock_pages, filter(torch.Tensor.numel, rows)):
+                if unlock is not None:
+                    weakref.finalize(self, unlock).atexit = False
 
 
 def share(
@@ -157,14 +156,11 @@ class SumOverShards:
         self.looks = False
         self.digests: dict[Node, torch.Tensor] = {}
         self._covers = [self._tree.cover(shards_) for shards_ in ranges]
+        self.first_rank = next(rank for rank, cover in enumerate(self._covers) if cover)
         self._of: dict[Node, Contribution | None] = {}
         self._received = torch.empty(0)
         self._shared: SharedRows | None = None
         self._asked = False
-
-    @property
-    def first_rank(self) -> int:
-        return next(rank for rank, cover in enumerate(self._covers) if cover)
 
     def begin(self, sizes: Sequence[int], nodes: Sequence[Node], *, looks: bool) -> None:
         """A global batch begins, of which this rank has these nodes."""
@@ -222,14 +218,9 @@ class SumOverShards:
             # On a device's ranks, one copy each way. Additions have the same bits everywhere.
             if (rows := self._rows_of(whole.tensor)) is not None:
                 self._add_in_place(rows, of_nodes, whole.tensor)
-            elif peers.exchanges_on_cpu:
-                copies = {node: flat.cpu() for node, flat in of_nodes.items()}
-                here = next(iter(copies.values()), whole.tensor.cpu())
-                self._exchange(copies, here)
-                if here is not whole.tensor:
-                    whole.tensor.copy_(here)
             else:
-                self._exchange(of_nodes, whole.tensor)
+                with on_cpu(whole.tensor, peers.exchanges_on_cpu) as here:
+                    self._exchange({n: f.to(here.device) for n, f in of_nodes.items()}, here)
             for own in list(mine.values())[1:]:
                 sums.release(own)
             total = sums.unpack(whole, present)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import FromRank, SavingCheckpoint, ToRank
+from parsl_freetrain.training.steps.reduction_tree import SharedRows
 from tests.support.ranks import Channels, channel_pair, ended, order, ranks
 from tests.support.waiting import LIMIT_S
 
@@ -126,6 +128,36 @@ def test_a_device_copies_while_python_goes_on_and_before_what_follows(
     copied.set()
     assert beside.settled() is not None
     assert order_of_events[1:4] == ['the next pass', 'copied', 'begin']
+
+
+@pytest.mark.parametrize('refuses', [False, True])
+def test_memory_that_cannot_be_page_locked_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """Without a device: of a refusal CUDA tells the next launch of the thread that asked."""
+    kept, locked = threading.local(), set[int]()
+
+    def register(address: int, size: int, flags: int) -> int:
+        if refuses or not size:
+            kept.refused = True
+            return 1
+        locked.add(address)
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.remove)
+    monkeypatch.setattr(torch.cuda, 'cudart', lambda: cudart)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(transport_memory, '_devices', lambda state: {torch.device('cuda')})
+    snapshots = Snapshots()
+    for size in (3, 5, 4):
+        snapshots.reserve(State({'one': torch.ones(1000 * size)}, {}))
+        assert len(locked) == (not refuses)
+    locked.clear()
+    rows = SharedRows([torch.empty(size) for size in (0, 3)], torch.device('cuda', 0))
+    assert len(locked) == (not refuses)
+    del rows
+    assert not locked
+    assert not hasattr(kept, 'refused')
 
 
 def test_training_goes_on_and_checkpoint_holds_what_was(tmp_path: Path, channels: Channels) -> None:

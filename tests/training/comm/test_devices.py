@@ -51,11 +51,6 @@ def test_the_ranks_of_a_node_share_its_devices() -> None:
         ] == shares
 
 
-def test_too_few_devices_for_the_ranks_of_a_node_are_refused() -> None:
-    with pytest.raises(BadInput, match=r'say ranks=Ranks\(per_node=3\)'):
-        devices.share_of('012', 0, 4)
-
-
 class Machine:
     """What torch says of devices, and whether it was asked before the variable was set."""
 
@@ -172,7 +167,7 @@ def test_too_few_devices_are_refused_unless_shared(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BadInput, match=r"say LocalSite\(nodes=1\), or LocalSite\(devices='share'"):
         take_devices(0, 1)
     monkeypatch.delenv(DEVICES_VARIABLE)
-    with pytest.raises(BadInput, match=r'Ranks\(per_node=2, share_devices=True\)'):
+    with pytest.raises(BadInput, match=r'say ranks=Ranks\(per_node=1\).*\(per_node=2, share_dev'):
         take_devices(0, 2)
     assert take_devices(1, 2, shared=True).type == 'cuda'
     assert os.environ['CUDA_VISIBLE_DEVICES'] == '0'
@@ -307,9 +302,6 @@ def test_what_says_that_memory_is_short() -> None:
         (ValueError('the memory is short'), False),
     ):
         assert out_of_memory(type(error).__name__, str(error)) is short
-
-
-def test_the_cpu_allocators_words_are_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
     assert out_of_memory(raised.type.__name__, str(raised.value))

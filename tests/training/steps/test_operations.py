@@ -165,9 +165,6 @@ class Device:
         self.slept += 1
         self.done = max(self.now, self.done) + cycles / 2e9
 
-    def clock(self) -> float:
-        return self.now
-
     def micro_batch(self, python_s: float) -> None:
         """Python launches ten operations."""
         for _ in range(10):
@@ -187,7 +184,7 @@ def test_a_device_that_waits_for_python_is_told_once() -> None:
     ):
         said: list[str] = []
         device = Device(work_s)
-        how: Any = {'say': said.append, 'device': device, 'clock': device.clock}
+        how: Any = {'say': said.append, 'device': device, 'clock': partial(getattr, device, 'now')}
         limit = HostLimit(shards, on=True, compiled=partial(bool, compiled), **how)
         for _ in range(200):
             limit.begin()
