@@ -1,7 +1,5 @@
 """What a call needs: settings, seeds, the arguments of before, the best checkpoint, an end."""
 
-from __future__ import annotations
-
 import _thread
 import cProfile
 import logging

@@ -1,7 +1,5 @@
 """Flood-filling networks: what they see, find and learn, on any number of nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

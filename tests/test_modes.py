@@ -1,7 +1,5 @@
 """Modes and policies as their user asks for them: from the decorator to the ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What users import from ``parsl_freetrain``, and how settings are refused, shown and read."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import sys

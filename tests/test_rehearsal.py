@@ -1,7 +1,5 @@
 """Rehearsals: a planted fault is found, and an honest training is the same in all forms."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """Plain DDP or FSDP2 and a fragment in turns, in the same processes; rank 0 prints JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

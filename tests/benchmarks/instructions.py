@@ -2,8 +2,6 @@
 loop with the same micro-batches: ``python -m tests.benchmarks.instructions NETWORK SHARDS``, JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the call of a trainer costs, beside that of a plain Parsl app; ``make bench``."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

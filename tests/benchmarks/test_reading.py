@@ -1,7 +1,5 @@
 """What four ranks of one node read when a fragment starts; run by ``make bench``."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints and steps of a sharded state, beside plain FSDP2; test_start.py has rescales."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

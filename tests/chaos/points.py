@@ -1,7 +1,5 @@
 """Faults inside a rank, at a named point: the first there removes its file, and is struck."""
 
-from __future__ import annotations
-
 import functools
 import os
 import resource

@@ -2,8 +2,6 @@
 undisturbed run: ``python -m tests.chaos.sharded --faults 100 --seed 1``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Every wait of the table is for somebody that a test stops, and none is longer than it says."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Who waits for whom, for how long, and what then: see docs/evidence/waits.md."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from parsl_freetrain.core.controller.trainer_end import STORAGE_S

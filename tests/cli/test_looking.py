@@ -1,7 +1,5 @@
 """The verbs that look at a run, on one that trains, and on runs that are over or have died."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

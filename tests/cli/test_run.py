@@ -1,7 +1,5 @@
 """``freetrain run``, with workflows that train, fail and are none."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 speak to ``ctx`` in a fragment. Functions are called, too, but for NOT_CALLED.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Holes with a known end cost no work, whatever the clocks of their nodes say."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

@@ -2,8 +2,6 @@
 function's. Devices are told of by a module that torch loads, two on each of three nodes.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

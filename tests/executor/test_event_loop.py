@@ -1,7 +1,5 @@
 """Events of one instant lead to one decision; after any failure no future waits for ever."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """A rank that the kernel ends because memory is full."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training in replicas is one training to its user."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Trainers on the local site, real processes. Kills and rescales are in tests/test_demo.py."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """FreeTrainClient and an endpoint of one computer, without Globus Compute (``endpoint/``)."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

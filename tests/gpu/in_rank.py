@@ -1,7 +1,5 @@
 """What the ranks of the runs on a device do: train one of the networks, measured or interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

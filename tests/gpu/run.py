@@ -6,8 +6,6 @@ the most valuable ones first. After each, DIR has the table so far (gpu.md) and 
 torch, msgspec, cloudpickle, tblib, numpy, psutil and xxhash, and neither Parsl nor an installation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The environment of torchrun, with accelerate and with several ranks, and Lightning's Fabric."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streams of torchdata, datasets and WebDataset: the documentation's, killed and rescaled."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The scripts of docs/your-script.md in one executor; ranks and all nodes are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

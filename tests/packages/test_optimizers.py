@@ -1,7 +1,5 @@
 """All optimizers of pytorch_optimizer: a cut training has the same bits, or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ and go on as one, give the same bits. Each test is a row of docs/packages.md.
 # mypy: ignore-errors
 # The packages are not installed where types are checked.
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -2,8 +2,6 @@
 # mypy: ignore-errors
 # The packages are not installed where types are checked.
 
-from __future__ import annotations
-
 import copy
 import json
 import os

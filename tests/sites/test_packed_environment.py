@@ -1,7 +1,5 @@
 """An environment that nodes unpack to their disk; a small one, which refers to the tests'."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """A training on the real Slurm 24.11: unlike nodes, a preemption, a reservation; same result."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

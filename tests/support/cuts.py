@@ -1,7 +1,5 @@
 """A training that runs through on one rank, and one that is stopped and goes on on others."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Scripts of the documentation with the frameworks they are written for, in fragments."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A small training for tests, which takes seconds. Ranks import this file, and no Parsl."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

@@ -1,7 +1,5 @@
 """Starts the ranks of one fragment through a real fork server, in place of its member."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -2,8 +2,6 @@
 seconds ends no training and costs no retry.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Searches over settings: the rules that drop settings, and trainers that are dropped."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the members of a fragment said, brought to a verdict."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

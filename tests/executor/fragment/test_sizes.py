@@ -1,7 +1,5 @@
 """Trainers on certain node counts only, in a shape of their own at each, under limits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

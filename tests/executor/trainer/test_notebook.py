@@ -1,7 +1,5 @@
 """A training future in a notebook."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user endpoint process as Globus Compute makes it, behind a socket in place of its broker."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import uuid

@@ -2,8 +2,6 @@
 Dead nodes are in slurm/test_whole_training.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

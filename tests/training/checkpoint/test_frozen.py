@@ -1,7 +1,5 @@
 """What no optimizer trains is written once; checkpoints have the size of what is trained."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

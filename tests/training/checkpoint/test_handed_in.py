@@ -2,8 +2,6 @@
 sites, and what pieces hand in through them.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

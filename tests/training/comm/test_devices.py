@@ -1,7 +1,5 @@
 """Accelerators: whose are which, and how ranks exchange. What torch says of them is replaced."""
 
-from __future__ import annotations
-
 import os
 from itertools import combinations
 from pathlib import Path

@@ -2,8 +2,6 @@
 asks torch.distributed takes itself for alone in reproducible mode.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 replaced; ``make gpu`` has the same test with a real one. What ``ctx.loop`` takes from a DataLoader.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass

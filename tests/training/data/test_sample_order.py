@@ -1,7 +1,5 @@
 """The data order, with samplers and without, is the same for any ranks and cuts."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

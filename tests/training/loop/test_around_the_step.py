@@ -1,7 +1,5 @@
 """What a loop may do around its step: hooks and moving averages; what it must not do is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

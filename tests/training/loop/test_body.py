@@ -1,7 +1,5 @@
 """What a body may do with batches and losses, and what is refused in its first iterations."""
 
-from __future__ import annotations
-
 import dis
 import itertools
 from collections.abc import Callable, Iterator

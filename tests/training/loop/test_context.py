@@ -1,7 +1,5 @@
 """What users do wrong in their function gets a sentence; what they may do works."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

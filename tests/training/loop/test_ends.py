@@ -1,7 +1,5 @@
 """How a training ends: at its total, early, after several loops, killed behind the loop, again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

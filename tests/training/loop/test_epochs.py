@@ -1,7 +1,5 @@
 """What is done at the end of an epoch, and metrics: the same for any number of ranks and cuts."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

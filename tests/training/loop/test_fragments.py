@@ -1,7 +1,5 @@
 """Fragments of real ranks: the same result for any cuts, and a good end whatever happens."""
 
-from __future__ import annotations
-
 import os
 import resource
 import select

@@ -1,7 +1,5 @@
 """From one fragment to the next: ranks that run ahead, and the state that stays in memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

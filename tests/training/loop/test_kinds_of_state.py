@@ -1,7 +1,5 @@
 """What a training consists of besides models: trained as in plain PyTorch, or refused."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -1,7 +1,5 @@
 """Numbers that a body changes count steps, and are the same for any number of ranks and cuts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Rounds of pieces, trained by real ranks: the same bits whatever happens to the pieces."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What a body of the loop changes is the same on all ranks, or it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

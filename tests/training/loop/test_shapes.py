@@ -1,7 +1,5 @@
 """Fragments whose ranks share more than the data train what one process trains."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

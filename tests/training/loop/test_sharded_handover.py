@@ -2,8 +2,6 @@
 on the disk, where a save is struck at each of its stages: the checkpoint before.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

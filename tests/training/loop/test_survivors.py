@@ -1,7 +1,5 @@
 """When a rank is killed, the others leave their state, and the next fragment goes on from it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Verified resumes: unknown state is found by the next first step; an honest one never."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import queue

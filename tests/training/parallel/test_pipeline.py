@@ -1,7 +1,5 @@
 """Pipelines of real ranks train what one process trains, by any method and size."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

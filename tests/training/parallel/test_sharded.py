@@ -1,7 +1,5 @@
 """Models whose parameters are divided among ranks train what one process trains."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What cannot be sharded, or not with the promised bits, gets a sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 one process does, with a part of its memory.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fork servers: one per name, ranks that start and end, none that outlives its owner."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

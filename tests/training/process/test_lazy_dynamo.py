@@ -1,7 +1,5 @@
 """torch's compiler is imported when something is compiled, and works as if it had been there."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

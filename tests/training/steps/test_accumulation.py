@@ -1,7 +1,5 @@
 """Micro-batches in throughput and scaled mode: the same steps as without them, in less memory."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

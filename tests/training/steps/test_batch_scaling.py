@@ -1,7 +1,5 @@
 """Scaled mode: batch, learning rate and order for any ranks. Adasum: against a reference."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

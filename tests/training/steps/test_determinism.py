@@ -1,7 +1,5 @@
 """Reproducible mode refuses what is not deterministic, and says what would be right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

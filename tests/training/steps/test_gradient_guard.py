@@ -1,7 +1,5 @@
 """What a guard knows of gradients without looking at each again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

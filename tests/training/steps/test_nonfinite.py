@@ -1,7 +1,5 @@
 """Gradients that are not finite: nothing spoilt is kept; training goes on as the policy says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every optimizer of torch: cut trainings give the same bits, for any type and layout."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sums over virtual shards: the same to the last bit however the shards are divided over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the benchmark asks of a system."""
 
-from __future__ import annotations
-
 from tests.benchmarks.versus.machine import Machine
 
 
