@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.util import logging
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parsl_freetrain import __version__
@@ -43,6 +47,7 @@ def append_contents(app: Any, page: str, source: list[str]) -> None:
         source[0] += (Path(__file__).with_name('contents.txt')).read_text()
 
 
+logger = logging.getLogger(__name__)
 LIMITED = re.compile(
     r"~?(?:typing\.)?Annotated\[(\w+), ~?(?:msgspec\.)?Meta\((?:[^'()]|'(?:[^'\\]|\\.)*')*\)\]"
 )
@@ -55,6 +60,28 @@ def without_limits(
     return signature and LIMITED.sub(r'\1', signature), returns
 
 
+def attributes_without_limits(app: Any, page: Any) -> None:
+    """The same of attributes, whose types are no signatures."""
+    for shown in page.findall(addnodes.desc_annotation):
+        if 'Meta(' in shown.astext():
+            for short in list(shown.findall(addnodes.pending_xref_condition)):
+                if short['condition'] == 'resolved':
+                    short.parent.remove(short)
+            shown.children = [nodes.Text(LIMITED.sub(r'\1', shown.astext()))]
+    if 'Meta(' in page.astext():
+        logger.warning('A type shows its limits: LIMITED in docs/conf.py does not know this form.')
+
+
+def whole_sentence(
+    app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Napoleon takes what an attribute's first line has before a colon for its type."""
+    if what in ('attribute', 'property') and lines:
+        lines[0] = f': {lines[0]}'
+
+
 def setup(app: Any) -> None:
     app.connect('source-read', append_contents)
     app.connect('autodoc-process-signature', without_limits)
+    app.connect('autodoc-process-docstring', whole_sentence, priority=499)
+    app.connect('doctree-read', attributes_without_limits)

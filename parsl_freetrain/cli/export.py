@@ -32,10 +32,10 @@ def export(
     if run:
         history = history.of(chosen(history, journal.path, run).name)
     try:
-        if sqlite is not None:
-            write_sqlite(history, sqlite)
-        if parquet is not None:
-            write_parquet(history, parquet)
+        for write, place in ((write_sqlite, sqlite), (write_parquet, parquet)):
+            if place is not None:
+                write(history, place)
+                print(f'Wrote {place}.')
     except (OSError, sqlite3.Error) as error:
         raise BadInput(
             f'The tables cannot be written ({error}); name a place where they can.'

@@ -200,10 +200,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     from parsl_freetrain.report.reasons import in_words
 
     name = found['trainer']
-    total = found['total_samples']
-    done = (
-        f'{found["samples"]:,} of {total:,} samples' if total else f'{found["samples"]:,} samples'
-    )
+    of = f' of {found["total_samples"]:,}' if found['total_samples'] else ''
+    done = f'{found["samples"]:,}{of} samples'
     if found['fragment'] is not None:
         shape = f' ({found["shape"]})' if found['shape'] else ''
         on = f'{nodes(found["nodes"])}{shape}'
@@ -212,9 +210,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
             f'{found["since_s"]:.0f} s; {done}.'
         ]
     else:
-        because = f' because {found["why"]}' if found['why'] else ''
-        lines = [f'{name!r} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
-    lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
+        has = 'has' if found['state'] == 'failed' else 'is'
+        lines = [f'{name!r} {has} {found["state"]}, for {found["since_s"]:.0f} s; {done}.']
+    why = found['why'] and f'Why: {found["why"]}'
+    lines += [sentence for sentence in (why, found['waits_for'], found['note']) if sentence]
     lines += _speed_in_words(found['speed'], found['nodes'])
     lines += _shapes_in_words(found['shapes'])
     if found['memory']:
@@ -226,8 +225,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f'Memory did not suffice on {counts}.')
     took = found['pauses'].items()
     lines += [f'Its last rescale to {way} nodes paused it for {s:.2f} s.' for way, s in took]
-    if found['last_failure']:
-        lines.append(f'Its last fragment in trouble said: {found["last_failure"]}')
+    if failure := found['last_failure']:
+        lines += [f'Its last fragment in trouble said: {failure}'] * (failure != found['why'])
         lines.append(f'What it printed: freetrain logs {name}')
     for about in found['decisions']:
         first, *rest = in_words(name, about)

@@ -316,7 +316,7 @@ def test_into_a_pipe_there_are_no_control_characters(
     for verb in (['status'], ['watch'], ['why', 'mlp']):
         assert main([*verb, '--ledger', str(tmp_path)]) == 0
         out = capsys.readouterr()
-        assert 'mlp' in out.out and not CONTROL.search(out.out) and out.err == ''
+        assert 'broke' in out.out and not CONTROL.search(out.out) and out.err == ''
         if verb == ['status']:
             assert all(len(line) <= columns for line in out.out.splitlines())
 
@@ -346,6 +346,8 @@ def test_bad_input_is_a_sentence(
         (['why', 'cnn', '--last', '-1'], '--last is -1'),
         (['logs', 'cnn', '--follow', '--json'], '--follow and --json exclude each other'),
         (['logs', 'cnn', '--tail', '-2'], '--tail'),
+        (['report', '--axis', 'steps'], 'one of samples, epochs, seconds'),
+        (['report', '--smooth', '1'], 'below 1'),
         (['cancel'], 'Name one trainer, or give --all'),
         (['cancel', 'cnn'], 'has ended (done)'),
         (['preempt', 'cnn'], 'has ended (done)'),

@@ -25,6 +25,7 @@ def test_the_script_trains_on_this_computer(
     assert [path.name for path in Path('first').iterdir()] == ['train.py']
     done = freetrain_run(tmp_path, 'first/train.py')
     assert done.returncode == 0 and 'samples=20000' in done.stdout, done.stderr
+    assert Path('checkpoints/example').is_dir()  # not that of another first script
     assert main(['new', 'first']) == 2
     assert 'first/train.py exists already; name another folder' in capsys.readouterr().err
 

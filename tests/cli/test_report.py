@@ -377,17 +377,6 @@ def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:
     assert [p.value for p in metrics.thinned(curve, 10)][-1] == curve[-1].value
 
 
-@pytest.mark.parametrize(
-    ('option', 'value', 'sentence'),
-    [('--axis', 'steps', 'one of samples, epochs, seconds'), ('--smooth', '1', 'below 1')],
-)
-def test_metrics_that_cannot_be_drawn(
-    small: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, sentence: str
-) -> None:
-    assert main(['report', '--ledger', str(small), option, value]) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / 'ledger.journal'
     ledger = small_ledger(path)

@@ -36,6 +36,7 @@ def test_a_file_for_sql_or_for_pandas(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*given]) == 2
     assert 'Say where to: --sqlite FILE or --parquet FOLDER.' in capsys.readouterr().err
     assert main([*given, '--parquet', str(tmp_path / 'tables'), '--run', 'run-1']) == 0
+    assert capsys.readouterr().out == f'Wrote {tmp_path}/tables.\n'
     trainers = pd.read_parquet(tmp_path / 'tables' / 'trainers.parquet')
     assert list(trainers['name']) == ['cnn', 'mlp'] and set(trainers['run_id']) == {'run-1'}
     assert main([*given, '--sqlite', str(tmp_path / 'nowhere' / 'x.db')]) == 2

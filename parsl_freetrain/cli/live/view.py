@@ -95,7 +95,8 @@ class Screen:
             yield Text(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
         lines = (*map(status.limit_in_words, seen.limits), *status.resumes_in_words(seen.trainers))
         yield from (Text(clean(line), 'dim') for line in lines)
-        for sentence in filter(None, (seen.life.sentence, *seen.damage)):
+        reasons = [f'{t.name}: {t.why}' for t in seen.trainers if t.why][:MOST_LINES]
+        for sentence in filter(None, (*reasons, seen.life.sentence, *seen.damage)):
             yield Text(clean(sentence), 'yellow')
 
 
@@ -191,5 +192,6 @@ def _plain_line(t: status.TrainerNow, elapsed_s: float) -> str:
         f'U {texts.value_text(t.efficiency, ".2f")}',
         f'fragments {t.fragments}, preempted {t.preempted}, rescaled {t.rescaled}',
         *([] if t.finish_s is None else [f'done in {texts.finish_text(t)}']),
+        *([t.why] if t.why else []),
     ]
     return clean(', '.join(parts))

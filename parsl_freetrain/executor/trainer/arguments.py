@@ -110,5 +110,5 @@ def say_if_finished_before(found: Checkpoint, future: Future[Checkpoint]) -> Non
         logger.warning(
             f'Trainer {found.trainer!r} was trained to its end by an earlier run, and its result '
             f'is the checkpoint of that run, {found.path}, whatever has changed since. To train '
-            "anew, say resume='never', or give another trainer_name or checkpoint_dir."
+            "anew, give another trainer_name or checkpoint_dir, or Checkpoints(resume='never')."
         )

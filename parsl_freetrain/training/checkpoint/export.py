@@ -180,8 +180,8 @@ def _replace(target: Path, write: Callable[[Path], object]) -> Path:
 def _checkpoint_folder(source: Checkpoint | str | os.PathLike[str], best: bool | Retention) -> Path:
     path = Path(source.path if isinstance(source, Checkpoint) else source)
     refuse_open(path)
-    if best:
-        trainers = path if is_trainer_folder(path) else path.parent
+    trainers = path if is_trainer_folder(path) else path.parent
+    if best and (is_trainer_folder(trainers) or manifests.is_committed(path)):
         keep = best if isinstance(best, Retention) else Retention()
         found = keep.best_of(PosixCheckpointStore(trainers, trainer_of(trainers)).checkpoints())
         if found is None:

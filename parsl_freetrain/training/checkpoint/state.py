@@ -29,7 +29,7 @@ _KINDS = {
     'own': 'own',
 }
 _SHOWN = 5
-_ANEW = 'or start anew in another folder'
+_ANEW = 'or give the trainer another name or folder, to start anew'
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def check_position(now: Position, saved: Source) -> None:
         if old != new and old != '':
             raise BadInput(
                 f'Since checkpoint {saved.path} {what} has changed from {old} to {new}, so the '
-                'data order cannot continue: put it back, or start anew in another folder.'
+                f'data order cannot continue: put it back, {_ANEW}.'
             )
 
 

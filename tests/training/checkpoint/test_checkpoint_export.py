@@ -111,8 +111,9 @@ def test_the_newest_of_a_folder_counts_and_models_have_prefixes(tmp_path: Path) 
 
 def test_what_is_no_good_checkpoint_is_refused(tmp_path: Path) -> None:
     checkpoint = Path(saved(tmp_path / 't', nn.Linear(2, 1)).path)
-    with pytest.raises(BadInput, match='is no checkpoint: name a checkpoint'):
-        load_weights(tmp_path)
+    for best in (False, True):
+        with pytest.raises(BadInput, match='is no checkpoint: name a checkpoint'):
+            load_weights(tmp_path / 'another', best=best)
     with pytest.raises(BadInput, match='cannot be written to .*No such file'):
         export_weights(checkpoint, tmp_path / 'nowhere' / 'x.safetensors')
     flip(checkpoint / 'rank-0.safetensors')

@@ -210,7 +210,7 @@ def refusal(now: Prepared, path: str) -> str:
         restore(now, read_state(path))
     assert all(torch.equal(old, new) for old, new in zip(before, now.tensors(), strict=True))
     sentence = str(raised.value)
-    assert path in sentence and 'start anew in another folder' in sentence
+    assert path in sentence and 'another name or folder, to start anew' in sentence
     return sentence
 
 
