@@ -85,13 +85,14 @@ def photograph_nodes(page: Page) -> None:
 
 
 def main(out: str) -> None:
+    ledger = str(Path(out) / 'holes')
     demo = subprocess.Popen([sys.executable, '-m', 'workflows.digits', '--out', out])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'])
         page = browser.new_page(viewport={'width': WIDTH, 'height': 200})
-        until_part_done(out, demo)
-        photograph_status(page, out)
-        photograph_live(page, out)
+        until_part_done(ledger, demo)
+        photograph_status(page, ledger)
+        photograph_live(page, ledger)
         if demo.wait():
             raise SystemExit('The demonstration failed.')
         page.goto((Path(out) / 'report.html').resolve().as_uri())

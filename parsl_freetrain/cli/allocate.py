@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import value
+from parsl_freetrain.cli.where import flag, value
 from parsl_freetrain.core.allocation.explain import explain
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
 from parsl_freetrain.core.allocation.problem import Answer
@@ -46,10 +46,7 @@ def allocate(
         ),
     ] = None,
     reasons: Annotated[
-        bool,
-        typer.Option(
-            '--explain', help='Explain: gains, costs, and the next best choice for each trainer.'
-        ),
+        bool, flag('Explain: gains, costs, and the next best choice for each trainer.', '--explain')
     ] = False,
 ) -> int:
     """Answer allocation problems: which training gets how many nodes?

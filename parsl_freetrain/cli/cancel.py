@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at, value
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, flag, journal_at, ledger_at, value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.runs import trainer_named
 
@@ -20,7 +20,7 @@ def cancel(
     trainer: Annotated[
         str | None, typer.Argument(help='Name of a trainer that is not over.')
     ] = None,
-    every: Annotated[bool, typer.Option('--all', help='All trainers that are not over.')] = False,
+    every: Annotated[bool, flag('All trainers that are not over.', '--all')] = False,
     ledger: LedgerOption = None,
     timeout: Annotated[float, value('S', "Maximum seconds to wait for the run's answer.")] = 30.0,
     as_json: JsonOption = False,

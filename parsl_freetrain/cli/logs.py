@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, value
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, flag, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.report.runs import trainer_named
 from parsl_freetrain.training.spec.diloco import replica_folder
@@ -36,10 +36,8 @@ def logs(
     tail: Annotated[int | None, value('N', 'Only the last N lines.')] = None,
     follow: Annotated[
         bool,
-        typer.Option(
-            '--follow',
-            '-f',
-            help='Keep printing until the trainer is over, later fragments included.',
+        flag(
+            'Keep printing until the trainer is over, later fragments included.', '--follow', '-f'
         ),
     ] = False,
     ledger: LedgerOption = None,

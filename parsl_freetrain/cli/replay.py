@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import RunOption, journal_at, value
+from parsl_freetrain.cli.where import RunOption, flag, journal_at, value
 from parsl_freetrain.core.model.checked_settings import described
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.replay.study import Study, option, read_study
@@ -97,7 +97,7 @@ def replay(
         Path | None, value('FOLDER', 'Write charts of the results to this folder.')
     ] = None,
     jobs: Annotated[int, value('N', 'Processes for a sweep; -1: one for each core.')] = -1,
-    as_json: Annotated[bool, typer.Option('--json', help='Answer as a JSON document.')] = False,
+    as_json: Annotated[bool, flag('Answer as a JSON document.', '--json')] = False,
     **settings: str | None,
 ) -> None:
     """Replay a machine's record: what would these trainers have trained in its holes?

@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at, print_json, value
+from parsl_freetrain.cli.where import LedgerOption, RunOption, flag, ledger_at, print_json, value
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -38,16 +36,10 @@ def watch(
         value('S', 'Seconds between two updates. Default: 1 on a terminal, 5 with --web, else 10.'),
     ] = 0.0,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            '--json', help='One JSON document per update, as of status --json, each on a line.'
-        ),
+        bool, flag('One JSON document per update, as of status --json, each on a line.', '--json')
     ] = False,
     web: Annotated[
-        bool,
-        typer.Option(
-            '--web', help='Serve a page for a browser on this computer, and print its address.'
-        ),
+        bool, flag('Serve a page for a browser on this computer, and print its address.', '--web')
     ] = False,
     port: Annotated[int, value('N', 'Where to serve the page; 0: any free port.')] = 0,
 ) -> None:

@@ -28,6 +28,11 @@ def value(metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=text)
 
 
+def flag(text: str, *names: str) -> Any:
+    """An option without a value."""
+    return typer.Option(*names, help=text)
+
+
 LedgerOption = Annotated[
     Path | None,
     value(
@@ -43,7 +48,7 @@ RunOption = Annotated[
         'NAME', 'A run of the ledger, by the beginning of its name. Default: the newest.', '--run'
     ),
 ]
-JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')]
+JsonOption = Annotated[bool, flag('One JSON document on standard output.', '--json')]
 
 
 def print_json(document: Any) -> None:
