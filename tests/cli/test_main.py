@@ -34,9 +34,10 @@ def test_the_list_of_verbs_loads_no_verb() -> None:
 
 
 def test_help_on_a_verb_loads_neither_torch_nor_parsl() -> None:
-    """Each in a copy of a process that has done nothing else."""
+    """Each in a copy of a process that has helped on the first one only."""
     code = (
         'import os, sys\nfrom parsl_freetrain.cli.main import VERBS, main\n'
+        'assert main([next(iter(VERBS)), "--help"]) == 0\n'
         'for verb in VERBS:\n'
         '    if not (pid := os.fork()):\n'
         '        status = main([verb, "--help"])\n'

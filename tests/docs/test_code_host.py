@@ -67,6 +67,7 @@ def test_the_waits_are_those_of_the_code() -> None:
     assert runpy.run_path(str(DOCS / 'waits.py'))['page'](text) == text
 
 
+@pytest.mark.long
 def test_pictures_can_be_drawn_anew(tmp_path: Path) -> None:
     """Those of docs/pictures.py, from what was measured."""
     main = runpy.run_path(str(DOCS / 'pictures.py'))['main']

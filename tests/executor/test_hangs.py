@@ -86,48 +86,48 @@ def test_after_a_kill_the_next_fragment_is_made_of_the_ranks_ahead(tmp_path: Pat
             assert psutil.Process(int(pid[1])).create_time() < first.ended_at
 
 
+KILLED = r'rank 1 on slot\d\d was ended by SIGKILL; its output is in .*rank-1\.log'
+STOPPED = r'rank 1 on slot\d\d was stopped \(SIGSTOP'
+
+
 @pytest.mark.parametrize(
-    ('faults', 'words'),
+    ('faults', 'whys'),
     [
-        (
-            [kill_at(1, 5)],
-            r'rank 1 on slot\d\d was ended by SIGKILL; its output is in .*rank-1\.log',
-        ),
-        ([stop_at(1, 5)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
+        ([kill_at(1, 5), stop_at(1, 5, fragment=2)], [KILLED, STOPPED]),
         # Rank 1 is stopped while it waits for rank 0, so within the exchange.
         pytest.param(
             [slow_rank(0, 2.0, step=5, fragment=1), stop_at(1, 5, after_s=1.0)],
-            r'rank 1 on slot\d\d was stopped \(SIGSTOP',
+            [STOPPED],
             marks=pytest.mark.long,
         ),
     ],
-    ids=['killed', 'stopped', 'stopped-in-exchange'],
+    ids=['killed, then stopped', 'stopped in exchange'],
 )
 def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(
-    tmp_path: Path, faults: list[Any], words: str
+    tmp_path: Path, faults: list[Any], whys: list[str]
 ) -> None:
+    count = len(whys)
     with training(tmp_path, *faults) as (executor, future):
-        wait_until(lambda: future.progress().preempted == 1, 'the fragment does not end')
+        wait_until(lambda: future.progress().preempted == count, 'a fragment does not end')
         wait_until(
-            lambda: len(fragments(executor)) == 2 and future.progress().nodes == 2,
+            lambda: len(fragments(executor)) == count + 1 and future.progress().nodes == 2,
             'its nodes are not used again',
         )
-        first, second = fragments(executor)[:2]
-        assert first.ending == 'preempted'
-        assert first.ended_at - first.started_at < HANG_S + under_load(
-            1.0
-        )  # it had to come to the fault first
-        assert second.launched.at - first.ended_at < under_load(1.0)
-        assert set(second.nodes) == set(first.nodes)
-        if words.endswith(r'rank-1\.log'):
+        found = fragments(executor)
+        for first, second, why in zip(found[:-1], found[1:], whys, strict=True):
+            assert first.ending == 'preempted'
+            # It had to come to the fault first.
+            assert first.ended_at - first.started_at < HANG_S + under_load(1.0)
+            assert second.launched.at - first.ended_at < under_load(1.0)
+            assert set(second.nodes) == set(first.nodes)
+            assert re.search(why, first.error), first.error
+        if whys[0] == KILLED:
             # What is done of a step is repeated, and no step that was done.
-            wait_until(lambda: fragments(executor)[1].started_samples, 'it does not go on')
-            second = fragments(executor)[1]
+            first, second = found[:2]
             assert second.started_samples == first.samples == first.reached > 0
             log = (tmp_path / 'checkpoints/fit/logs/fragment-000002-rank-0.log').read_text()
             in_memory = f'from the state in memory, with {first.samples} samples' in log
             assert in_memory or f'ckpt-{first.samples:012d}-' in log  # there may be one as new
-    assert re.search(words, first.error), first.error
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def submit(folder: str) -> None:
         app(function=with_faults(train, fault))().result(LIMIT_S)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_submitter_killed_in_an_outer_step_changes_no_bit(tmp_path: Path) -> None:
     code = f'from tests.executor.test_replicas import submit; submit({str(tmp_path)!r})'

@@ -129,7 +129,7 @@ def test_a_killed_run_is_followed_by_one_with_the_same_weights(
 
 
 def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
-    connect: Connect, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     remote, other = connect(), connect()
     training = remote.submit(trainer(**SLOW), pause_s=0.1)
@@ -151,15 +151,14 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
         training.result(LIMIT_S)
     assert training.state == 'cancelled'
     assert list((tmp_path / 'far' / 'fit').glob('ckpt-*'))
-    _what_goes_wrong_is_a_sentence(remote, monkeypatch)
     remote.close()
     with pytest.raises(BadInput, match='this FreeTrainClient is closed'):
         remote.submit(trainer())
 
 
-def _what_goes_wrong_is_a_sentence(
-    remote: FreeTrainClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = connect()
     failed = remote.submit(trainer(), fail_at=40, trainer_name='failing')
     words = r"ValueError: no more after 40 samples.*fragment 1 of trainer 'failing'.*\.log"
     with pytest.raises(TrainerFailed, match=words):
@@ -175,7 +174,7 @@ def _what_goes_wrong_is_a_sentence(
         with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
             remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
         assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']
-    assert remote.trainers().keys() == {'fit', 'failing'}
+    assert remote.trainers().keys() == {'failing'}
 
 
 def test_what_can_be_told_here_is_refused(

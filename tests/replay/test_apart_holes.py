@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 
+@pytest.mark.long
 def test_more_pieces_train_where_fewer_nodes_can_talk(tmp_path: Path) -> None:
     trace = tmp_path / 'trace.csv.gz'
     rows = [f'{100 * n},{1500 + 300 * n},n{n}' for n in range(8)]

@@ -56,6 +56,7 @@ def train(ctx: FragmentContext) -> str:
     return sys.prefix
 
 
+@pytest.mark.long
 def test_ranks_run_in_the_unpacked_environment(tmp_path: Path, prefix: Path) -> None:
     local = tmp_path / 'local disk'
     local.mkdir()

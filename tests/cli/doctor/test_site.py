@@ -78,8 +78,13 @@ def wrong_file_is_told(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slurm
-def test_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_file_that_is_out_of_date(slurm: Cluster, tmp_path: Path) -> None:
     wrong_file_is_told(tmp_path, 'SlurmSite')
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
     status, found = doctor(written(tmp_path, 'SlurmSite'), 2)
     assert status == 0, found
     assert [f['state'] for f in found] == ['ok'] * len(found), found

@@ -144,7 +144,8 @@ def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ('seed', 'trainers', 'nodes', 'ends'), [(1, 4, 24, 1), (4, 6, 60, 1), (5, 3, 24, 3)]
+    ('seed', 'trainers', 'nodes', 'ends'),
+    [(1, 4, 24, 1), (4, 6, 60, 1), pytest.param(5, 3, 24, 3, marks=pytest.mark.long)],
 )
 def test_column_generation_agrees_with_the_milp_where_enumeration_ends(
     seed: int, trainers: int, nodes: int, ends: int

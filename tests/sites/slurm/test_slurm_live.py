@@ -19,6 +19,7 @@ from tests.support.waiting import under_load, wait_until
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.long
 def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None:
     """A wide job takes the nodes; the checkpoint comes in the grace time, nothing is repeated."""
     keep = Checkpoints(every_s=1e3)

@@ -20,7 +20,7 @@ from tests.support.cuts import cut, made, refused, whole_and_cut
 from tests.support.examples import equal, refused_here
 from tests.support.ranks import ended, order
 
-EPOCHS: dict[str, Any] = {'total_samples': None, 'total_epochs': 4}
+EPOCHS: dict[str, Any] = {'total_samples': None, 'total_epochs': 3}
 X = torch.arange(32.0).reshape(16, 2) / 32
 
 

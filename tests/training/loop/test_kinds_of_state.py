@@ -29,7 +29,7 @@ from tests.support.examples import in_this_process, refused_here
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X[:, :1] * 3)
-TOTAL, CUT = 96, 24  # six epochs; within the second
+TOTAL, CUT = 64, 24  # four epochs; within the second
 
 
 class Net(nn.Module):
@@ -912,19 +912,25 @@ def made_in_forward(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
+BOTH = ('reproducible', 'throughput')
+MODES = {
+    parameter_of_no_model: BOTH,
+    group_added_later: BOTH[::-1],
+    settings_by_epoch: BOTH,
+    made_in_forward: BOTH[::-1],
+    copies_of_the_model: BOTH,
+}
+
+
 @pytest.mark.parametrize(
     ('function', 'mode'),
     [
+        # Each with one of the modes; with the other one in make test-long.
         *(
-            (function, mode)
-            for function in (
-                parameter_of_no_model,
-                group_added_later,
-                settings_by_epoch,
-                made_in_forward,
-                copies_of_the_model,
+            pytest.param(function, mode, marks=[pytest.mark.long] * (number % 2))
+            for number, (function, mode) in enumerate(
+                (function, mode) for function, modes in MODES.items() for mode in modes
             )
-            for mode in ('reproducible', 'throughput')
         ),
         # To the next fragment, by what all modes share:
         (variables, 'reproducible'),

@@ -267,6 +267,7 @@ def test_many_faults_change_no_bit(fork_server: ForkClient, tmp_path: Path, over
             assert torch.equal(tensor, final(folder).models[0][name]), name
 
 
+@pytest.mark.long
 def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path) -> None:
     others: list[dict[str, Any]] = [
         {'mode': 'throughput', 'size': 2, 'checkpoint_every_s': 3600.0},

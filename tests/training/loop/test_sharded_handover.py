@@ -199,7 +199,7 @@ def stuck(ctx: FragmentContext) -> None:
 
     fault_hooks.on_saving.append(reached)
     part_writers._LEAST_S = 0.2
-    ctx.after_step(lambda: time.sleep(0.05))  # which takes no processor meanwhile
+    ctx.after_step(lambda: time.sleep(0.2))  # which takes no processor meanwhile
     train(ctx)
 
 
@@ -276,7 +276,7 @@ def test_a_full_disk_on_one_rank_is_a_sentence(fork_server: ForkClient, tmp_path
         assert committed(tmp_path) == 1
         for filler in store.glob('.filler-*'):
             filler.unlink()
-        assert struck(fork_server, tmp_path, train, 2, 100 * BATCH)[0][0].how == 'finished'
+        assert struck(fork_server, tmp_path, train, 2, 40 * BATCH)[0][0].how == 'finished'
 
 
 def test_a_rank_that_never_finishes(fork_server: ForkClient, tmp_path: Path) -> None:

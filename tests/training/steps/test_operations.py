@@ -102,9 +102,9 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
 @pytest.mark.parametrize(
     ('mode', 'shards', 'count', 'norm', 'shape'),
     [
-        ('reproducible', 4, 1, False, None),
+        pytest.param('reproducible', 4, 1, False, None, marks=pytest.mark.long),
         ('reproducible', 4, 1, True, None),
-        ('reproducible', 3, 1, True, None),
+        pytest.param('reproducible', 3, 1, True, None, marks=pytest.mark.long),
         ('reproducible', 4, 2, True, None),
         ('throughput', 1, 1, True, None),
         ('throughput', 1, 2, False, None),
