@@ -8,7 +8,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -171,7 +170,7 @@ def parse_jobs(answer: str, pool: str) -> tuple[rc.BatchJob, ...]:
     for job in _vertical(answer, 'JobID'):
         with rc.as_documented('qstat', job):
             held = 'hold' in job['State'] or 'dep_' in job['State']
-            start_s = _time(job['StartTime']) if job['StartTime'] != 'N/A' else None
+            start_s = rc.time_of(job['StartTime']) if job['StartTime'] != 'N/A' else None
             limit_s = rc.seconds_of(job['WallTime'])
             one = rc.BatchJob(
                 job['JobID'],
@@ -231,7 +230,7 @@ def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     found = []
     for row in _table(answer, 'Reservation'):
         with rc.as_documented('showres', row):
-            start_s = _time(row['Start'])
+            start_s = rc.time_of(row['Start'])
             hours, minutes = row['Duration'].split(':')[:2]
             if nodes := _nodes_in(row.get('Nodes', row.get('Partitions', ''))):
                 end_s = start_s + 3600 * int(hours) + 60 * int(minutes)
@@ -256,14 +255,6 @@ def _nodes_in(location: str) -> tuple[str, ...]:
     parts = (part.partition('-') for part in location.split(','))
     numbers = (range(int(first), int(last or first) + 1) for first, _, last in parts)
     return tuple(f'nid{number:05}' for each in numbers for number in each)
-
-
-def _time(text: str) -> float:
-    """Of ``Mon Nov 13 08:00:00 2017 +0000 (UTC)``; without a zone it is this computer's."""
-    form, words = '%a %b %d %H:%M:%S %Y', text.split()
-    if len(words) > 5 and re.fullmatch(r'[+-]\d{4}', words[5]):
-        return datetime.strptime(' '.join(words[:6]), f'{form} %z').timestamp()
-    return time.mktime(time.strptime(' '.join(words[:5]), form))
 
 
 def _vertical(answer: str, first: str) -> Iterator[dict[str, str]]:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_tz
 from enum import StrEnum
 from functools import cache
 
@@ -200,6 +202,16 @@ def as_documented(command: str, answer: object = '') -> Iterator[None]:
         raise NotUnderstood(
             f'the answer of {command}{said} is not as documented: {type(error).__name__} {error}'
         ) from error
+
+
+def time_of(text: str, fold: int = 0) -> float:
+    """Of ``Mon Nov 13 08:00:00 2017 +0000 (UTC)``, whatever the locale is; without a zone it is
+    this computer's. ``fold`` 1: the later time, in an hour that clocks pass twice.
+    """
+    if (found := parsedate_tz(text)) is None:
+        raise ValueError(f'{text!r} is no time')
+    zone = timezone(timedelta(seconds=found[9] or 0)) if len(text.split()) > 5 else None
+    return datetime(*found[:6], tzinfo=zone, fold=fold).timestamp()
 
 
 def seconds_of(duration: str | float) -> float:

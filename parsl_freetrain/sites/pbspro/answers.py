@@ -119,10 +119,11 @@ def _job(
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
         with suppress(ValueError):  # no time yet
-            if (planned_s := _time(estimate['start_time'])) >= now - _STALE_S:
-                start_s, planned = planned_s, hosts_of(estimate.get('exec_vnode', ''))
+            times = [t for t in _times(estimate['start_time']) if t >= now - _STALE_S]
+            if times:
+                start_s, planned = times[0], hosts_of(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES:
-        start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
+        start_s = _began(job, now)
         end_s = None if limit_s is None else start_s + limit_s
     names = hosts_of(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     nodes = int(resources.get('nodect', len(names) or 1))
@@ -156,6 +157,15 @@ def _job(
         least_nodes=1 if cpus and 'scatter' not in place else 0,  # chunks may be on one host
         memory=(_amount(str(resources.get('mem', 0))) or 0.0) / 2**20 / nodes,
     )
+
+
+def _began(job: Mapping[str, Any], now: float) -> float:
+    """When a job began; now if its nodes are still made ready."""
+    if 'stime' not in job:
+        return now
+    ran_s = rc.seconds_of((job.get('resources_used') or {}).get('walltime') or 0)
+    earlier, later = _times(job['stime'])
+    return later if later <= now - ran_s + _STALE_S else earlier
 
 
 def _wishes(
@@ -247,6 +257,8 @@ def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
     for vnode in vnodes:
         if any(str(vnode.get(limit, '')) == '0' for limit in _NO_JOBS):
             states.add('offline')
+        elif not _count(_available(vnode).get('ncpus', 0)):
+            states.add('unknown')  # no job gets a CPU of it
         elif str(vnode.get('no_multinode_jobs', '')).lower() in ('true', '1'):
             states.add('single')
     if states != {'free'}:
@@ -325,7 +337,7 @@ def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
         start_s, end_s = 0.0, math.inf
         later: tuple[float, ...] = ()
         try:
-            start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
+            start_s, end_s = _times(fields['reserve_start'])[0], _times(fields['reserve_end'])[1]
             later = later_starts(fields, start_s)
         except (KeyError, ValueError, OverflowError):
             rc.warn_once(f'A reservation of PBS has no times that can be read: {text[:200]!r}')
@@ -336,11 +348,13 @@ def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     return tuple(found)
 
 
-def _time(text: str | float) -> float:
-    """A time as PBS writes it, in this computer's time zone, or in seconds since the epoch."""
+def _times(text: str | float) -> tuple[float, float]:
+    """A time as PBS writes it, in this computer's time zone, or in seconds since the epoch: twice,
+    and an hour apart where daylight saving ends, as it may then be either.
+    """
     if isinstance(text, int | float) or text.isdigit():
-        return float(text)
-    return time.mktime(time.strptime(text, '%a %b %d %H:%M:%S %Y'))
+        return float(text), float(text)
+    return rc.time_of(text), rc.time_of(text, fold=1)
 
 
 def hosts_of(exec_vnode: str) -> tuple[str, ...]:

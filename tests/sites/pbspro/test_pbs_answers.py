@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Collection
 from datetime import datetime
 from itertools import islice
@@ -34,10 +35,10 @@ NOW = 1699535000  # before the estimates below
 NEW, OLD = frozenset({'model=new', 'bigmem=true'}), frozenset({'model=old'})
 
 
-def jobs(known: Collection[str] = (), **job: Any) -> tuple[records.BatchJob, ...]:
+def jobs(known: Collection[str] = (), now: float = NOW, **job: Any) -> tuple[records.BatchJob, ...]:
     said: dict[str, Any] = {'Job_Name': 'n', 'Job_Owner': 'eve@login', 'queue': 'small'}
     said |= {'Resource_List': {'nodect': 2, 'walltime': '01:00:00'}, **job}
-    text = json.dumps({'timestamp': NOW, 'Jobs': {'7.polaris': said}})
+    text = json.dumps({'timestamp': now, 'Jobs': {'7.polaris': said}})
     return answers.parse_jobs(text, 'pool', known)
 
 
@@ -126,6 +127,23 @@ def _planned(said: dict[str, Any]) -> list[records.BatchJob]:
     return [job for job in found if 'estimated' in said['Jobs'][job.job_id]]
 
 
+def test_times_of_the_hour_that_clocks_pass_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Berlin 02:30 on 25 October 2026 is at 1792888200, and an hour later again."""
+    monkeypatch.setenv('TZ', 'Europe/Berlin')
+    time.tzset()
+    text, first, hour = 'Sun Oct 25 02:30:00 2026', 1792888200.0, 3600.0
+    for later, ran, start in ((0, '00:01:00', 0), (hour, '00:01:00', hour), (hour, '01:00:30', 0)):
+        used, now = {'walltime': ran, 'cput': '00:00:01'}, first + later + 60
+        [job] = jobs(now=now, job_state='R', stime=text, resources_used=used)
+        assert job.start_s == first + start
+    for now, start in ((first - 900, first), (first + 900, first + hour)):
+        [job] = jobs(now=now, job_state='Q', estimated={'start_time': text})
+        assert job.start_s == start
+    resv = f'Resv ID: R1\nreserve_start = {text}\nreserve_end = {text}\nresv_nodes = (x3:ncpus=4)\n'
+    [reserved] = answers.parse_reservations(resv)  # for as long as it may be
+    assert (reserved.start_s, reserved.end_s) == (first, first + hour)
+
+
 def test_states() -> None:
     for job, state in (
         ({'job_state': 'F', 'substate': 92, 'Exit_status': 0}, 'COMPLETED'),
@@ -163,6 +181,8 @@ def test_states_of_nodes() -> None:
     }  # fmt: skip
     for state, told in states.items():
         assert nodes({'a': {**VNODE, **told}}) == {'a': state}
+    for nothing in (None, {}, {'ncpus': 0}):  # no job gets a CPU of it
+        assert nodes({'a': {**VNODE, 'resources_available': nothing}}) == {'a': 'unknown'}
     for odd in (None, 'x', {}, {'state': 5}):  # it hides no other host
         assert nodes({'a[0]': VNODE, 'a[1]': odd, 'b': VNODE}) == {'a': 'unknown', 'b': 'idle'}
 
