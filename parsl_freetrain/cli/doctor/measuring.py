@@ -168,11 +168,10 @@ def _import_s(prefix: Path, modules: tuple[str, ...]) -> float:
 
 @contextlib.contextmanager
 def private_folder(where: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix='freetrain-doctor-', dir=where))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix='freetrain-doctor-', dir=where, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
 
 
 ANSWER_S = 120.0  # a user's endpoint process may have to be started

@@ -58,11 +58,16 @@ def examine(given: str, folder: Path, nodes: int, wait_s: float) -> list[Finding
     found: list[Finding] = []
     for name, limits, one in _queues(path, site):
         try:
-            told = one.limits()
+            told, lacking = one.limits(), one.lacking()
         except FreeTrainError as error:
             where = file.line(repr(name), f'"{name}"', name)
             found.append(Finding(f'queue {name}', 'bad', f'{where} is out of date: {error}'))
             continue
+        if lacking:
+            found.append(Finding(f'queue {name}', 'bad', f'{file.line(name)}: {lacking}'))
+        if not told.up:
+            stopped = 'starts no jobs now: it is stopped, inactive or drained'
+            found.append(Finding(f'queue {name}', 'note', stopped))
         if limits is None:
             found += of_options(file, one.options, told)
         else:

@@ -39,6 +39,18 @@ class Wanted:
             and (not self.classes or nodes.node_class in self.classes)
         )
 
+    def lacking(self, nodes: Iterable[records.Nodes]) -> str:
+        """Why no node of the queue can be used, whatever its state; empty: some can."""
+        here = [group for group in nodes if group.partition == self.partition]
+        if any(group.have(self.features, self.gpus) for group in here):
+            return ''
+        none = f'no node of the queue {self.partition!r} has'
+        if here and (most := max(group.gpus for group in here)) < self.gpus:
+            return f'gpus_per_node is {self.gpus}, and {none} more than {most} GPUs'
+        features = ' or '.join('&'.join(sorted(each)) for each in self.features)
+        gpus = f' with {self.gpus} GPUs' if self.gpus else ''
+        return f'{none} what the site config asks for: {features}{gpus}'.removesuffix(': ')
+
 
 @dataclass(frozen=True)
 class OnTheWay:

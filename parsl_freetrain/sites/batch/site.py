@@ -20,7 +20,7 @@ from parsl_freetrain.sites.batch.demand import shortest_behind_s
 from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes
 from parsl_freetrain.sites.batch.options import BatchOptions, given_options
 from parsl_freetrain.sites.batch.queue_watch import QueueSnapshot
-from parsl_freetrain.sites.batch.records import BatchJob, Partition
+from parsl_freetrain.sites.batch.records import BatchJob, Partition, warn_once
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
 from parsl_freetrain.sites.batch.submission import Submitter, check_classes, within
 from parsl_freetrain.sites.batch.tracker import BlockTracker
@@ -109,6 +109,10 @@ class BatchSite:
         """What the scheduler says of the queue; BadInput; FreeTrainError without an answer."""
         return self._scheduler.queue()
 
+    def lacking(self) -> str:
+        """Why no node of the queue can be used, whatever its state; as :meth:`limits`, after it."""
+        return self._scheduler.wanted().lacking(self._scheduler.nodes())
+
     def close(self) -> None:
         self._closed = True
 
@@ -151,6 +155,8 @@ class BatchSite:
             partition.shortest_s + self._tracker.start_s,
             {name: group.node_class for group in snapshot.nodes for name in group.names},
         )
+        if why := not found and self._scheduler.wanted().lacking(snapshot.nodes):
+            warn_once(f'There are no holes: {why}')
         limit_s = math.inf if partition.longest_s is None else partition.longest_s
         behind_s = max(self.options.shortest_s, shortest_behind_s(snapshot.jobs, ours))
         planned_s = limit_s if self.options.preemptible else min(limit_s, behind_s)

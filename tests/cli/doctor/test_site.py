@@ -13,6 +13,7 @@ from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.batch.records import Partition
 from parsl_freetrain.sites.slurm import SlurmOptions
 from tests.support.openpbs import PbsCluster
+from tests.support.programs import programs
 from tests.support.slurm import Cluster
 
 FILE = """\
@@ -75,6 +76,26 @@ def wrong_file_is_told(folder: Path, kind: str) -> None:
     )
     assert f'{path}, line 8 is out of date: ' in says['queue gone']
     assert "'gone'; it has " in says['queue gone']
+
+
+def test_what_keeps_all_blocks_away_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A partition that is drained, and GPUs that its nodes do not have; nodes of any state."""
+    scontrol = 'case "$*" in *partition*) echo PartitionName=gpu State=DRAIN ;; esac'
+    sinfo = 'echo "gpu|allocated|(null)|ib|4|9|n1"; echo "old|idle|gpu:4|ib|4|9|n2"'
+    programs(tmp_path / 'bin', monkeypatch, scontrol=scontrol, sinfo=sinfo, squeue='true')
+    table = tmp_path / 'site.toml'
+    for settings, says in (
+        ('gpus_per_node = 4', "gpus_per_node is 4, and no node of the queue 'gpu' has more than 0"),
+        ("constraint = 'a&b|c'", "'gpu' has what the site config asks for: a&b or c"),
+    ):
+        table.write_text(f'[slurm]\npartition = "gpu"\n{settings}\n')
+        lacks, stopped, _ = examine(str(table), tmp_path, 0, 0.0)
+        assert (lacks.state, says in lacks.says) == ('bad', True)
+        assert (stopped.state, 'starts no jobs now' in stopped.says) == ('note', True)
+        assert main(['plan', '--site', str(table)]) == 0
+        assert 'There are no holes: ' in caplog.text and says in caplog.text.splitlines()[-1]
 
 
 @pytest.mark.slurm
