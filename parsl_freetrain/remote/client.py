@@ -190,7 +190,7 @@ class FreeTrainClient(Executor):
         self._given, self._executor = executor, executor
         self._folder, self._python = checkpoint_dir, python
         self._settings = settings if site is None else {'site': site, **settings}
-        self._sending = threading.Lock()
+        self._sending, self._naming = threading.Lock(), threading.Lock()
         self._open: dict[str, RemoteTraining] = {}
         self._closed = False
 
@@ -216,6 +216,12 @@ class FreeTrainClient(Executor):
                 'function: decorate it with @freetrain_app, or send it with '
                 'globus_compute_sdk.Executor(endpoint_id=...), also to the same endpoint.'
             )
+        with self._naming:  # others may submit at once
+            return self._follow(self._order(app, args, kwargs, trainer_name))
+
+    def _order(
+        self, app: FreeTrainApp, args: Any, kwargs: Any, trainer_name: str | None
+    ) -> orders.Order:
         numbered = itertools.chain([app.name], (f'{app.name}-{n}' for n in itertools.count(2)))
         name = trainer_name or next(name for name in numbered if name not in self._open)
         check_name(name)
@@ -234,12 +240,13 @@ class FreeTrainClient(Executor):
                 f'takes {LARGEST_PAYLOAD}; put data into files there, and pass their paths.'
             )
         run, request = (self._folder, self._settings), secrets.token_hex(8)
-        order = orders.Order('train', *run, name, request, 0.0, probe.versions(), app.spec, payload)
-        return self._follow(order)
+        versions = probe.versions()
+        return orders.Order('train', *run, name, request, 0.0, versions, app.spec, payload)
 
     def attach(self, name: str) -> RemoteTraining:
         """Follow a trainer submitted before; the future raises BadInput if there is none."""
-        return self._follow(orders.Order('look', self._folder, self._settings, name))
+        with self._naming:
+            return self._follow(orders.Order('look', self._folder, self._settings, name))
 
     def _follow(self, order: orders.Order) -> RemoteTraining:
         name = order.trainer

@@ -72,6 +72,8 @@ class ControlServer:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_reader, zmq.POLLIN)
         self._identities: dict[MemberKey, bytes] = {}
+        # Of each fragment: the file descriptors of its members.
+        self._members: dict[tuple[str, int], dict[MemberKey, int]] = {}
         self._connections: dict[int, MemberKey] = {}  # by file descriptor
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_unknown = 2**16 if files == resource.RLIM_INFINITY else files // 4
@@ -114,8 +116,9 @@ class ControlServer:
                 return
             message = self._decoder.decode(b''.join(frame.bytes for frame in frames))
             if message is not None:
-                self._identities[message.sender] = identity.bytes
-                self._connections[int(frames[-1]['__fd'])] = message.sender
+                sender, fd = message.sender, int(frames[-1]['__fd'])
+                self._identities[sender], self._connections[fd] = identity.bytes, sender
+                self._members.setdefault(sender[:2], {})[sender] = fd
                 yield message
 
     def _watch(self) -> None:
@@ -129,7 +132,7 @@ class ControlServer:
                 else:
                     connections.discard(event['value'])
                     self._connection_ended(event['value'])
-            unknown = len(connections) - len(self._identities)
+            unknown = len(connections) - len(self._connections)
             if full != (unknown >= self._most_unknown):
                 full = not full
                 self._admit(not full)
@@ -158,9 +161,10 @@ class ControlServer:
         return True
 
     def forget(self, trainer: str, fragment: int) -> None:
-        ended = (trainer, fragment)
-        self._identities = {k: v for k, v in self._identities.items() if k[:2] != ended}
-        self._connections = {fd: k for fd, k in self._connections.items() if k[:2] != ended}
+        for key, fd in self._members.pop((trainer, fragment), {}).items():
+            del self._identities[key]
+            if self._connections.get(fd) == key:
+                del self._connections[fd]
 
     def close(self) -> None:
         self._over.set()

@@ -14,6 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput, needs, refuse
 from parsl_freetrain.host import files
 
 BLOCK_BYTES = 64 * 2**20  # the most in one call of ``put``
+ABSOLUTE = 'an absolute path on the nodes'
 
 
 class Transport(Protocol):
@@ -46,6 +47,10 @@ class Folder(Settings, frozen=True, kw_only=False, tag=True):
 
     path: str
 
+    def __post_init__(self) -> None:
+        if not self.path.startswith(('/', '~', '$')):
+            refuse('Folder: path', self.path, ABSOLUTE)
+
     def put(self, name: str, content: bytes) -> str:
         folder = self._folder()
         files.make_dir(folder)
@@ -65,7 +70,7 @@ class Folder(Settings, frozen=True, kw_only=False, tag=True):
     def _folder(self) -> Path:
         found = Path(os.path.expandvars(self.path)).expanduser()
         if not found.is_absolute():
-            refuse('Folder: path', str(found), 'an absolute path on the nodes')
+            refuse('Folder: path', str(found), ABSOLUTE)
         return found
 
 

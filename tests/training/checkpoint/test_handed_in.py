@@ -203,7 +203,9 @@ def test_what_is_no_transport_is_refused() -> None:
             lambda: DiLoCo(transport=bad('/exchange')),
             "transport is '/exchange'; it must be a Folder or",
         ),
-        (lambda: Folder('exchange').put('a', b''), "path is 'exchange'; it must be an absolute"),
+        (lambda: Folder('exchange'), "path is 'exchange'; it must be an absolute"),
+        (lambda: Folder(''), "path is ''; it must be an absolute"),
+        (lambda: Folder('$NOWHERE/a').put('a', b''), "path is '.NOWHERE/a'; it must be an absol"),
         (lambda: ProxyStoreTransport('redis'), "is 'redis'; it must be a proxystore.store.Store"),
     ]
     for make, sentence in wrong:
