@@ -105,8 +105,8 @@ class Bids:
         self._curves: dict[str, tuple[object, tuple[ScalingCurve, ClassCurves]]] = {}
         self._layout: object = ()
         self._deadlines: list[tuple[float, str]] = []  # heap of fragments' own deadlines
-        # Heap of the last rescales of trainers whose bids are fixed.
-        self._settling: list[tuple[float, str]] = []
+        # Heap: when trainers were rescaled whose bids stay fixed for min_rescale_s.
+        self._fixed_since: list[tuple[float, str]] = []
         self._noted: dict[str, int] = {}  # the fragments that are in these two heaps
         self._unmeasured: dict[str, None] = {}  # trainers whose speed is not known
         self._typical = 1.0
@@ -149,13 +149,13 @@ class Bids:
             state.changed.update(dict.fromkeys(state.active))
         if state.shortest_s != self._shortest_s:  # another set of fragments is ending soon
             self._shortest_s = state.shortest_s
-            for forgotten in (self._deadlines, self._settling, self._noted):
+            for forgotten in (self._deadlines, self._fixed_since, self._noted):
                 forgotten.clear()
             state.changed.update(dict.fromkeys(state.active))
         while self._deadlines and self._deadlines[0][0] - at < self._shortest_s:
             state.changed[heappop(self._deadlines)[1]] = None
-        while self._settling and not self._too_soon(self._settling[0][0], at):
-            state.changed[heappop(self._settling)[1]] = None
+        while self._fixed_since and not self._too_soon(self._fixed_since[0][0], at):
+            state.changed[heappop(self._fixed_since)[1]] = None
 
     def _follow(self, name: str, state: ControllerState, at: float) -> None:
         """Note when time changes this bid, and whether it depends on others' speed."""
@@ -176,7 +176,7 @@ class Bids:
         if running.deadline_s is not None:
             heappush(self._deadlines, (running.deadline_s, name))
         if self._too_soon(trainer.rescaled_at, at):
-            heappush(self._settling, (trainer.rescaled_at, name))
+            heappush(self._fixed_since, (trainer.rescaled_at, name))
 
     def _remake(self, name: str, state: ControllerState, at: float, places: Places) -> None:
         trainer = state.active.get(name)

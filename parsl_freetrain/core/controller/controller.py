@@ -77,10 +77,10 @@ class Controller:
             actions += stopped
             triggers[BUDGET_SPENT] = None
         released = releases(self.state, at)
-        # Where somebody waits, a decision comes when what ends here has ended.
-        urgent = released or (actions and any(isinstance(e, ev.NodesNeeded) for e in events))
+        # While nodes are given back, a decision waits for the fragments that end for it.
+        giving_back = released or (actions and any(isinstance(e, ev.NodesNeeded) for e in events))
         reply = cs.Reply()
-        if triggers and not urgent:
+        if triggers and not giving_back:
             try:
                 reply = self._planner.decide(self.state, at, '+'.join(triggers))
             except Exception as error:

@@ -119,13 +119,13 @@ class Rounds:
     def __init__(self) -> None:
         self._samples: dict[str, dict[str, float]] = {}
 
-    def see(self, trainer: Trainer, samples: float) -> None:
+    def trainer_reached(self, trainer: Trainer, samples: float) -> None:
         if trainer.training:
-            self.tell(trainer.training, trainer.name, samples)
+            self.replica_reached(trainer.training, trainer.name, samples)
 
-    def tell(self, training: str, name: str, samples: float) -> None:
+    def replica_reached(self, training: str, replica: str, samples: float) -> None:
         known = self._samples.setdefault(training, {})
-        known[name] = samples
+        known[replica] = samples
         if min(known.values()) == math.inf:  # all have ended
             del self._samples[training]
 
@@ -203,7 +203,7 @@ class ControllerState:
     def submit(self, name: str, trainer: TrainerState) -> None:
         """Add a trainer; it gets its turn if fewer than the allowed number are before it."""
         self.trainers[name] = trainer
-        self._rounds.see(trainer.trainer, trainer.samples)
+        self._rounds.trainer_reached(trainer.trainer, trainer.samples)
         self._queue_up(name)
         self.open_gates(trainer.trainer.training)
 
@@ -234,7 +234,7 @@ class ControllerState:
         return min([self.budgets.next_spent(), *self._pausing.values()])
 
     def remove(self, name: str) -> None:
-        self._rounds.see(self.trainers.pop(name).trainer, math.inf)
+        self._rounds.trainer_reached(self.trainers.pop(name).trainer, math.inf)
         self._leaving.pop(name, None)
         self._withdraw(name)
 
@@ -246,7 +246,7 @@ class ControllerState:
     def check_gate(self, trainer: TrainerState) -> None:
         """A replica that ends a round waits for the others, which may go on with the last one."""
         spec = trainer.trainer
-        self._rounds.see(spec, trainer.samples)
+        self._rounds.trainer_reached(spec, trainer.samples)
         bids = spec.name in self.active or spec.name in self._queue
         if bids and self._rounds.waits(spec, trainer.samples):
             self._withdraw(spec.name)
@@ -267,7 +267,7 @@ class ControllerState:
 
     def reached_elsewhere(self, event: ev.ReplicaReached) -> None:
         samples = math.inf if event.samples is None else event.samples
-        self._rounds.tell(event.training, event.trainer, samples)
+        self._rounds.replica_reached(event.training, event.trainer, samples)
         self.open_gates(event.training)
 
     def open_gates(self, training: str) -> None:

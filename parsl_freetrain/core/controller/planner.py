@@ -25,7 +25,7 @@ class Plan:
 
     asked: Problem
     answer: Answer
-    became: Problem  # after the plan's actions so far; it holds while nothing else changes
+    holds_for: Problem  # after the actions so far; while it is the present one, the plan holds
     # to start: node counts by place
     waiting: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -50,15 +50,15 @@ class Planner:
         problem = self._problem(state, at, places)
         plan, current = self._plan, self._bids.current
         actions: list[ev.Action] = []
-        new = plan is None or problem != plan.became
-        if plan is None or new:
+        outdated = plan is None or problem != plan.holds_for
+        if plan is None or outdated:
             asked, answer = self._answer(problem, state.active)
             plan = self._plan = Plan(asked, answer, problem)
             actions += self._stop(state, plan, places, current, at)
         actions += self._start(state, plan, places, at)
         if state.changed:
-            plan.became = self._problem(state, at, places)
-        if not new and not actions:
+            plan.holds_for = self._problem(state, at, places)
+        if not outdated and not actions:
             return cs.Reply()
         final, done = plan.answer, tuple(actions)
         what = problem.nodes, current, final.staying, final, plan.asked, done
