@@ -51,7 +51,6 @@ from parsl_freetrain.host.clocks import RunClock
 from parsl_freetrain.host.processes import StopSignals, allow_open_files
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.sites.named import chosen_provider, site_described
-from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.solver import allocator_named, close_allocator
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -192,7 +191,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         records: dict[str, TrainerRecord] = {}
         journal = self._begin_journal(settings, undo)
         undo.callback(self.shutdown)
-        self._environment_command = prepared(provider.environment, self.checkpoint_dir)
+        if (environment := provider.environment) is not None:
+            self._environment_command = environment.prepare(folder)
         log_dir = str(folder / 'logs')
         agent = f'{self._environment_command} {adoption.node_command()}'.strip()
         if provider.site.is_local:

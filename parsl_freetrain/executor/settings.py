@@ -27,7 +27,7 @@ from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
 from parsl_freetrain.integrations.metric_logger import MetricLogger
 from parsl_freetrain.journal.usage import charged, used_node_s
-from parsl_freetrain.sites.protocols import HoleSource, Site
+from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
@@ -205,7 +205,7 @@ def check_solver(policy: Policy, site: Site) -> None:
     )
 
 
-def check_classes(trainer: Trainer, site: HoleSource) -> None:
+def check_classes(trainer: Trainer, site: Site) -> None:
     """Refuse (BadInput) a trainer whose curves name node classes that the site does not have."""
     classes = set(getattr(site, 'classes', ()))
     if classes and trainer.shapes:

@@ -12,7 +12,6 @@ DEVICES_VARIABLE = 'FREETRAIN_SLOT_DEVICES'
 """How the slots use this computer's devices, the number of this slot, from 0, and of all slots."""
 
 SHARE, OWN, NONE = 'share', 'own', 'none'
-DEVICES = (SHARE, OWN, NONE)
 
 
 def wait_as_slow(busy_s: float) -> None:

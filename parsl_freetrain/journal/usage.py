@@ -49,8 +49,6 @@ def charged(ledger: Path) -> float:
         request = block.opened.request
         for begun, end in block.used:
             charges.ended(request, begun, end)
-        if block.closed_at is None:
-            charges.ended(request, -math.inf, 0.0)
-        else:
-            charges.ended(request, block.begun, block.closed_at)
+        begun = -math.inf if block.closed_at is None else block.begun
+        charges.ended(request, begun, block.closed_at or 0.0)
     return charges.charged

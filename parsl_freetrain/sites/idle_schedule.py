@@ -107,9 +107,6 @@ class Schedule:
             and self.node_classes == other.node_classes
         )
 
-    def __hash__(self) -> int:
-        return hash((self.nodes, self.starts.tobytes(), self.ends.tobytes()))
-
     @cached_property
     def intervals(self) -> tuple[IdleInterval, ...]:
         names = (self.nodes[node] for node in self.node_index.tolist())

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, refuse
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign, refuse_replaceable
 
 SCRIPT = Path(__file__).with_name('use_environment.sh')
@@ -58,10 +58,8 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
         if self.prefix is not None:
             packer(Path(self.prefix))
         if self.local is not None and not os.path.isabs(self.local):
-            raise BadInput(
-                f'PackedEnvironment: local is {self.local!r}; give the absolute path of a folder '
-                "on the nodes' own disks."
-            )
+            must = "the absolute path of a folder on the nodes' own disks"
+            refuse('PackedEnvironment: local', self.local, must)
 
     def prepare(self, checkpoint_dir: Path) -> str:
         """Pack the environment; returns what comes before a node's command, or raises."""
@@ -97,10 +95,6 @@ def _refuse_changeable(archive: Path) -> None:
             f'{stat.S_IMODE(found.st_mode):04o}), and nodes would run what is in it: forbid that '
             '(chmod go-w), or give a copy of your own.'
         )
-
-
-def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:
-    return '' if environment is None else environment.prepare(Path(checkpoint_dir))
 
 
 def packer(prefix: Path) -> str:

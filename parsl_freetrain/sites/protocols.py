@@ -15,14 +15,7 @@ class HoleGone(FreeTrainError, RuntimeError):
     """The nodes were taken before the block was submitted. Look at the holes again."""
 
 
-class HoleSource(Protocol):
-    """Anything that knows of holes."""
-
-    def holes(self) -> tuple[Hole, ...]:
-        """What can be had now beyond the open blocks; ``until_s`` in seconds of ``time.time()``."""
-
-
-class Site(HoleSource, Protocol):
+class Site(Protocol):
     """One machine with one batch scheduler."""
 
     name: str  #: for logs and for the ledger
@@ -39,6 +32,9 @@ class Site(HoleSource, Protocol):
 
     def close(self) -> None:
         """The executor has ended; there are no holes any more."""
+
+    def holes(self) -> tuple[Hole, ...]:
+        """What can be had now beyond the open blocks; ``until_s`` in seconds of ``time.time()``."""
 
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import typeguard
 from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 from parsl.utils import RepresentationMixin
 
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, refuse
+from parsl_freetrain.core.model.checked_settings import checked_arguments
+from parsl_freetrain.core.model.checked_values import AtLeast1, SecondsOrNever
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.packed_environment import PackedEnvironment
 from parsl_freetrain.sites.protocols import Adopting, Site, Yielding
@@ -42,19 +43,15 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         Each node unpacks it to its own disk; None: nodes import from the shared file system.
     """
 
-    @typeguard.typechecked
+    @checked_arguments('BackfillProvider')
     def __init__(
         self,
         site: Site,
-        max_blocks: int = 16,
-        min_hole_s: float = 5.0,
+        max_blocks: AtLeast1 = 16,
+        min_hole_s: SecondsOrNever = 5.0,
         worker_init: str = '',
         environment: PackedEnvironment | None = None,
     ) -> None:
-        if max_blocks < 1:
-            refuse('BackfillProvider: max_blocks', max_blocks, 'at least 1')
-        if not min_hole_s >= 0:
-            refuse('BackfillProvider: min_hole_s', min_hole_s, 'a number of seconds, 0 or more')
         self.site, self.environment = site, environment
         self.max_blocks, self.min_hole_s = max_blocks, min_hole_s
         self.worker_init = worker_init

@@ -87,7 +87,8 @@ def generate(
         refuse(f'{_OURS}: time_factor', time_factor, 'a number above 0')
     draw = np.random.default_rng(seed)
     until_s = duration_s / time_factor
-    leaves = _leave_times(draw, until_s)
+    count = int((until_s + 2 * _WARM_UP_S) / LEAVE_GAP_MEAN_S) + 1
+    leaves = -_WARM_UP_S + np.cumsum(draw.exponential(LEAVE_GAP_MEAN_S, count))
     free_at = np.full(len(names), -math.inf)
     intervals: list[IdleInterval] = []
     for at_s in _join_times(draw, until_s, idle_share).tolist():
@@ -132,11 +133,6 @@ def _join_times(draw: np.random.Generator, until_s: float, idle_share: float) ->
         at_s = float(times[-1][-1])
     joined = np.concatenate(times)
     return joined[joined < until_s]
-
-
-def _leave_times(draw: np.random.Generator, until_s: float) -> Floats:
-    count = int((until_s + 2 * _WARM_UP_S) / LEAVE_GAP_MEAN_S) + 1
-    return -_WARM_UP_S + np.cumsum(draw.exponential(LEAVE_GAP_MEAN_S, count))
 
 
 def _cohort(draw: np.random.Generator, busy: Ints, idle_share: float) -> Ints:

@@ -61,9 +61,13 @@ def test_holes_and_plan_show_everything_and_send_nothing(
 
 
 @pytest.mark.slurm
-def test_a_python_file_is_a_site_too(slurm: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_python_file_and_its_name_are_a_site_too(
+    slurm: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(['holes', '--site', str(ROOT / 'site_configs' / 'slurm_generic.py'), '--json']) == 0
     assert [hole['nodes'] for hole in json.loads(capsys.readouterr().out)] == [4]
+    assert main(['plan', '--site', 'slurm_generic', '--json']) == 0
+    assert [block['nodes'] for block in json.loads(capsys.readouterr().out)['blocks']] == [4]
 
 
 def test_this_computer_has_holes_but_no_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +126,3 @@ def test_a_scheduler_that_does_not_answer_gets_a_sentence(
         'scontrol show partition failed' in said.err and 'should not have happened' not in said.err
     )
     assert len(said.err.splitlines()) == 1
-
-
-@pytest.mark.slurm
-def test_a_site_by_name(slurm: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(['plan', '--site', 'slurm_generic', '--json']) == 0
-    assert [block['nodes'] for block in json.loads(capsys.readouterr().out)['blocks']] == [4]

@@ -55,9 +55,6 @@ def test_what_a_site_needs(
     monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
     with pytest.raises(BadInput, match=sentence):
         FreeTrainExecutor(**settings)  # type: ignore[arg-type]
-
-
-def test_queues_are_checked_data() -> None:
     with pytest.raises(BadInput, match='is no queue'):
         QueueLimits(nodes=(4, 2), walltime_s=(1, 2), jobs=1)
 

@@ -16,6 +16,7 @@ from parsl_freetrain import BadInput, FragmentContext, LocalSite, PackedEnvironm
 from parsl_freetrain.sites import packed_environment
 from parsl_freetrain.sites.packed_environment import SCRIPT, packer
 from tests.chaos.disks import DISK_MB, small_disk
+from tests.support.other_user import needs_root
 from tests.support.programs import run_to_end
 from tests.support.ranks import finish
 from tests.support.training import freetrain
@@ -160,16 +161,7 @@ def test_nodes_that_share_a_folder_leave_each_others_environments_alone(tmp_path
 
 
 @pytest.mark.parametrize(
-    ('mode', 'owner'),
-    [
-        (0o666, None),
-        (0o620, None),
-        pytest.param(
-            0o600,
-            4321,
-            marks=pytest.mark.skipif(os.getuid() != 0, reason='needs root, to give away'),
-        ),
-    ],
+    ('mode', 'owner'), [(0o666, None), (0o620, None), pytest.param(0o600, 4321, marks=needs_root)]
 )
 def test_an_archive_others_can_change_is_refused(
     tmp_path: Path, mode: int, owner: int | None
@@ -199,7 +191,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ({'archive': 'a', 'prefix': 'b'}, 'an archive and a prefix; give'),
         ({'archive': '/nowhere.tar'}, "'/nowhere.tar' cannot be read; name a file"),
         ({'prefix': '/'}, '/ is no virtual environment and no conda environment'),
-        ({'local': 'scratch'}, "local is 'scratch'; give the absolute path"),
+        ({'local': 'scratch'}, "local is 'scratch'; it must be the absolute path"),
         ({'locl': '/tmp'}, "no argument 'locl'; say local"),
     ):
         with pytest.raises(BadInput, match=says):

@@ -84,8 +84,7 @@ def scheduler() -> Iterator[Scripted]:
 
 @pytest.fixture
 def tracker(scheduler: Scripted) -> BlockTracker:
-    options = BatchOptions()
-    made = BlockTracker(cast(Any, scheduler), options, scheduler.clock, set())
+    made = BlockTracker(cast(Any, scheduler), BatchOptions(), scheduler.clock, set())
     made.add([BLOCK])
     return made
 
@@ -143,9 +142,8 @@ def test_a_job_that_cannot_be_cancelled_is_tried_less_often(
     scheduler: Scripted, stray: bool
 ) -> None:
     """A block that did not start in time, or whose submission got no answer in ``command_s``."""
-    options = BatchOptions()
     unanswered = {'lost'} if stray else set()
-    tracker = BlockTracker(cast(Any, scheduler), options, scheduler.clock, unanswered)
+    tracker = BlockTracker(cast(Any, scheduler), BatchOptions(), scheduler.clock, unanswered)
     tracker.add([] if stray else [BLOCK])
     name = 'lost' if stray else BLOCK.place.name
     scheduler.queue = (BatchJob('1', JobState.PENDING, 'batch', 1, user=own_name(), name=name),)
@@ -216,12 +214,8 @@ def test_a_queue_that_is_stopped_for_a_while_is_used_again_afterwards() -> None:
     """It was looked up once: a run that began in a maintenance was idle for ever."""
     scheduler: Any = Scripted()
     watch = QueueWatch(scheduler, BatchOptions(poll_s=1.0), scheduler.clock)
-    told: list[Any] = [
-        Queue('q', up=False),
-        Queue('q', up=False),
-        Queue('q'),
-        BadInput('It takes no jobs.'),
-    ]
+    stopped = Queue('q', up=False)
+    told: list[Any] = [stopped, stopped, Queue('q'), BadInput('It takes no jobs.')]
 
     def queue() -> Any:
         if isinstance(found := told.pop(0), BadInput):

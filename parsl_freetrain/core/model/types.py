@@ -109,6 +109,12 @@ class BlockRequest:
     lasts_s: float = field(default=math.inf, compare=False)
     exempt_s: float = field(default=0.0, compare=False)
 
+    def check(self) -> None:
+        """BadInput unless it is for at least one node, and as many as it names, if any."""
+        if self.nodes < 1 or len(self.names) not in (0, self.nodes):
+            must = 'for at least one node, and for as many as it names, or name none'
+            refuse(f'A block of {self.nodes} nodes, names', list(self.names), must)
+
 
 @dataclass(frozen=True)
 class ScalingCurve:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -44,10 +44,7 @@ def run_ordinary(buffer: bytes, execute: str | None = None, *args: Any, **kwargs
 
 
 def _executing(execute: str | None) -> Callable[..., Any]:
-    if not execute:
-        return execute_task
-    module, _, name = execute.rpartition('.')
-    run: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    run: Callable[..., Any] = pkgutil.resolve_name(execute) if execute else execute_task
     return run
 
 

@@ -102,12 +102,9 @@ class BlockTable:
             if b.life in lives and not (b.seen.taken or b.seen.cancelled or b.seen.missing)
         ]
 
-    def missing(self) -> list[str]:
+    def missing(self) -> dict[str, Output]:
         blocks = self._blocks.values()
-        return [b.job_id for b in blocks if b.seen.missing and not life.is_over(b.life)]
-
-    def place(self, job_id: str) -> Output:
-        return self._blocks[job_id].place
+        return {b.job_id: b.place for b in blocks if b.seen.missing and not life.is_over(b.life)}
 
     def end_of(self, job_id: str) -> float | None:
         """When the scheduler ends a block that has nodes, at the latest; None: never or unknown."""

@@ -58,11 +58,7 @@ def check_classes(classes: Sequence[str], nodes: Sequence[Nodes], queue: Partiti
 
 def check_request(request: BlockRequest, queue: Partition) -> None:
     """Refuse (BadInput) what the queue can never give."""
-    if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
-        raise BadInput(
-            f'A block of {request.nodes} nodes with the names {list(request.names)} was asked for; '
-            f'it must have at least one node, and as many names as nodes, or none.'
-        )
+    request.check()
     if request.nodes < queue.least_nodes or request.nodes > (queue.most_nodes or request.nodes):
         raise BadInput(
             f'A block of {nodes_text(request.nodes)} was asked for; the queue {queue.name!r} '

@@ -242,7 +242,7 @@ class BlockTracker:
         """Ask for the ends of jobs gone from the queue, in a thread: a database may be slow."""
         now = self._clock()
         with self._lock:
-            missing = {job_id: self._blocks.place(job_id) for job_id in self._blocks.missing()}
+            missing = self._blocks.missing()
         asked = self._history is not None and self._history.is_alive()
         if asked or not missing or now < self._next_history:
             return

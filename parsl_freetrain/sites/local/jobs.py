@@ -63,7 +63,7 @@ class SlotJobs:
         # exec'd, so that signals reach it.
         program = sys.executable, '-P', os.path.abspath(slots.__file__)
         block = shlex.join([*program, json.dumps(how), command])
-        logs = [_beside(script, suffix) for suffix in ('.out', '.err')]
+        logs = [Path(f'{script}{suffix}') for suffix in ('.out', '.err')]
         try:
             with files.create(script) as file:
                 file.write(f'{worker_init}\nexec {block}\n'.encode())
@@ -91,7 +91,7 @@ class SlotJobs:
         if code is None:
             return JobStatus(JobState.RUNNING)
         state, message = self._ending(job, code)
-        out, err = (str(_beside(job.script, suffix)) for suffix in ('.out', '.err'))
+        out, err = (f'{job.script}{suffix}' for suffix in ('.out', '.err'))
         if state is JobState.FAILED:
             message += f'; its output is in {out} and {err}'
         job.last = JobStatus(state, message, exit_code=code, stdout_path=out, stderr_path=err)
@@ -132,7 +132,3 @@ class SlotJobs:
                     os.killpg(job.process.pid, signal.SIGKILL)
                 job.process.wait()
             self.status(job_id)
-
-
-def _beside(script: Path, suffix: str) -> Path:
-    return script.with_name(script.name + suffix)

@@ -11,9 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from parsl.jobs.states import JobStatus
 
+from parsl_freetrain.core.model.checked_settings import checked_arguments
+from parsl_freetrain.core.model.checked_values import Positive, PositiveSeconds, Seconds
 from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.host import slot
@@ -21,13 +24,10 @@ from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, check_cl
 from parsl_freetrain.sites.local.jobs import SlotJobs
 from parsl_freetrain.sites.protocols import HoleGone
 
-KILL, NOTICE, KNOWN, MIXED = 'kill', 'notice', 'known', 'mixed'
-TAKEN = (KILL, NOTICE, KNOWN, MIXED)
-
 _OVER_S = 5.0  # after the schedule's end, until all of its blocks have ended
 
 # Under 'mixed': mostly without warning, as on a real machine.
-_MIX = ((KILL, 0.6), (NOTICE, 0.25), (KNOWN, 0.15))
+_MIX = (('kill', 0.6), ('notice', 0.25), ('known', 0.15))
 
 
 @dataclass(frozen=True)
@@ -90,31 +90,22 @@ class LocalSite:
     interface: str | None = 'lo'
     script_dir: str | None = None
 
+    @checked_arguments('LocalSite')
     def __init__(
         self,
         nodes: int | Sequence[str] = 2,
         schedule: str | Path | Schedule | None = None,
-        time_factor: float = 1.0,
+        time_factor: Positive = 1.0,
         repeat: bool = False,
-        taken: str = KILL,
-        notice_s: float = 10.0,
+        taken: Literal['kill', 'notice', 'known', 'mixed'] = 'kill',
+        notice_s: Seconds = 10.0,
         seed: int = 0,
-        poll_s: float = 0.5,
+        poll_s: PositiveSeconds = 0.5,
         node_classes: Mapping[str, str] | None = None,
         class_speeds: Mapping[str, float] | None = None,
-        devices: str = slot.SHARE,
+        devices: Literal['share', 'own', 'none'] = 'share',
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if taken not in TAKEN:
-            refuse('LocalSite: taken', taken, f'one of {", ".join(map(repr, TAKEN))}')
-        if not (math.isfinite(time_factor) and time_factor > 0):
-            refuse('LocalSite: time_factor', time_factor, 'a number above 0')
-        if not (math.isfinite(notice_s) and notice_s >= 0):
-            refuse('LocalSite: notice_s', notice_s, 'a number of seconds, 0 or more')
-        if not (math.isfinite(poll_s) and poll_s > 0):
-            refuse('LocalSite: poll_s', poll_s, 'a number of seconds above 0')
-        if devices not in slot.DEVICES:
-            refuse('LocalSite: devices', devices, f'one of {", ".join(map(repr, slot.DEVICES))}')
         self.nodes, self.devices, self.schedule = nodes, devices, schedule
         self.time_factor, self.repeat, self.poll_s = time_factor, repeat, poll_s
         self.taken, self.notice_s, self.seed = taken, notice_s, seed
@@ -136,9 +127,7 @@ class LocalSite:
     def _set_classes(
         self, node_classes: Mapping[str, str], class_speeds: Mapping[str, float]
     ) -> None:
-        if not isinstance(node_classes, Mapping) or (
-            node_classes and sorted(node_classes) != sorted(self._followed.nodes)
-        ):
+        if node_classes and sorted(node_classes) != sorted(self._followed.nodes):
             each = f'a dict with the class of each of {", ".join(self._followed.nodes)}'
             refuse('LocalSite: node_classes', node_classes, each)
         self.node_classes, self.class_speeds = dict(node_classes), dict(class_speeds)
@@ -259,12 +248,7 @@ class LocalSite:
         self._jobs.cancel(job_ids)
 
     def _choose(self, request: BlockRequest, free: dict[str, IdleInterval]) -> tuple[str, ...]:
-        if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
-            raise BadInput(
-                f'LocalSite: a block of {request.nodes} nodes with the names '
-                f'{list(request.names)} was asked for; it must have at least one node, and as '
-                'many names as nodes, or none.'
-            )
+        request.check()
         strange = [name for name in request.names if name not in self._intervals]
         if strange or request.nodes > len(self._intervals):
             raise BadInput(
@@ -332,7 +316,7 @@ class LocalSite:
         return {node: interval for node, interval in present.items() if interval is not None}
 
     def _how(self, end_s: float) -> str:
-        if self.taken != MIXED:
+        if self.taken != 'mixed':
             return self.taken
         # Seeded by the end alone: nodes that are taken together are taken in the same way.
         draw = random.Random(f'{self.seed}:{end_s!r}')
@@ -340,7 +324,7 @@ class LocalSite:
 
     def _known(self, how: str, end: float, now: float) -> float:
         """This end, where it is known by now; otherwise infinite."""
-        known = how == KNOWN or (how == NOTICE and now >= end - self.notice_s)
+        known = how == 'known' or (how == 'notice' and now >= end - self.notice_s)
         return end if known else math.inf
 
 
@@ -349,10 +333,8 @@ def _followed(nodes: int | Sequence[str], schedule: str | Path | Schedule | None
     names = () if isinstance(nodes, int) else tuple(nodes)
     count = nodes if isinstance(nodes, int) else len(names)
     if count < 1 or isinstance(nodes, str):
-        raise BadInput(
-            f'LocalSite: nodes is {nodes!r}; it must be a number of slots, at least 1, '
-            'or a list of their names.'
-        )
+        must = 'a number of slots, at least 1, or a list of their names'
+        refuse('LocalSite: nodes', nodes, must)
     if len(set(names)) != len(names):
         raise BadInput(f'LocalSite: the node names {list(names)} must differ from each other.')
     if schedule is None:

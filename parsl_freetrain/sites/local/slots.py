@@ -123,7 +123,10 @@ class SlotBlock:
             how = self._watch()
         finally:
             self._kill_all()
-        self._write_end(how)
+        # A full disk or a folder that is gone must not keep the block from ending.
+        with contextlib.suppress(OSError):
+            said = {'how': how, 'at': time.time(), 'exit_codes': self._exit_codes}
+            _write(end_file(self._folder, self._job_name), said)
         codes = [code for code in self._exit_codes.values() if code]
         return EXIT_CODES.get(how, min(255, abs(codes[0])) if codes else 0)
 
@@ -204,12 +207,6 @@ class SlotBlock:
         self._nodes.clear()
         kill_block(self._folder, self._job_name)
         remove_leftovers()
-
-    def _write_end(self, how: str) -> None:
-        # A full disk or a folder that is gone must not keep the block from ending.
-        with contextlib.suppress(OSError):
-            said = {'how': how, 'at': time.time(), 'exit_codes': self._exit_codes}
-            _write(end_file(self._folder, self._job_name), said)
 
 
 def _kill_group(pid: int) -> None:

@@ -136,7 +136,7 @@ def test_classes_that_the_site_does_not_have_are_refused() -> None:
         check_classes(net, LocalSite(2))
     with pytest.raises(BadInput, match=r'node_classes is .*slot07.*; .* of each of slot00, slot01'):
         LocalSite(2, node_classes={'slot07': 'fast'})
-    with pytest.raises(BadInput, match='a dict with the class of each of slot00, slot01'):
+    with pytest.raises(BadInput, match='node_classes is .*; it must be a dict'):
         LocalSite(2, node_classes=['fast', 'slow'])  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="of slot00: the node class is 'a b'; it must be made of"):
         LocalSite(2, node_classes={'slot00': 'a b', 'slot01': 'slow'})

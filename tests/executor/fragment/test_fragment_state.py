@@ -41,12 +41,17 @@ from parsl_freetrain.training.spec.messages import RankEnd as Ending_
 from tests.support.parsl_sides import NoParsl
 
 
-class Nobody:
-    def send(self, *_: object) -> None:
-        pass
+class Told:
+    """Keeps what members are told."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, key: Any, message: Any) -> None:
+        self.messages.append((key[2], message))
 
 
-members = Members(Nobody(), cast(Any, None))  # type: ignore[arg-type]
+members = Members(Told(), cast(Any, None))  # type: ignore[arg-type]
 START = Checkpoint('cnn', '', 0, 0)
 
 
@@ -206,12 +211,8 @@ def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() ->
     assert 'fragment 7' in note
     assert '/logs/rank-1.log' in note
     assert 'Traceback of the node' in note
-
-
-def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
-    fragment = running_fragment(1)
-    error = msg.RankError('Odd', 'only here', 'Traceback of the node')
-    fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
+    error = msg.RankError('Odd', 'only here', 'Traceback of the node')  # it cannot be loaded
+    fragment.settled[1] = [outcome(1, 'error', samples=10, error=error)]
     load = fragment.result().exception
     assert load is not None and 'Odd: only here' in str(load())
 
@@ -437,16 +438,6 @@ def test_parts_of_a_state_are_handed_over_if_all_are_there_and_of_the_same_step(
     assert left.handover == Handover((('d0',), ('d1',)), 900)
     lefts(900, 884, 900)  # there is no whole state
     assert left_states(fragment, fragment.result()) == ()
-
-
-class Told:
-    """Keeps what members are told."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-
-    def send(self, key: Any, message: Any) -> None:
-        self.messages.append((key[2], message))
 
 
 Hear = Callable[[int, Any, float], None]
