@@ -13,7 +13,6 @@ from pathlib import Path
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.executor.stream import Subscriber
 from parsl_freetrain.host.files import make_dir, write_new
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign, refuse_replaceable
 from parsl_freetrain.training.process import block_lease
@@ -42,7 +41,7 @@ def check_name(name: str) -> None:
         )
 
 
-class RunLock(Subscriber):
+class RunLock:
     """Names the live run in its folder, and touches the file; ``lost``: why this run must end."""
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -89,6 +88,9 @@ class RunLock(Subscriber):
                 f'process {other.pid} on {other.host} has taken the checkpoint_dir '
                 f'{self._path.parent}, as this run gave no sign of life for {SILENT_S:g} s'
             )
+
+    def flush(self) -> None:
+        """Nothing is ever pending."""
 
 
 @contextmanager

@@ -59,8 +59,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         self.init_blocks = self.min_blocks = self.parallelism = 0
         self.nodes_per_block = 1
         self.resources: dict[object, Any] = {}
-        self.cores_per_node = None
-        self.mem_per_node = None
+        self.cores_per_node = self.mem_per_node = None
         self._lock = threading.Lock()
         # Every job of ours, with its final status once it has one.
         self._jobs: dict[str, JobStatus | None] = {}

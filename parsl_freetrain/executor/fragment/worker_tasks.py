@@ -44,8 +44,7 @@ def run_ordinary(buffer: bytes, execute: str | None = None, *args: Any, **kwargs
 
 
 def _executing(execute: str | None) -> Callable[..., Any]:
-    run: Callable[..., Any] = pkgutil.resolve_name(execute) if execute else execute_task
-    return run
+    return pkgutil.resolve_name(execute) if execute else execute_task
 
 
 class Greeting(NamedTuple):
