@@ -1,5 +1,7 @@
 """``@freetrain_app``: bad input gets a sentence at once; functions reach the nodes."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import importlib

@@ -3,6 +3,8 @@
 entry, exactly, whatever is repeated (in rounds, with the mean of replicas only).
 """
 
+from __future__ import annotations
+
 import faulthandler
 import signal
 import sys

@@ -1,5 +1,7 @@
 """Nothing hangs: ranks, workers and managers that are really killed or stopped."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import math

@@ -1,5 +1,7 @@
 """Rescaling while training goes on: the next ranks are ready, the state is in memory."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from pathlib import Path

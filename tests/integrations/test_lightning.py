@@ -1,5 +1,7 @@
 """LightningModules in fragments: Lightning's own figures, and sentences for the rest."""
 
+from __future__ import annotations
+
 import importlib
 import runpy
 from collections.abc import Callable

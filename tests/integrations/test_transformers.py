@@ -1,5 +1,7 @@
 """Hugging Face's Trainer in fragments: its own figures, and sentences for the rest."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

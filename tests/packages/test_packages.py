@@ -1,9 +1,11 @@
 """Training with the packages of scientists: one rank undisturbed, and two ranks that are stopped
 and go on as one, give the same bits. Each test is a row of docs/packages.md.
 """
+
+from __future__ import annotations
+
 # mypy: ignore-errors
 # The packages are not installed where types are checked.
-
 import os
 import re
 import signal

@@ -1,7 +1,9 @@
 """As test_packages.py: trainers and modules of packages, and models of more fields."""
+
+from __future__ import annotations
+
 # mypy: ignore-errors
 # The packages are not installed where types are checked.
-
 import copy
 import json
 import os

@@ -2,6 +2,8 @@
 asks torch.distributed takes itself for alone in reproducible mode.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

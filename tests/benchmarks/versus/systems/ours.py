@@ -1,5 +1,7 @@
 """FreeTrain on the local site, whose nodes come and go as the benchmark says."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path
