@@ -127,8 +127,7 @@ def rehearse(
         forms = _Forms(name, _spec_of(spec), server, Path(folder), payload, steps)
         first = forms.run('undisturbed', [_Part()])
         if first.error and not isinstance(spec.mode, Reproducible):
-            own = structs.replace(forms.spec, mode=spec.mode)
-            forms = replace(forms, spec=own)
+            forms = replace(forms, spec=structs.replace(forms.spec, mode=spec.mode))
             first = forms.run('undisturbed', [_Part()])
         if first.error or first.checkpoint is None:
             raise BadInput(f'The rehearsal of {name!r} did not train undisturbed: {first.error}')
@@ -170,8 +169,7 @@ class _Forms:
             ('stopped after a loop, and continued', loops[0] if loops else None),
         ):
             parts = [_Part(1, at), _Part()]
-            there = at is not None
-            yield self._row(first, form, parts, 'cut') if there else Row(form, few, ran=False)
+            yield Row(form, few, ran=False) if at is None else self._row(first, form, parts, 'cut')
         late = starts[min(len(starts) // 2, max(0, len(starts) - 4))]
         yield self._row(first, 'killed, and continued', [_Part(1, late, kill=True), _Part()], 'cut')
         if not isinstance(self.spec.mode, Reproducible):

@@ -86,8 +86,7 @@ class Memory:
 
 def _is_plain(one: Any) -> bool:
     if type(one) in (dict, list, tuple):
-        inner = [*one, *one.values()] if isinstance(one, dict) else one
-        return all(map(_is_plain, inner))
+        return all(map(_is_plain, [*one, *one.values()] if isinstance(one, dict) else one))
     if isinstance(one, torch.Tensor):
         return not one.requires_grad
     kind = getattr(one, 'dtype', np.dtype(object)).kind

@@ -123,8 +123,7 @@ class Trainer:
     @property
     def world_size(self) -> int:
         """In the default mode 1, as for ``torch.distributed``: nothing may depend on it."""
-        alone = isinstance(self.ctx.spec.mode, Reproducible)
-        return 1 if alone else self.ctx.world_size
+        return 1 if isinstance(self.ctx.spec.mode, Reproducible) else self.ctx.world_size
 
     @property
     def global_step(self) -> int:
@@ -184,7 +183,9 @@ class Trainer:
                 model.optimizer_step(self.current_epoch, number, optimizer, closure)
             else:
                 optimizer.step()
-            _step_schedulers(configs, stepped, step + 1)
+            for one, scheduler in zip(configs, stepped, strict=True):
+                if one.interval == 'step' and (step + 1) % one.frequency == 0:
+                    scheduler.step()
             ctx.report(loss=loss.item(), learning_rate=optimizer.param_groups[0]['lr'])
         self.training = False
         self._event('on_train_end')
@@ -332,12 +333,6 @@ def _optimizer_of(model: Any) -> tuple[Any, Sequence[Any]]:
     if any(one.reduce_on_plateau and one.interval == 'step' for one in configs):
         raise unsupported('ReduceLROnPlateau with interval="step"', 'say interval="epoch"')
     return optimizers[0], configs
-
-
-def _step_schedulers(configs: Sequence[Any], stepped: Sequence[Any], steps: int) -> None:
-    for one, scheduler in zip(configs, stepped, strict=True):
-        if one.interval == 'step' and steps % one.frequency == 0:
-            scheduler.step()
 
 
 def _run(module: Any, prepared: Any, batch: Any, number: int) -> torch.Tensor:

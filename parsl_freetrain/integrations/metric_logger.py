@@ -34,11 +34,9 @@ class LoggedTraining:
 class OpenLog(Protocol):
     def log(self, samples: int, at: float, metrics: Mapping[str, float]) -> None:
         """Log metrics at a number of samples, which increases; ``at`` in epoch seconds."""
-        ...
 
     def close(self, state: str) -> None:
         """No more metrics in this run; ``state``: the trainer's, such as 'finished'."""
-        ...
 
 
 class MetricLogger(Protocol):
@@ -46,4 +44,3 @@ class MetricLogger(Protocol):
 
     def open(self, training: LoggedTraining) -> OpenLog:
         """Begin a training, or go on with one that another process has begun."""
-        ...

@@ -11,8 +11,6 @@ from parsl_freetrain.integrations.metric_logger import LoggedTraining, OpenLog
 with needs('parsl_freetrain.integrations.wandb'):
     import wandb
 
-EXIT_CODES = {'failed': 1}
-
 
 class WandbLogger:
     """A logger for ``Recording(loggers=[...])``. A training is one run of W&B, whose steps
@@ -48,4 +46,4 @@ class _Log:
         self._run.log(dict(metrics), step=samples)
 
     def close(self, state: str) -> None:
-        self._run.finish(exit_code=EXIT_CODES.get(state, 0))
+        self._run.finish(exit_code=int(state == 'failed'))

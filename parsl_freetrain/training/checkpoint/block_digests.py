@@ -30,8 +30,7 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def blocks_of(file: BinaryIO) -> tuple[str, ...]:
-    found = tuple(digest(block) for block in iter(lambda: file.read(BLOCK), b''))
-    return found or (digest(b''),)
+    return tuple(digest(block) for block in iter(lambda: file.read(BLOCK), b'')) or (digest(b''),)
 
 
 def digest_of_blocks(blocks: Sequence[str]) -> str:

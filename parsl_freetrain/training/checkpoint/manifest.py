@@ -84,8 +84,7 @@ def write_manifest(
     files += tuple(File(n, path_in(folder, n).stat().st_size, hashed[n]) for n in shared)
     manifest = msgspec.structs.replace(manifest, files=files, format=FORMAT)
     # Python's own encoder writes metrics that are not finite.
-    content = json.dumps(msgspec.to_builtins(manifest), indent=1).encode()
-    fs.write_new(folder / MANIFEST, content)
+    fs.write_new(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
     fs.sync_dir(folder)
     return manifest
 

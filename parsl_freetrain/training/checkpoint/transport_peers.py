@@ -59,8 +59,7 @@ class PeerTransport:
         return kept
 
     def has(self, file: str) -> bool:
-        here = self._disk is not None and self._disk.has(file)
-        return here or bool(self._holders.get(file))
+        return (self._disk is not None and self._disk.has(file)) or bool(self._holders.get(file))
 
     def fetch(self, blocks: Sequence[FileBlock]) -> Iterator[memoryview]:
         needed, rank, self._damage = set(blocks), self._peers.rank, None

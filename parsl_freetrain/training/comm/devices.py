@@ -265,5 +265,4 @@ def _check(kind: Accelerator, own: Sequence[str]) -> None:
 
 
 def _uuid(device: torch.device) -> str:
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, 'uuid', ''))
+    return str(getattr(torch.get_device_module(device).get_device_properties(device), 'uuid', ''))

@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.loop import changes
+from parsl_freetrain.training.loop import changes, places
 from parsl_freetrain.training.loop.enumerated import counts, number_of, set_number
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.numbers import Numbers
 from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packed, unpacked
-from parsl_freetrain.training.loop.places import GLOBAL, Places, live_names
 from parsl_freetrain.training.loop.unknown_state import frames, set_variables
 from parsl_freetrain.training.steps.buffers import is_plain
 
@@ -43,7 +42,8 @@ class Carried:
     ) -> None:
         self._fresh, self._saved = not saved, dict(saved or {})
         self._frames: list[FrameType] = []
-        self._places, self._others = Places((), ()), list[Any]()
+        self._places, self._others = places.Places((), ()), list[Any]()
+        self._packages: dict[str, Any] | None = None  # those of the first loop: names must stay
         self._said = set[str]()
         self._how = How(live, set(), self._class, device)
         self._marks: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class Carried:
         lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
         self._others = [*functions, *prepared.models, *lambdas, *data]
         self._data = {*map(id, data)}
-        self._places = Places(self._frames, self._others, self._of_data)
+        self._places = self._found()
         self._how.known = {*map(id, known), *map(id, prepared.averages)}
         self._how.models = prepared.models
         self._how.live = prepared.tensors()
@@ -83,6 +83,12 @@ class Carried:
                 for path, one in self._variables(all_of=True)
                 if changes.may_be_saved(one) or changes.is_data(one) or isinstance(one, Iterator)
             }
+
+    def _found(self) -> places.Places:
+        if self._packages is None:
+            self._packages = places.of_packages(self._others)
+        found = places.Places(self._frames, self._others, self._of_data)
+        return found.with_packages(self._packages)
 
     def _is_copy(self, one: Any) -> bool:
         """Whether it holds a copy of what is trained (Lookahead, L2-SP, distillation)."""
@@ -117,12 +123,12 @@ class Carried:
             self._data_then, changed = now, set()
         if new := changed - self._of_data:
             self._of_data |= new
-            self._places = Places(self._frames, self._others, self._of_data)
+            self._places = self._found()
         return bool(new)
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
-        self._frames, self._others, self._places = [], [], Places((), ())
+        self._frames, self._others, self._places, self._packages = [], [], places.Places((), ()), {}
         self._counts, self._numbers = [], None
 
     def begin_epoch(self) -> None:
@@ -197,7 +203,7 @@ class Carried:
                 vars(module).setdefault(name, self._value(then))  # first made in forward, perhaps
         for frame in self._frames:
             its, own = frame.f_globals, frame.f_locals
-            for name, then in _named(saved, f'{GLOBAL}{its["__name__"]}:').items():
+            for name, then in _named(saved, f'{places.GLOBAL}{its["__name__"]}:').items():
                 if name not in its:
                     its[name] = self._value(then)
             found = _named(saved, f'{frame.f_code.co_qualname}.')
@@ -209,7 +215,7 @@ class Carried:
         bytes that there may be in all, of which those that there are are taken off.
         """
         if room is None:  # some may be new
-            self._places = Places(self._frames, self._others, self._of_data)
+            self._places = self._found()
         return {
             'epoch': self._at_epoch or {},
             'loop': {} if finished else self._changed(room),
@@ -301,7 +307,7 @@ class Carried:
         found: dict[str, Any] = {}
         for frame in self._frames:
             code, own = frame.f_code, frame.f_locals
-            names = own.keys() if all_of else live_names(code, frame.f_lasti) & own.keys()
+            names = own.keys() if all_of else places.live_names(code, frame.f_lasti) & own.keys()
             found.update((f'{code.co_qualname}.{name}', own[name]) for name in names)
         found.update((place.path, one) for place, one in self._places)
         for path, one in found.items():

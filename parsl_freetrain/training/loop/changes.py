@@ -35,6 +35,7 @@ SCALARS = (bool, int, float, str, bytes, type(None))
 COPIED = 20_000, 2**24  # elements and bytes of all variables that are copied after each batch
 _LOOKED_AT = 10**6, 2**30  # of a variable of which all is looked at, else some
 _OTHERS = {*sys.stdlib_module_names, 'parsl_freetrain'} - {'__main__'}
+_OF_PROCESS = {'_io', '_thread', '_socket', '_queue', 'threading', 'socket', 'queue', 'subprocess'}
 _NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
 VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
@@ -111,8 +112,17 @@ def is_users_class(module: str) -> bool:
 @lru_cache(maxsize=4096)
 def is_package(kind: Any) -> bool:
     """Whether a class is of an installed package, but not torch."""
-    file = getattr(sys.modules.get(kind.__module__), '__file__', None) or ''
-    return is_library(file) and kind.__module__.partition('.')[0] not in _OTHERS | {'torch'}
+    others = kind.__module__.partition('.')[0] in _OTHERS | {'torch'}
+    return not (others or is_users_class(kind.__module__))
+
+
+def may_count(one: Any) -> bool:
+    """Whether a package's object may have numbers that are state: it is not large and has no files,
+    threads or connections, whose numbers are those of this process.
+    """
+    own = getattr(one, '__dict__', {}) if is_package(type(one)) else {}  # type: ignore[arg-type]
+    of = {type(value).__module__.partition('.')[0] for value in [*own.values()]}
+    return bool(own) and not (of & _OF_PROCESS or is_large(own, _LOOKED_AT))
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import re
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from parsl_freetrain.training.data.inside import inside
 from parsl_freetrain.training.data.own_generators import seeding
 from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.loop.unknown_state import frames, is_users
@@ -60,7 +61,7 @@ class Places:
     ) -> None:
         self.classes: dict[str, type] = {}
         self.datasets, self._kept = dict[str, Any](), kept
-        self._libraries: list[tuple[str, Any]] = []  # objects of other packages
+        self._libraries: list[tuple[str, Any]] = []  # modules of other packages
         self.stored = set[str]()  # names of attributes that functions set
         self.modules: dict[str, torch.nn.Module] = {}  # the user's own
         self._found: dict[str, Place] = {}
@@ -86,6 +87,14 @@ class Places:
         for place in self._found.values():
             with suppress(ValueError, KeyError):  # it is empty, or gone
                 yield place, place.value()
+
+    def with_packages(self, packages: Mapping[str, Any]) -> Places:
+        """And what they count, add up or wait for: meters, updates of targets, callbacks."""
+        for path, one in packages.items():
+            for key, value in [*vars(one).items()]:
+                if isinstance(value, changes.KINDS):
+                    self._add(f'package:{path}.{key}', vars(one), key)
+        return self
 
     def _add(self, path: str, holder: Any, name: str) -> None:
         place = Place(path, holder, name)
@@ -138,10 +147,6 @@ class Places:
             own = changes.attributes(one)
             if own is not None:
                 self._waiting += (type(one), *own.values())
-            elif not isinstance(one, (ModuleType, torch.optim.Optimizer)):
-                with suppress(Exception):  # of a proxy, or as it has no attributes
-                    if vars(one) and not changes.has_state(one):
-                        self._libraries.append((self._numbered(type(one).__qualname__), one))
 
     def _dataset(self, one: Any) -> None:
         name, users = self._numbered(type(one).__qualname__), changes.attributes(one) is not None
@@ -261,4 +266,17 @@ def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
     for place, one in Places(around, functions):
         name = place.name or place.path
         found.setdefault(name if found.get(name, one) is one else place.path, one)
+    return found
+
+
+def of_packages(functions: Sequence[Any]) -> dict[str, Any]:
+    """Their objects around us, by path, but not in data and what has a state of its own."""
+    others = Dataset, DataLoader, torch.optim.Optimizer
+    found, left_out = dict[str, Any](), list[str]()
+    for path, one in inside({**variables(functions), 'functions': functions}):
+        inner = path.startswith(tuple(left_out))
+        if inner or isinstance(one, others) or changes.has_state(one):
+            left_out += () if inner else (f'{path}.', f'{path}[')
+        elif changes.may_count(one):
+            found[path] = one
     return found

@@ -9,14 +9,13 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import local, real
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.data.inside import inside, parts_of
+from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.loop.averages import PreparedAverage
-from parsl_freetrain.training.loop.changes import CONTAINERS, has_state, is_metric, is_package
+from parsl_freetrain.training.loop.changes import CONTAINERS, is_metric, is_package
 from parsl_freetrain.training.loop.held import memory
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase
 from parsl_freetrain.training.loop.places import variables
@@ -56,7 +55,7 @@ class UpdateGuard:
     the nodes; in every mode, a module that changes but was not prepared would be lost: its
     parameters and buffers are compared between global batches, too. In-place operations are
     noticed, except those on ``parameter.data``, which norms show in the first, second, fourth,
-    eighth ... global batch. Nor may it change tensors that objects of other packages have as plain
+    eighth ... global batch. Nor may it change tensors that modules of other packages have as plain
     attributes. ``names``: variables around the loop; ``averages``: asked at the end of a
     micro-batch; ``divided``: a body has a part of a global batch.
     """
@@ -192,24 +191,16 @@ class UpdateGuard:
 def memories(
     names: Mapping[str, Any], known: Iterable[torch.Tensor]
 ) -> Iterator[tuple[str, type, torch.Tensor]]:
-    """The tensors that objects of other packages have as attributes, beside parameters and buffers
+    """The tensors that modules of other packages have as attributes, beside parameters and buffers
     (a memory of embeddings, of neighbours), by path, with the class that has them.
     """
-    data = Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
-    modules = among(names, torch.nn.Module).values()
-    tensors = (t for one in modules for t in (*one.parameters(), *one.buffers()))
-    seen, left_out = {*map(memory, (*known, *tensors))}, list[str]()
-    for path, one in inside(names):
-        if path.startswith(tuple(left_out)):
-            continue
-        module = isinstance(one, torch.nn.Module)
-        if isinstance(one, data) or (has_state(one) and not module):
-            left_out += (f'{path}.', f'{path}[')
-            continue
-        for inner, each in one.named_modules(prefix=path) if module else ((path, one),):
+    modules = among(names, torch.nn.Module)
+    tensors = (t for one in modules.values() for t in (*one.parameters(), *one.buffers()))
+    seen = {*map(memory, (*known, *tensors))}
+    for path, one in modules.items():
+        for inner, each in one.named_modules(prefix=path):
             kind: Any = type(each)
-            watched = is_package(kind) and not is_metric(each)
-            own = getattr(each, '__dict__', {}) if watched else {}
+            own = vars(each) if is_package(kind) and not is_metric(each) else {}
             for name, value in [*own.items()]:
                 several = parts_of(value) if isinstance(value, CONTAINERS) else ((name, value),)
                 for tensor in (t for _, t in several if isinstance(t, torch.Tensor)):

@@ -287,8 +287,7 @@ class Verification:
             return
         known = (*vars(self._prepared).values(), *self._prepared.models)
         each = [one for several in known for one in _each(several)]
-        now_there = variables(self._hooks.functions)
-        found = unknown_state.unknown(now_there, each, self._variables)
+        found = unknown_state.unknown(variables(self._hooks.functions), each, self._variables)
         both = then.numbers.keys() & now.numbers.keys()
         sizes = [(name, then.numbers[name], now.numbers[name]) for name in sorted(both)]
         made = [f'{name} was {one:.7g} and is {two:.7g}' for name, one, two in sizes if one != two]

@@ -279,8 +279,7 @@ class ForkServer:
         self._end_orphans()  # its ranks, if it was killed, and what they had started
 
     def _end_orphans(self) -> None:
-        children = self._servers.values()
-        end_descendants({*children, *self._ranks.pids(), *self._standby.pids()})
+        end_descendants({*self._servers.values(), *self._ranks.pids(), *self._standby.pids()})
 
 
 def _serve_as_asked(channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted) -> int:

@@ -139,8 +139,7 @@ class Buffers:
     @staticmethod
     def _unpack(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
         pieces = packed.split([buffer.nbytes for buffer in into])
-        typed = [p.view(b.dtype).view(b.shape) for p, b in zip(pieces, into, strict=True)]
-        copy_all(into, typed)
+        copy_all(into, [p.view(b.dtype).view(b.shape) for p, b in zip(pieces, into, strict=True)])
 
     def enter(self, row: torch.Tensor, weight: float) -> None:
         """Write the values that have changed, times a weight, into a row, and their weights."""

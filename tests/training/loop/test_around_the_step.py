@@ -198,7 +198,7 @@ REFUSED = {
     replaces_gradients: 'A gradient was changed between backward() and optimizer.step()',
     reads_gradients: 'ctx.loop read the gradient of a parameter after backward(). In rep',
     reads_gradients_afterwards: 'or change it in any other way in ctx.before_step(fn)',
-    fills_a_memory_of_a_package: 'changed memory.rows, a tensor that no checkpoint holds',
+    fills_a_memory_of_a_package: 'changed package:memory.rows, a Tensor. It runs once',
     averages_too_late: 'ctx.ema must be called after ctx.prepare and before ctx.loop',
 }
 

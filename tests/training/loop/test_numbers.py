@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -165,29 +166,55 @@ class Dice:
         self.buffers, self.sum = [list[torch.Tensor]()], torch.zeros(())
 
 
+class Meter:
+    """As a package's counters, callbacks and updates of targets: no ``state_dict``."""
+
+    __module__ = 'figures.of_batches'
+
+    def __init__(self, inner: 'Meter | None' = None) -> None:
+        self.n, self.sum, self.values = 0, 0.0, list[float]()
+        self.recent, self.inner = np.zeros(3), inner
+
+    def update(self, value: float) -> None:
+        self.recent[self.n % 3] = value
+        self.n, self.sum = self.n + 1, self.sum + value
+        self.values.append(value)
+        if self.inner is not None:
+            self.inner.update(value)
+
+    def shrink(self, weight: torch.Tensor) -> None:
+        self.update(1.0)
+        if self.n % 7 == 0:
+            weight.data *= 0.9
+
+
 def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
     installed = ModuleType('figures.of_batches')
     installed.__file__ = '/lib/site-packages/figures/of_batches.py'
     sys.modules[installed.__name__] = installed
     model, optimizer = made(ctx)
-    dice, figures = Dice(), list[float]()
+    dice, meters, figures = Dice(), {'loss': Meter(Meter())}, list[float]()
     dice.reset()
+    ctx.after_step(partial(Meter().shrink, model.weight))
     for _ in ctx.epochs():
         for (x,) in ctx.loop(DATA, BATCH):
-            dice(torch.tensor(step(model, optimizer, x)))
+            loss = step(model, optimizer, x)
+            dice(torch.tensor(loss))
+            meters['loss'].update(loss)
             cut(ctx, at)
         figures += dice.aggregate()
         dice.reset()
         with torch.no_grad():
             model.weight += 0.01 * figures[-1]
-    return figures
+    inner: Any = meters['loss'].inner
+    return [inner.n, len(inner.values), *figures, float(inner.recent.sum()), meters['loss'].sum]
 
 
 @pytest.mark.parametrize(
     ('function', 'first'),
     [
         (collect, [*[STEPS - 5] * 4, 3.0]),
-        (measure_by_a_package, [STEPS // EPOCHS]),
+        (measure_by_a_package, [STEPS, STEPS, STEPS // EPOCHS]),
         pytest.param(measure, [STEPS, STEPS], marks=pytest.mark.long),
     ],
 )
