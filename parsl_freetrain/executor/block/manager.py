@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
-from unittest import mock
 
 from parsl_freetrain.executor.parsl_import import import_parsl
 from parsl_freetrain.host.leftovers import own_names
@@ -37,24 +36,27 @@ def fork_server() -> None:
     """Start ``multiprocessing``'s fork server as a fork of this process, which has the imports."""
     from parsl.utils import setproctitle
 
-    def fork(_: object, command: Sequence[str], kept: Sequence[int]) -> int:
+    def fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
         try:
             # This side of the pipe by which the server learns of its clients' end must be closed.
             for name in os.listdir('/proc/self/fd'):
-                if int(name) > 2 and int(name) not in kept:
+                if int(name) > 2 and int(name) not in passfds:
                     with suppress(OSError):  # the one by which the folder was listed
                         os.close(int(name))
             setproctitle("parsl: fork server of a node's workers")
             _end_together()
-            exec(command[-1], {})  # noqa: S102  # the statement that the interpreter would be given
+            exec(args[-1], {})  # noqa: S102  # the statement that the interpreter would be given
         finally:
             os._exit(0)
 
     resource_tracker.ensure_running()
-    with mock.patch.object(util, 'spawnv_passfds', fork):
+    spawn, util.spawnv_passfds = util.spawnv_passfds, fork
+    try:
         forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
 
 
 def _end_together() -> None:
