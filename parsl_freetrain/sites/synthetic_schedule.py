@@ -105,10 +105,8 @@ def generate(
 
 def _names(nodes: int | Sequence[str]) -> tuple[str, ...]:
     names = tuple(f'node{i:04d}' for i in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
-    if not names:
-        refuse(f'{_OURS}: nodes', nodes, 'a number, at least 1, or a list of names')
-    if len(set(names)) != len(names):
-        refuse(f'{_OURS}: nodes', list(names), 'names that differ from each other')
+    if not names or len(set(names)) != len(names):
+        refuse(f'{_OURS}: nodes', nodes, 'a number, at least 1, or a list of different names')
     return names
 
 

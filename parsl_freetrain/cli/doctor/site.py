@@ -65,9 +65,7 @@ def examine(given: str, folder: Path, nodes: int, wait_s: float) -> list[Finding
             continue
         if lacking:
             found.append(Finding(f'queue {name}', 'bad', f'{file.line(name)}: {lacking}'))
-        if not told.up:
-            stopped = 'starts no jobs now: it is stopped, inactive or drained'
-            found.append(Finding(f'queue {name}', 'note', stopped))
+        found += [Finding(f'queue {name}', 'note', note) for note in told.notes]
         if limits is None:
             found += of_options(file, one.options, told)
         else:

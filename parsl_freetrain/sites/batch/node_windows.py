@@ -41,7 +41,7 @@ class Wanted:
 
     def lacking(self, nodes: Iterable[records.Nodes]) -> str:
         """Why no node of the queue can be used, whatever its state; empty: some can."""
-        here = [group for group in nodes if group.partition == self.partition]
+        here = [group for group in nodes if group.partition == self.partition and group.names]
         if any(group.have(self.features, self.gpus) for group in here):
             return ''
         none = f'no node of the queue {self.partition!r} has'

@@ -155,7 +155,7 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
     @property
     def classes(self) -> tuple[str, ...]:
         """The node classes that are told apart, in the order in which nodes are compared."""
-        return ()
+        return tuple(getattr(self, 'node_classes', ()))
 
     @property
     def limit_margin_s(self) -> float:

@@ -78,13 +78,15 @@ class QueueWatch:
         self._nodes: tuple[rc.Nodes, ...] = ()  # as they were said, and which jobs have had since
         self._nodes_said, self._had = NEVER, frozenset[str]()
         self.starts_jobs, self._queue_at = True, math.inf  # until it is looked up
+        self._notes = frozenset[str]()  # that were said about it
 
     def queue(self) -> rc.Partition:
         """The queue, from the scheduler itself; BadInput, SchedulerSilent."""
         self._queue_at, queue = self._clock(), self._scheduler.queue()
         self.starts_jobs = queue.up
-        if not queue.up:
-            logger.warning('There are no holes: the queue %r starts no jobs now', queue.name)
+        for note in queue.notes - self._notes:
+            logger.warning('The queue %r %s', queue.name, note)
+        self._notes = queue.notes
         return queue
 
     def _look_at_queue(self) -> None:

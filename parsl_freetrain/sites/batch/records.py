@@ -179,6 +179,14 @@ class Partition:
     shortest_s: float = 0.0  #: the minimum walltime of a job
     most_waiting: int | None = None  #: of one user's jobs; None: unlimited
     tier: int = 0  #: jobs of a higher one go first, whatever their priority
+    jobs_hidden: bool = False  #: whether users may not see the jobs of others
+
+    @property
+    def notes(self) -> frozenset[str]:
+        """What keeps blocks from their nodes now, or others from getting theirs back."""
+        stopped = 'starts no jobs now: it is stopped, inactive or drained'
+        hidden = 'may hide the jobs of others: blocks cannot be given back for what is not seen'
+        return frozenset(s for s, so in ((stopped, not self.up), (hidden, self.jobs_hidden)) if so)
 
 
 class NotUnderstood(FreeTrainError, ValueError):

@@ -202,7 +202,10 @@ class BlockTracker:
                 self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)
                 self._note_offers(snapshot)
                 self._note_waiting(snapshot.jobs, snapshot.jobs_at)
-            self._cancel_unanswered([job for job in snapshot.jobs if job.user == self.user])
+            own = (job for job in snapshot.jobs if job.user == self.user)
+            strays = [job for job in own if job.name in self._unanswered]
+            if self._try_to_cancel([job.job_id for job in strays if not job.state.is_over]):
+                self._unanswered -= {job.name for job in strays}
         return snapshot
 
     def _note_waiting(self, jobs: Sequence[BatchJob], at: float) -> None:
@@ -307,11 +310,6 @@ class BlockTracker:
         if not self.watch.failures:
             self._try_to_cancel(list(dict.fromkeys(late)), withdrawn=True)
             self._try_to_cancel(taken, taken=True)
-
-    def _cancel_unanswered(self, jobs: Collection[BatchJob]) -> None:
-        strays = [job for job in jobs if job.name in self._unanswered]
-        if self._try_to_cancel([job.job_id for job in strays if not job.state.is_over]):
-            self._unanswered -= {job.name for job in strays}
 
     def _try_to_cancel(self, job_ids: Sequence[str], **why: bool) -> bool:
         """False: try again, less and less often while the scheduler does not answer."""

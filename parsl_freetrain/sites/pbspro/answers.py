@@ -253,7 +253,7 @@ _NO_JOBS = ('max_running', 'max_user_run', 'max_group_run')
 
 
 def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
-    states = {word.strip() for vnode in vnodes for word in vnode['state'].split(',')}
+    states = {word.strip().lower() for vnode in vnodes for word in vnode['state'].split(',')}
     for vnode in vnodes:
         if any(str(vnode.get(limit, '')) == '0' for limit in _NO_JOBS):
             states.add('offline')

@@ -82,11 +82,3 @@ class PbsOptions(BatchOptions, frozen=True, kw_only=True):
         if self.pin_nodes:
             why = 'False: blocks on PBS ask for a number of nodes, not for names'
             refuse('pin_nodes', True, why)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(self.node_classes)
-
-    def resources_on(self, node_class: str) -> dict[str, str]:
-        """The resources of a chunk on a node of a class; empty: of any."""
-        return {**self.node_resources, **(self.node_classes[node_class] if node_class else {})}

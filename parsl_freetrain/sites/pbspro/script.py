@@ -27,7 +27,7 @@ def render(
 
 
 def _directives(options: PbsOptions, shape: BlockShape, place: Output) -> list[str]:
-    resources = options.resources_on(shape.node_class)
+    resources = {**options.node_resources, **options.node_classes.get(shape.node_class, {})}
     chunk = ''.join(f':{name}={value}' for name, value in resources.items())
     if options.ncpus is not None:
         chunk += f':ncpus={options.ncpus}'

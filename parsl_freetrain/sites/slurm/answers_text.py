@@ -29,7 +29,8 @@ _MARKS = '*~#!%$@^-+'
 JOBS = ('squeue', '--noheader', '--all', '--states=all')  # what is told of a job: see job_format
 # Without --exact, unlike nodes would be told with the fewest CPUs of all.
 NODES = ('sinfo', '--noheader', '--all', '--exact', f'--format={_NODE_FIELDS}')
-_EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
+# How jobs have ended, for which --format has no field.
+EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
 # GPUs that --format cannot tell; its answers have columns, so that none of them can be forged.
 _GPU_COLUMNS = 'JobArrayID', 'tres-per-socket', 'tres-per-job', 'tres-per-task', 'NumTasks'
 _WIDTH = 64
@@ -45,11 +46,6 @@ def history_of(job_ids: list[str]) -> tuple[str, ...]:
     what = '--format=JobIDRaw,State,ExitCode'
     jobs = f'--jobs={",".join(job_ids)}'
     return 'sacct', '--allocations', '--noheader', '--parsable2', jobs, what
-
-
-def exits_of(job_ids: list[str]) -> tuple[str, ...]:
-    """The question how jobs have ended; ``--format`` has no field for that."""
-    return (*_EXITS, f'--jobs={",".join(job_ids)}')
 
 
 @rc.as_documented('squeue')
@@ -356,7 +352,8 @@ def _count(text: str) -> int:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+    """Of what need not be a number; 1024 CPUs are told as 1K."""
+    return _count(text) if re.fullmatch(r'\d+[KMG]?', text) else 0
 
 
 def _time(text: str) -> float | None:

@@ -80,10 +80,6 @@ class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
                     'it must be at least 1.'
                 )
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(self.node_classes)
-
     def features(self) -> tuple[frozenset[str], ...]:
         """The constraint as a choice of sets: ``a&b|c`` is {a, b} or {c}."""
         return _choices(self.constraint or '')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -53,13 +54,17 @@ class Slurm:
         self._gpus: dict[str, list[str]] = {}  # of waiting jobs, as they were told last
         self._kinds: set[tuple[str, int, tuple[str, ...]]] = set()  # of nodes
         self._shrinks = options.shrink_blocks
+        self._config: str | None = None
 
     def queue(self) -> records.Partition:
         partitions = answers_text.parse_partitions(self.client.ask(answers_text.PARTITIONS))
         self._tiers = {name: partition.tier for name, partition in partitions.items()}
+        if self._config is None:
+            self._config = self.client.run(answers_text.CONFIG).stdout
         if self._shrinks is None:
-            self._shrinks = answers_text.can_shrink(self.client.run(answers_text.CONFIG).stdout)
-        return partition_for(self._options, partitions)
+            self._shrinks = answers_text.can_shrink(self._config)
+        hidden = re.search(r'^PrivateData\s*=.*\bjobs\b', self._config, re.MULTILINE) is not None
+        return replace(partition_for(self._options, partitions), jobs_hidden=hidden)
 
     def wanted(self) -> Wanted:
         given = self._options
@@ -108,7 +113,8 @@ class Slurm:
         }
         self._exits = {job_id: code for job_id, code in self._exits.items() if job_id in failed}
         if new := sorted(failed - self._exits.keys()):
-            said = self.client.ask(answers_text.exits_of(new), accepted=(0, 1))
+            question = *answers_text.EXITS, f'--jobs={",".join(new)}'
+            said = self.client.ask(question, accepted=(0, 1))
             found = answers_text.parse_exits(said)
             self._exits |= {job_id: found.get(job_id, 0) for job_id in new}
         return tuple(

@@ -81,8 +81,9 @@ def wrong_file_is_told(folder: Path, kind: str) -> None:
 def test_what_keeps_all_blocks_away_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A partition that is drained, and GPUs that its nodes do not have; nodes of any state."""
-    scontrol = 'case "$*" in *partition*) echo PartitionName=gpu State=DRAIN ;; esac'
+    """A drained partition, GPUs that its nodes do not have, and jobs that may not be seen."""
+    scontrol = """case "$*" in *partition*) echo PartitionName=gpu State=DRAIN ;;
+        *config*) echo "PrivateData             = cloud,jobs" ;; esac"""
     sinfo = 'echo "gpu|allocated|(null)|ib|4|9|n1"; echo "old|idle|gpu:4|ib|4|9|n2"'
     programs(tmp_path / 'bin', monkeypatch, scontrol=scontrol, sinfo=sinfo, squeue='true')
     table = tmp_path / 'site.toml'
@@ -91,9 +92,10 @@ def test_what_keeps_all_blocks_away_is_told(
         ("constraint = 'a&b|c'", "'gpu' has what the site config asks for: a&b or c"),
     ):
         table.write_text(f'[slurm]\npartition = "gpu"\n{settings}\n')
-        lacks, stopped, _ = examine(str(table), tmp_path, 0, 0.0)
+        lacks, *notes, _ = examine(str(table), tmp_path, 0, 0.0)
         assert (lacks.state, says in lacks.says) == ('bad', True)
-        assert (stopped.state, 'starts no jobs now' in stopped.says) == ('note', True)
+        hidden, stopped = sorted(note.says for note in notes if note.state == 'note')
+        assert 'hide the jobs of others' in hidden and 'starts no jobs now' in stopped
         assert main(['plan', '--site', str(table)]) == 0
         assert 'There are no holes: ' in caplog.text and says in caplog.text.splitlines()[-1]
 

@@ -181,6 +181,7 @@ def test_states_of_nodes() -> None:
     }  # fmt: skip
     for state, told in states.items():
         assert nodes({'a': {**VNODE, **told}}) == {'a': state}
+    assert nodes({'a': {**VNODE, 'state': 'Stale'}}) == {'a': 'stale'}, 'as pbs_internal.h has it'
     for nothing in (None, {}, {'ncpus': 0}):  # no job gets a CPU of it
         assert nodes({'a': {**VNODE, 'resources_available': nothing}}) == {'a': 'unknown'}
     for odd in (None, 'x', {}, {'state': 5}):  # it hides no other host

@@ -218,6 +218,8 @@ def test_marks_of_states() -> None:
     for bare, marks in (('idle', '*'), ('idle', '~'), ('maint', ''), ('idle', '-')):
         [nodes] = answers_text.parse_nodes(f'gpu|{bare}{marks}|(null)|(null)|4+|2G|a1\n')
         assert (nodes.state, nodes.marks) == (bare, marks)
+    [large] = answers_text.parse_nodes('gpu|mixed|(null)|(null)|1K|2T|a1\n')  # sinfo/print.c
+    assert (large.cpus, large.memory) == (1024, 2 * 1024**2)
     [nodes] = answers_text.parse_nodes('gpu|allocated+|(null)|(null)|4|9|a1\n')
     assert not nodes.broken, 'it can be given back while an earlier job completes there'
 
