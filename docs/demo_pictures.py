@@ -1,6 +1,6 @@
 """Draws the pictures of the demonstration anew: status, live page, report, nodes over time::
 
-python docs/demo_pictures.py OUT
+python docs/demo_pictures.py OUT [DEMO_ARGS]
 
 runs ``make demo`` with the output folder OUT (five minutes) and photographs it in Chromium.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 import subprocess
 import sys
 import time
@@ -45,7 +46,7 @@ def until_part_done(ledger: str, demo: subprocess.Popen[bytes]) -> None:
     while True:
         said = freetrain('status', '--ledger', ledger, '--json')
         trainers = json.loads(said)['trainers'] if said else []
-        if trainers and all(t['samples'] > PART_DONE * t['total'] for t in trainers):
+        if any(t['samples'] > PART_DONE * (t['total'] or math.inf) for t in trainers):
             return
         if demo.poll() is not None:
             raise SystemExit('The demonstration ended before its pictures were made.')
@@ -84,9 +85,9 @@ def photograph_nodes(page: Page) -> None:
     keep(page.screenshot(full_page=True, clip=cut), 'nodes.png')
 
 
-def main(out: str) -> None:
+def main(out: str, *more: str) -> None:
     ledger = str(Path(out) / 'holes')
-    demo = subprocess.Popen([sys.executable, '-m', 'workflows.digits', '--out', out])
+    demo = subprocess.Popen([sys.executable, '-m', 'workflows.digits', '--out', out, *more])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'])
         page = browser.new_page(viewport={'width': WIDTH, 'height': 200})
@@ -102,4 +103,4 @@ def main(out: str) -> None:
 
 
 if __name__ == '__main__':
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -252,5 +253,6 @@ def field_named(name: str) -> str:
     found = {option(field).removeprefix('--'): field for field in Study.__struct_fields__}
     plain = name.removeprefix('--').replace('_', '-')
     if (field := found.get('from' if plain == 'since' else plain)) is None:
-        raise BadInput(f'A replay has no setting {name!r}; it has {", ".join(found)}.')
+        near = difflib.get_close_matches(plain, found, 1)
+        raise BadInput(f'A replay has no setting {name!r}; it has {", ".join(near or found)}.')
     return field

@@ -216,7 +216,7 @@ def _column_order(path: Path, rows: list[list[str]]) -> dict[str, int]:
     header = [name.strip() for name in rows[0]]
     if sorted(set(header) | {CLASS}) != sorted((*COLUMNS, CLASS)) or len(set(header)) < len(header):
         raise BadInput(
-            f'{path}, line 1: the columns are {",".join(header)!r}; they must be '
+            f'{path}, line 1: the columns are {",".join(header)[:99]!r}; they must be '
             f'start_s,end_s,node, and {CLASS} where nodes are of several classes.'
         )
     return {name: i for i, name in enumerate(header)}

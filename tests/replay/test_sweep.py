@@ -125,6 +125,7 @@ def test_processes_find_the_same_and_end(options: dict[str, object], tmp_path: P
     ('swept', 'sentence'),
     [
         ({'luck': [1, 2]}, "A replay has no setting 'luck'; it has idle, swf"),
+        ({'trainrs': ['x']}, "A replay has no setting 'trainrs'; it has trainers."),
         ({'horizon': [1, 1]}, 'lists of different values'),
         ({'horizon': []}, 'lists of different values'),
         ({'horizon': [1, 'soon']}, "--horizon is 'soon'; it must be a number"),
