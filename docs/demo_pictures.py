@@ -27,6 +27,8 @@ WIDTH = 1000
 TERMINAL = (
     '<pre style="margin:0;padding:16px;font:14px/16px monospace;color:#eee;background:#1e2022">'
 )
+COMMAND = 'python -m workflows.digits'
+COSTS = 'What changes of nodes cost: assumed and measured'
 PART_DONE = 0.6
 
 
@@ -66,23 +68,24 @@ def photograph_live(page: Page, ledger: str) -> None:
     try:
         assert served.stdout is not None
         page.goto(json.loads(served.stdout.readline())['address'])
-        keep(page.screenshot(full_page=True), 'live.png')
+        photograph_part(page, 'live.png', None, 'Loss and speed, trainer by trainer')
     finally:
         served.terminate()
         served.wait()
 
 
-def photograph_nodes(page: Page) -> None:
-    """What stands between two headings of the report."""
+def photograph_part(page: Page, name: str, after: str | None, before: str) -> None:
+    """The report between two headings, or from its beginning; without this computer's folders."""
 
     def top(heading: str) -> float:
         box = page.get_by_role('heading', name=heading, exact=True).bounding_box()
         assert box is not None
         return box['y']
 
-    begin, end = top('Nodes over time') + 34, top('Trainers') - 10
-    cut = {'x': 0, 'y': begin, 'width': WIDTH, 'height': end - begin}
-    keep(page.screenshot(full_page=True, clip=cut), 'nodes.png')
+    page.locator('code').evaluate_all(f"all => all.map(e => e.textContent = '{COMMAND}')")
+    begin = 0 if after is None else top(after) + 24
+    cut = {'x': 0, 'y': begin, 'width': WIDTH, 'height': top(before) - 10 - begin}
+    keep(page.screenshot(full_page=True, clip=cut), name)
 
 
 def main(out: str, *more: str) -> None:
@@ -97,8 +100,8 @@ def main(out: str, *more: str) -> None:
         if demo.wait():
             raise SystemExit('The demonstration failed.')
         page.goto((Path(out) / 'report.html').resolve().as_uri())
-        keep(page.screenshot(full_page=True), 'report.png')
-        photograph_nodes(page)
+        photograph_part(page, 'report.png', None, COSTS)
+        photograph_part(page, 'nodes.png', 'Nodes over time', 'Trainers')
         browser.close()
 
 

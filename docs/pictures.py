@@ -1,6 +1,8 @@
 """Draws the pictures of the documentation anew, from what was measured::
 
 python docs/pictures.py
+
+Status, live page and report are photographs of a run: docs/demo_pictures.py.
 """
 
 from __future__ import annotations
