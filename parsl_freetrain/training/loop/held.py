@@ -129,14 +129,13 @@ def held_in(
     """Those among values and in them, but not of ``models`` (their memory). ``thorough``: the large
     ones, too, else those whose path is ``moving``.
     """
-    waiting = [
-        (f'{path}.{name}'.lstrip('.'), one) for path in values for name, one in values[path].items()
-    ]
+    waiting = [(path, name, one) for path in values for name, one in values[path].items()]
     seen = set[int]()
-    for path, one in waiting:
-        if id(one) in seen or not isinstance(one, HELD):
+    for inside, name, one in waiting:
+        if not isinstance(one, HELD) or id(one) in seen:
             continue
         seen.add(id(one))
+        path = f'{inside}.{name}'.lstrip('.')
         often = thorough or path in moving
         most = _LARGE if often else _SMALL
         if isinstance(one, torch.Tensor):
@@ -150,7 +149,7 @@ def held_in(
                 yield Held(path, one, True)
             if len(one) <= ITEMS and len(waiting) < _LARGE:
                 inner = one.items() if isinstance(one, dict) else enumerate(one)
-                waiting += ((f'{path}.{name}', value) for name, value in inner)
+                waiting += ((path, name, value) for name, value in inner)
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -50,8 +50,10 @@ def _ones(places: Sequence[Place], counts: Sequence[Any]) -> _Space:
     def values() -> Values:
         found = {name: own[key] for name, (own, key) in named.items() if key in own}
         for name, get in others.items():
-            with suppress(KeyError, ValueError):  # it is gone
+            try:  # as suppress(), which takes longer than the rest
                 found[name] = get()
+            except (KeyError, ValueError):  # it is gone
+                continue
         return found
 
     def put(values: Values) -> None:
