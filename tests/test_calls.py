@@ -185,6 +185,7 @@ def test_a_future_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (future.state, len(work)) == ('cancelled', 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_program_that_is_ended_by_a_signal_goes_on_when_it_is_started_again(
     tmp_path: Path,

@@ -14,6 +14,7 @@ from parsl_freetrain.cli.main import main
 from tests.support.programs import FREETRAIN, Program, run_to_end
 from tests.support.waiting import LIMIT_S
 
+pytestmark = pytest.mark.usefixtures('nodes_share_a_template')
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 SITE = """
@@ -136,7 +137,6 @@ def test_apps_on_an_executor_beside_find_the_modules_of_the_files_folder(folder:
     assert 'apps 6 9' in done.stdout, done.stderr
 
 
-@pytest.mark.usefixtures('nodes_share_a_template')
 @pytest.mark.parametrize('times', [1, pytest.param(3, marks=pytest.mark.long)])
 def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path, times: int) -> None:
     workflow = folder / 'mine.py'

@@ -115,7 +115,9 @@ def own_ways() -> Any:
 
 
 @pytest.mark.parametrize(
-    'make', [lambda: None, averaging, own_ways], ids=['plain', 'averaging', 'own ways']
+    'make',
+    [lambda: None, pytest.param(averaging, marks=pytest.mark.long), own_ways],
+    ids=['plain', 'averaging', 'own ways'],
 )
 def test_with_one_shard_it_trains_what_transformers_trains(
     tmp_path: Path, make: Callable[[], Any]

@@ -157,6 +157,7 @@ def test_bad_input_gets_a_sentence(
     assert "has no events of run 'r'" in refusal(capsys, '--ledger', str(empty.path))
 
 
+@pytest.mark.long
 def test_decisions_of_a_run_are_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

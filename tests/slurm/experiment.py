@@ -20,7 +20,6 @@ from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S
 
 TICK_S = 2.0  # bf_interval of the cluster
-ROUNDING_S = 1.0  # Slurm tells times in whole seconds
 KILL_WAIT_S = 5.0  # of the cluster
 
 QUICK: dict[str, Any] = {'poll_s': 1.0, 'waiting_poll_s': 0.5, 'submit_every_s': 0.0}

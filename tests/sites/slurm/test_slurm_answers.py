@@ -33,9 +33,6 @@ def record(mark: str = '0123456789abcdef', **told: str) -> str:
     return re.sub('%(.)', lambda field: fields[field[1]], answers_text.job_format(mark) + '\n')
 
 
-PLANNED = ('node01', 'node02', 'node03', 'node04', 'node05', 'node07')
-
-
 def number(value: float | None) -> dict[str, object]:
     """As 23.02 and later write numbers."""
     return {'set': value is not None, 'infinite': False, 'number': value or 0}

@@ -206,6 +206,7 @@ def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path
         assert torch.equal(tensor, holes.models[0][name]), name
 
 
+@pytest.mark.long
 def test_each_fragment_is_killed_once_it_has_committed(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:

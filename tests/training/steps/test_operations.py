@@ -105,7 +105,7 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
     ('mode', 'shards', 'count', 'norm', 'shape'),
     [
         pytest.param('reproducible', 4, 1, False, None, marks=pytest.mark.long),
-        ('reproducible', 4, 1, True, None),
+        pytest.param('reproducible', 4, 1, True, None, marks=pytest.mark.long),
         pytest.param('reproducible', 3, 1, True, None, marks=pytest.mark.long),
         ('reproducible', 4, 2, True, None),
         ('throughput', 1, 1, True, None),
