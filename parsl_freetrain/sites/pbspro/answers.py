@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 JOBS = ('qstat', '-f', '-F', 'json')
 NODES = ('pbsnodes', '-a', '-F', 'json')
 QUEUES = ('qstat', '-Q', '-f', '-F', 'json')
+SERVER = ('qstat', '-B', '-f', '-F', 'json')
+HISTORY = ('qstat', '-x', '-f', '-F', 'json')
 RESERVATIONS = ('pbs_rstat', '-f')
 
 # Letters of job_state. W: waits for a date, T: on its way to another queue, B: an array that has
@@ -57,10 +59,6 @@ _RANK = 4096.0  # more than the priorities of two jobs can differ
 _SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
 
 
-def history_of(job_ids: list[str]) -> tuple[str, ...]:
-    return ('qstat', '-x', '-f', '-F', 'json', *job_ids)
-
-
 def parse_jobs(
     answer: str,
     pool: str,
@@ -68,7 +66,7 @@ def parse_jobs(
     apart: Collection[str] = (),
     ranks: Mapping[str, int] = {},
 ) -> tuple[rc.BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS` or :func:`history_of`, or NotUnderstood; nothing is known
+    """Jobs in the answer to :data:`JOBS` or :data:`HISTORY`, or NotUnderstood; nothing is known
     of one that is there twice or cannot be read. ``pool``: what is called the partition, as queues
     share the nodes; jobs that can get none have no partition. ``features``: all of the pool's;
     ``apart``: queues with other nodes; ``ranks``: priorities of queues.
@@ -305,6 +303,11 @@ def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
     if not isinstance(queues, dict) or not all(isinstance(q, dict) for q in queues.values()):
         raise rc.NotUnderstood('the document of qstat -Q has no Queue')
     return queues
+
+
+def is_off(attribute: str, answer: str) -> bool:
+    """Whether the server says so in the answer to :data:`SERVER`; one that cannot be read: no."""
+    return re.search(rf'"{attribute}":\s*"?False', answer) is not None
 
 
 def queue_ranks(queues: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:

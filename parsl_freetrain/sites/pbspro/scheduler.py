@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -63,7 +64,11 @@ class Pbs:
         owners = {other: answers.node_owners(other, queues) for other in queues}
         self._apart = frozenset(other for other in queues if not self._owners & owners[other])
         self._ranks = answers.queue_ranks(queues)
-        return answers.limits(name, queue)
+        found, server = answers.limits(name, queue), self.client.run(answers.SERVER).stdout
+        # Of a queue with a partition, another scheduler starts the jobs.
+        starts = 'partition' in queue or not answers.is_off('scheduling', server)
+        hidden = answers.is_off('query_other_jobs', server)
+        return replace(found, up=found.up and starts, jobs_hidden=hidden)
 
     def wanted(self) -> Wanted:
         """Nodes with the GPUs of the options; :meth:`nodes` knows which resources they need."""
@@ -96,7 +101,7 @@ class Pbs:
 
     def history(self, places: dict[str, Output]) -> dict[str, records.JobState]:
         """``qstat -x``, if kept. A preemptible block that ran and was deleted was preempted."""
-        done = self.client.run(answers.history_of(list(places)))
+        done = self.client.run((*answers.HISTORY, *places))
         if done.returncode == NO_HISTORY:
             raise NoHistory(f'PBS keeps no history: {commands.in_one_line(done.stderr)}')
         if done.returncode not in (0, FINISHED, UNKNOWN):

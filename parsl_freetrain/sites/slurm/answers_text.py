@@ -39,13 +39,9 @@ GPUS = ('squeue', '--noheader', '--all', '--states=PENDING', f'--Format={_COLUMN
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
 PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')
 CONFIG = ('scontrol', 'show', 'config')
-
-
-def history_of(job_ids: list[str]) -> tuple[str, ...]:
-    """The question to the accounting database about jobs that the queue has forgotten."""
-    what = '--format=JobIDRaw,State,ExitCode'
-    jobs = f'--jobs={",".join(job_ids)}'
-    return 'sacct', '--allocations', '--noheader', '--parsable2', jobs, what
+# To the accounting database, about jobs that the queue has forgotten.
+_ENDS = '--format=JobIDRaw,State,ExitCode'
+HISTORY = ('sacct', '--allocations', '--noheader', '--parsable2', _ENDS)
 
 
 @rc.as_documented('squeue')
@@ -238,7 +234,7 @@ def _partition(fields: dict[str, str]) -> rc.Partition:
 
 @rc.as_documented('sacct')
 def parse_history(answer: str) -> dict[str, rc.JobState]:
-    """Final states in the answer to :func:`history_of`, by job id."""
+    """Final states in the answer to :data:`HISTORY`, by job id."""
     found = {}
     for line in answer.splitlines():
         job_id, state, ended = (*line.split('|'), '', '')[:3]

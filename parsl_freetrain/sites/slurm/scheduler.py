@@ -135,7 +135,7 @@ class Slurm:
         return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
 
     def history(self, places: dict[str, Output]) -> dict[str, records.JobState]:
-        question = answers_text.history_of(list(places))
+        question = *answers_text.HISTORY, f'--jobs={",".join(places)}'
         try:
             return answers_text.parse_history(self.client.ask(question))
         except (commands.SchedulerSilent, BadInput) as error:

@@ -489,8 +489,29 @@ def test_what_qstat_does_not_tell_ends_no_job(
 
 
 QSTAT = """#!/bin/sh
-case $* in -Q*) cat "$0.queues" ;; *) cat "$0.jobs" ;; esac
+case $* in -Q*) cat "$0.queues" ;; -B*) cat "$0.server" ;; *) cat "$0.jobs" ;; esac
 """
+
+
+@pytest.mark.parametrize(
+    ('server', 'queue', 'up', 'hidden'),
+    [
+        ({'scheduling': 'True', 'query_other_jobs': 'True'}, {}, True, False),
+        ({'scheduling': 'False', 'query_other_jobs': 'False'}, {}, False, True),
+        ({'scheduling': 'False'}, {'partition': 'P1'}, True, False),
+        ({}, {}, True, False),
+    ],
+)
+def test_a_server_may_start_no_jobs_or_hide_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    server: dict[str, str], queue: dict[str, str], up: bool, hidden: bool,
+) -> None:  # fmt: skip
+    """As PBS 23.06 answers ``qstat -Bf`` (recorded), after ``qmgr -c 'set server ...'``."""
+    qstat = programs(tmp_path, monkeypatch, qstat=QSTAT) / 'qstat'
+    Path(f'{qstat}.queues').write_text(json.dumps({'Queue': {'q': queue}}))
+    Path(f'{qstat}.server').write_text(json.dumps({'Server': {'vm': server}}, indent=4))
+    found = Pbs(PbsOptions(queue='q')).queue()
+    assert (found.up, found.jobs_hidden) == (up, hidden)
 
 
 def test_queue_priority_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
