@@ -168,8 +168,7 @@ class FreeTrainApp:
         left = kwargs if own else {key: value for key, value in kwargs.items() if key != 'seed'}
         if seed == self.spec.mode.seed:
             return self, left
-        app = self.with_options(mode=self.spec.seeded(seed))
-        return app, left
+        return self.with_options(mode=self.spec.seeded(seed)), left
 
     def rehearse(self, *args: Any, steps: int = 12, plain: Any = None, **kwargs: Any) -> Rehearsal:
         """Train some ``steps`` (global batches) on this computer, with the arguments of a call:

@@ -128,8 +128,7 @@ def _follow(look: Callable[[], list[LogFile]], over: Callable[[], bool], tail: i
         last = over()  # asked first, so that everything printed before the end is still shown
         for file in look():
             new = file not in tails
-            reader = tails.setdefault(file, Tail(file.path))
-            lines = reader.new(last, tail)
+            lines = tails.setdefault(file, Tail(file.path)).new(last, tail)
             if new:
                 print(f'==> fragment {file.fragment}, rank {file.rank}: {readable(str(file.path))}')
             for line in lines:

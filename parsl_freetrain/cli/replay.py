@@ -152,8 +152,7 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
     wanted, journal = Study.of(given), journal_at(ledger, keep_progress=False)
     one = chosen(journal.history(), journal.path, run)
     asked = (getattr(wanted, name) if name in given else None for name in OF_A_LEDGER)
-    settings = changed(one, *asked)
-    found = replay_run(journal, one, settings)
+    found = replay_run(journal, one, changed(one, *asked))
     print(json.dumps(found.as_json(), allow_nan=False) if as_json else '\n'.join(of_a_run(found)))
 
 

@@ -126,8 +126,7 @@ def _serve(
     page = Page(LivePage(journal, run, every_s).newest, port)
     try:
         hint = f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
-        said = json.dumps({'address': page.address}) if as_json else hint
-        print(said, flush=True)
+        print(json.dumps({'address': page.address}) if as_json else hint, flush=True)
         pause.wait()
     finally:
         page.close()

@@ -53,8 +53,7 @@ JsonOption = Annotated[bool, flag('One JSON document on standard output.', '--js
 
 def print_json(document: Any) -> None:
     """Print one line of JSON, which has no number that is not finite: those are null."""
-    finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
-    print(json.dumps(finite), flush=True)
+    print(json.dumps(json.loads(json.dumps(document), parse_constant=lambda _: None)), flush=True)
 
 
 def ledger_at(given: Path | None) -> Path:

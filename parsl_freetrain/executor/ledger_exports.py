@@ -95,7 +95,8 @@ class _Export:
             try:
                 self._pass_on(history, row)
                 if last and row.name in self._logs:
-                    self._logs.pop(row.name)[0].close(_state_of(row))
+                    ended = row.state in ('finished', 'failed', 'cancelled')
+                    self._logs.pop(row.name)[0].close(row.state if ended else 'interrupted')
             except Exception as error:  # of the user's library; the training does not depend on it
                 # From the mark on, it is tried again.
                 if row.name in self._logs:
@@ -143,10 +144,6 @@ class _Export:
             return dict(json.loads(self._marks.read_text()))
         except (OSError, ValueError):
             return {}
-
-
-def _state_of(row: Training) -> str:
-    return row.state if row.state in ('finished', 'failed', 'cancelled') else 'interrupted'
 
 
 class MonitoringExport(_Thread):

@@ -72,8 +72,7 @@ class _BehindOverrides(_Any):
             )
         if self.is_in_train:
             self._set_average('train')
-        batches = math.ceil(size / read.batch_size)
-        predictions, labels = self._of_all_ranks(found, batches)
+        predictions, labels = self._of_all_ranks(found, math.ceil(size / read.batch_size))
         metrics = dict(means)
         if self.compute_metrics is not None and predictions is not None and labels is not None:
             both = EvalPrediction(predictions=predictions, label_ids=labels)

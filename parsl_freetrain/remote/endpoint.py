@@ -112,8 +112,7 @@ def answer_to(order: orders.Order) -> orders.OrderAnswer:
         return orders.OrderAnswer(versions=probe.versions())
     desk = Desk(order.checkpoint_dir)
     if order.verb == 'train' and order.payload:
-        versions = probe.compare(order.versions, probe.versions())
-        if wrong := [c for c in versions if not c.fits]:
+        if wrong := [c for c in probe.compare(order.versions, probe.versions()) if not c.fits]:
             said = (f'{c.name} is {c.here} here and {c.there} at the endpoint' for c in wrong)
             raise BadInput(
                 f'This computer and the endpoint do not fit together: {", ".join(said)}; install '

@@ -149,6 +149,5 @@ def _trained(
     runs = {t.trainer.name: RecordedJob(t.trainer, t.submit_s, t.wanted) for t in trainers}
     solver = allocator_named('auto', isolated=False)
     settings = structs.replace(settings, idle_block_s=math.inf, retries=0)
-    controller = Controller(solver, settings, objectives_of(trainers))
-    run(trace, True, runs, controller)
+    run(trace, True, runs, Controller(solver, settings, objectives_of(trainers)))
     return {name: (max(0.0, one.samples), one.done_s) for name, one in runs.items()}

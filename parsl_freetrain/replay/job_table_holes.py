@@ -153,8 +153,7 @@ class _Sweep:
 
     def _promise(self, at: float) -> None:
         """Make promises for the idle nodes that have none or whose promise has run out."""
-        idle = int(self.idle.sum())
-        reservation = self._reservation(at, idle)
+        reservation = self._reservation(at, int(self.idle.sum()))
         asking = np.flatnonzero(self.idle & (self.promised <= at))
         if not len(asking):
             return

@@ -58,8 +58,7 @@ class Measuring:
             heappush(self._due, (at + wait_s, name, fragment, 2 * wait_s))
             factor = math.exp(self._learning.noise * self._random.standard_normal())
             samples = max(int(run.samples + run.rate * (at - run.since)), 0)
-            rate = run.rate * factor
-            events.append(ev.FragmentProgressed(at, name, fragment, samples, rate))
+            events.append(ev.FragmentProgressed(at, name, fragment, samples, run.rate * factor))
         return events
 
 
@@ -106,8 +105,7 @@ class World:
         while (next_s := self.next_completion_s()) is not None and next_s <= at:
             finished[heappop(self._completions)[2]] = None
         if leaving is not None:
-            holder = self._controller.state.pool.holder
-            hit = filter(None, map(holder.get, leaving.nodes))
+            hit = filter(None, map(self._controller.state.pool.holder.get, leaving.nodes))
             losers = dict.fromkeys(name for name in hit if name not in finished)
             ends = {name: self._runs[name].deadline_s for name in losers}
             due = [name for name, end in ends.items() if end is not None and end <= at]

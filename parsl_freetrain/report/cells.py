@@ -109,6 +109,5 @@ def left_text(block: BlockNow) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
+    hours, rest = divmod(max(0, round(seconds)), 3600)
     return f'{hours}:{rest // 60:02d}:{rest % 60:02d}' if hours else f'{rest // 60}:{rest % 60:02d}'

@@ -49,8 +49,7 @@ def nodes_over_time(found: Figures) -> Markup:
         grid = [clock.length * i / MOST_MOMENTS for i in range(MOST_MOMENTS + 1)]
     most = tl.levels(room, grid)
     stacked = [(name, tl.levels(steps[name], grid)) for name in [*of, ''] if name in steps]
-    columns = zip(*(level for _, level in stacked), strict=True)
-    peak = max([1, *most, *map(sum, columns)])
+    peak = max([1, *most, *map(sum, zip(*(level for _, level in stacked), strict=True))])
     label = f'nodes over time; at most {max(most)} were offered'
     chart = Chart(seconds(clock.length), linear(0, peak, whole=True), label)
     chart.steps(grid, [0] * len(grid), most, 'offered', 'offered')

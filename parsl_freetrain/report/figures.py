@@ -34,8 +34,7 @@ class Figures:
         many = f'{len(history.runs)} runs, one continuing the other'
         self.title = f'run {name}' if len(history.runs) == 1 else many
         trainers = list(dict.fromkeys(name for run in history.runs for name in run.trainers))
-        named = [*trainers[:3], *['…'][: len(trainers) > 3]]
-        self.trainers = ', '.join(named) or 'no trainer'
+        self.trainers = ', '.join([*trainers[:3], *['…'][: len(trainers) > 3]]) or 'no trainer'
         self.summary = summary(history, now)
         no_gain = RunEfficiency({}, None)
         self.efficiency = efficiency(history, now, allocator) if allocator else no_gain

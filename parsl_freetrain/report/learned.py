@@ -54,8 +54,7 @@ class Speed:
         if not measured:
             return None
         if self.stated is None:
-            profile = self._profiles[node_class]
-            return profile.curve(max(most, *measured), 1.0, optimism=0.0)
+            return self._profiles[node_class].curve(max(most, *measured), 1.0, optimism=0.0)
         base = min(measured)
         shape = self.stated.rate_at(base)
         if shape <= 0:

@@ -175,10 +175,9 @@ def _trainer(
     for report in seen:
         reached[report.trainer] = max(reached[report.trainer], report.samples)
     samples = sum(reached.values()) // len(replicas)
-    state = 'running' if running and not training.over else state_of(training, going)
     return TrainerNow(
         name=training.name,
-        state=state,
+        state='running' if running and not training.over else state_of(training, going),
         nodes=sum(len(f.nodes) for f in running),
         samples=samples,
         total=training.trainer.total_samples,

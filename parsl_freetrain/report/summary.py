@@ -170,8 +170,7 @@ def _add_efficiency(
         t.name: (t.submitted.at, min(until, t.state_at) if t.state in FINAL_STATES else until)
         for t in trainers
     }
-    moments = sorted({moment for span in spans.values() for moment in span})
-    for start, end in pairwise(moments):
+    for start, end in pairwise(sorted({moment for span in spans.values() for moment in span})):
         active = [t for t in trainers if spans[t.name][0] <= start and end <= spans[t.name][1]]
         for pool, share in pools.items() if active else ():
             for name, rate in _constant_rates(active, curves, pool, allocator).items():

@@ -228,8 +228,7 @@ def duration(value: float) -> str:
     """A duration as days and clock time; below a minute as seconds."""
     if value < 60:
         return f'{value:.3g} s'
-    whole = round(value)
-    days, rest = divmod(whole, 86400)
+    days, rest = divmod(round(value), 86400)
     hours, rest = divmod(rest, 3600)
     minutes = f'{rest // 60:02d}' if hours or days else str(rest // 60)
     clock = f'{hours}:{minutes}:{rest % 60:02d}' if hours or days else f'{minutes}:{rest % 60:02d}'

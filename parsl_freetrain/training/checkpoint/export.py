@@ -43,8 +43,7 @@ def load_weights(
         Take the best checkpoint of the trainer instead: that with the smallest value given to
         ``ctx.checkpoint``, or, with the trainer's :class:`~parsl_freetrain.Retention`, as it says.
     """
-    folder = _checkpoint_folder(source, best)
-    saved = read_state(str(folder))
+    saved = read_state(str(_checkpoint_folder(source, best)))
     if len(of_models := saved.models or saved.own) == 1 and not saved.averages:
         return of_models[0]
     return {
@@ -89,8 +88,7 @@ def export_weights(
         Of a model of PEFT, write what belongs to its adapters. ``file`` is then a folder, for
         ``PeftModel.from_pretrained``.
     """
-    folder = _checkpoint_folder(source, best)
-    reader = PartReader.of(folder)
+    reader = PartReader.of(_checkpoint_folder(source, best))
     pieces = _pieces(reader)
     target = Path(file)
     try:

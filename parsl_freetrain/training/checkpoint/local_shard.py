@@ -90,8 +90,7 @@ def divided_along(tensor: torch.Tensor) -> frozenset[str]:
     """The dimensions of the mesh along which ranks hold different parts of a tensor."""
     if not is_divided(tensor):
         return frozenset()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    placed = zip(names, tensor.placements, strict=True)
+    placed = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return frozenset(name for name, placement in placed if not placement.is_replicate())
 
 

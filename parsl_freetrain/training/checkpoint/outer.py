@@ -185,8 +185,7 @@ class OuterWeights:
             if dirs.key(old)[0] < samples - length:  # others may still make the ones before
                 dirs.remove(old)
         how = {ROUND_SAMPLES: float(length), MADE_BY: float(self._replica)}
-        saved = self._drafts.save(write, samples=samples, fragment=_FROM, metrics=how)
-        draft = Path(saved.path)
+        draft = Path(self._drafts.save(write, samples=samples, fragment=_FROM, metrics=how).path)
         target = self._store.folder / dirs.name_of(samples, _FROM)
         try:
             draft.rename(target)

@@ -86,8 +86,7 @@ class End:
 
     def change(self, name: str, began: torch.Tensor, how: str) -> torch.Tensor:
         """What the round has changed, with the sign turned, as it is after compression."""
-        changed = began - self.whole(name).to(began.dtype)
-        return decompressed(compressed(changed, how), how, began)
+        return decompressed(compressed(began - self.whole(name).to(began.dtype), how), how, began)
 
 
 def end_of_round(store: PosixCheckpointStore, samples: int) -> End | None:

@@ -235,8 +235,7 @@ def join(
     # Listen at this address only; by itself, the store would listen at all addresses of the host.
     listener = socket.create_server((host, 0), backlog=max(128, place.world_size))
     port = int(listener.getsockname()[1])
-    fd = listener.detach()
-    store = open_store(host, port, place.world_size, True, master_listen_fd=fd)
+    store = open_store(host, port, place.world_size, True, master_listen_fd=listener.detach())
     secret = secrets.token_hex(32)
     channel.send(Rendezvous(host, port, secret))
     return lambda: RankGroup(order, place, store, secret, gpu)

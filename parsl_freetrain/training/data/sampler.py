@@ -97,8 +97,7 @@ class SampledOrder:
 
     @property
     def who(self) -> str:
-        kind = type(self._sampler)
-        named = getattr(self._sampler, '__name__', kind.__name__)
+        named = getattr(self._sampler, '__name__', type(self._sampler).__name__)
         return f'The sampler given to ctx.loop, {named},'
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import CO_GENERATOR
 from itertools import groupby
-from types import CodeType, FrameType, GeneratorType
+from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.own_generators import own_generators
-from parsl_freetrain.training.loop.loss import refuse_sum
+from parsl_freetrain.training.loop.loss import refuse_wrong
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
 from parsl_freetrain.training.loop.unknown_state import among, frame_around
@@ -53,7 +53,9 @@ def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
     """Whether the function around us, or one in its variables or hooks, has ctx.epoch_means."""
     frame = frame_around()
     functions = *hooks.functions, *variables().values()
-    codes: list[Any] = [getattr(one, '__code__', None) for one in functions]
+    # Others may have a ``__getattr__`` that raises anything.
+    plain = [one.__func__ if isinstance(one, MethodType) else one for one in functions]
+    codes: list[Any] = [one.__code__ for one in plain if isinstance(one, FunctionType)]
     codes.append(frame.f_code if frame is not None else None)
     for code in codes:
         if isinstance(code, CodeType):
@@ -71,18 +73,21 @@ def find_generators(hooks: LoopHooks, data: LoaderData) -> None:
 
 
 class Body:
-    """One loop's body. ``anew``: it begins here; ``mean``: its loss must be a mean."""
+    """One loop's body. ``anew``: it begins here; ``loss``: what ``ctx.loop`` was told of it."""
 
     def __init__(
-        self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, mean: bool
+        self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, loss: Any
     ) -> None:
         # DDP waits in each backward pass.
         self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
-        self._mean = mean and parts > 1 and has_whole_models(spec, division, peers)
+        looks = loss in (None, 'sum') and parts > 1
+        self._looks, self._loss = looks and has_whole_models(spec, division, peers), loss
         self._seen = False  # a loss that is not 0
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
         self._anew, self._around = anew, frame_around()
+        whose = self._around.f_globals.get('__name__', '') if self._around is not None else ''
+        self._own = not whose.startswith(_OURS)
         self._asked: tuple[FrameType | None, int] | None = None
         self._iterations = self._before = self.batches = 0  # the last: global ones
         variables = self._around.f_locals if self._around is not None else {}
@@ -95,7 +100,7 @@ class Body:
         first = self._iterations == 1
         if self._around is not None and self._divided:
             self._look_at_what_goes_on(self._around)
-        looks = self._mean and (first or not self._seen)
+        looks = self._looks and (first or not self._seen)
         backward.looking = partial(self._look_at_loss, data) if looks else None
         # A collate function may have left all samples out.
         holds = data is not None and not (hasattr(data, '__len__') and len(data) == 0)
@@ -128,7 +133,7 @@ class Body:
         if isinstance(loss, torch.Tensor) and not loss.any():
             return  # a sum times 0, of a batch that is left out (no pairs in it)
         self._seen = True
-        refuse_sum(loss, batch)
+        refuse_wrong(loss, batch, self._loss, own=self._own)
 
     def _look_at_what_goes_on(self, frame: FrameType) -> None:
         """Raises BadInput if tensors go from an iteration to the next."""

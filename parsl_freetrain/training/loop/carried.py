@@ -274,7 +274,8 @@ class Carried:
         found = {
             f'{name}{keystr(path)}': inner
             for name, one in {**things, **self._kept}.items()
-            for path, inner in tree_flatten_with_path(_state_of(one))[0]
+            for how in [{'keep_vars': True} if isinstance(one, torch.nn.Module) else {}]
+            for path, inner in tree_flatten_with_path(one.state_dict(**how))[0]
         }
         return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
@@ -387,7 +388,3 @@ def _refused(path: str, why: str) -> BadInput:
         f'it {why}: keep numbers, texts, tensors and containers of them, fewer of them if there '
         'are very many, or let it depend on ctx.samples.'
     )
-
-
-def _state_of(one: Any) -> Any:
-    return one.state_dict(keep_vars=True) if isinstance(one, torch.nn.Module) else one.state_dict()

@@ -225,7 +225,7 @@ class FragmentRun:
         if self.division.shape.spatial == Shape().spatial:  # else ranks have parts of samples
             source.check_same(saved)
         position = source.position(self.state.samples, span, spec.shards, saved)
-        guard, mean = self._guard_of(model), call.loss is None
+        guard, anew = self._guard_of(model), self.state.samples == span.base
         if self.state.phase is loop_state.Phase.LOOP_ENDED:
             self.state.phase = loop_state.Phase.TRAINING
         model.structure.check()
@@ -244,7 +244,7 @@ class FragmentRun:
             epoch, order = (samples - base) // in_epoch, order_at(samples - base)
             return replace(position, samples=samples, epoch=epoch, order=order)
 
-        seen = body.Body(spec, self.division, self.peers, self.state.samples == span.base, mean)
+        seen = body.Body(spec, self.division, self.peers, anew, call.loss)
         around = position_at, guard, self.verification, seen, call.loss
         self.loop = TrainingLoop(self.parts, model, self.state, *around)
         return self.loop.run(batches)

@@ -192,8 +192,7 @@ def put_back_changes(
     before: Any, state: LoopState, model: Model, saved: Source, peers: Peers
 ) -> None:
     """Undo the function's changes since ``ctx.prepare``, where it is as ``before``."""
-    now = around_models(state, model.prepared)
-    changed = changes_of(before, replace(now, user=before.user))
+    changed = changes_of(before, replace(around_models(state, model.prepared), user=before.user))
     if on_any_rank(peers, bool(changed)):
         print(f'Since ctx.prepare {changed or "something"} was changed; put back.')
         model.division.restore(model.prepared, saved.load(model.prepared))

@@ -92,8 +92,7 @@ class LoopSaver:
         """Have the memory for copies made. Call it after the first step: optimizers have states."""
         division = self._model.division
         if division.saves and not division.pipelined:
-            content = content_of(self._model.prepared, named=division.stated)
-            state = self._state_of(content)
+            state = self._state_of(content_of(self._model.prepared, named=division.stated))
             names = untrained(self._model.prepared, state)
             self._checkpointer.make_room(division.part_of(state), names)
 

@@ -20,6 +20,7 @@ Loss = Literal['mean', 'sum'] | Callable[[Any], float]
 _LINEAR = {'Add', 'Sub', 'Mul', 'Neg', 'Squeeze', 'View', 'Alias', 'ToCopy'}
 _ELEMENTWISE = {'Pow', 'Abs', 'Exp', 'Log', 'Sqrt', 'Clamp', 'Where', 'Sum', 'MaskedFill', 'Cat'}
 _ELEMENTWISE |= {*_LINEAR, 'Unsqueeze', 'Stack'}
+_NORMS = {'Sum', 'Mean', 'LinalgVectorNorm', 'Norm'}
 
 
 def check(loss: Loss | None, *, plain: bool) -> None:
@@ -72,15 +73,31 @@ def _refuse_left_out(batch: Any, samples: int) -> None:
         )
 
 
-def refuse_sum(loss: Any, batch: Any) -> None:
-    """Raises BadInput if a loss is plainly a sum over the samples of a batch."""
+def refuse_wrong(loss: Any, batch: Any, said: Loss | None, *, own: bool = True) -> None:
+    """Raises BadInput if a loss is plainly not what ``ctx.loop`` was told: a sum over the samples
+    of a batch, or a mean by weights where the loop is the user's ``own``; or a penalty in a sum.
+    """
     sizes, graph = _sizes(batch), getattr(loss, 'grad_fn', None)
-    terms = {_kind(one, sizes) for one in _walk(graph, lambda node: not _kind(node, sizes))}
-    if terms - {''} == {'sum'}:
+    terms = {_kind(node, sizes, numbers) for node, numbers in _terms(graph)}
+    if said is None and terms == {'sum'}:
         raise BadInput(
             'The loss in the body of ctx.loop is a sum over samples, and each part of a global '
             'batch counts with its share of the samples, as is right for a mean: say ctx.loop(..., '
-            "loss='sum'), so that the parts are added up (or loss='mean', if it is a mean)."
+            "loss='sum'), so that the parts are added up (or loss='mean', if it is a mean). One "
+            'that is divided by a fixed number, and not by the samples that the body got, is a sum.'
+        )
+    if own and said is None and 'weighted' in terms:
+        raise BadInput(
+            'The loss in the body of ctx.loop is a mean by the weights of classes (F.cross_entropy '
+            'with weight), and each part of a global batch counts with its share of the samples: '
+            'say ctx.loop(..., loss=lambda batch: weight[batch[1]].sum()), by the labels, so that '
+            "it counts with its weights (or loss='mean', if that difference is small)."
+        )
+    if said == 'sum' and 'penalty' in terms:
+        raise BadInput(
+            "ctx.loop was given loss='sum', but a part of the loss depends on weights alone, and "
+            'would be added once for each part of a global batch: let the optimizer do it '
+            "(weight_decay), or make the loss a mean over samples and leave out loss='sum'."
         )
 
 
@@ -93,25 +110,62 @@ def _sizes(batch: Any) -> set[int]:
     return {size for shape in shapes for size in accumulate(shape, mul)}
 
 
-def _kind(node: Any, sizes: set[int]) -> str:
-    """What a term of a loss is: 'mean', 'sum', or 'other'; empty: it only passes on others."""
+def _terms(graph: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
+    """What is added up in a loss, each node once, and the numbers that multiply it."""
+    seen, waiting = set[Any](), [(graph, tuple[float, ...]())]
+    for node, numbers in waiting:
+        if node is not None and node not in seen:
+            seen.add(node)
+            if not (more := _numbers(node)) and _operation(node) not in _LINEAR:
+                yield node, numbers
+            else:
+                waiting += [(below, numbers + more) for below, _ in node.next_functions]
+
+
+def _numbers(node: Any) -> tuple[float, ...]:
+    """The plain number by which it multiplies, if there is one."""
+    factor, divides = getattr(node, '_saved_other', None), _operation(node) == 'Div'
+    if isinstance(factor, torch.Tensor):
+        # What was counted in the batch keeps its type; a number of Python's has none.
+        small = torch.tensor(1, dtype=torch.half if factor.is_floating_point() else torch.int8)
+        plain = factor.numel() == 1 and factor.device.type == 'cpu'
+        counted = divides and torch.result_type(factor, small) != small.dtype
+        factor = float(factor) if plain and not counted else None
+    if factor is None or not (divides or _operation(node) == 'Mul'):
+        return ()
+    return (1 / (factor or math.inf) if divides else factor,)
+
+
+def _kind(node: Any, sizes: set[int], numbers: Sequence[float]) -> str:
+    """What a term is: a 'mean', one by weights ('weighted'), 'sum', 'penalty' (of weights alone),
+    or 'other'.
+    """
     operation, reduction = _operation(node), getattr(node, '_saved_reduction', None)
     if reduction is not None:
-        of_samples = reduction == 2 and _is_over(node._saved_self.shape, sizes)
-        return 'mean' if reduction == 1 else 'sum' if of_samples else 'other'
-    if operation == 'Sum':
-        added = [*_walk(node, lambda one: _operation(one) in _ELEMENTWISE)]
-        weights = [one.variable.shape for one in added if hasattr(one, 'variable')]
-        shapes = [one._saved_self_sym_sizes for one in added if _operation(one) == 'Sum']
-        of_samples = any(_is_over(one, sizes) and one not in weights for one in shapes)
-        return 'other' if any(map(_is_mean, added)) or not of_samples else 'sum'
-    factor: Any = getattr(node, '_saved_other', None) if operation == 'Mul' else None
-    plain = isinstance(factor, (int, float))
-    if isinstance(factor, torch.Tensor):
-        plain = factor.numel() == 1 and factor.device.type == 'cpu'
-    if plain and any(math.isclose(float(factor) * size, 1) for size in sizes - {1}):
-        return 'mean'
-    return '' if operation in _LINEAR else 'mean' if operation == 'Mean' else 'other'
+        classes = getattr(node, '_saved_weight', None) if operation.startswith('NllLoss') else None
+        if reduction == 1:
+            return 'mean' if classes is None or len(classes.unique()) == 1 else 'weighted'
+        return _divided(node._saved_self.shape, sizes, numbers) if reduction == 2 else 'other'
+    added = [*_walk(node, lambda one: one is node or _operation(one) in _ELEMENTWISE)]
+    ends = [one for one in added[1:] if _operation(one) not in _ELEMENTWISE]
+    weights = [one.variable.shape for one in ends if hasattr(one, 'variable')]
+    shapes = [one._saved_self_sym_sizes for one in added if _operation(one) == 'Sum']
+    of_samples = [one for one in shapes if _is_over(one, sizes) and one not in weights]
+    if operation in _NORMS and ends and not of_samples and len(ends) == len(weights):
+        return 'penalty'
+    if operation == 'Sum' and of_samples and not any(map(_is_mean, added)):
+        return _divided(of_samples[0], sizes, numbers)
+    return 'mean' if operation == 'Mean' else 'other'
+
+
+def _divided(shape: Sequence[int], sizes: set[int], numbers: Sequence[float]) -> str:
+    """What a sum over a shape is, times numbers: a mean if some of them divide by its samples."""
+    products = [1.0]
+    for number in numbers[:8]:
+        products += [number * product for product in products]
+    lengths = [size for size in accumulate(shape, mul) if size > 1 or 1.0 in numbers]
+    means = any(math.isclose(one * size, 1) for one in products for size in lengths)
+    return 'other' if not _is_over(shape, sizes) else 'mean' if means else 'sum'
 
 
 def _is_mean(node: Any) -> bool:

@@ -140,8 +140,7 @@ class Rank:
             self._say_last(Outcome(self._how, error=self._error))
         else:
             memory = devices.peak_memory(self._device)  # without the copy that it may leave
-            outcome = self._run.outcome(self._how, self._error)
-            self._say_last(replace(outcome, memory=memory))
+            self._say_last(replace(self._run.outcome(self._how, self._error), memory=memory))
         return 0 if self._well else 1
 
     @property

@@ -112,8 +112,7 @@ def _after(
             if diloco.overlap and begun > 0 and weights.find(begun) is None:
                 _after(weights, order, diloco, begun, length)  # nobody has begun a round
             if len(ends) == len(stores):
-                with_them = diloco.begins_with(begun, length)
-                how = diloco.outer, length, with_them, diloco.compress
+                how = diloco.outer, length, diloco.begins_with(begun, length), diloco.compress
                 weights.step(ends, samples, *how)
         except EndDamaged as damaged:
             (store,) = [one for one in stores if one.folder == damaged.path.parent]

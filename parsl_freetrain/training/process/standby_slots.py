@@ -47,8 +47,7 @@ class RankChildren:
 
     def add(self, pid: int, pidfd: int, channel: Channel[Any], order: FragmentOrder) -> None:
         """Its pidfd is polled already; its client listens on the channel."""
-        client = StopWatch(channel.peer_pid())
-        child = _Child(pid, order.trainer, channel, client, order.hang_s)
+        child = _Child(pid, order.trainer, channel, StopWatch(channel.peer_pid()), order.hang_s)
         self._children[pidfd] = child
         self._by_channel[channel.fileno()] = child
         # POLLHUP, when the client has gone, is reported without being requested.

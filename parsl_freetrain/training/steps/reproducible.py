@@ -270,8 +270,7 @@ class ReproducibleSteps:
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
-        spoilt = to_host(self._sum.spoilt)[1]
-        asked = spoilt, self._sum.bad, self._span
+        asked = to_host(self._sum.spoilt)[1], self._sum.bad, self._span
         if self._late:
             self.settle()
             self._asked, found = asked, None
@@ -287,8 +286,7 @@ class ReproducibleSteps:
             return None
         if self._all.world_size == 1:
             return [0]
-        own = any(map(float, bad))
-        said = gather_bytes(self._all, bytes([own]), 1)
+        said = gather_bytes(self._all, bytes([any(map(float, bad))]), 1)
         return [rank for rank, bad in enumerate(said) if bad[0]]
 
     def _take_buffers(self, total: Contribution, notes: Sequence[told.Notes]) -> None:

@@ -34,8 +34,7 @@ def norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     sums = torch.zeros(sum(lengths), dtype=torch.float64, device=local(gradients[0]).device)
     at = 0
     for gradient, length in zip(gradients, lengths, strict=True):
-        place = sums[at : at + length].view(parts, -1)
-        _enter(gradient, place, mesh)
+        _enter(gradient, sums[at : at + length].view(parts, -1), mesh)
         at += length
     for name in ('shard', 'tensor'):
         if mesh[name].size() > 1:

@@ -2,7 +2,9 @@
 
 import dis
 import itertools
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.loop.body import _going_on
-from parsl_freetrain.training.loop.loss import refuse_sum
+from parsl_freetrain.training.loop.loss import refuse_wrong
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, made, refused, step, whole_and_cut
 from tests.support.examples import equal, in_this_process, refused_here
@@ -83,19 +85,42 @@ def plain_losses() -> Iterator[tuple[str, torch.Tensor, bool]]:
     yield 'cross entropy', F.cross_entropy(x, torch.zeros(4).long(), reduction='sum'), True
     yield 'mean', F.mse_loss(x, torch.ones(4, 3)), False
     yield 'sum of means', (x - 1).square().mean(0).sum(), False
-    yield 'divided', x.sum() / len(x), False
+    yield 'divided', x.sum() / len(x) * 0.5, False
+    yield 'divided by what was counted', x.sum() / (x > 0.5).sum(), False
+    yield 'divided by a fixed number', x.sum() / 6, True
     yield 'penalty', F.cross_entropy(x, torch.zeros(4).long()) + 0.1 * x.abs().sum(), False
 
 
 def test_a_plain_sum_is_told_from_a_mean() -> None:
     for name, loss, is_sum in plain_losses():
         try:
-            refuse_sum(loss, [torch.ones(4, 3), {'y': torch.ones(4)}])
+            refuse_wrong(loss, [torch.ones(4, 3), {'y': torch.ones(4)}], None)
         except BadInput as error:
             found = is_sum and "say ctx.loop(..., loss='sum')" in str(error)
         else:
             found = not is_sum
         assert found, name
+
+
+def test_a_mean_by_weights_and_a_penalty_in_a_sum_are_told_from_others() -> None:
+    weight, labels, classes = torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]), 3
+    x, batch = torch.eye(4) @ weight, [torch.ones(4, 3), labels]
+    for said, loss, own, sentence in (
+        (
+            None,
+            F.cross_entropy(x, labels, torch.arange(1.0, 1 + classes)),
+            True,
+            'weight[batch[1]]',
+        ),
+        (None, F.cross_entropy(x, labels, torch.arange(1.0, 1 + classes)), False, ''),
+        (None, F.cross_entropy(x, labels, torch.ones(classes)), True, ''),
+        ('sum', x.square().sum() + 0.1 * weight[:, 0].norm(), True, ''),
+        ('sum', x.square().sum() / 8 + 0.1 * weight.square().sum(), True, 'weights alone'),
+        ('sum', x.square().sum() + (weight - 1).norm(), True, 'weights alone'),
+        ('sum', x.square().sum() + (x - 1).abs().sum() / 2, True, ''),
+    ):
+        with pytest.raises(BadInput, match=re.escape(sentence)) if sentence else nullcontext():
+            refuse_wrong(loss, batch, said, own=own)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize('mean', [True, False])

@@ -505,6 +505,8 @@ def state_of_classes_and_functions(ctx: FragmentContext) -> list[Any]:
 
 
 class Meter(dict[str, int]):
+    __getattr__ = dict[str, int].__getitem__  # as settings have it: KeyError for all that is asked
+
     def add(self, key: str) -> None:
         self[key] = self.get(key, 0) + 1
 

@@ -239,8 +239,7 @@ def _fill_one(
         elif reset is not None:
             reset()
         made.update({**module._parameters, **module._buffers})
-    parts = {**module._parameters, **module._buffers}
-    for own, part in parts.items():
+    for own, part in {**module._parameters, **module._buffers}.items():
         if part is None or id(part) in filled:
             continue
         filled.add(id(part))

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
-from operator import add, gt
+from itertools import pairwise, permutations, product
+from operator import add, ge, gt
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,8 @@ def check_division(network: nn.Module, channels: int, extents: Extents, spatial:
         depth, height, width = (range(1, parts + 1) for parts in spatial)
         goes = partial(_rehearse, made, channels, extents)
         could = [wish for wish in product(depth, height, width) if _goes(partial(goes, wish))]
-        coarsest = [wish for wish in could if not any(_finer(other, wish) for other in could)]
+        coarser = [one for one, wish in permutations(could, 2) if all(map(ge, wish, one))]
+        coarsest = [wish for wish in could if wish not in coarser]
         best = ', '.join('x'.join(map(str, wish)) for wish in coarsest)
         raise BadInput(
             f'Volumes of {"x".join(map(str, extents))} cannot be divided into '
@@ -226,7 +227,3 @@ def _goes(attempt: Callable[[], None]) -> bool:
     except BadInput:
         return False
     return True
-
-
-def _finer(one: Extents, other: Extents) -> bool:
-    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
