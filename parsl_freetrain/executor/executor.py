@@ -253,8 +253,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         blocks = BlockManager(
             provider, stream, control, log_dir, parsl, template, join_s, clock, logs
         )
-        requests = Requests(requests_folder(self.ledger_path))
-        handler = RequestHandler(requests, fragments, stream)
+        handler = RequestHandler(Requests(requests_folder(self.ledger_path)), fragments, stream)
         parts = stream, site, blocks, fragments, parsl, handler, clock
         return EventLoop(Controller(self.allocator, settings), control, *parts)
 

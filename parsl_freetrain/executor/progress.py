@@ -174,8 +174,7 @@ class ProgressLine:
             states = sorted({future.state for future in ended})
             counts = (f'{sum(f.state == state for f in ended)} {state}' for state in states)
             parts.append(', '.join(counts))
-        line = '; '.join(parts)
-        return line[: shutil.get_terminal_size().columns - 1]
+        return '; '.join(parts)[: shutil.get_terminal_size().columns - 1]
 
 
 def _progress_of(future: TrainingFuture) -> str:

@@ -119,8 +119,7 @@ def _groups(
             serves = tuple(name in demand.among for demand in demands)
             held_by, alone = holder.get(name, ''), name in block.releasable
             kind = name in given, name in spare, name in first
-            key = _Group(b, alone, held_by, serves, *kind)
-            groups.setdefault(key, []).append(name)
+            groups.setdefault(_Group(b, alone, held_by, serves, *kind), []).append(name)
     return groups
 
 
@@ -150,8 +149,7 @@ def give_back(state: ControllerState, event: ev.NodesNeeded) -> list[ev.StopFrag
         if (trainer := state.trainers[name]).running
     }
     taken = {node for block in blocks if block.leaving for node in block.nodes}
-    going = taken.union(state.yielded)
-    given = nodes_to_give(event.demands, blocks, holder, cost, going) - taken
+    given = nodes_to_give(event.demands, blocks, holder, cost, taken.union(state.yielded)) - taken
     why = f'{in_need(demand.job for demand in event.demands)} waits for its nodes'
     for block in blocks:
         nodes = [node for node in block.nodes if node in given or node in state.yielded]

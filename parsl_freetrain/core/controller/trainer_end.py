@@ -92,8 +92,7 @@ def stop_spent(state: cs.ControllerState, at: float) -> list[ev.Action]:
         if trainer.dismissed:
             continue
         smallest = 0 if trainer.running else trainer.trainer.counts()[0]
-        needed_node_s = smallest * state.shortest_s
-        if why := state.budgets.spent(trainer.trainer, at, needed_node_s):
+        if why := state.budgets.spent(trainer.trainer, at, smallest * state.shortest_s):
             actions += dismiss(state, trainer, 'failed', why)
     return actions
 

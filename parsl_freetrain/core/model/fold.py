@@ -93,8 +93,7 @@ def _launched(run: st.RunState, event: ev.FragmentLaunched) -> None:
     if training is None:
         return
     names = dict(training.trainer.shapes).get(len(event.nodes), ())
-    shape = names[event.shape] if event.shape < len(names) else ''
-    fragment = st.Fragment(run.id, event, shape)
+    fragment = st.Fragment(run.id, event, names[event.shape] if event.shape < len(names) else '')
     before = run.fragments.get((event.trainer, event.fragment))
     run.fragments[event.trainer, event.fragment] = fragment
     if before is not None:  # its number was given again

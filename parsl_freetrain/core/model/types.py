@@ -34,8 +34,7 @@ def deal(parts: int, speeds: Sequence[float]) -> tuple[int, ...]:
 def rate_together(parts: int, workers: tuple[tuple[float, int], ...]) -> float:
     """The rate of workers who divide a batch by :func:`deal`: by speed, how many have it."""
     speeds = [speed for speed, count in workers for _ in range(count)]
-    last = max(n / speed for n, speed in zip(deal(parts, speeds), speeds, strict=True))
-    return parts / last
+    return parts / max(n / speed for n, speed in zip(deal(parts, speeds), speeds, strict=True))
 
 
 ASSUMED_RESCALE_S = 2.0
@@ -241,8 +240,7 @@ class Trainer:
                 f'Trainer {self.name!r}: none of its sizes {list(self.sizes)} is from min_nodes '
                 f'to max_nodes, {self.min_nodes} to {self.max_nodes}; one of them must be.'
             )
-        curves = {'': self.curve, **dict(self.class_curves)}
-        for node_class, curve in curves.items():
+        for node_class, curve in {'': self.curve, **dict(self.class_curves)}.items():
             if curve and not any(curve.rate_at(n) > 0 for n in self.counts()):
                 on_class = f' on {node_class}' if node_class else ''
                 raise BadInput(

@@ -270,12 +270,11 @@ class RunningFragment:
                     where = f'its output is in {result.log}'
                     return self._short_of_memory(f'{result} said {sentence}; {where}')
                 notes = [ASSERTED.format(result, result.log)] if ASSERT in error.message else []
-                load = partial(self._exception, result, error, *notes)
                 return FragmentResult(
                     Ending.FAILED,
                     self.checkpoint,
                     notes[0] if notes else sentence,
-                    load,
+                    partial(self._exception, result, error, *notes),
                     final=error.final,
                 )
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))

@@ -114,8 +114,7 @@ class FragmentRunner(Subscriber):
                 continue
             order = self._order(fragment, member)
             task = member_task(fragment.action.nodes[member], order, earlier)
-            inner = self._parsl.submit(task, buffer)
-            inner.add_done_callback(
+            self._parsl.submit(task, buffer).add_done_callback(
                 lambda done, member=member: self._control.post(  # type: ignore[misc]
                     MemberReturned(name, number, member, done)
                 )
@@ -128,8 +127,7 @@ class FragmentRunner(Subscriber):
         changed = record.changed_at and record.changed_at == fragment.checkpoint.path
         if changed and isinstance(spec.mode, Reproducible):
             # Its first step need not be the one that the checkpoint foresaw.
-            mode = structs.replace(spec.mode, on_difference='warn')
-            spec = structs.replace(spec, mode=mode)
+            spec = structs.replace(spec, mode=structs.replace(spec.mode, on_difference='warn'))
         order = FragmentOrder(
             trainer=fragment.name,
             fragment=fragment.number,

@@ -180,8 +180,7 @@ class GradientGuard:
             self._remember()
         elif not self._taken:
             return None
-        reader = sys._getframe(1).f_globals.get('__name__', '')
-        if reader.partition('.')[0] in _NO_USERS:
+        if sys._getframe(1).f_globals.get('__name__', '').partition('.')[0] in _NO_USERS:
             return found
         if found is None and (at := self._place(parameter)) and (own := at[0][at[1]]) is not None:
             found = own.clone()  # whatever is done to it, the sum stays

@@ -87,8 +87,7 @@ class Incumbent:
     ) -> tuple[Floats, Integers] | None:
         """The best ways of these bids if each alone may choose again; None if one has none."""
         places = self._pricing.places
-        free = np.floor(self._free(ways)[:places]).astype(np.int64)
-        room = np.maximum(free + ways[bids], 0)
+        room = np.maximum(np.floor(self._free(ways)[:places]).astype(np.int64) + ways[bids], 0)
         region = self._pricing.region.of(bids).within(room, self._pricing.held[bids])
         worth, found, _ = self._pricing.best(prices[bids], region, bids)
         return (worth, found) if np.isfinite(worth).all() else None
@@ -170,13 +169,11 @@ class _Search:
 
     def _run(self) -> str:
         pricing, every = self._pricing, self._pricing.every
-        nothing = np.zeros_like(pricing.held)
-        for ways, kept in ((nothing, False), (pricing.held, True)):
+        for ways, kept in ((np.zeros_like(pricing.held), False), (pricing.held, True)):
             flags = np.full(len(every), kept)
             some = np.flatnonzero(pricing.region.has(every, ways, flags))
             self._master.add(some, ways[some], flags[some])
-        free = np.zeros(len(self._caps.most))
-        branch = self._open(pricing.region, free, np.inf)
+        branch = self._open(pricing.region, np.zeros(len(self._caps.most)), np.inf)
         waiting: list[_Branch] = []
         while branch is not None:
             self.bound = max(-branch.minus_bound, -waiting[0].minus_bound if waiting else -np.inf)
@@ -185,8 +182,7 @@ class _Search:
             if branch.divided is None:
                 self._closed = max(self._closed, -branch.minus_bound)
             parts = branch.divided or ()
-            opened = [self._open(part, branch.prices, -branch.minus_bound) for part in parts]
-            for child in opened:
+            for child in [self._open(part, branch.prices, -branch.minus_bound) for part in parts]:
                 if child is not None:
                     heappush(waiting, child)
             branch = self._next(waiting)
@@ -287,8 +283,7 @@ class _Search:
     def _divided_by(
         self, region: Region, j: int, ways: Integers, shares: Floats
     ) -> tuple[Region, Region]:
-        kept = self._master.kept[ways]
-        if kept.any():
+        if self._master.kept[ways].any():
             return _with(region, j, high=-1), _with(region, j, keep=False)
         nodes = self._master.ways[ways]
         share = shares @ (nodes > 0) / shares.sum()

@@ -59,8 +59,7 @@ class Master:
         self.worth = np.zeros(0)
         self._allowed = np.zeros(0, dtype=bool)
         self._known: set[tuple[int, bool, tuple[int, ...]]] = set()
-        free = np.zeros((len(pricing.every), places))
-        best, _, _ = pricing.best(free, pricing.region)
+        best, _, _ = pricing.best(np.zeros((len(pricing.every), places)), pricing.region)
         worths = np.abs(np.concatenate([best, pricing.held_worth]))
         # Infinite: a bid that must get nodes can get none here.
         self._scale = scale_of(float(worths[np.isfinite(worths)].max(initial=0.0)))

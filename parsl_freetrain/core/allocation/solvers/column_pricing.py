@@ -93,8 +93,7 @@ class Pricing:
                 low[j] = max(low[j], rule.least)
                 can_keep[j] &= bids[j].current_nodes >= rule.least
         self._ends = [min(place.remaining_s, problem.horizon_s) for place in places]
-        down = np.array([bid.rescale_down_s for bid in bids])
-        self._loss = down[None, :, None] * self._rate
+        self._loss = np.array([bid.rescale_down_s for bid in bids])[None, :, None] * self._rate
         # By place: what trainers do from the end before it, of a place of its class, to its own.
         self._until = {
             b: (self._ends[b] - since) * self._rate[c]

@@ -58,8 +58,7 @@ class _Dealing:
         usable = [b for b in range(len(given)) if b not in short]
         order = sorted(usable, key=lambda b: (-given[b], -held[b], -self._free[b], b))
         if order:  # one class at a time, and one block where blocks are apart
-            node_class = self._problem.places[order[0]].node_class
-            mine = self._problem.places_by_class[node_class]
+            mine = self._problem.places_by_class[self._problem.places[order[0]].node_class]
             order = [b for b in order if b in mine] if self._problem.spans_blocks else order[:1]
         reach = now + min(sum(self._free[b] for b in order), self._room(bid))
         more = bid.usable(min(most, reach)) - now

@@ -61,8 +61,7 @@ class IntegerProgram:
         for j, bid in enumerate(problem.bids):
             count = self._in_one_block if one_block else self._in_several
             self._nodes[bid.name] = count(j, bid)
-        largest = max(abs(worth) for worth, _ in self._worth)
-        self._scale = scale = scale_of(largest)
+        self._scale = scale = scale_of(max(abs(worth) for worth, _ in self._worth))
         worths = ((scale * worth, variable) for worth, variable in self._worth)
         self.lp.setObjective(self._weighted(worths))
         for b, block in enumerate(problem.places):
