@@ -36,7 +36,7 @@ def untrained(prepared: Prepared, state: State) -> set[str]:
     frozen = {
         (called, name)
         for called, model in zip(names_of('model'), prepared.models, strict=False)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in torch.nn.Module.named_parameters(model, remove_duplicate=False)
         if id(parameter) not in trained
     }
     paths = (state.structure or {'paths': {}})['paths']

@@ -914,6 +914,29 @@ def made_in_forward(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
+class HidesItsTarget(nn.Module):
+    """As a loss of torchrl, which names its parameters without those of its target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.target = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+
+    def named_parameters(self, prefix: str = '', recurse: bool = True) -> Any:  # type: ignore[override]
+        found = super().named_parameters(prefix, recurse)
+        return ((name, one) for name, one in found if not name.startswith('target'))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.net(x), y + self.target(x))
+
+
+def target_of_a_loss(ctx: FragmentContext) -> None:
+    loss: Any = HidesItsTarget()
+    loss, optimizer = ctx.prepare(loss, sgd(loss.net))
+    ctx.after_step(lambda: loss.target.weight.data.lerp_(loss.net.weight.data, 0.3))
+    fit(ctx, loss, optimizer)
+
+
 BOTH = ('reproducible', 'throughput')
 MODES = {
     parameter_of_no_model: BOTH,
@@ -943,6 +966,7 @@ MODES = {
         (snapshots, 'reproducible'),
         (kept, 'reproducible'),
         (first_pass, 'reproducible'),
+        (target_of_a_loss, 'reproducible'),
         (optimizers_that_share, 'reproducible'),
         (set_at_each_epoch, 'reproducible'),
         (handler_of_its_own, 'reproducible'),
