@@ -217,6 +217,35 @@ def torchao_adam_8bit(ctx: FragmentContext) -> None:
     train(ctx, model, numbers(), squared, AdamW8bit(model.parameters(), lr=1e-2))
 
 
+@row('skorch')
+def skorch_steps(ctx: FragmentContext) -> None:
+    from skorch import NeuralNetRegressor
+
+    net = NeuralNetRegressor(small(), optimizer=torch.optim.Adam, lr=1e-2).initialize()
+    net.module_, net.optimizer_ = ctx.prepare(net.module_, net.optimizer_)
+    for batch in ctx.loop(numbers(), 8):
+        net.optimizer_.zero_grad()
+        net.train_step_single(batch)
+        net.optimizer_.step()
+
+
+@row('snntorch')
+def snntorch_leaky(ctx: FragmentContext) -> None:
+    from snntorch import Leaky, surrogate, utils
+
+    how = {'beta': 0.9, 'init_hidden': True, 'spike_grad': surrogate.fast_sigmoid()}
+    model = nn.Sequential(
+        nn.Linear(8, 16), Leaky(**how), nn.Linear(16, 2), Leaky(**how, output=True)
+    )
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        utils.reset(model)
+        wanted = (batch[1][:, 0] > 0).long()
+        return sum(F.cross_entropy(model(batch[0])[1], wanted) for _ in range(4))
+
+    train(ctx, model, numbers(), loss)
+
+
 def _module(package: Any) -> Any:
     class Module(package.LightningModule):
         def __init__(self) -> None:
