@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 def why(
     trainer: Annotated[str, typer.Argument(help='Name of a trainer.')],
-    last: Annotated[int, value('N', 'Number of decisions to explain, newest first.')] = 3,
+    last: Annotated[int, value('N', 'Maximum number of decisions to explain.')] = 3,
     ledger: LedgerOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a trainer does or waits for, and explain the last decisions about it.
-
-    For each: what was known, what was decided, and what the alternative was.
+    """Say what a trainer does or waits for, and explain the newest decision about it, and the last
+    ones that changed its nodes: what was known, what was decided, and what the alternative was.
     """
     if last < 0:
         raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
@@ -65,7 +64,9 @@ def explanation(
     going = life.state in ('running', 'silent')
     newest = training.last()
     running = newest if going and newest and newest.ended is None else None
-    decided = [d for d in enumerate(one.decisions, 1) if trainer in d[1].allocation]
+    about = [d for d in enumerate(one.decisions, 1) if trainer in d[1].allocation]
+    moved = [d for d in about[:-1] if d[1].allocation[trainer] != d[1].current.get(trainer, 0)]
+    decided = moved + about[-1:]
     mine = dict(reversed(decided[len(decided) - min(last, len(decided)) :]))
     found = outcomes(history.of(one.name), now, only=trainer, numbers=mine)
     became = {outcome.decision: outcome for outcome in found}
@@ -226,7 +227,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     took = found['pauses'].items()
     lines += [f'Its last rescale to {way} nodes paused it for {s:.2f} s.' for way, s in took]
     if failure := found['last_failure']:
-        lines += [f'Its last fragment in trouble said: {failure}'] * (failure != found['why'])
+        if failure != found['why']:
+            lines.append(f'The last of its fragments that failed or was preempted: {failure}')
         lines.append(f'What it printed: freetrain logs {name}')
     for about in found['decisions']:
         first, *rest = in_words(name, about)
