@@ -14,6 +14,7 @@ from tests.support.slurm import Cluster
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_the_script_trains_on_this_computer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
