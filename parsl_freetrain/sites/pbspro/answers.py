@@ -106,9 +106,8 @@ def _job(
     comment = str(job.get('comment', ''))
     state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, rc.JobState.UNKNOWN)
     counts = dict(_TASKS.findall(str(job.get('array_state_count', ''))))
-    tasks = int(counts.get('Queued', 1))
-    if 'max_run_subjobs' in job:
-        tasks = min(tasks, int(job['max_run_subjobs']) - int(counts.get('Running', 0)))
+    may_run = int(job.get('max_run_subjobs', 10**9)) - int(counts.get('Running', 0))
+    tasks = min(int(counts.get('Queued', 1)), may_run)
     if state is rc.JobState.PENDING and tasks <= 0:
         state = rc.JobState.HELD  # all of its jobs run, or as many as may
     start_s = end_s = limit_s = None
