@@ -111,7 +111,7 @@ class BlockRequest:
     def check(self) -> None:
         """BadInput unless it is for at least one node, and as many as it names, if any."""
         if self.nodes < 1 or len(self.names) not in (0, self.nodes):
-            must = 'for at least one node, and for as many as it names, or name none'
+            must = 'for at least one node, with as many names as nodes, or none'
             refuse(f'A block of {self.nodes} nodes, names', list(self.names), must)
 
 
