@@ -132,7 +132,7 @@ def pack(prefix: Path, archive: Path) -> Path:
     )
     if done.returncode:
         partial.unlink(missing_ok=True)
-        said = (done.stderr or done.stdout).strip()[-_SAID:]
+        said = ' '.join((done.stderr or done.stdout).split())[-_SAID:]
         raise BadInput(f'The environment {prefix} could not be packed into {archive}: {said}')
     partial.replace(archive)
     return archive

@@ -203,7 +203,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     venv.create(made, symlinks=True)
     site = next(made.glob('lib/python*/site-packages'))
     (site / 'editable.pth').write_text('/somewhere/src\n')
-    with pytest.raises(BadInput, match=r'could not be packed into .* editable'):
+    with pytest.raises(BadInput, match=r'could not be packed into .* editable packages installed'):
         PackedEnvironment(prefix=str(made)).prepare(tmp_path)
     assert sorted(path.name for path in (tmp_path / 'environment').iterdir()) == []
     monkeypatch.setattr(packed_environment, 'find_spec', lambda name: None)

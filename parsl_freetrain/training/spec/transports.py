@@ -70,7 +70,7 @@ class Folder(Settings, frozen=True, kw_only=False, tag=True):
     def _folder(self) -> Path:
         found = Path(os.path.expandvars(self.path)).expanduser()
         if not found.is_absolute():
-            refuse('Folder: path', str(found), ABSOLUTE)
+            refuse('Folder: path', str(found), f'{ABSOLUTE}, whose variables are set there')
         return found
 
 
