@@ -14,6 +14,7 @@ from parsl_freetrain.training.checkpoint.state import Saved, Source, restore_ave
 from parsl_freetrain.training.comm.peers import Peers, on_any_rank
 from parsl_freetrain.training.loop.packing import alike
 from parsl_freetrain.training.loop.rank_parts import Model
+from parsl_freetrain.training.steps.buffers import copy_all
 
 
 class MovingAverage:
@@ -41,13 +42,16 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
+        averaged = list[tuple[torch.Tensor, torch.Tensor]]()
+        copied = [*zip(self.model.buffers(), self._source.buffers(), strict=True)]
         for mine, its in zip(self.model.parameters(), self._source.parameters(), strict=True):
-            if mine.is_floating_point() or mine.is_complex():
-                mine.lerp_(its.detach().to(mine.dtype), 1 - self._decay)
-            else:
-                mine.copy_(its)
-        for kept, buffer in zip(self.model.buffers(), self._source.buffers(), strict=True):
-            kept.copy_(buffer)
+            kind = averaged if mine.is_floating_point() or mine.is_complex() else copied
+            kind.append((mine, its.detach().to(mine.dtype)))
+        if averaged:
+            means, others = zip(*averaged, strict=True)
+            torch._foreach_lerp_(means, others, 1 - self._decay)
+        if copied:
+            copy_all(*zip(*copied, strict=True))
 
 
 class PreparedAverage:

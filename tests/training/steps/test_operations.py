@@ -81,6 +81,8 @@ def counted(ctx: FragmentContext, layers: int, norm: bool, blocks: bool = False)
     model, optimizer = ctx.prepare(
         model, Optimizer(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     )
+    if not blocks:
+        ctx.ema(model, decay=0.9)
     mode: Any = Count()  # type: ignore[no-untyped-call]
     at = [ctx.samples, 0]
     for batch in ctx.loop(torch.randn(64, 8), BATCH):
