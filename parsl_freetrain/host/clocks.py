@@ -1,7 +1,5 @@
 """Clocks: of a run, of the computer, which may be set back, and of nodes; and waits that grow."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files that only this user can read and write, and that are still whole after a crash."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import math

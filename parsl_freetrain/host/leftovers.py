@@ -1,7 +1,5 @@
 """What ``multiprocessing`` of a killed manager leaves in /dev/shm, and who removes it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

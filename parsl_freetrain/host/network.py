@@ -1,7 +1,5 @@
 """This computer's addresses."""
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import socket

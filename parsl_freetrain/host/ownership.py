@@ -1,7 +1,5 @@
 """Folders and files that only this user can change."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

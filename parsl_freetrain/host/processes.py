@@ -1,7 +1,5 @@
 """Processes in ``/proc``, their memory, and signals and TCP connections of this one."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Which functions were rehearsed, as they are written now: empty files in the user's cache."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import logging

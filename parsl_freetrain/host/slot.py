@@ -1,7 +1,5 @@
 """What the slots of the local site are told, in place of what real nodes have by themselves."""
 
-from __future__ import annotations
-
 import os
 import time
 

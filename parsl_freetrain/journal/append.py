@@ -1,7 +1,5 @@
 """The writing side of a journal."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

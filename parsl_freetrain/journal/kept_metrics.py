@@ -1,7 +1,5 @@
 """The metrics of a trainer along the training that was kept: each position once."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

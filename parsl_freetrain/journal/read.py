@@ -1,7 +1,5 @@
 """The reading side of a journal: from any process, while the run lives."""
 
-from __future__ import annotations
-
 import gc
 import os
 import stat

@@ -1,7 +1,5 @@
 """A journal's file: a head line, then records: a mark, the length, CRC-32, msgpack."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """A journal as tables, for those who ask in SQL: ``freetrain export``, Parsl's monitoring."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """What runs have used of the budgets of users, groups and trainers, and what they were charged."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``python -m parsl_freetrain.remote.endpoint``: an order on standard input, its answer out."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

@@ -1,7 +1,5 @@
 """What a client sends to an endpoint, and what comes back, as msgpack; only the run unpickles."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """``python -m parsl_freetrain.remote.run``: the run of a checkpoint folder, while it has orders."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import signal

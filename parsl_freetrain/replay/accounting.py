@@ -3,8 +3,6 @@ nodes costs the samples of ``rescale_up_s`` or ``rescale_down_s`` seconds at the
 loss costs ``rescale_down_s`` seconds so, at most once for each trainer and instant.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

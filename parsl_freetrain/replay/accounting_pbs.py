@@ -1,7 +1,5 @@
 """The accounting logs of PBS Pro and OpenPBS: ``date time;record;job;key=value key=value …``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Slurm's accounting, as ``sacct --parsable2`` prints it."""
 
-from __future__ import annotations
-
 import math
 import re
 from datetime import UTC, datetime

@@ -14,8 +14,6 @@ numbers change between instants, a mean is taken. Then
 The best x and y are the solution of a linear programme. It is a bound: it may divide trainers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

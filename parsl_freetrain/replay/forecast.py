@@ -1,7 +1,5 @@
 """What trainers would train in the present holes, as a range, by replaying decisions on them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

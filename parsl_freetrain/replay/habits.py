@@ -1,7 +1,5 @@
 """Files of node habits: what a record has shown, and of which machine."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The job table, which every kind of job log is read into."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

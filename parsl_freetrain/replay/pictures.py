@@ -1,7 +1,5 @@
 """Charts of a replay, and of a sweep: nodes over time, use of node-seconds, decisions, U."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from pathlib import Path

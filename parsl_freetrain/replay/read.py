@@ -1,7 +1,5 @@
 """Reads any kind of trace: idle intervals as CSV, job logs, or a synthetic schedule."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

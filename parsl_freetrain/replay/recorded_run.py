@@ -1,7 +1,5 @@
 """Replays the recorded events of a live run: each decision is made in its real state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

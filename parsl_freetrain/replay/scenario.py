@@ -1,7 +1,5 @@
 """Replays a scenario, and compares it with a constant pool of nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Many replays in parallel; each becomes a row of one table."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

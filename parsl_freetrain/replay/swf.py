@@ -1,7 +1,5 @@
 """Job logs in the Standard Workload Format of the Parallel Workloads Archive."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """The trainers of a replay, as JSON, plain or gzipped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The virtual clock and world of a replay's controller. Actions and consequences happen at once."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

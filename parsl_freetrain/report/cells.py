@@ -1,7 +1,5 @@
 """The texts of a run in all views, of the terminal and the browser."""
 
-from __future__ import annotations
-
 from html import escape
 
 from parsl_freetrain.core.model.errors import clean, nodes_text

@@ -1,7 +1,5 @@
 """The charts of a report."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """All figures of a report, from the state of runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 from statistics import median_high

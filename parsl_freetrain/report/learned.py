@@ -1,7 +1,5 @@
 """Measurements of trainers: speed by node count and class, rescale costs, shapes tried."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every metric of every trainer over the training that was kept, and all losses, for charts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any

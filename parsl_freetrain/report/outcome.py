@@ -6,8 +6,6 @@ maximises over the time that followed; without a change ``curve(nodes before) x 
 trained what its fragments reported, as far as it was kept.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

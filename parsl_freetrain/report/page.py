@@ -1,7 +1,5 @@
 """The report as one HTML page, from the template ``report.html``."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence

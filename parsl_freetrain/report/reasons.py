@@ -1,7 +1,5 @@
 """Explains a trainer's nodes from data of the ledger; reads no files and solves no problems."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

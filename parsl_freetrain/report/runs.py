@@ -1,7 +1,5 @@
 """Runs of a ledger by name; whether one lives, has ended or died, and how to resume it."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import platform

@@ -1,7 +1,5 @@
 """The present state of a run, computed from the ledger, as data for the live view."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """What a run came to, computed from its state alone."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

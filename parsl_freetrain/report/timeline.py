@@ -1,7 +1,5 @@
 """What each node did in each second, as sets of intervals, by use and cause; pure."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """IsolatedAllocator's child: problems and answers by a pipe, with which, or a timer, it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Runs a solver in a child process, so that a crash or hang costs only one decision."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

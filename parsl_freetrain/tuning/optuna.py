@@ -1,7 +1,5 @@
 """Searches over settings with Optuna: each is a trainer; a dropped one gives back its nodes."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """The settings among which a search chooses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

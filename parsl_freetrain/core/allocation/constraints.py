@@ -2,8 +2,6 @@
 stated by a kind of owner and a name: ``{'user anna': 8, 'group physics': 64}``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol

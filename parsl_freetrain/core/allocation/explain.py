@@ -1,7 +1,5 @@
 """Explains an allocation: the gain and rescale cost of each trainer, and its next best choice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

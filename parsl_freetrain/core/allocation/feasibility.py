@@ -1,7 +1,5 @@
 """The rules of a problem: objections to an allocation, and what runs kept as far as possible."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem

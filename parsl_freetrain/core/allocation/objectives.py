@@ -2,8 +2,6 @@
 allocator maximises its sum over all trainers times the horizon, less the cost of rescaling.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace

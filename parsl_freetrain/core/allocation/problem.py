@@ -1,7 +1,5 @@
 """The allocation problem, an answer, and its value: docs/allocation.md states it as mathematics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

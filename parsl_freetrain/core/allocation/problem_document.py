@@ -1,7 +1,5 @@
 """An allocation problem as users state it to ``freetrain allocate``, and what is wrong with it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """From a solver's result to an :class:`Answer`, compared with what runs; blocks that are alike."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

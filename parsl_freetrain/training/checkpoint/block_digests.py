@@ -2,8 +2,6 @@
 twenty times as fast as a digest made against forgers, whom the files' modes keep out.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

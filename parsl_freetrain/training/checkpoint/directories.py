@@ -1,7 +1,5 @@
 """The checkpoint directories in a trainer's folder: how they are named, made, moved and removed."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Reading weights from checkpoints, for use without FreeTrain."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

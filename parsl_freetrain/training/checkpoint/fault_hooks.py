@@ -1,7 +1,5 @@
 """Hooks for tests of faults inside a rank. Without such tests they do nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 SAVING_STAGES = (

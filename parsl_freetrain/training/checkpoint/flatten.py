@@ -1,7 +1,5 @@
 """Splitting nested states into named tensors and the rest, and joining them again."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress

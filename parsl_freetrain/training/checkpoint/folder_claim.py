@@ -1,7 +1,5 @@
 """Whether a trainer may use a checkpoint folder, and what it continues from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol

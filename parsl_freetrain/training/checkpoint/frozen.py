@@ -1,7 +1,5 @@
 """What no optimizer trains is written once; a trainer's later checkpoints refer to that file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@ what a late process puts does not; and nothing is used but what was handed in, w
 where it was. With the checkpoint, it is removed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping

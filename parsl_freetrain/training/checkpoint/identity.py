@@ -1,7 +1,5 @@
 """A folder's trainer (``trainer.json``), and checks before a trainer may use a folder."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 last, ``COMMITTED`` with that of the manifest, without which it is no checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """What ``state_dict()`` lacks: settings such as ``requires_grad``, and non-persistent buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

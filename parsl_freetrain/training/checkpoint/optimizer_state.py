@@ -1,7 +1,5 @@
 """Optimizers' states: loaded, moved, and named by parameters to fit models divided otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

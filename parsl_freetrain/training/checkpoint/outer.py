@@ -8,8 +8,6 @@ is needed for a few only. Each state of a replica names the digest of the weight
 round began, so that no outer step takes states of another training, or of an earlier one.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 from collections.abc import Callable, Mapping, Sequence

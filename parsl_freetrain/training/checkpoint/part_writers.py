@@ -1,7 +1,5 @@
 """Ranks write parts of a checkpoint beside training; if one is missing, nothing is committed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Files of tensors in the safetensors format: a header and raw bytes. Reading one runs no code."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Checkpoints that survive any kill at any moment, and late processes of earlier fragments."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping

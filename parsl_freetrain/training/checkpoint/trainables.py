@@ -1,7 +1,5 @@
 """What ``ctx.prepare`` gets: models, optimizers, schedulers, gradient scalers, averaged models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Where files of a state are kept: on disk, or in the memory of this or another node."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

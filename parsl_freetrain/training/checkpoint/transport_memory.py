@@ -1,7 +1,5 @@
 """The memory of a node: copies of states, and the files its fork server keeps of them."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

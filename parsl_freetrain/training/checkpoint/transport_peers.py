@@ -1,7 +1,5 @@
 """From rank to rank: a node's memory, or what one rank of it reads, goes to those that need it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A trial of optimizers of other packages: small copies take steps; one is saved and restored."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

@@ -1,7 +1,5 @@
 """How the ranks of a fragment connect, exchange tensors, and notice that one is gone."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

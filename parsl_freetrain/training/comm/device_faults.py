@@ -1,7 +1,5 @@
 """Errors in which a device or a file system is in trouble, and not the user's function wrong."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

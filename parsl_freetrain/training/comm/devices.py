@@ -1,7 +1,5 @@
 """Which accelerators a rank uses, and which backend exchanges the tensors of a fragment's ranks."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Sequence

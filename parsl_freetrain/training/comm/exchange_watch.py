@@ -2,8 +2,6 @@
 end an exchange whose connection breaks in the middle: only this process's end does.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 import time

@@ -1,7 +1,5 @@
 """Messages to a running rank: from the node agent, and signals from the scheduler."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading

@@ -3,8 +3,6 @@ reproducible mode a rank trains virtual shards one after the other, so a loss mu
 group is hidden from ctx.prepare on, unless it was asked for.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

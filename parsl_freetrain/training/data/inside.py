@@ -1,7 +1,5 @@
 """What is in the user's own objects: datasets, functions, and the variables around a loop."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """torch's DataLoader in our order, with random numbers that depend only on the position in it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """Random number generators of the user's own, in datasets, samplers, functions and variables."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -2,8 +2,6 @@
 batch is divided into *virtual shards* (reproducible mode) or one part per rank (throughput mode).
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Datasets that can be read only in their own order; the position does not depend on the ranks."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Several DataLoaders that are read at once: ``ctx.loop((labelled, unlabelled))``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache

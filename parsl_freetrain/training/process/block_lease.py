@@ -1,7 +1,5 @@
 """The holder file in a run's folder: which run holds the blocks, and how nodes reach it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

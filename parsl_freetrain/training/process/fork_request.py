@@ -1,7 +1,5 @@
 """Requests to fork another fork server, with the settings of the requesting process."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

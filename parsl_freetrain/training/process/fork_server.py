@@ -1,7 +1,5 @@
 """A node's fork server: imports torch, forks ranks (a template: servers), ends with its owner."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Imports torch._dynamo (as long as torch) when used, not at every optimizer's first step."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

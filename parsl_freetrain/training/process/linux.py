@@ -1,7 +1,5 @@
 """Functions of the Linux kernel that Python does not provide, and whether processes live."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -11,8 +11,6 @@ to that folder. With ``--holder`` the node stays for some time without an interc
 later run can adopt it (:mod:`~.process.block_lease`).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

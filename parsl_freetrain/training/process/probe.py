@@ -4,8 +4,6 @@ runs on every node of a job, for ``freetrain doctor --site``; nodes find each ot
 FOLDER.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

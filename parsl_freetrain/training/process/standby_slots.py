@@ -1,7 +1,5 @@
 """What a fork server keeps: ranks with a client, standby ranks, and each trainer's last state."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

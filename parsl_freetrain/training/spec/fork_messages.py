@@ -1,7 +1,5 @@
 """Messages to and from a node's fork server."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from parsl_freetrain.core.model.events import Count, Seconds

@@ -1,7 +1,5 @@
 """The instructions for the ranks of a fragment."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

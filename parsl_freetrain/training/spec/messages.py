@@ -1,7 +1,5 @@
 """All messages between our processes, as JSON: one class per kind, one union per channel."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

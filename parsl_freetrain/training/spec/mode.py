@@ -1,7 +1,5 @@
 """The modes of training that users can choose."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Final, Literal
 

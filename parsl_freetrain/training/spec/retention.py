@@ -1,7 +1,5 @@
 """Which checkpoints of a trainer are kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

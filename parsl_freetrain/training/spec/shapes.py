@@ -1,7 +1,5 @@
 """The shapes of a trainer: which there are, and which a mode supports."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Ways between sites that have no file system in common, for what pieces of rounds hand in."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

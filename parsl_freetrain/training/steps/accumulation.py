@@ -1,7 +1,5 @@
 """Gradient accumulation: several forward and backward passes of a rank for one optimizer step."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, signature

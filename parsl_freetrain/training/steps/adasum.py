@@ -11,8 +11,6 @@ tensor by tensor along a fixed binary tree, as the rule is not associative: of 2
 first, then pairs of them, and so on; those from 2^k on are paired with ranks 0, 1, ... before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

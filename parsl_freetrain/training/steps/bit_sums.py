@@ -1,7 +1,5 @@
 """Sums of the bits of tensors: equal tensors have equal sums, wherever their elements lie."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

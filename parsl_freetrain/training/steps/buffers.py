@@ -1,7 +1,5 @@
 """The buffers of models, such as running statistics, which forward passes change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import reduce
 

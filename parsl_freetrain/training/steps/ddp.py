@@ -1,7 +1,5 @@
 """Throughput and scaled mode: DistributedDataParallel, in which every sample counts the same."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

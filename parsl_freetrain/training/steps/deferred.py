@@ -1,7 +1,5 @@
 """Optimizers and schedulers that act once per global batch; rates by samples, and scaled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from itertools import count

@@ -1,7 +1,5 @@
 """What reproducible mode asks of torch, beside the order of its sums."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

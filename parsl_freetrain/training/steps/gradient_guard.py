@@ -1,7 +1,5 @@
 """Notices when the user's loop reads or changes gradients of which it has only a part."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Settings of optimizers' parameter groups, as learning rates: equal in micro-batches and ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence

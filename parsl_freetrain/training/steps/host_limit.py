@@ -1,7 +1,5 @@
 """Whether a device waits for Python, which launches its operations."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

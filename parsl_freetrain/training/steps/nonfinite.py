@@ -1,7 +1,5 @@
 """Finding losses and gradients that are infinite or 'not a number', before they do harm."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What ranks know of a global batch without asking a device, and tell each other on the CPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -2,8 +2,6 @@
 ranks. A rank adds up whole subtrees by itself and sends only their sums.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

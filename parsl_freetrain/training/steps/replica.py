@@ -1,7 +1,5 @@
 """A model on several ranks in throughput mode, and the gradients that DDP does not see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 are added up within each row along a fixed tree, then the rows' sums at fixed places of one vector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

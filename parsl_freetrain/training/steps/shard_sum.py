@@ -1,7 +1,5 @@
 """What virtual shards contribute to a global batch: gradients and buffers, which are added up."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parameters divided among ranks (FSDP2, tensor parallelism): what is refused; gradients' sums."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

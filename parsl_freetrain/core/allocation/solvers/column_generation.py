@@ -7,8 +7,6 @@ branches on these: to keep or to change, then the places, the number of nodes, t
 It ends when the best known allocation reaches the bound of every open branch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """Column generation's master problem; each solve in HiGHS starts from the last basis."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

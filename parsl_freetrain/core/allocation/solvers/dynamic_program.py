@@ -1,7 +1,5 @@
 """The exact allocation in about a millisecond, where only node counts matter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

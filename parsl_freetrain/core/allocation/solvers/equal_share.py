@@ -1,7 +1,5 @@
 """Equal shares, then first come, first served: a heuristic, for comparison."""
 
-from __future__ import annotations
-
 from parsl_freetrain.core.allocation.feasibility import objections, pinned
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.allocation.solution import Asked

@@ -1,7 +1,5 @@
 """Linear programmes whose columns are choices, for HiGHS."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ exactly, those with the cheapest alternative first (an expanding core: Pisinger,
 Operational Research 83 (1995) 394-410).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

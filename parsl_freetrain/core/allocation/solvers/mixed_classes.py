@@ -2,8 +2,6 @@
 nodes has a binary variable. Of too many ways only some are looked at: 'feasible'.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ PipeDream-Flush): backward passes as early as possible. Chimera (Li and Hoefler,
 2107.06925): two pipelines in opposite directions, merged so that each fills bubbles of the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product

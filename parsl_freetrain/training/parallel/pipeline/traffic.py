@@ -1,7 +1,5 @@
 """Messages of a pipeline: activations, their gradients, gradients to be summed by two workers."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

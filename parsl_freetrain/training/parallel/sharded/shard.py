@@ -1,7 +1,5 @@
 """Dividing a model among ranks by torch's ``parallelize_module`` and ``fully_shard``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase

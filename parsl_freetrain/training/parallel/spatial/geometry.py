@@ -4,8 +4,6 @@ position belongs to the part with the input position in the middle of its window
 be equal or divisible by the stride, and the halo is as narrow as possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Convolutions, pooling and batch normalisation of divided volumes, with torch's arguments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
