@@ -22,6 +22,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.own_generators import own_generators
+from parsl_freetrain.training.loop.caches import Caches
 from parsl_freetrain.training.loop.loss import refuse_wrong
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
@@ -76,8 +77,15 @@ class Body:
     """One loop's body. ``anew``: it begins here; ``loss``: what ``ctx.loop`` was told of it."""
 
     def __init__(
-        self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, loss: Any
+        self,
+        spec: TrainingSpec,
+        division: Division,
+        peers: Peers,
+        anew: bool,
+        loss: Any,
+        caches: Caches,
     ) -> None:
+        self._caches = dict.fromkeys((2, 8), caches)  # by number of the global batch
         # DDP waits in each backward pass.
         self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
@@ -109,6 +117,8 @@ class Body:
     def end(self, data: Any, stepped: bool) -> None:
         """Raises BadInput if the batch was not used, or a variable would be lost."""
         backward.looking = None
+        if caches := self._caches.pop(self.batches, None):
+            caches.look()
         trained = backward.calls > self._before
         if self._together and not trained:
             raise BadInput(

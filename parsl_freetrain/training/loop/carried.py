@@ -1,7 +1,5 @@
 """The function's variables that change while training goes on; checkpoints hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType, ModuleType
@@ -16,6 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop import changes, places
+from parsl_freetrain.training.loop.caches import Caches
 from parsl_freetrain.training.loop.enumerated import counts, number_of, set_number
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.numbers import Numbers
@@ -73,6 +72,7 @@ class Carried:
         self._others = [*functions, *prepared.models, *lambdas, *data]
         self._data = {*map(id, data)}
         self._places = self._found()
+        self.caches = Caches(self._places.caches)
         self._how.known = {*map(id, known), *map(id, prepared.averages)}
         self._how.models = prepared.models
         self._how.live = prepared.tensors()
@@ -178,6 +178,11 @@ class Carried:
                 with suppress(NotPlain):
                     found[path] = packed(one, self._how)
         return found
+
+    @property
+    def differs(self) -> bool:
+        """Whether ranks have changed tables by sample that were not put together since."""
+        return self._numbers is not None and self._numbers.has_parts(0)
 
     def end_loop(self) -> None:
         self._ends.append(self._changed())

@@ -244,7 +244,8 @@ class FragmentRun:
             epoch, order = (samples - base) // in_epoch, order_at(samples - base)
             return replace(position, samples=samples, epoch=epoch, order=order)
 
-        seen = body.Body(spec, self.division, self.peers, anew, call.loss)
+        how = self.division, self.peers, anew, call.loss, model.carried.caches
+        seen = body.Body(spec, *how)
         around = position_at, guard, self.verification, seen, call.loss
         self.loop = TrainingLoop(self.parts, model, self.state, *around)
         return self.loop.run(batches)

@@ -99,8 +99,8 @@ class LoopSaver:
     def leave(self) -> StateLeft | None:
         """Leave the last batch's state in memory when a rank is lost; None if this one does not."""
         division, prepared = self._model.division, self._model.prepared
-        if self._state.reports.means.used:  # other ranks had a part of the sums
-            return None
+        if self._state.reports.means.used or self._model.carried.differs:
+            return None  # other ranks had a part of the sums, or of a table
 
         def state() -> State:
             put_parts_back(prepared.models)

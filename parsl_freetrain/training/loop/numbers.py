@@ -3,118 +3,43 @@
 In reproducible mode the body runs once for each virtual shard. As with integer buffers, every shard
 begins with what there was at the step's beginning, and the step ends with what there is behind its
 first shard, on all ranks: ``step += 1`` and ``losses.append(...)`` count steps, wherever the shards
-are trained.
+are trained. Tables by sample (``losses[i] = ...``) get the entries of all shards, or ranks.
 """
 
-from __future__ import annotations
-
-import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import chain, islice
+from itertools import islice
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
-from parsl_freetrain.training.loop import changes
-from parsl_freetrain.training.loop.enumerated import number_of, set_number
-from parsl_freetrain.training.loop.held import HELD, ITEMS, Held, held_in, memory
+from parsl_freetrain.training.loop import changes, spaces
+from parsl_freetrain.training.loop.held import (
+    HELD,
+    ITEMS,
+    Difference,
+    Held,
+    held_in,
+    memory,
+    of_samples,
+)
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
-from parsl_freetrain.training.loop.places import OF_TORCH, Place, Places, live_names, names_in_loop
+from parsl_freetrain.training.loop.places import OF_TORCH, Places, live_names, names_in_loop
+from parsl_freetrain.training.loop.spaces import NONE, Space, Values
 from parsl_freetrain.training.loop.unknown_state import among, set_variables
 
-_OTHER, _NONE = object(), object()  # what does not follow; what is not there
+_OTHER = object()  # what does not follow
 _STATE, _ONES, _MODULES, _METRICS, _MOST, _SHOWN = 'ctx.state', '', '.', '..', 500, 6
 _SENT = 10**5, 2**24  # elements and bytes at most
-Values = Mapping[Any, Any]
 _Differing = tuple[str, dict[Any, Any], tuple[Any, ...]]  # where, what is there now, and its mark
-_Space = tuple[Callable[[], Values], Callable[[Values], object]]
-"""Where there are values: what gives them by name, and what sets some."""
-
-
-def _ones(places: Sequence[Place], counts: Sequence[Any]) -> _Space:
-    named = {p.path: (p.holder, p.name) for p in places if isinstance(p.holder, dict)}
-    ones: dict[str, Any] = {place.path: (place.value, place.put) for place in places}
-    for i, one in enumerate(counts, 1):
-        ones[f'enumerate {i}'] = partial(number_of, one), partial(set_number, one)
-    others = {name: get for name, (get, _) in ones.items() if name not in named}
-
-    def values() -> Values:
-        found = {name: own[key] for name, (own, key) in named.items() if key in own}
-        for name, get in others.items():
-            try:  # as suppress(), which takes longer than the rest
-                found[name] = get()
-            except (KeyError, ValueError):  # it is gone
-                continue
-        return found
-
-    def put(values: Values) -> None:
-        for name in values.keys() & ones.keys():
-            ones[name][1](values[name])
-
-    return values, put
-
-
-def _set_in_modules(modules: Mapping[str, torch.nn.Module], names: AbstractSet[str]) -> _Space:
-    """Attributes that functions set: some are first there behind a forward pass."""
-
-    def values() -> Values:
-        both = ((path, vars(module)) for path, module in modules.items())
-        return {f'{path}.{name}': own[name] for path, own in both for name in names & own.keys()}
-
-    def put(values: Values) -> None:
-        for path, value in values.items():
-            of, _, name = path.rpartition('.')
-            _put(vars(modules[of]) if of in modules else {}, {name: value})
-
-    return values, put
-
-
-def _of_metrics(metrics: Mapping[str, Any]) -> _Space:
-    """Copies of what metrics hold, which they change in place."""
-    kept: dict[str, tuple[Any, dict[str, Any]]] = {}
-
-    def copied(one: Any, within: bool = False) -> Any:
-        if isinstance(one, torch.Tensor):
-            return one if within else one.clone()
-        if isinstance(one, dict):
-            found = copy.copy(one)  # some have a default
-            found.update((name, copied(value)) for name, value in one.items())
-            return found
-        return [copied(value, True) for value in one] if type(one) is list else one
-
-    def looked_at(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            return id(one), 0 if one.is_inference() else one._version
-        if isinstance(one, dict):
-            return [*map(looked_at, one.values())]
-        return (len(one), looked_at(one[-1])) if isinstance(one, list) and one else one
-
-    def values() -> Values:
-        for path, one in metrics.items():
-            its = changes.state_of(one)
-            if path not in kept or kept[path][0] != looked_at(its):
-                kept[path] = looked_at(its), {f'{path}.{k}': copied(v) for k, v in its.items()}
-        return {name: value for _, its in kept.values() for name, value in its.items()}
-
-    def put(values: Values) -> None:
-        for name, value in values.items():
-            path, _, key = name.rpartition('.')
-            if path in metrics:
-                changes.load_state(metrics[path], {key: copied(value)})
-                kept[path][1][name] = value
-        for path, (_, its) in kept.items():
-            kept[path] = looked_at(changes.state_of(metrics[path])), its
-
-    return values, put
 
 
 class Numbers:
@@ -130,14 +55,14 @@ class Numbers:
     ) -> None:
         values = {f'{f.f_code.co_qualname}.{n}': v for f in frames for n, v in f.f_locals.items()}
         values.update((place.path, value) for place, value in places)
-        self._spaces: dict[str, _Space] = {}  # the first names what several have
-        self._spaces[_STATE] = lambda: state.user.values, lambda v: _put(state.user.values, v)
+        self._spaces: dict[str, Space] = {}  # the first names what several have
+        self._spaces[_STATE] = lambda: state.user.values, lambda v: spaces.put(state.user.values, v)
         self._fixed = {_ONES, *(frame.f_code.co_qualname for frame in frames)}
         self._data = dict[str, frozenset[str]]()  # variables that may hold data from step to step
         for f in frames:
             names = live_names(f.f_code, f.f_lasti)
             self._data[f.f_code.co_qualname] = names_in_loop(f.f_code, f.f_lasti)
-            own: _Space = partial(_variables, f, names), partial(set_variables, f)
+            own: Space = partial(_variables, f, names), partial(set_variables, f)
             self._spaces[f.f_code.co_qualname] = own
         users = {*map(id, places.modules.values())}
         ones = [
@@ -149,11 +74,11 @@ class Numbers:
                 or (isinstance(value, HELD[:-1]) and place.name not in places.stored)
             )
         ]
-        self._spaces[_ONES] = _ones(ones, counts)
-        self._spaces[_MODULES] = _set_in_modules(places.modules, places.stored - OF_TORCH)
+        self._spaces[_ONES] = spaces.ones_of(ones, counts)
+        self._spaces[_MODULES] = spaces.set_in_modules(places.modules, places.stored - OF_TORCH)
         self._spaces.update(_objects(values, how.known))
         metrics = {place.path.rstrip('.'): one for place, one in places if changes.is_metric(one)}
-        self._spaces[_METRICS] = _of_metrics(metrics)
+        self._spaces[_METRICS] = spaces.of_metrics(metrics)
         self._marks: dict[str, tuple[Any, ...]] = {}
         modules = [*among(values, torch.nn.Module).values()]
         self._names = {name for one in modules for name, _ in one.named_parameters()}
@@ -162,29 +87,42 @@ class Numbers:
         self._before: dict[str, dict[Any, Any]] = {}
         self._held: dict[str, Held] = {}
         self._moving = set[str]()  # what is held and has changed once
-        self._first: dict[str, tuple[list[Any], Any]] | None = None
+        # By shard, or rank: all of this rank's first shard, and entries of tables.
+        self._changes = dict[int, dict[str, Difference]]()
+        self._own: dict[str, Difference] | None = None  # the first of these
+        self._batch: Sequence[int] = ()
+        self._by_ranks = False
         self._how, self._state, self._steps = how, state, 0
         self._last, self.here, self.changed, self._said = -1, -1, False, False
 
-    def remember(self) -> None:
-        """Call before the first shard that this rank trains."""
+    def remember(self, batch: Sequence[int]) -> None:
+        """Call before the first shard that this rank trains of the samples of a global batch."""
         self._steps += 1
-        for path, now, mark in self._differing():
-            self._before[path], self._marks[path] = now, mark
-        self._first, self.changed = None, False
-        thorough = self._steps & (self._steps - 1) == 0
-        found = held_in(self._before, self._models, thorough, self._moving)
-        self._held = {one.path: one for one in found}
+        self._own, self._changes, self.changed = None, {}, False
+        self._hold(batch, self._steps & (self._steps - 1) == 0)
         self._last, self.here = self.here, self._state.samples
 
-    def undo(self, *, first: bool = False) -> None:
+    def _hold(self, batch: Sequence[int], thorough: bool) -> None:
+        for path, now, mark in self._differing():
+            self._before[path], self._marks[path] = now, mark
+        how = self._models, thorough, self._moving, len(batch)
+        self._held = {one.path: one for one in held_in(self._before, *how)}
+        self._batch = batch
+
+    def undo(self, shard: int | None, *, first: bool = False) -> None:
         """Call after each shard: all begin alike, but for ``position = ctx.samples``."""
         differing = [*self._differing()]
-        changed = [held for held in self._held.values() if held.changed()]
+        changed = {held: held.difference() for held in self._held.values() if held.changed()}
         if first:
-            self._note_first(differing, changed)
-        for held in changed:
-            self._moving.add(held.path)
+            self._own = self._of_spaces(differing)
+            self._own.update((held.path, one) for held, one in changed.items())
+        own = self._own if first else self._of_tables(changed)
+        if own and shard is not None:
+            self._changes[shard], self.changed = own, True
+        for held, difference in changed.items():
+            held.refuse_weights(difference[1], self._names)
+            if not isinstance(held.one, list) or isinstance(difference[1], dict):
+                self._moving.add(held.path)
             held.put_back(self._is_place)
         for path, now, _ in differing:
             before, back = self._before[path], dict[Any, Any]()
@@ -192,8 +130,8 @@ class Numbers:
                 if name not in now and path not in self._fixed:
                     back[name] = then
             for name, value in now.items():
-                then = before.get(name, _NONE)
-                left = then is _OTHER or (then is _NONE and path in self._fixed)
+                then = before.get(name, NONE)
+                left = then is _OTHER or (then is NONE and path in self._fixed)
                 if left or then is value or not self._follows(path, name, value):
                     continue
                 if not self._is_place(then, value):
@@ -205,42 +143,86 @@ class Numbers:
         numbers = type(now) is int and isinstance(then, (int, type(None)))
         return numbers and now == self.here and then in (self._last, None)
 
-    def _note_first(self, differing: Sequence[_Differing], changed: Sequence[Held]) -> None:
-        first: dict[str, tuple[list[Any], Any]] = {}
+    def _of_spaces(self, differing: Sequence[_Differing]) -> dict[str, Difference]:
+        first: dict[str, Difference] = {}
         for path, now, _ in differing:
             then = self._before[path]
-            new = {n: v for n, v in now.items() if v is not then.get(n, _NONE)}
+            new = {n: v for n, v in now.items() if v is not then.get(n, NONE)}
             new = {n: v for n, v in new.items() if self._follows(path, n, v)}
             gone = [] if path in self._fixed else [n for n in then if n not in now]
             if new or gone:
                 first[path] = gone, new
-        for held in changed:
-            first[held.path] = held.difference(held.now())
-            held.refuse_weights(first[held.path][1], self._names)
-        self._first, self.changed = first, bool(first)
+        return first
+
+    @staticmethod
+    def _of_tables(changed: Mapping[Held, Difference]) -> dict[str, Difference]:
+        return {h.path: ((), own) for h, one in changed.items() if (own := h.entries(one))}
 
     def take_firsts(self, peers: Peers, first: int, *, changed: bool) -> None:
-        """Set all to what they are behind the first shard, which rank ``first`` has trained."""
-        own = self._first or {}
-        said = own if changed else {}
+        """Set all to what they are behind the first shard, which rank ``first`` has trained, and
+        put tables together.
+        """
         if changed and peers.world_size > 1:
-            sent = gather_bytes(peers, self._packed() if peers.rank == first else b'')[first]
-            said = own if peers.rank == first else {**own, **self._unpacked(sent)}
-        if self._first is not None:  # each rank's own, which are compared
-            said = {p: one for p, one in said.items() if not p.startswith(_STATE)}
-            said |= {p: one for p, one in own.items() if p.startswith(_STATE)}
-        for path, (gone, come) in said.items():
-            if path in self._held:
-                self._held[path].take(gone, come)
-            elif path in self._spaces:
-                self._spaces[path][1]({**come, **dict.fromkeys(gone, _NONE)})
-        if said and not self._said:
+            if self._own and self._changes and peers.rank != first:
+                known = {held: self._own[p] for p, held in self._held.items() if p in self._own}
+                self._changes[min(self._changes)] = self._of_tables(known)
+            self._exchange(peers)
+        names = list[str]()
+        for path in (*self._spaces, *self._held) if self._changes else ():
+            parts = self._parts(path)
+            if path.startswith(_STATE) and self._own is not None:  # each rank's, to be compared
+                parts = [self._own[path]] if path in self._own else []
+            if parts and path in self._held:
+                self._put_together(self._held[path], parts)
+                names += [path] * (len(parts) == 1)
+            elif parts:
+                gone, come = parts[0]
+                self._spaces[path][1]({**come, **dict.fromkeys(gone, NONE)})
+                names += come
+        if names and not self._said:
             self._said = True
-            names = islice(chain(*([p] if p in self._held else said[p][1] for p in said)), _SHOWN)
             print(
-                f'What the body of ctx.loop changes ({", ".join(names)}) is that of the first '
-                'virtual shard of each global batch: it counts steps. ctx.report takes means.'
+                f'What the body of ctx.loop changes ({", ".join(names[:_SHOWN])}) is that of the '
+                'first virtual shard of each global batch: it counts steps. ctx.report takes means.'
             )
+
+    def _parts(self, path: str) -> list[Difference]:
+        return [own[path] for _, own in sorted(self._changes.items()) if path in own]
+
+    def _put_together(self, held: Held, parts: Sequence[Difference]) -> None:
+        each = [held.entries(one) for one in parts]
+        together, known = of_samples(each), {*each[0]}
+        repeats = self._by_ranks or len({*self._batch}) < len(self._batch)
+        if not repeats and (together is None or (torch.is_tensor(held.one) and not together)):
+            held.refuse()
+        if together is not False or not self._by_ranks:
+            held.take(*parts[0])
+        for entries in each[1:] if together is not False else ():
+            held.take((), {key: one for key, one in entries.items() if key not in known})
+            known |= entries.keys()
+
+    def put_together(self, peers: Peers) -> None:
+        """In other modes, where ranks agree to: put the entries of tables together that each has
+        changed since the last call.
+        """
+        self.has_parts(peers.rank)
+        self._exchange(peers)
+        for path, held in self._held.items():
+            if parts := self._parts(path):
+                self._put_together(held, parts)
+        self.watch(self._batch)
+
+    def has_parts(self, rank: int) -> bool:
+        """Whether this rank has changed tables since they were put together, in other modes."""
+        tables = [held for held in self._held.values() if self._by_ranks and held.may_be_table]
+        changed = {held: held.difference() for held in tables if held.changed()}
+        self._changes = {rank: own} if (own := self._of_tables(changed)) else {}
+        return bool(self._changes)
+
+    def watch(self, batch: Sequence[int]) -> None:
+        """Begin to look for changes of tables. ``batch``: as many numbers as a global batch."""
+        self._by_ranks = True
+        self._hold(batch, True)
 
     def _differing(self) -> Iterator[_Differing]:
         """Where something is not as it was at the beginning of the step, and what is there now."""
@@ -257,27 +239,34 @@ class Numbers:
     def _follows(self, path: str, name: str, value: Any) -> bool:
         return _follows(value, name in self._data.get(path, (name,)))
 
-    def _packed(self) -> bytes:
-        """What has changed behind the first shard, as far as it can be sent."""
-        first, sent, file = self._first or {}, dict[str, Any](), BytesIO()
-        for path, (gone, come) in first.items():
-            each = come if isinstance(come, dict) else {'': come}
-            found = {}
-            for name, one in each.items():
-                with suppress(NotPlain):
-                    found[name] = packed(one, self._how, room=[*_SENT])
-            sent[path] = gone, found, each is come
+    def _exchange(self, peers: Peers) -> None:
+        """Have what all ranks have changed, as far as it can be sent."""
+        sent, file = dict[int, Any](), BytesIO()
+        for shard, own in self._changes.items():
+            sent[shard] = {path: (gone, *self._packed(come)) for path, (gone, come) in own.items()}
         torch.save(sent, file)
-        return file.getvalue()
+        said = gather_bytes(peers, file.getvalue() if sent else b'')
+        for rank, one in enumerate(said):
+            if rank != peers.rank and one:
+                read = torch.load(BytesIO(one), map_location='cpu', weights_only=True)
+                for shard, its in read.items():
+                    self._changes[shard] = {
+                        path: (gone, self._unpacked(found, named))
+                        for path, (gone, found, named) in its.items()
+                        if named or found
+                    }
 
-    def _unpacked(self, sent: bytes) -> dict[str, Any]:
-        said = {}
-        read = torch.load(BytesIO(sent), map_location='cpu', weights_only=True)
-        for path, (gone, found, named) in read.items():
-            values = {name: unpacked(one, None, self._how) for name, one in found.items()}
-            if named or values:
-                said[path] = gone, values if named else values['']
-        return said
+    def _packed(self, come: Any) -> tuple[dict[Any, Any], bool]:
+        found, named = {}, isinstance(come, dict)
+        for name, one in come.items() if named else (('', come),):
+            with suppress(NotPlain):
+                key = name.item() if isinstance(name, np.generic) else name
+                found[key] = packed(one, self._how, room=[*_SENT])
+        return found, named
+
+    def _unpacked(self, found: dict[Any, Any], named: bool) -> Any:
+        values = {name: unpacked(one, None, self._how) for name, one in found.items()}
+        return values if named else values['']
 
 
 def _follows(one: Any, data: bool = True) -> bool:
@@ -302,7 +291,7 @@ def _is_users(kind: type) -> bool:
     return not known and changes.slots(kind) is not None
 
 
-def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, _Space]]:
+def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, Space]]:
     """The user's own objects among values, and in them."""
     waiting, seen = [*values.items()], set(known)
     for path, one in waiting:
@@ -324,14 +313,9 @@ def _variables(frame: FrameType, names: frozenset[str]) -> Values:
     return {name: value for name, value in frame.f_locals.items() if name in names}
 
 
-def _put(own: dict[str, Any], values: Values) -> None:
-    for name, value in values.items():
-        own.pop(name, None) if value is _NONE else own.update({name: value})
-
-
 def _set_all(one: Any, values: Values) -> None:
     for name, value in values.items():
-        if value is _NONE:
+        if value is NONE:
             object.__delattr__(one, name)
         else:
             object.__setattr__(one, name, value)

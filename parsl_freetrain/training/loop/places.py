@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import _lru_cache_wrapper, lru_cache, partial
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -64,6 +64,7 @@ class Places:
         self._libraries: list[tuple[str, Any]] = []  # modules of other packages
         self.stored = set[str]()  # names of attributes that functions set
         self.modules: dict[str, torch.nn.Module] = {}  # the user's own
+        self.caches = list[Any]()
         self._found: dict[str, Place] = {}
         self._called, self._seen = Counter[str](), set[int]()
         self._waiting: deque[Any] = deque()
@@ -123,6 +124,10 @@ class Places:
             self._waiting.append(one.__func__)
         elif isinstance(one, partial):
             self._waiting += (one.func, *one.args, *one.keywords.values())
+        elif isinstance(one, _lru_cache_wrapper):
+            if isinstance(one.__wrapped__, FunctionType) and is_users(one.__wrapped__):
+                self.caches.append(one)
+            self._waiting.append(one.__wrapped__)
         elif isinstance(one, type):
             if changes.is_users_class(one.__module__) and not issubclass(one, Enum):
                 self._class(one)

@@ -1,7 +1,5 @@
 """The training loop of a fragment: training, checkpoints and rollbacks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from parsl_freetrain.training.loop.loop_data import Batch, BatchSource
 from parsl_freetrain.training.loop.loop_saver import LoopSaver
 from parsl_freetrain.training.loop.loop_state import FragmentEnd, LoopState, Phase
 from parsl_freetrain.training.loop.loss import Loss, with_shares
+from parsl_freetrain.training.loop.numbers import Numbers
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.loop.verification import Verification
@@ -69,6 +68,7 @@ class TrainingLoop:
         self._began, self._warm = 0, False  # samples at the loop's begin; a step was taken
         self._paced = 0, 0.0  # samples and time where the rate is counted from
         self._guarded = self._at_end = False
+        self._tables: Numbers | None = None  # of which each rank has entries
 
     def run(self, data: BatchSource) -> Iterator[Any]:
         state = self._state
@@ -125,7 +125,7 @@ class TrainingLoop:
         batches = self._batches(data)
         # In ctx.epochs each epoch's loop begins anew.
         begins = by_epochs and data.ends_epoch(state.samples)
-        self._begin_loop(goes_on=state.samples > data.base and not begins)
+        self._begin_loop(data, goes_on=state.samples > data.base and not begins)
         for batch, micro_batches, loaded in batches:
             began_at, unstepped = time.monotonic(), not self._steps.stepped
             before = versions(self._prepared) if unstepped else None
@@ -141,7 +141,11 @@ class TrainingLoop:
             needed = self._end_batch(decision, data)
             yield from self._exchange(self._verification.conclude, batches)
             notable = self._at_end or state.epoch_due or state.round_ended
-            if notable or decision >= Agreed.SAVE or state.wanted is not None:
+            settles = notable or decision >= Agreed.SAVE or state.wanted is not None
+            if self._tables is not None and (settles or data.ends_epoch(state.samples)):
+                together = partial(self._tables.put_together, self._peers)
+                yield from self._exchange(together, batches)
+            if settles:
                 self._steps.settle()
             if decision is Agreed.SPOILT or (
                 (notable or decision >= Agreed.SAVE) and self._rollback.due()
@@ -169,7 +173,7 @@ class TrainingLoop:
             if ended and by_epochs:
                 self._last.end_batch()
                 yield NEXT_EPOCH
-                self._begin_loop(goes_on=False)
+                self._begin_loop(data, goes_on=False)
 
     def _exchange(self, exchange: Callable[[], None], batches: Iterator[Batch]) -> Iterator[Any]:
         """Between steps. If a rank is lost, shards of the next one are computed, to verify by."""
@@ -182,11 +186,14 @@ class TrainingLoop:
                 yield from self._train(*following[1:])
             raise
 
-    def _begin_loop(self, *, goes_on: bool) -> None:
+    def _begin_loop(self, data: BatchSource, *, goes_on: bool) -> None:
         self._carried.look_at_data(again=True)
         numbers = self._carried.begin_loop(self._state, goes_on=goes_on)
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = numbers if self._shards > 1 else None
+        elif numbers is not None and self._peers.world_size > 1:
+            self._tables = numbers
+            numbers.watch(range(data.order.batch_size))
 
     def _batches(self, data: BatchSource) -> Iterator[Batch]:
         self._draw_for_itself()

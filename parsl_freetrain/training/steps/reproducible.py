@@ -1,7 +1,5 @@
 """Reproducible mode: the same weights, to the last bit, for any ranks and fragments."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -141,7 +139,7 @@ class ReproducibleSteps:
         if not (self._alone and self._late):  # else nothing puts them back
             self._buffers.remember()
         if self.numbers is not None:
-            self.numbers.remember()
+            self.numbers.remember(batch.indices)
 
     @torch.no_grad()
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
@@ -172,7 +170,8 @@ class ReproducibleSteps:
         if self._waiting and not self._alone:
             self._buffers.note_first()
         if self.numbers is not None:
-            self.numbers.undo(first=self._waiting and not self._alone)
+            shard = micro_batch.part if micro_batch.weight else None
+            self.numbers.undo(shard, first=self._waiting and not self._alone)
         self._waiting = False
         if not self._alone:
             self._put_buffers(self._own, self._sum.weight(micro_batch.part))
@@ -230,7 +229,8 @@ class ReproducibleSteps:
         notes = self._tell(wish)
         if self.numbers is not None:
             first = self._sum.first_rank
-            self.numbers.take_firsts(self._all, first, changed=notes[first].numbers)
+            changed = any(one.numbers for one in notes)
+            self.numbers.take_firsts(self._all, first, changed=changed)
         total = self._sum.total(told.anywhere(one.present for one in notes))
         culprits = self._culprits(total)
         if culprits is None:

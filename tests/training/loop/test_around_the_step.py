@@ -75,11 +75,6 @@ def averages_some_steps(ctx: FragmentContext) -> None:
     averages_prepared(ctx, lambda samples: samples == 0)
 
 
-def averages_another_model(ctx: FragmentContext) -> None:
-    model = nn.Linear(2, 1)
-    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), AveragedModel(nn.Linear(3, 1)))
-
-
 def averages_its_data(ctx: FragmentContext) -> None:
     model, optimizer = made(ctx)
     keeper = type('Keeper', (), {})()
@@ -191,7 +186,6 @@ def averages_too_late(ctx: FragmentContext) -> None:
 REFUSED = {
     averages_around: 'changed average.module.weight, a parameter or buffer that was',
     averages_some_steps: 'called update_parameters of an AveragedModel in some iterations',
-    averages_another_model: 'was given an AveragedModel and 0 models with its parameters',
     averages_its_data: 'changed keeper.copy.weight',
     clamps_weights: "changed the parameter 'weight'. In reproducible mode it runs once per",
     clips_in_the_loop: 'ctx.prepare(..., clip_grad_norm=...)',

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from enum import Enum
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from parsl_freetrain import FragmentContext, Throughput, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -123,11 +124,6 @@ def first_pass_in_the_body(ctx: FragmentContext) -> None:
     first_pass(ctx, warm=False)
 
 
-def warmed_up_too_late(ctx: FragmentContext) -> None:
-    model, _ = line(ctx)
-    ctx.warm_up(lambda: model(X[:4]))
-
-
 def parameter_of_no_model(ctx: FragmentContext) -> list[float]:
     weight, log_var = torch.ones(4, 1, requires_grad=True), torch.zeros((), requires_grad=True)
     optimizer = torch.optim.Adam([weight, log_var], lr=0.1)
@@ -210,8 +206,7 @@ def set_at_each_epoch(ctx: FragmentContext) -> list[float]:
 
 
 def set_before_the_loop(ctx: FragmentContext) -> None:
-    model = Net()
-    model, optimizer = ctx.prepare(model, sgd(model))
+    model, optimizer = ctx.prepare(net := Net(), sgd(net))
     torch.manual_seed(2)
     pretrained = nn.Linear(4, 4).state_dict()
     state = model.state_dict()
@@ -224,8 +219,7 @@ def set_before_the_loop(ctx: FragmentContext) -> None:
 def copies_of_the_model(ctx: FragmentContext) -> None:
     """Made before the loop, unchanged at the cut, and used only later."""
     torch.manual_seed(3)
-    model = nn.Linear(4, 1)
-    model, optimizer = ctx.prepare(model, sgd(model))
+    model, optimizer = ctx.prepare(one := nn.Linear(4, 1), sgd(one))
     start = copy.deepcopy(model.state_dict())
     first = [p.detach().clone() for p in model.parameters()]
     old, flat = copy.deepcopy(model), nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -252,8 +246,7 @@ def snapshots(ctx: FragmentContext) -> list[Any]:
 
 
 def by_methods(ctx: FragmentContext) -> None:
-    model = Net()
-    model, optimizer = ctx.prepare(model, sgd(model))
+    model, optimizer = ctx.prepare(net := Net(), sgd(net))
     fit(ctx, lambda x, y: F.mse_loss(model.head(model.encode(x)), y), optimizer)
 
 
@@ -643,8 +636,7 @@ def kept(ctx: FragmentContext) -> list[Any]:
 
 
 def handler_of_its_own(ctx: FragmentContext) -> None:
-    model = Net()
-    model, optimizer = ctx.prepare(model, sgd(model))
+    model, optimizer = ctx.prepare(net := Net(), sgd(net))
     signal.signal(signal.SIGTERM, lambda *_: print('heard'))
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
@@ -707,8 +699,7 @@ def table(ctx: FragmentContext) -> None:
 
 
 def hidden_state(ctx: FragmentContext) -> None:
-    cell, hidden = nn.GRUCell(4, 4), None
-    cell, optimizer = ctx.prepare(cell, sgd(cell))
+    hidden, (cell, optimizer) = None, ctx.prepare(one := nn.GRUCell(4, 4), sgd(one))
     for x, _ in ctx.loop(DATA, 4):
         hidden = cell(x, hidden if hidden is None else hidden.detach())
         hidden.square().mean().backward()
@@ -723,16 +714,12 @@ def eight_bits(ctx: FragmentContext) -> None:
 
 def left_out_by_collate(ctx: FragmentContext) -> None:
     model, optimizer = line(ctx)
-    data = DataLoader(DATA, 8, collate_fn=lambda items: default_collate(items[:1]))
-    for x, y in ctx.loop(data):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    few = {'collate_fn': lambda items: default_collate(items[:1])}
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer, **few)
 
 
 def lazy(ctx: FragmentContext) -> None:
-    model = nn.LazyLinear(1)
-    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ctx.prepare(model := nn.LazyLinear(1), sgd(model))
 
 
 class Queue(nn.Module):
@@ -756,8 +743,7 @@ class Queue(nn.Module):
 
 
 def queue_of_rows(ctx: FragmentContext, kind: type[Queue] = Queue) -> None:
-    model = kind()
-    model, optimizer = ctx.prepare(model, sgd(model))
+    model, optimizer = ctx.prepare(one := kind(), sgd(one))
     fit(ctx, lambda x, y: model(x).square().mean(), optimizer)
 
 
@@ -795,8 +781,7 @@ class Sharp(torch.optim.SGD):
 
 
 def sharpness_aware(ctx: FragmentContext) -> None:
-    model = nn.Linear(4, 1)
-    model, optimizer = ctx.prepare(model, Sharp(model.parameters(), lr=0.1))
+    model, optimizer = ctx.prepare(one := nn.Linear(4, 1), Sharp(one.parameters(), lr=0.1))
     for x, y in ctx.loop(DATA, 4):
         F.mse_loss(model(x), y).backward()
         optimizer.step(lambda x=x, y=y: F.mse_loss(model(x), y).backward())
@@ -831,13 +816,6 @@ def steps_in_backward(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
-def not_the_returned_one(ctx: FragmentContext) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = sgd(model)
-    ctx.prepare(model, optimizer)
-    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
-
-
 def two_things_at_once(ctx: FragmentContext) -> None:
     line(ctx)
     next(zip(ctx.loop(DATA, 4), cycle([1.0, 2.0]), strict=False))
@@ -848,13 +826,32 @@ def collate_that_raises(ctx: FragmentContext) -> None:
     next(iter(ctx.loop(DATA, 8, collate_fn=lambda items: torch.stack(items[:0]))))
 
 
+def histories(ctx: FragmentContext) -> None:
+    (model, optimizer), kept = line(ctx), {i: [0.0] for i in range(99)}
+    add: Any = lambda: kept[7].append(1.0)  # noqa: E731
+    fit(ctx, lambda x, y: add() or F.mse_loss(model(x), y), optimizer)
+
+
+def sums_by_class(ctx: FragmentContext) -> None:
+    (model, optimizer), sums = line(ctx), np.zeros(9)
+    add: Any = lambda x: np.add.at(sums, (x[:, 0] > 0).int().numpy(), 1)  # noqa: E731
+    fit(ctx, lambda x, y: add(x) or F.mse_loss(model(x), y), optimizer)
+
+
+def cached_noise(ctx: FragmentContext) -> None:
+    (model, optimizer), noise = line(ctx), cache(lambda n: torch.randn(n))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y + noise(1)), optimizer)
+
+
 REFUSED = {
+    histories: 'keep one number or tensor for each sample',
+    sums_by_class: 'keep one number or tensor for each sample',
+    cached_noise: 'caches its results (lru_cache)',
     trained_by_hand: "changed known['scale'], a parameter or buffer that was not given to",
     average_in_the_body: 'ctx.loop changed average_in_the_body.average.weight, a Tensor. It runs',
     sharpness_aware: 'which computes the loss several times in a step',
     registry: 'own is an optimizer that steps in several global batches and was not given',
     steps_in_backward: 'raw is an optimizer that steps where a gradient is only that of a part',
-    not_the_returned_one: 'optimizer is an optimizer that steps where a gradient is only that',
     two_things_at_once: 'zip asks something beside ctx.loop for each of its passes',
     collate_that_raises: 'collate_fn raised RuntimeError (stack expects a non-empty TensorList)',
     iterator_that_goes_on: 'levels changes while training goes on, and a checkpoint cannot hold it',
@@ -862,14 +859,13 @@ REFUSED = {
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
     eight_bits: "whose 'scale' is torch.float8_e4m3fn",
-    left_out_by_collate: 'A batch of 4 samples has 1 rows',
+    left_out_by_collate: 'A batch of 2 samples has 1 rows',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
     optimizer_replaced: ' is an optimizer of a prepared model and was not given to ctx.pr',
     pruned_late: 'The models have other parameters or buffers than in ctx.prepare',
     kept_in_the_body: 'ctx.loop changed the parameter',
     lazy: 'has parameters that are made in its first forward pass',
     first_pass_in_the_body: 'does so in ctx.warm_up(fn), before ctx.prepare',
-    warmed_up_too_late: 'ctx.warm_up was called after ctx.prepare',
     beside_gradients: "set grad_sample of the parameter 'weight', a tensor beside its gradient",
     queue_of_rows: "The buffer 'queue' of a Queue changed in some of its rows only",
 }

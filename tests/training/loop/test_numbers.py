@@ -129,27 +129,6 @@ def collect(ctx: FragmentContext, at: int) -> list[Any]:
     return [step, len(losses), counts['n'], len(seen), level, float(total), float(history.sum())]
 
 
-def measure(ctx: FragmentContext, at: int) -> list[Any]:
-    """By torchmetrics: one metric, which steers, and two that share what they hold."""
-    from torchmetrics import Accuracy, F1Score, MeanMetric, MetricCollection
-
-    model, optimizer = made(ctx)
-    mean, figures = MeanMetric(), list[float]()
-    both = MetricCollection([kind('multiclass', num_classes=2) for kind in (Accuracy, F1Score)])
-    for _ in ctx.epochs():
-        both.reset()
-        for (x,) in ctx.loop(DATA, BATCH):
-            loss = model(x).pow(2).mean()
-            mean.update(loss.detach())
-            optimizer.zero_grad()
-            (loss / (1 + mean.compute())).backward()
-            optimizer.step()
-            both.update((x[:, 0] > 1).long(), (x[:, 1] > 0.3).long())
-            cut(ctx, at)
-        figures += map(float, both.compute().values())
-    return [int(mean.weight), mean._update_count, float(mean.compute()), *figures]
-
-
 class Dice:
     """As a metric of MONAI: it has no ``state_dict``, and tensors in lists of lists."""
 
@@ -212,11 +191,7 @@ def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ('function', 'first'),
-    [
-        (collect, [*[STEPS - 5] * 4, 3.0]),
-        (measure_by_a_package, [STEPS, STEPS, STEPS // EPOCHS]),
-        pytest.param(measure, [STEPS, STEPS], marks=pytest.mark.long),
-    ],
+    [(collect, [*[STEPS - 5] * 4, 3.0]), (measure_by_a_package, [STEPS, STEPS, STEPS // EPOCHS])],
 )
 def test_containers_tensors_and_metrics_follow_too(
     fork_server: ForkClient, tmp_path: Path, function: Any, first: list[float]
