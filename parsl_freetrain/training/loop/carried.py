@@ -321,6 +321,7 @@ class Carried:
             left_out |= (
                 callable(one) and not changes.has_state(one) and changes.attributes(one) is None
             )
+            left_out |= ':' in path and any(one is kept for kept in self._kept.values())
             if not (left_out or id(one) in self._how.known):
                 yield path, one
 

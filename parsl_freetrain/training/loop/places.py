@@ -118,8 +118,9 @@ class Places:
             if is_users(one):
                 self._function(one)
         elif isinstance(one, MethodType):
-            name = self._numbered(one.__qualname__)
-            if isinstance(one.__func__, FunctionType) and is_users(one.__func__):
+            name, its = self._numbered(one.__qualname__), one.__self__
+            users = isinstance(one.__func__, FunctionType) and is_users(one.__func__)
+            if users or (changes.has_state(its) and not isinstance(its, torch.nn.Module)):
                 self._add(f'{name}.__self__', {'': one.__self__}, '')
             self._waiting.append(one.__func__)
         elif isinstance(one, partial):

@@ -175,13 +175,14 @@ def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
     dice, meters, figures = Dice(), {'loss': Meter(Meter())}, list[float]()
     dice.reset()
     ctx.after_step(partial(Meter().shrink, model.weight))
+    unused = torch.optim.SGD([model.weight], 1.0)
+    ctx.after_step(torch.optim.lr_scheduler.LambdaLR(unused, lambda n: float(n)).step)
     for _ in ctx.epochs():
         for (x,) in ctx.loop(DATA, BATCH):
-            loss = step(model, optimizer, x)
-            dice(torch.tensor(loss))
+            dice(torch.tensor(loss := step(model, optimizer, x)))
             meters['loss'].update(loss)
             cut(ctx, at)
-        figures += dice.aggregate()
+        figures += [*dice.aggregate(), unused.param_groups[0]['lr']]
         dice.reset()
         with torch.no_grad():
             model.weight += 0.01 * figures[-1]
