@@ -22,14 +22,7 @@ class ModuleState:
     def put_back(self) -> None:
         settings, buffers = (self._saved.get(name, {}) for name in ('settings', 'buffers'))
         set_settings(self._models, settings)
-        for path, module, key in _not_persistent(self._models) if buffers else ():
-            if path in buffers:
-                now, then = module._buffers[key], buffers[path]
-                if now is not None and (now.shape, now.dtype) == (then.shape, then.dtype):
-                    now.copy_(then)
-                else:
-                    device = next(iter(module.parameters()), then).device
-                    module._buffers[key] = then.to(device if now is None else now.device)
+        set_buffers(self._models, buffers)
 
     def go_back(self, saved: Mapping[str, Any]) -> None:
         """Training goes back to an earlier checkpoint, which holds ``saved``."""
@@ -133,6 +126,24 @@ def set_settings(models: Sequence[torch.nn.Module], settings: Mapping[str, Any])
     for path, owner, key in _settings(models):
         if path in settings and getattr(owner, key) != settings[path]:
             setattr(owner, key, settings[path])
+
+
+def buffers_beside(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By path, those that are not in its state."""
+    every = ((path, own._buffers[key]) for path, own, key in _not_persistent([module]))
+    return {path: buffer for path, buffer in every if buffer is not None}
+
+
+@torch.no_grad()
+def set_buffers(models: Sequence[torch.nn.Module], buffers: Mapping[str, torch.Tensor]) -> None:
+    for path, module, key in _not_persistent(models) if buffers else ():
+        if path in buffers:
+            now, then = module._buffers[key], buffers[path]
+            if now is not None and (now.shape, now.dtype) == (then.shape, then.dtype):
+                now.copy_(then)
+            else:
+                device = next(iter(module.parameters()), then).device
+                module._buffers[key] = then.to(device if now is None else now.device)
 
 
 def _not_persistent(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str]]:

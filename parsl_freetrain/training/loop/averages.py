@@ -1,7 +1,5 @@
 """Averages of models, saved with every checkpoint: ``ctx.ema``, and torch's AveragedModel."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The checkpoints of one fragment."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

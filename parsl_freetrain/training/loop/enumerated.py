@@ -1,7 +1,5 @@
 """What counts the iterations of a loop from outside: ``enumerate``, and ``count`` in ``zip``."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from itertools import count

@@ -1,7 +1,5 @@
 """``for epoch in ctx.epochs()``: the user's own loop over epochs, around ``ctx.loop``."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A model is evaluated on a dataset, divided among ranks, with the same figures for any number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 committed is used only with the digest in the next order, from the executor's own channel.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Sequence

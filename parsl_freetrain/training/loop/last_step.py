@@ -1,7 +1,5 @@
 """The state at the end of the last global batch, to go on from if a rank is lost in the next."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import suppress

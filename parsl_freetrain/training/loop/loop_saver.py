@@ -1,7 +1,5 @@
 """Collecting the state of all ranks, comparing what each of them holds, and saving it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """How the gradients of parts of a global batch are added up: what ``ctx.loop(loss=...)`` says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

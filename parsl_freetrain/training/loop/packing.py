@@ -1,7 +1,5 @@
 """Values of variables in a form that checkpoints hold, and back."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +15,12 @@ import torch
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.module_state import set_settings, settings_of
+from parsl_freetrain.training.checkpoint.module_state import (
+    buffers_beside,
+    set_buffers,
+    set_settings,
+    settings_of,
+)
 from parsl_freetrain.training.loop import changes
 from parsl_freetrain.training.steps.buffers import is_plain
 
@@ -27,6 +30,7 @@ _CONSTANTS = {
     kind.__name__: kind for kind in (*changes.VALUES[:-1], datetime, PosixPath, WindowsPath)
 }
 _MADE_BY = {kind.__name__: kind for kind in (*_BASES, *changes.SCALARS[:5], defaultdict, deque)}
+_SPARSE = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc
 _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
 
@@ -48,7 +52,7 @@ class NotPlain(Exception):
 
 
 class TooLarge(NotPlain):
-    pass
+    """Or it is of a kind that cannot be saved, wherever it comes from."""
 
 
 def packed(
@@ -125,7 +129,16 @@ class _Packer:
         if min(self._room) < 0:
             raise TooLarge(f'more than {_MOST:,} elements or {_MOST_BYTES >> 30} GiB')
 
+    def _sparse(self, one: torch.Tensor) -> Any:
+        if one.layout not in _SPARSE or one.requires_grad:
+            raise TooLarge(f'a tensor of layout {one.layout}')
+        listed = one.to_sparse_coo().coalesce()
+        parts = [self.pack(listed.indices()), self.pack(listed.values())]
+        return 'sparse', parts, [*one.shape], _SPARSE.index(one.layout)
+
     def pack(self, one: Any, there: bool = False) -> Any:
+        if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
+            return self._sparse(one)
         self._take(1, one.nbytes if isinstance(one, (torch.Tensor, np.ndarray)) else 0)
         if type(one) in _SCALARS:
             return one
@@ -168,8 +181,9 @@ class _Packer:
             same = (i for i, m in models if type(one) in type(m).__mro__[:2] and alike(m, one))
             copy_of = next(same, -1)
             if top or copy_of >= 0 or (there and not module):
+                buffers = self.pack(buffers_beside(one)) if module else ('dict', {})
                 settings = settings_of([one]) if module else {}
-                return 'state', self.pack(changes.state_of(one)), copy_of, settings
+                return 'state', self.pack(changes.state_of(one)), copy_of, settings, buffers
         if own is None or changes.has_state(one) or isinstance(one, (Dataset, torch.nn.Module)):
             raise NotPlain(f'a {name}')
         if not there and self._how.find(name) is not type(one):
@@ -223,6 +237,10 @@ class _Unpacker:
             return self._how.live[inner] if packed[2] else self._how.live[inner].detach()
         if kind == 'device':
             return self.unpack(inner, now).to(self._how.device)
+        if kind == 'sparse':
+            indices, values = map(self.unpack, inner)
+            listed = torch.sparse_coo_tensor(indices, values, packed[2], is_coalesced=True)
+            return listed.to_sparse(layout=_SPARSE[packed[3]])
         if kind == 'numpy':
             array = inner.numpy()
             if isinstance(now, np.ndarray) and (now.shape, now.dtype) == (array.shape, array.dtype):
@@ -244,6 +262,7 @@ class _Unpacker:
                     ) from error
             if isinstance(now, torch.nn.Module):
                 set_settings([now], packed[3] if packed[3:] else {})
+                set_buffers([now], self.unpack(packed[4]) if packed[4:] else {})
             return now
         if kind == 'constant':
             return (_CONSTANTS.get(packed[2]) or self._class(packed[2]))(*map(self.unpack, inner))

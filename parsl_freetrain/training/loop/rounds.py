@@ -1,7 +1,5 @@
 """Rounds of pieces, in a rank: with which weights a piece begins, and what it cannot do."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """When a fragment saves and when it must stop, by measured times; the thread that saves."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

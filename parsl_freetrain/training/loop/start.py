@@ -1,7 +1,5 @@
 """The beginning of a fragment: its state, left in memory or read from the newest checkpoint."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

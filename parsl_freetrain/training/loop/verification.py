@@ -4,8 +4,6 @@ be the same on any nodes in reproducible mode; in others, the state before it an
 with as many ranks its loss and gradients, up to rounding: a difference is a warning there.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import zlib

@@ -1,7 +1,5 @@
 """What this rank wishes to happen after a step, and what it tells the node agent."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -93,6 +93,7 @@ def cut(ctx: FragmentContext) -> None:
 def line(ctx: FragmentContext, lr: float = 0.05) -> Any:
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
+    model.register_buffer('offset', torch.zeros(1), persistent=False)
     return ctx.prepare(model, sgd(model, lr=lr))
 
 
@@ -242,7 +243,8 @@ def snapshots(ctx: FragmentContext) -> list[Any]:
     for _ in ctx.epochs():
         fit(ctx, lambda x, y: F.mse_loss(model(x), sum((t(x) for t in kept.all), y)), optimizer)
         kept.all.append(copy.deepcopy(model).eval().requires_grad_(False))
-    return [(one.training, one.weight.requires_grad) for one in kept.all]
+        kept.all[-1].offset += ctx.epoch
+    return [(one.training, one.weight.requires_grad, float(one.offset)) for one in kept.all]
 
 
 def by_methods(ctx: FragmentContext) -> None:
@@ -554,7 +556,7 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
             cut(ctx)
         nested.setdefault('counts', defaultdict(int))[epoch] += 1
         nested.setdefault('meter', Meter()).add('turns')
-        lists[epoch] += [OrderedDict(a=1), Counter('ab'), deque([1], 2)]
+        lists[epoch] += [OrderedDict(a=1), Counter('ab'), deque([1], 2), torch.eye(2).to_sparse()]
         auto[np.int64(epoch)][0] += 1
         meter.add('turns')
         later = History() if later is None else later
