@@ -182,7 +182,7 @@ class FreeTrainApp:
         app = app.with_options(mode=app.spec.mode) if app.spec.diloco else app  # without rounds
         self._check_arguments(args, kwargs)
         args, kwargs = arguments.values_of(args, kwargs)
-        return rehearsal.rehearse(app, args, kwargs, steps, plain)
+        return rehearsal.rehearse(app.name, app.spec, app.function, args, kwargs, steps, plain)
 
     def _parsl(self) -> tuple[DataFlowKernel, list[FreeTrainExecutor]]:
         """And the executors that train it; the first one's folder has its checkpoints."""

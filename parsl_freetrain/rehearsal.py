@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -104,25 +104,20 @@ class _Run:
     checkpoint: Checkpoint | None = None
 
 
-class App(Protocol):
-    name: str
-    spec: TrainingSpec
-    function: Callable[..., Any]
-
-
 def rehearse(
-    app: App,
+    name: str,
+    spec: TrainingSpec,
+    function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     steps: int,
     plain: Callable[..., Any] | None,
 ) -> Rehearsal:
     """As :meth:`parsl_freetrain.app.FreeTrainApp.rehearse`."""
-    name, spec = app.name, app.spec
     if steps < 4:
         refuse('The number of steps of a rehearsal', steps, 'at least 4')
     began = time.monotonic()
-    payload = pack(app.function, tuple(args), kwargs, name, values=True).payload
+    payload = pack(function, tuple(args), kwargs, name, values=True).payload
     with tempfile.TemporaryDirectory(prefix='freetrain-rehearsal-') as folder, _server() as server:
         forms = _Forms(name, _spec_of(spec), server, Path(folder), payload, steps)
         first = forms.run('undisturbed', [_Part()])
@@ -138,7 +133,7 @@ def rehearse(
         rows = list(forms.compared(first))
         if plain is not None:
             rows.append(forms.beside(lambda batches: plain(batches, *args, **kwargs)))
-        note(definition(app.function))
+        note(definition(function))
         last = replace(first.checkpoint, path='')
         return Rehearsal(name, len(first.order), time.monotonic() - began, tuple(rows), last)
 

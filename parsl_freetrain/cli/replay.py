@@ -205,8 +205,7 @@ def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> pd.DataFrame
     from parsl_freetrain.replay.sweep import sweep
 
     columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-    title = progress.TextColumn('replays')
-    bar = progress.Progress(title, *columns, console=Console(stderr=True))
+    bar = progress.Progress(progress.TextColumn('replays'), *columns, console=Console(stderr=True))
     with bar if sys.stderr.isatty() else nullcontext():
         task = bar.add_task('replays', total=len(asked))
         return sweep(asked, swept, jobs=jobs, done=lambda: bar.advance(task))

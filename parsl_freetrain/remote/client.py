@@ -240,8 +240,7 @@ class FreeTrainClient(Executor):
                 f'takes {LARGEST_PAYLOAD}; put data into files there, and pass their paths.'
             )
         run, request = (self._folder, self._settings), secrets.token_hex(8)
-        versions = probe.versions()
-        return orders.Order('train', *run, name, request, 0.0, versions, app.spec, payload)
+        return orders.Order('train', *run, name, request, 0.0, probe.versions(), app.spec, payload)
 
     def attach(self, name: str) -> RemoteTraining:
         """Follow a trainer submitted before; the future raises BadInput if there is none."""

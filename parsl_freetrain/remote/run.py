@@ -83,8 +83,7 @@ def _saying(error: BaseException | None, status: TrainerStatus) -> TrainerStatus
         return status
     said = str(error) if isinstance(error, FreeTrainError) else f'{type(error).__name__}: {error}'
     said = ' '.join([said, *getattr(error, '__notes__', ())])
-    refused = isinstance(error, BadInput | ImportError)
-    return structs.replace(status, sentence=said, refused=refused)
+    return structs.replace(status, sentence=said, refused=isinstance(error, BadInput | ImportError))
 
 
 def main(checkpoint_dir: str, worker: str, start: str) -> None:

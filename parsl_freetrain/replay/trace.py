@@ -117,8 +117,7 @@ class Trace:
         nodes, known = self.nodes[order], self.known_until[order]
         goes_on = (nodes[:-1] == nodes[1:]) & (ends[:-1] == starts[1:]) & (known[:-1] <= ends[:-1])
         first = np.concatenate([[True], ~goes_on])
-        last = np.concatenate([~goes_on, [True]])
-        starts, ends, nodes = starts[first], ends[last], nodes[first]
+        starts, ends, nodes = starts[first], ends[np.concatenate([~goes_on, [True]])], nodes[first]
         order = np.lexsort((nodes, starts))
         return starts[order], ends[order], nodes[order]
 

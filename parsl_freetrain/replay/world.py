@@ -296,8 +296,7 @@ def run(
 ) -> PoolResult:
     """Train on a recorded pool as ``controller`` decides, once an instant; without time steps."""
     accounts = Accounts(trace.start_s)
-    measuring = None if learning is None else Measuring(learning)
-    world = World(controller, accounts, trainers, measuring)
+    world = World(controller, accounts, trainers, None if learning is None else Measuring(learning))
     known = known_ends or not controller.settings.spans_blocks
     holes = Holes(trace.names, known, trace.node_classes)
     changes = trace.changes(known_ends)

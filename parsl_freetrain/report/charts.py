@@ -93,8 +93,7 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
                     add(shown, run.id, place.name, tl.clip(times, *here), 0.16)
     for (colour, kind, name), drawn in boxes.items():
         title = f'{name}, {kind}' if kind else name
-        shown_boxes = _joined(drawn, clock.length / MOST_MOMENTS)
-        chart.boxes(shown_boxes, f'{colour} {kind}'.strip(), title)
+        chart.boxes(_joined(drawn, clock.length / MOST_MOMENTS), f'{colour} {kind}'.strip(), title)
     for run in history.runs:
         for node in tl.struck_nodes(run):
             at = clock.of(run.id, tl.left_at(run, node, clock.until[run.id]))

@@ -247,7 +247,7 @@ def template(name: str) -> Template:
     environment = Environment(
         loader=PackageLoader('parsl_freetrain', 'report'),
         autoescape=True,
-        finalize=_cleaned,
+        finalize=lambda v: type(v)(clean(v, keep='\n\t')) if isinstance(v, str) else v,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -256,10 +256,6 @@ def template(name: str) -> Template:
         clipped=clipped, date=date, duration=duration, number=number, percent=percent
     )
     return environment.get_template(name)
-
-
-def _cleaned(value: Any) -> Any:
-    return type(value)(clean(value, keep='\n\t')) if isinstance(value, str) else value
 
 
 def clipped(text: str, most: int = 400) -> str:

@@ -221,8 +221,7 @@ class _Search:
         asked = self._study.ask()
         setting = self._draw(asked)
         # Another search must not go on from the checkpoints of another setting.
-        said = repr(sorted(setting.items())).encode()
-        digest = hashlib.blake2b(said, digest_size=4).hexdigest()
+        digest = hashlib.blake2b(repr(sorted(setting.items())).encode(), digest_size=4).hexdigest()
         trial = Trial(f'{self._name}-{len(self._trials)}-{digest}', setting)
         future = self._app(setting, *args, trainer_name=trial.name)
         self._trials.append(trial)

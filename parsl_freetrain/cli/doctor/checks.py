@@ -80,8 +80,7 @@ def _batch(programs: Facts, facts: Facts) -> Iterator[Finding]:
         says = [programs[name]['version'] for name in schedulers[scheduler] if name in programs]
         version = next(filter(None, says), 'version unknown')
         lacks = f'; missing: {", ".join(missing)}' if missing else ''
-        note = bool(missing) or 'does not answer' in version
-        yield judged(scheduler, version + lacks, note=note)
+        yield judged(scheduler, version + lacks, note=bool(missing) or 'does not answer' in version)
     if not present:
         none = f'no commands of {", ".join(schedulers)} here; the local site works'
         yield Finding('batch system', 'note', none)

@@ -148,8 +148,7 @@ class Controller:
         block.until_s = event.until_s
         if taken and not block.arrived:
             # A scheduler's signal before a preemption may not reach a node that is starting.
-            why = 'its nodes are taken before they have joined'
-            return [ev.CloseBlock(event.block, why)], True
+            return [ev.CloseBlock(event.block, 'its nodes are taken before they have joined')], True
         for node in sorted(block.nodes - self.state.yielded.keys()):  # those stay given back
             known = self.state.pool.nodes.get(node) or PoolNode(node, event.block, None)
             self.state.pool.join(replace(known, until_s=event.until_s))

@@ -77,8 +77,7 @@ class ControlServer:
         self._connections: dict[int, MemberKey] = {}  # by file descriptor
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_unknown = 2**16 if files == resource.RLIM_INFINITY else files // 4
-        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        self._monitor = self._router.get_monitor_socket(seen)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name='connections', daemon=True)
         self._thread.start()

@@ -180,9 +180,8 @@ def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
     start_by_s = now + options.withdraw_s
     running = job.state is JobState.RUNNING
     latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.unplanned_s
-    block = BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Output(job.name, '', ''))
     return replace(
-        block,
+        BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Output(job.name, '', '')),
         seen=Seen(job.state, job.end_s if running else None, running),
         node_class=class_in(job.name, options.classes),
     )

@@ -55,8 +55,7 @@ class NodeCalendar:
         """Those that are free from ``time`` on for so long; with ``length_s`` 0, at that time."""
         place = max(0, bisect_right(self._times, time) - 1)
         eligible &= self._free[place]
-        end = bisect_left(self._times, time + length_s)
-        for later in range(place + 1, end):
+        for later in range(place + 1, bisect_left(self._times, time + length_s)):
             eligible &= self._free[later]
         return eligible
 

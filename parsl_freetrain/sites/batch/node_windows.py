@@ -170,8 +170,7 @@ def _take(groups: Groups, block: OnTheWay) -> None:
     missing = block.nodes
     keys = [key for key in sorted(groups) if block.node_class in ('', key[1])]
     long = [k for k in keys if k[0] >= block.end_s]
-    short = [k for k in reversed(keys) if block.least_end_s <= k[0] < block.end_s]
-    for key in long + short:
+    for key in long + [k for k in reversed(keys) if block.least_end_s <= k[0] < block.end_s]:
         while missing and groups[key]:
             groups[key].pop()
             missing -= 1

@@ -167,8 +167,7 @@ class QueuePlay:
         # Which others of ours it gets is decided elsewhere: any of them stand for these here.
         given = got & self._given
         hides = self._hides(got) & ~given
-        until_s = self._now + length_s
-        self._reserve(got & ~given, self._now, until_s, given, job=job, caps=caps)
+        self._reserve(got & ~given, self._now, self._now + length_s, given, job=job, caps=caps)
         if given | hides:
             self.lacking.add(job.job_id)
             theirs = (given | hides) & ~self._ours
@@ -235,8 +234,7 @@ class QueuePlay:
     ) -> None:
         """Reserve ``members``, and ``own`` for blocks' nodes: shared if the job shares them."""
         if self._shares:
-            of = None if caps is None else job
-            self._shares.take(begin, end, members | own, of, caps)
+            self._shares.take(begin, end, members | own, None if caps is None else job, caps)
         insort(self._taken, (begin, end, members))
         self._calendar.take(begin, end, members)
         self._beside.take(begin, end, members | own)

@@ -163,8 +163,7 @@ class QueueWatch:
                     jobs = self._scheduler.jobs()
                 at = min(at, told.asked_at)
                 since = snapshot.waiting_since if snapshot.waiting_since != NEVER else at
-                waiting = any(waits(job, frozenset()) for job in jobs)
-                since = since if waiting else NEVER
+                since = since if any(waits(job, frozenset()) for job in jobs) else NEVER
                 snapshot = replace(snapshot, jobs=jobs, jobs_at=at, waiting_since=since)
                 # What was asked beside takes the place of the next questions.
                 jobs_answered = self._clock() + max(0, told.questions - 1) * self.poll_s

@@ -192,8 +192,7 @@ class LocalSite:
         for node, interval in free.items():
             since = max(interval.start_s, self._freed_at.get(node, 0.0))
             end = self._known(self._how(interval.end_s), self._epoch(interval.end_s), now)
-            key = since, end, self.node_classes.get(node, '')
-            groups.setdefault(key, []).append(node)
+            groups.setdefault((since, end, self.node_classes.get(node, '')), []).append(node)
         return tuple(
             Hole(
                 len(names),
@@ -268,8 +267,7 @@ class LocalSite:
     def gone(self, job_id: str) -> None:
         with self._lock:
             if block := self._open.pop(job_id, None):
-                freed_s = self._clock() - (self._zero or 0.0)
-                self._freed_at |= dict.fromkeys(block.nodes, freed_s)
+                self._freed_at |= dict.fromkeys(block.nodes, self._clock() - (self._zero or 0.0))
 
     def end_of(self, job_id: str) -> float | None:
         with self._lock:
@@ -333,8 +331,7 @@ def _followed(nodes: int | Sequence[str], schedule: str | Path | Schedule | None
     names = () if isinstance(nodes, int) else tuple(nodes)
     count = nodes if isinstance(nodes, int) else len(names)
     if count < 1 or isinstance(nodes, str):
-        must = 'a number of slots, at least 1, or a list of their names'
-        refuse('LocalSite: nodes', nodes, must)
+        refuse('LocalSite: nodes', nodes, 'a number of slots, at least 1, or a list of their names')
     if len(set(names)) != len(names):
         raise BadInput(f'LocalSite: the node names {list(names)} must differ from each other.')
     if schedule is None:

@@ -114,8 +114,7 @@ class Slurm:
         self._exits = {job_id: code for job_id, code in self._exits.items() if job_id in failed}
         if new := sorted(failed - self._exits.keys()):
             question = *answers_text.EXITS, f'--jobs={",".join(new)}'
-            said = self.client.ask(question, accepted=(0, 1))
-            found = answers_text.parse_exits(said)
+            found = answers_text.parse_exits(self.client.ask(question, accepted=(0, 1)))
             self._exits |= {job_id: found.get(job_id, 0) for job_id in new}
         return tuple(
             replace(job, state=end_of(job.state, code >> 8, code & 0x7F))

@@ -57,8 +57,7 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Output) -> list[st
     if shape.least_s < shape.walltime_s:
         said.append(f'--time-min={shape.least_s // 60}')
     if shape.deadline is not None:
-        deadline = time.localtime(shape.deadline)
-        said.append(time.strftime('--deadline=%Y-%m-%dT%H:%M:%S', deadline))
+        said.append(time.strftime('--deadline=%Y-%m-%dT%H:%M:%S', time.localtime(shape.deadline)))
     for name, value in (
         ('account', options.account),
         ('qos', options.qos),

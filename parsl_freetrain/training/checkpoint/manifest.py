@@ -143,8 +143,7 @@ def verify(
             with fs.open_regular(path_in(folder, listed.name)) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != listed.bytes:
-                    said = f'has {found} bytes, {listed.bytes} were committed'
-                    raise damaged(listed.name, said)
+                    raise damaged(listed.name, f'has {found} bytes, {listed.bytes} were committed')
                 unread = not content or listed.name in hashed
                 if not unread and blocks_of(file) != listed.blocks:
                     raise damaged(listed.name, 'does not have the digest that was committed')

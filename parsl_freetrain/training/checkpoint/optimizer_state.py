@@ -48,8 +48,7 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types:
         if isinstance(loaded, dict) and isinstance(saved, dict):
             # torch does not cast the step, and decides on its device.
             others = {key: value for key, value in loaded.items() if key != 'step'}
-            placed = _placed(others, saved, parameter, keep_types)
-            optimizer.state[parameter] = {**loaded, **placed}
+            optimizer.state[parameter] = {**loaded, **_placed(others, saved, parameter, keep_types)}
 
 
 def move_to_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -150,8 +150,7 @@ class PeerTransport:
         length = self._hear(source)
         if not length:
             return
-        about = self._recv(memoryview(bytearray(length)), source)
-        file = msgspec.msgpack.decode(about, type=File)
+        file = msgspec.msgpack.decode(self._recv(memoryview(bytearray(length)), source), type=File)
         try:
             fd, content = memory_file(file.bytes)
         except OSError:

@@ -81,7 +81,11 @@ def make_loader(
         'pin_memory': device.type != 'cpu',
         'persistent_workers': read.num_workers > 0,
     }
-    if read.collate_fn is None and _has_rows(dataset):
+    plain = type(dataset) is TensorDataset and all(
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+        for tensor in dataset.tensors
+    )
+    if read.collate_fn is None and plain:
         dataset, options['collate_fn'] = _Rows(dataset), list
     batches: Any = micro_batches
     by_batch = _OfMicroBatches(dataset, read.collate_fn, seed)
@@ -127,13 +131,6 @@ def with_own_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A user's DataLoader whose workers end with the rank, and not by its stop signals."""
     loader.worker_init_fn = partial(_begin_worker, loader.worker_init_fn)
     return loader
-
-
-def _has_rows(dataset: Any) -> bool:
-    return type(dataset) is TensorDataset and all(
-        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
-        for tensor in dataset.tensors
-    )
 
 
 class _Rows(Dataset[Any]):

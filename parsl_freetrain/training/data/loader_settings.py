@@ -89,7 +89,9 @@ class LoaderData(LoaderSettings):
                 'fragments batches are made in the order of a sampler: say batch_size and '
                 'sampler, of one dataset. Streams go to ctx.loop.'
             )
-        plain = type(batches.sampler).__name__ in KNOWN and not _draws(batches.sampler)
+        own = batches.sampler
+        draws = isinstance(own, RandomSampler) and (own.replacement or own._num_samples is not None)
+        plain = type(own).__name__ in KNOWN and not draws  # else not all samples, or some twice
         return LoaderData(
             dataset=loader.dataset,
             batch_size=batches.batch_size,
@@ -144,10 +146,3 @@ def _refuse_own_way(loader: DataLoader[Any]) -> None:
                 'epoch: give ctx.loop the dataset, and let a collate_fn or the body of the loop do '
                 f'what this {name} does.'
             )
-
-
-def _draws(sampler: Any) -> bool:
-    """Whether it draws with replacement, or not all samples."""
-    return isinstance(sampler, RandomSampler) and (
-        sampler.replacement or sampler._num_samples is not None
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from inspect import CO_GENERATOR
 from itertools import groupby
@@ -23,18 +23,27 @@ from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.caches import Caches
+from parsl_freetrain.training.loop.held import ITEMS
 from parsl_freetrain.training.loop.loss import refuse_wrong
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
+from parsl_freetrain.training.loop.spaces import Space
 from parsl_freetrain.training.loop.unknown_state import among, frame_around
 from parsl_freetrain.training.spec.mode import ADASUM, ROLLBACK, Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import backward
+from parsl_freetrain.training.steps.gradient_guard import unreadable
 from parsl_freetrain.training.steps.mesh import Division
 
-_OURS = 'parsl_freetrain'
+_OURS, _LOOKED_AT = 'parsl_freetrain', 4  # the last: global batches
 _VARIABLES = tuple(
     f'{do}_{what}' for do in ('LOAD', 'STORE') for what in ('FAST', 'DEREF', 'GLOBAL')
+)
+_GOES_ON = (
+    '{} goes from one batch to the next in the body of ctx.loop, which runs once for each virtual '
+    'shard, or on each rank with samples of its own: the result would depend on the nodes. Begin '
+    'each batch anew, or make what is carried on a part of the samples; with max_nodes=1 and '
+    'shards=1 it is kept as it is.'
 )
 
 
@@ -56,8 +65,8 @@ def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
     functions = *hooks.functions, *variables().values()
     # Others may have a ``__getattr__`` that raises anything.
     plain = [one.__func__ if isinstance(one, MethodType) else one for one in functions]
-    codes: list[Any] = [one.__code__ for one in plain if isinstance(one, FunctionType)]
-    codes.append(frame.f_code if frame is not None else None)
+    codes: list[Any] = [frame and frame.f_code]
+    codes += [one.__code__ for one in plain if isinstance(one, FunctionType)]
     for code in codes:
         if isinstance(code, CodeType):
             codes += code.co_consts
@@ -94,20 +103,28 @@ class Body:
         self._seen = False  # a loss that is not 0
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
         self._anew, self._around = anew, frame_around()
-        whose = self._around.f_globals.get('__name__', '') if self._around is not None else ''
-        self._own = not whose.startswith(_OURS)
+        self._own = not (self._around and _OURS in self._around.f_globals.get('__name__', ''))
         self._asked: tuple[FrameType | None, int] | None = None
         self._iterations = self._before = self.batches = 0  # the last: global ones
+        self._shared, self._fixed = list[Space](), dict[int, Any]()
+        self._show: Callable[[], object] = dict  # what is hidden is there again
         variables = self._around.f_locals if self._around is not None else {}
         self._read = _loaders(variables)
         _refuse_loaders(variables, self._read)
         backward.watch()
 
-    def begin(self, data: Any) -> None:
+    def look(self, shared: list[Space]) -> None:
+        """Call where a loop begins: what is there now was left by no batch of it."""
+        self._shared = shared
+        self._fixed = {id(one): one for *_, parts in values_in(shared) for one in parts}
+
+    def begin(self, data: Any, samples: int) -> None:
         self._before, self._iterations = backward.calls, self._iterations + 1
         first = self._iterations == 1
         if self._around is not None and self._divided:
             self._look_at_what_goes_on(self._around)
+        if self._divided and 1 < self.batches <= _LOOKED_AT:
+            self._show = hidden(self._shared, self._fixed, samples)
         looks = self._looks and (first or not self._seen)
         backward.looking = partial(self._look_at_loss, data) if looks else None
         # A collate function may have left all samples out.
@@ -119,6 +136,8 @@ class Body:
         backward.looking = None
         if caches := self._caches.pop(self.batches, None):
             caches.look()
+        self._show()
+        self._show = dict
         trained = backward.calls > self._before
         if self._together and not trained:
             raise BadInput(
@@ -151,16 +170,11 @@ class Body:
         names = _going_on(frame.f_code, frame.f_lasti)
         self._goes_on = {name: its[name] for name in names & its.keys()}
         for name, one in self._goes_on.items() if self._iterations > 1 else ():
-            before, where = then.get(name), 'in the body of ctx.loop, which runs once for each'
+            before = then.get(name)
             if _is_data(one) and one is not before:
-                raise BadInput(
-                    f'{name} goes from one batch to the next {where} virtual shard, or on each '
-                    'rank with samples of its own: the result would depend on the nodes. Begin '
-                    'each batch anew, or make what is carried on a part of the samples; with '
-                    'max_nodes=1 and shards=1 it is kept as it is.'
-                )
+                raise BadInput(_GOES_ON.format(name))
             if isinstance(one, torch.Tensor) and one is not before:
-                print(f'{name} changes {where} virtual shard: carry it as a number, by .item().')
+                print(f'{name} changes in each virtual shard: carry it as a number, by .item().')
 
 
 def _steps(code: CodeType, at: int = -1) -> list[dis.Instruction]:
@@ -239,6 +253,37 @@ def _given(value: Any, depth: int = 4) -> int | None:
 def _is_data(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return bool(np.prod(value.shape) > 1)
-    if isinstance(value, dict):
-        value = list(value.values())
+    value = [*value.values()] if isinstance(value, dict) else value
     return isinstance(value, (list, tuple)) and any(map(_is_data, value[:16]))
+
+
+def values_in(spaces: list[Space]) -> list[tuple[Space, Any, Any, list[Any]]]:
+    """All there, also in dicts: where, its name, itself, and its parts in a list or tuple."""
+    found = [(space, name, value) for space in spaces for name, value in space[0]().items()]
+    for one in [one for *_, one in found if isinstance(one, dict) and len(one) <= ITEMS]:
+        found += [((partial(dict, one), one.update), key, value) for key, value in one.items()]
+    return [(*f, [*f[2]] if type(f[2]) in (list, tuple) else [f[2]]) for f in found]
+
+
+def hidden(spaces: list[Space], fixed: Collection[int], rows: int) -> Callable[[], object]:
+    """What goes from batch to batch where functions share values (a hidden state in an attribute, a
+    dict, or a variable of an inner function): what an earlier batch has left, none of ``fixed``,
+    with a row for each sample, cannot be read, but it can be replaced, until the answer is called.
+    """
+    left: list[tuple[Space, Any, Any, Any]] = []
+    for space, name, value, parts in values_in(spaces) if rows > 1 else ():
+        if any(_has_rows(one, rows) and id(one) not in fixed for one in parts):
+            kind = unreadable(_GOES_ON.format(str(name).rpartition('.')[2]))
+            new: Any = [o.as_subclass(kind) if _has_rows(o, rows) else o for o in parts]
+            left.append((space, name, value, new[0] if parts[0] is value else type(value)(new)))
+            space[1]({name: left[-1][-1]})
+    return lambda: [
+        put({name: old}) for (get, put), name, old, new in left if get().get(name) is new
+    ]
+
+
+def _has_rows(one: Any, rows: int) -> bool:
+    """Whether it is shaped as (samples, size) or (layers, samples, size)."""
+    if type(one) is not torch.Tensor or one.requires_grad or not one.is_floating_point():
+        return False
+    return one.layout is torch.strided and not one.is_inference() and rows in one.shape[:-1][:2]

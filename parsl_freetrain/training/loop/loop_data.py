@@ -286,8 +286,7 @@ class BatchSource:
                 indices = self.dataset.indices(indices, batch.samples_before)
             before = self.base + batch.samples_before
             own = indices[self.replica :: self.replicas] if self.replicas > 1 else indices
-            others = len(indices) - len(own)
-            yield replace(batch, samples_before=before, indices=own, others=others)
+            yield replace(batch, samples_before=before, indices=own, others=len(indices) - len(own))
 
     def loaded(
         self,

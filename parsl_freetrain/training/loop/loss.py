@@ -151,7 +151,9 @@ def _kind(node: Any, sizes: set[int], numbers: Sequence[float]) -> str:
     of_samples = [one for one in shapes if _is_over(one, sizes) and one not in weights]
     if operation in _NORMS and ends and not of_samples and len(ends) == len(weights):
         return 'penalty'
-    if operation == 'Sum' and of_samples and not any(map(_is_mean, added)):
+    means = [one for one in added if _operation(one) in ('Mean', 'Div')]
+    means += [one for one in added if getattr(one, '_saved_reduction', 0) == 1]
+    if operation == 'Sum' and of_samples and not means:
         return _divided(of_samples[0], sizes, numbers)
     return 'mean' if operation == 'Mean' else 'other'
 
@@ -164,10 +166,6 @@ def _divided(shape: Sequence[int], sizes: set[int], numbers: Sequence[float]) ->
     lengths = [size for size in accumulate(shape, mul) if size > 1 or 1.0 in numbers]
     means = any(math.isclose(one * size, 1) for one in products for size in lengths)
     return 'other' if not _is_over(shape, sizes) else 'mean' if means else 'sum'
-
-
-def _is_mean(node: Any) -> bool:
-    return _operation(node) in ('Mean', 'Div') or getattr(node, '_saved_reduction', 0) == 1
 
 
 def _is_over(shape: Sequence[int], sizes: set[int]) -> bool:

@@ -56,6 +56,7 @@ class Numbers:
         values = {f'{f.f_code.co_qualname}.{n}': v for f in frames for n, v in f.f_locals.items()}
         values.update((place.path, value) for place, value in places)
         self._spaces: dict[str, Space] = {}  # the first names what several have
+        self.shared: list[Space] = []  # without what is the loop's function's own
         self._spaces[_STATE] = lambda: state.user.values, lambda v: spaces.put(state.user.values, v)
         self._fixed = {_ONES, *(frame.f_code.co_qualname for frame in frames)}
         self._data = dict[str, frozenset[str]]()  # variables that may hold data from step to step
@@ -64,6 +65,8 @@ class Numbers:
             self._data[f.f_code.co_qualname] = names_in_loop(f.f_code, f.f_lasti)
             own: Space = partial(_variables, f, names), partial(set_variables, f)
             self._spaces[f.f_code.co_qualname] = own
+            inner = frozenset(f.f_code.co_cellvars)
+            self.shared.append((partial(_variables, f, inner), partial(set_variables, f)))
         users = {*map(id, places.modules.values())}
         ones = [
             place
@@ -77,6 +80,7 @@ class Numbers:
         self._spaces[_ONES] = spaces.ones_of(ones, counts)
         self._spaces[_MODULES] = spaces.set_in_modules(places.modules, places.stored - OF_TORCH)
         self._spaces.update(_objects(values, how.known))
+        self.shared += [space for path, space in self._spaces.items() if path not in self._data]
         metrics = {place.path.rstrip('.'): one for place, one in places if changes.is_metric(one)}
         self._spaces[_METRICS] = spaces.of_metrics(metrics)
         self._marks: dict[str, tuple[Any, ...]] = {}

@@ -189,6 +189,7 @@ class TrainingLoop:
     def _begin_loop(self, data: BatchSource, *, goes_on: bool) -> None:
         self._carried.look_at_data(again=True)
         numbers = self._carried.begin_loop(self._state, goes_on=goes_on)
+        self._body.look(numbers.shared if numbers is not None else [])
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = numbers if self._shards > 1 else None
         elif numbers is not None and self._peers.world_size > 1:
@@ -231,7 +232,7 @@ class TrainingLoop:
                 if isinstance(mode, Reproducible):
                     demand_determinism(warn_only=mode.warn_only)
                 state.reports.begin_micro_batch(state.reached)
-                self._body.begin(data)
+                self._body.begin(data, len(micro_batch.indices))
                 yield data
                 self._body.end(data, self._steps.stepped)
                 self._guard.end_micro_batch()

@@ -78,8 +78,7 @@ class Channel(Generic[T]):
 
     def recv_fd(self, size: int = 1, *, wait: bool = True) -> tuple[bytes, int | None]:
         """At most ``size`` bytes and the file descriptor that came with them; raises OSError."""
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        data, fds, _, _ = socket.recv_fds(self._socket, size, 1, flags)
+        data, fds, _, _ = socket.recv_fds(self._socket, size, 1, 0 if wait else socket.MSG_DONTWAIT)
         return data, fds[0] if fds else None
 
     def become(self, fd: int) -> None:

@@ -317,8 +317,7 @@ def _run(
     if waits is None or request.wait_s is None:
         return Rank(order, place, channel.receiving(decoder)).run(payload)
     waiting = Channel(waits, decoder)
-    standby = StandbyPlace(waiting, channel, request.wait_s)
-    return Rank(order, place, waiting, standby).run(payload)
+    return Rank(order, place, waiting, StandbyPlace(waiting, channel, request.wait_s)).run(payload)
 
 
 def _import_while_owned(owner: int) -> None:

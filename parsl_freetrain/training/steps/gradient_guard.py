@@ -50,7 +50,7 @@ class GradientGuard:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
         self._taken: _Taken = []
-        self._unreadable = _unreadable(f'{_READ}. {whose}: {_OFFER}')
+        self._unreadable = unreadable(f'{_READ}. {whose}: {_OFFER}')
         self._grad = property(self._read, self._set, self._set)
         self._watched, self._hooked = dict[int, torch.nn.Parameter](), set[int]()
         self._left: _Seen | None = None
@@ -242,7 +242,7 @@ def _norms_of(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm([local(g) for g in gradients], dtype=torch.float64)
 
 
-def _unreadable(sentence: str) -> type[torch.Tensor]:
+def unreadable(sentence: str) -> type[torch.Tensor]:
     class Unreadable(torch.Tensor):
         @classmethod
         def __torch_function__(

@@ -72,6 +72,5 @@ def _total(rows: torch.Tensor) -> torch.Tensor:
     """Sums along the last dimension by elementwise additions only: first half plus second half."""
     while rows.shape[-1] > 1:
         half = rows.shape[-1] // 2
-        rest = rows[..., 2 * half :]
-        rows = torch.cat([rows[..., :half] + rows[..., half : 2 * half], rest], -1)
+        rows = torch.cat([rows[..., :half] + rows[..., half : 2 * half], rows[..., 2 * half :]], -1)
     return rows[..., 0]

@@ -708,6 +708,47 @@ def hidden_state(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+class Remembers(nn.GRUCell):
+    hidden: Any = None
+    fixed: torch.Tensor
+
+    def forward(self, x: torch.Tensor, hidden: Any = None) -> torch.Tensor:
+        self.last = x * 1.0  # written, not read
+        found = super().forward(x + self.fixed.mean(), self.hidden)
+        self.hidden = found.detach()
+        return found
+
+
+def hidden_in_an_attribute(ctx: FragmentContext) -> None:
+    cell = Remembers(4, 4)
+    cell.fixed = X[:2]
+    cell, optimizer = ctx.prepare(cell, sgd(cell))
+    fit(ctx, lambda x, y: F.mse_loss(cell(x), y.expand(-1, 4)), optimizer)
+
+
+def hidden_in_a_dict(ctx: FragmentContext) -> None:
+    (cell, optimizer), state = ctx.prepare(cell := nn.LSTMCell(4, 4), sgd(cell)), dict[str, Any]()
+
+    def loss_of(x: torch.Tensor, _: Any) -> Any:
+        found = cell(x, state.get('h'))
+        state['h'] = tuple(one.detach() for one in found)
+        return found[0].square().mean()
+
+    fit(ctx, loss_of, optimizer)
+
+
+def hidden_in_a_variable(ctx: FragmentContext) -> None:
+    (cell, optimizer), hidden = ctx.prepare(cell := nn.GRUCell(4, 4), sgd(cell)), None
+
+    def loss_of(x: torch.Tensor, _: Any) -> Any:
+        nonlocal hidden
+        found = cell(x, hidden)
+        hidden = found.detach()
+        return found.square().mean()
+
+    fit(ctx, loss_of, optimizer)
+
+
 def eight_bits(ctx: FragmentContext) -> None:
     model = nn.Linear(4, 1)
     model.register_buffer('scale', torch.ones(4).to(torch.float8_e4m3fn))
@@ -860,6 +901,9 @@ REFUSED = {
     list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
+    hidden_in_an_attribute: 'hidden goes from one batch to the next',
+    hidden_in_a_dict: 'h goes from one batch to the next',
+    hidden_in_a_variable: 'hidden goes from one batch to the next',
     eight_bits: "whose 'scale' is torch.float8_e4m3fn",
     left_out_by_collate: 'A batch of 2 samples has 1 rows',
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',

@@ -208,7 +208,6 @@ def _narrow_maximum(values: Floats, low: Integers, high: Integers) -> Floats:
     first = last - (width - (1 << level))[:, None]
     level = level[:, None]
     at_last = np.where(last >= 0, top[level, row, np.maximum(last, 0)], -np.inf)
-    at_first = np.where(first >= 0, top[level, row, np.maximum(first, 0)], -np.inf)
-    best = np.maximum(at_last, at_first)
+    best = np.maximum(at_last, np.where(first >= 0, top[level, row, np.maximum(first, 0)], -np.inf))
     best[width <= 0] = -np.inf
     return best

@@ -86,8 +86,7 @@ class Move:
 def placed(reach: Window, bounds: Bounds, axis: str) -> Bounds:
     """Bounds of a layer's output, from its input's; BadInput if a part would be empty."""
     extent = reach.extent(bounds[-1])
-    inner = [min(max(reach.place(position), 0), extent) for position in bounds[1:-1]]
-    found = (0, *inner, extent)
+    found = (0, *[min(max(reach.place(position), 0), extent) for position in bounds[1:-1]], extent)
     if any(end <= begin for begin, end in pairwise(found)):
         raise BadInput(
             f'{_said(reach)} makes {max(extent, 0)} positions of a {axis} of {bounds[-1]} in '
