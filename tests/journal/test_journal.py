@@ -287,8 +287,7 @@ def test_a_journal_that_is_damaged_while_it_is_written_is_begun_anew(
     was_there = harm is not Path.unlink
     assert (tmp_path / 'l.damaged-1').exists() is was_there
     assert ('l.damaged-1' in warning) is was_there
-    end = ev.EndTrainer('a', 'failed', 'of it')
-    journal.take(ev.Decided(1007.0, (end,)))
+    journal.take(ev.Decided(1007.0, (ev.EndTrainer('a', 'failed', 'of it'),)))
     journal.take(ev.RunEnded(1008.0, 'shutdown'))
     assert path.stat().st_mode & 0o777 == 0o600
     assert {p.name for p in tmp_path.iterdir()} <= {'l', 'l.damaged-1'}

@@ -47,8 +47,7 @@ def schedules(draw: st.DrawFn, exact: bool) -> tuple[list[Simulated], list[Promi
         jobs.append(Simulated(number, submit, nodes, requested, run))
     # So that the clock begins at 0, with something that runs.
     jobs.append(Simulated(len(jobs), 0, 1, 5, 5))
-    promised = simulate(jobs, MACHINE)
-    return jobs, promised
+    return jobs, simulate(jobs, MACHINE)
 
 
 def traced(jobs: list[Simulated]) -> Trace | None:

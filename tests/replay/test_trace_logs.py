@@ -132,8 +132,7 @@ def test_a_job_that_was_cancelled_before_it_had_nodes_does_not_refuse_sacct(
 
 def test_the_records_of_an_array_itself_count_no_nodes(tmp_path: Path) -> None:
     alone = read_pbs(written(tmp_path, PBS))
-    first = next(line for line in PBS.splitlines() if ';E;' in line)
-    stamp, _, _, rest = first.split(';', 3)
+    stamp, _, _, rest = next(line for line in PBS.splitlines() if ';E;' in line).split(';', 3)
     array = re.sub(r'exec_\w+=\S+ ', '', f'{stamp};E;7[].server;{rest}')
     assert rows(read_pbs(written(tmp_path, f'{PBS}{array}\n'))) == rows(alone)
 

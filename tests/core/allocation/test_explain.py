@@ -82,8 +82,7 @@ def test_a_better_alternative_is_told_where_the_answer_was_not_optimal() -> None
 
 def test_trainers_that_are_alike_but_for_a_limit_are_not_confused() -> None:
     both, share = (bid('a', high=2), bid('b', high=2)), Limit(('b',), least=2, why='share of b')
-    problem = Problem(100.0, 9, both, limits=(share,))
-    _, explanation = explained(problem, DpAllocator())
+    _, explanation = explained(Problem(100.0, 9, both, limits=(share,)), DpAllocator())
     alternatives = [reason.alternative for reason in explanation.reasons]
     assert alternatives == [Alternative(1, 3000.0, 1000.0), None]
 

@@ -79,8 +79,7 @@ class World:
         for name in due:
             number, use = self.running.pop(name)
             use.end = self.at
-            ending = ev.FragmentEnded(self.at, name, number, number * 7, Ending.STOPPED)
-            self.tell(ending)
+            self.tell(ev.FragmentEnded(self.at, name, number, number * 7, Ending.STOPPED))
         return bool(due)
 
     def used(self, *names: str) -> float:

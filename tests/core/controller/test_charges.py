@@ -126,8 +126,7 @@ def test_a_fragment_is_told_until_when_nothing_preempts_it() -> None:
     made = controller()
     request = BlockRequest(2, 3600.0, exempt_s=600.0)
     opened = ev.BlockOpened(10.0, 'b', request), ev.BlockStarted(10.0, 'b', 4.0)
-    joined = ev.NodesJoined(10.0, 'b', ('n1', 'n2'), 3600.0)
-    started = made.handle_all((*opened, joined)).actions
+    started = made.handle_all((*opened, ev.NodesJoined(10.0, 'b', ('n1', 'n2'), 3600.0))).actions
     [start] = [action for action in started if isinstance(action, ev.StartFragment)]
     assert start.exempt_until_s == 604.0
     # Nodes of a block whose start is not known may be preempted.

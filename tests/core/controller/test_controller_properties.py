@@ -225,8 +225,7 @@ class World(RuleBasedStateMachine):
         nodes = tuple(f'{name}n{block.joined + i}' for i in range(count))
         block.joined += count
         block.nodes.update(dict.fromkeys(nodes, until_s))
-        event = ev.NodesJoined(self.at, name, nodes, told)
-        self.tell(event)
+        self.tell(ev.NodesJoined(self.at, name, nodes, told))
 
     @precondition(lambda self: self.present())
     @rule(indices=st.sets(INDEX, min_size=1, max_size=4))

@@ -116,8 +116,7 @@ class TwoBlocks:
     def __init__(self) -> None:
         self.controller = Controller(EqualShareAllocator(), ControllerSettings(give_back_s=30.0))
         for block in self.blocks:
-            request = BlockRequest(len(block.nodes))
-            self.tell(ev.BlockOpened(0.0, block.block, request))
+            self.tell(ev.BlockOpened(0.0, block.block, BlockRequest(len(block.nodes))))
             self.tell(ev.NodesJoined(0.0, block.block, block.nodes))
 
     def tell(self, event: ev.Event) -> tuple[ev.Action, ...]:

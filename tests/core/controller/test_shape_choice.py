@@ -123,8 +123,7 @@ def test_too_little_memory_teaches_the_smallest_count_and_is_no_error() -> None:
     run.ends(ev.Ending.FAILED, out_of_memory=True)
     trainer = run.controller.state.trainers['t']
     assert (trainer.trainer.min_nodes, trainer.errors, run.actions) == (3, 0, [])
-    joined = ev.NodesJoined(run.at, 'c', ('m1', 'm2'))
-    run.actions = list(run.controller.handle(joined).actions)
+    run.actions = list(run.controller.handle(ev.NodesJoined(run.at, 'c', ('m1', 'm2'))).actions)
     assert run.started() == (3, 0)
     run.ends(ev.Ending.FAILED, out_of_memory=True)
     assert run.started() == (3, 1)

@@ -45,8 +45,7 @@ def test_without_a_measurement_the_assumed_rate_grows_below_linearly() -> None:
 @pytest.mark.parametrize('kappa', [0.0, 3e-4, 3e-3])
 def test_three_sizes_with_noise_tell_the_others(sigma: float, kappa: float) -> None:
     rate = usl(sigma, kappa)
-    profile = measured(rate, (1, 8, 32), noise=0.1)
-    curve = profile.curve(64, 1.0, optimism=0.0)
+    curve = measured(rate, (1, 8, 32), noise=0.1).curve(64, 1.0, optimism=0.0)
     for n in (1, 2, 4, 8, 16, 32, 48, 64):
         assert curve.rate_at(n) == pytest.approx(rate(n), rel=0.3)
 
@@ -69,8 +68,7 @@ def test_a_measured_count_is_what_was_measured_there_and_outliers_do_no_harm() -
 
 def test_trainers_of_the_same_function_learn_from_each_other() -> None:
     rate = usl(0.2, 0.0, one=37.0)
-    known = measured(rate, (1, 4, 16))
-    new = Profile(None, [known])
+    new = Profile(None, [measured(rate, (1, 4, 16))])
     curve = new.curve(64, 5.0, optimism=0.0)
     for n in (1, 8, 64):
         assert curve.rate_at(n) == pytest.approx(rate(n), rel=0.15)

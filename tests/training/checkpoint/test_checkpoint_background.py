@@ -322,8 +322,7 @@ def test_at_a_stop_a_state_is_copied_once(
 
     leaves: Any = Leaves()
     monkeypatch.setattr(Snapshots, 'take', taken)
-    kept = keeper(tmp_path, channels[0], sender=leaves)
-    kept.save_and_stop(state_of(things()), 10, {})
+    keeper(tmp_path, channels[0], sender=leaves).save_and_stop(state_of(things()), 10, {})
     assert len(copies) == 1
     assert left == copies
     read, own = read_state(saved(channels[1]).path).models[0], things().models[0].state_dict()

@@ -64,8 +64,7 @@ def saved(folder: Path, *models: nn.Module, samples: int = 10) -> Checkpoint:
 def test_weights_go_to_a_file_that_others_read(tmp_path: Path) -> None:
     model = Tied()
     checkpoint = saved(tmp_path / 'any name', model)
-    fresh = Tied()
-    fresh.load_state_dict(load_weights(checkpoint))
+    Tied().load_state_dict(load_weights(checkpoint))
     for source in (checkpoint, checkpoint.path, Path(checkpoint.path), tmp_path / 'any name'):
         file = export_weights(source, tmp_path / 'net.safetensors')
         found = load_file(file)

@@ -379,8 +379,7 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(FreeTrainError, match='and those made here, differ'):
         weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
     steps.OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
-    data = next(Path(committed[1].path).glob('*.safetensors'))
-    damage(data)
+    damage(next(Path(committed[1].path).glob('*.safetensors')))
     with pytest.raises(EndDamaged) as raised:
         weights.step([*map(End.of, committed)], LENGTH, None, LENGTH)
     assert raised.value.path == Path(committed[1].path)

@@ -192,8 +192,7 @@ def test_a_damaged_one_is_set_aside_for_the_last(store: PosixCheckpointStore, da
 
 def test_nothing_that_is_set_aside_is_lost(store: PosixCheckpointStore) -> None:
     for content in (b'a', b'b', b'c'):
-        damaged = Path(saved(store, 100, content=content).path)
-        flip_a_byte(damaged)
+        flip_a_byte(Path(saved(store, 100, content=content).path))
         assert store.latest() is None
     kept = {(Path(aside.path) / 'state').read_bytes() for aside in store.set_aside}
     assert kept == {b'a', b'b', b'c'}

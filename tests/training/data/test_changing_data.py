@@ -90,9 +90,8 @@ def by_what_was_learned(ctx: FragmentContext, at: int, workers: int, within_epoc
 def test_what_an_epoch_s_end_does_to_a_dataset_is_kept(
     fork_server: ForkClient, tmp_path: Path, workers: int, at: int, within: bool
 ) -> None:
-    how = workers, within
     one, two = whole_and_cut(
-        fork_server, tmp_path, by_what_was_learned, *how, at=at, shards=2, **EPOCHS
+        fork_server, tmp_path, by_what_was_learned, *(workers, within), at=at, shards=2, **EPOCHS
     )
     assert equal(one, two)
 

@@ -390,8 +390,7 @@ def train(
     ctx: FragmentContext, seen: Path, sampler: Any, stop_at: int | None = None, **options: Any
 ) -> None:
     model, optimizer = made(ctx)
-    data = Seen(seen)
-    for x in ctx.loop(data, 8, sampler=sampler, worker_init_fn=name_worker, **options):
+    for x in ctx.loop(Seen(seen), 8, sampler=sampler, worker_init_fn=name_worker, **options):
         if ctx.samples == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         step(model, optimizer, x)

@@ -219,8 +219,7 @@ def collects(ctx: FragmentContext, at: int) -> None:
     model, optimizer = made(ctx)
     seen: dict[str, torch.Tensor] = {}
     model.register_forward_hook(lambda _, __, out: seen.update(out=out.detach()))
-    peek = iter(DataLoader(OTHERS, batch_size=4))
-    width, data = next(peek)[0].shape[1], Cached()
+    width, data = next(iter(DataLoader(OTHERS, batch_size=4)))[0].shape[1], Cached()
     for _ in ctx.epochs():
         meter, outputs, targets = Meter(), [], []
         for x in ctx.loop(data, 8):
@@ -243,8 +242,7 @@ def test_what_is_only_collected_or_left_out(fork_server: ForkClient, tmp_path: P
 def semi_supervised(ctx: FragmentContext, at: int, workers: int) -> None:
     model, optimizer = made(ctx)
     labelled = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers)
-    unlabelled = DataLoader(OTHERS, batch_size=12, shuffle=True)
-    for (x,), (u,) in ctx.loop((labelled, unlabelled)):
+    for (x,), (u,) in ctx.loop((labelled, DataLoader(OTHERS, batch_size=12, shuffle=True))):
         assert len(u) == 3 * len(x)
         (model(x).square().mean() + model(u.expand(-1, 2)).mean()).backward()
         optimizer.step()

@@ -299,8 +299,7 @@ def epochs_twice(ctx: FragmentContext) -> None:
 
 def loader_without_epochs(ctx: FragmentContext) -> None:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in ctx.prepare(model, optimizer, DataLoader(DATA))[2]:
+    for _ in ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA))[2]:
         pass
 
 

@@ -306,8 +306,7 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
 
 
 def without_room(ctx: FragmentContext) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     raise ZeroDivisionError('no room')
 
 

@@ -189,8 +189,7 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
     if victim == 'gone':
         memory.forget()
     else:
-        size = files[file][0] // 2 if victim == 'short' else files[file][0]
-        image = image_of(bytes(size))
+        image = image_of(bytes(files[file][0] // 2 if victim == 'short' else files[file][0]))
         image._blocks = files[file][1]  # which it has not
         assert memory.put(file, image)
         os.close(image.fd or 0)

@@ -49,8 +49,7 @@ class Net(nn.Module):
         self.register_buffer('scale', torch.ones(()), persistent=False)
         self.register_buffer('cache', None, persistent=False)
         self.register_buffer('mask', torch.ones(1, 1).expand(1, 4), persistent=False)
-        identity = torch.eye(4).to_sparse_coo()
-        self.register_buffer('graph', identity)
+        self.register_buffer('graph', torch.eye(4).to_sparse_coo())
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         self.cache = x.new_ones(len(x), 1)
@@ -726,17 +725,6 @@ def hidden_in_an_attribute(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(cell(x), y.expand(-1, 4)), optimizer)
 
 
-def hidden_in_a_dict(ctx: FragmentContext) -> None:
-    (cell, optimizer), state = ctx.prepare(cell := nn.LSTMCell(4, 4), sgd(cell)), dict[str, Any]()
-
-    def loss_of(x: torch.Tensor, _: Any) -> Any:
-        found = cell(x, state.get('h'))
-        state['h'] = tuple(one.detach() for one in found)
-        return found[0].square().mean()
-
-    fit(ctx, loss_of, optimizer)
-
-
 def hidden_in_a_variable(ctx: FragmentContext) -> None:
     (cell, optimizer), hidden = ctx.prepare(cell := nn.GRUCell(4, 4), sgd(cell)), None
 
@@ -902,7 +890,6 @@ REFUSED = {
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
     hidden_in_an_attribute: 'hidden goes from one batch to the next',
-    hidden_in_a_dict: 'h goes from one batch to the next',
     hidden_in_a_variable: 'hidden goes from one batch to the next',
     eight_bits: "whose 'scale' is torch.float8_e4m3fn",
     left_out_by_collate: 'A batch of 2 samples has 1 rows',

@@ -291,8 +291,7 @@ def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path)
 def test_a_damaged_end_is_trained_once_more(fork_server: ForkClient, tmp_path: Path) -> None:
     for replica in (0, 1):
         run(fork_server, piece(tmp_path, replica, 1))
-    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
-    newest = store.newest()
+    newest = PosixCheckpointStore(tmp_path / 'store', 'digits').newest()
     assert newest is not None
     data = Path(newest.path, 'rank-0.safetensors')
     data.write_bytes(data.read_bytes()[:-1] + b'\0')

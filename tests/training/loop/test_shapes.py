@@ -200,8 +200,7 @@ def tell_place(ctx: FragmentContext) -> None:
 
 
 def test_ranks_count_along_the_pipeline_first(fork_server: ForkClient, tmp_path: Path) -> None:
-    shape = Shape(data=2, pipeline=2)
-    ordered = order(tmp_path, mode='throughput', shape=shape)
+    ordered = order(tmp_path, mode='throughput', shape=Shape(data=2, pipeline=2))
     outcomes = ended(fork_server, ordered, 4, tmp_path, tell_place)
     assert outcomes[0].error.message == 'data 2 x spatial 1x1x1 x pipeline 2, True'
     assert [outcome.metrics for outcome in outcomes] == [

@@ -209,8 +209,7 @@ def struck(
     """Without a total of its own, it saves as often as it can, one after the other."""
     how = {'total_samples': samples, 'checkpoint_every_s': 1e-9 if samples == 10**6 else 3600.0}
     with ranks(server, ordered(folder, number, SHAPES[2], **how), 2, folder, function) as gang:
-        outcomes = gang.run()
-        return outcomes, [rank.log.read_text() for rank in gang.ranks]
+        return gang.run(), [rank.log.read_text() for rank in gang.ranks]
 
 
 def committed(folder: Path) -> int:
@@ -224,8 +223,7 @@ def committed(folder: Path) -> int:
 def test_a_kill_leaves_the_checkpoint_before(
     fork_server: ForkClient, tmp_path: Path, rank: int, stage: str, kept: int
 ) -> None:
-    stages = fault_hooks.SAVING_STAGES
-    last = stages[-1]
+    last = fault_hooks.SAVING_STAGES[-1]
     fault = (
         kill_between(stage, last, rank=rank, checkpoint=2)
         if stage != last

@@ -65,8 +65,7 @@ def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> Non
         optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (pipeline, alone)]
         whole = dict(alone.named_parameters())
         for x, y in batches():
-            output = alone(x)
-            expected = F.mse_loss(output, y)
+            expected = F.mse_loss(alone(x), y)
             optimizers[1].zero_grad()
             expected.backward()
             torch.testing.assert_close(pipeline.step(x, y), expected.detach())
@@ -205,8 +204,7 @@ def train(ctx: FragmentContext, *, stop: bool = False, dies: int | None = None) 
     _, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
     drawn = torch.Generator().manual_seed(4)
     rows = (torch.randn(25, width, generator=drawn, dtype=torch.double) for width in (6, 3))
-    data = TensorDataset(*rows)
-    for x, y in ctx.loop(data, 10):
+    for x, y in ctx.loop(TensorDataset(*rows), 10):
         if stop:
             os.kill(os.getpid(), signal.SIGTERM)
         if ctx.rank == dies:

@@ -144,8 +144,7 @@ def test_an_optimizer_that_is_not_elementwise_is_for_throughput_mode(kind: Any) 
 
 def another_mesh(ctx: FragmentContext) -> None:
     model = nn.Linear(4, 4)
-    mesh = DeviceMesh.from_group(ctx.torch_distributed(), 'cpu')
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=DeviceMesh.from_group(ctx.torch_distributed(), 'cpu'))
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -129,8 +129,7 @@ def test_every_message_of_a_channel_survives_the_way(channel: str) -> None:
     for message in messages:
         assert decoder.decode(encode(message)) == message
     odd = ev.FragmentProgressed(1.0, 'a', 1, 1, 1.0, {'loss': math.nan, 'norm': math.inf})
-    kind = ev.FragmentProgressed
-    [back] = [Decoder[ev.FragmentProgressed](kind, 'a test').decode(encode(odd))]
+    [back] = [Decoder[ev.FragmentProgressed](ev.FragmentProgressed, 'a test').decode(encode(odd))]
     assert back is not None and math.isnan(back.metrics['loss']) and back.metrics['norm'] > 1e300
 
 
@@ -240,8 +239,7 @@ def test_the_executor_goes_on_after_nonsense_of_a_member(
 def test_a_member_goes_on_after_nonsense_of_the_executor(
     server: ControlServer, client: ControlClient, arrives: bytes
 ) -> None:
-    identity = server._identities['cnn', 3, 1]
-    server._router.send_multipart([identity, arrives])
+    server._router.send_multipart([server._identities['cnn', 3, 1], arrives])
     assert server.send(('cnn', 3, 1), ms.Abandon('last'))
     heard: list[Any] = []
     while not heard or heard[-1] != ms.Abandon('last'):

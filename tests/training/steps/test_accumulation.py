@@ -72,8 +72,7 @@ def train(ctx: FragmentContext, micro_batch: int | None, clears: str = 'before')
 
 
 def here(function: Callable[..., Any], mode: Any = None, *args: Any) -> Any:
-    goal = Samples(TOTAL)
-    spec = TrainingSpec(min_nodes=1, max_nodes=1, goal=goal, mode=mode or Throughput())
+    spec = TrainingSpec(min_nodes=1, max_nodes=1, goal=Samples(TOTAL), mode=mode or Throughput())
     return train_here('here', spec, function, args, {})
 
 

@@ -79,8 +79,7 @@ def train(ctx: FragmentContext, folder: Path, stop_at: int | None) -> None:
     scheduler = ctx.samples_lr(optimizer, lambda samples: 1 / (1 + samples))
     model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler)
     before = model.weight.detach().clone() if ctx.world_size == 1 else None
-    x = torch.arange(float(SIZE)).unsqueeze(1)
-    for (batch,) in ctx.loop(list(zip(x, strict=True)), 4):
+    for (batch,) in ctx.loop(list(zip(torch.arange(float(SIZE)).unsqueeze(1), strict=True)), 4):
         base = optimizer.param_groups[0]['lr']
         assert math.isclose(base, 0.1 / (1 + ctx.samples)), (base, ctx.samples)
         with (folder / f'seen-{ctx.fragment}-{ctx.rank}').open('a') as file:

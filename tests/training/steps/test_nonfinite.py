@@ -86,8 +86,7 @@ def train(
         spoil = (ctx.samples in bad or ctx.samples >= always_from) and ctx.rank == culprit
         optimizer.zero_grad()
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        loss = model(features * (float('nan') if spoil else 1)).pow(2).mean()
-        loss.backward()
+        model(features * (float('nan') if spoil else 1)).pow(2).mean().backward()
         if ctx.samples in left_out:
             for name, buffer in model.named_buffers():
                 buffer.copy_(kept[name])

@@ -133,8 +133,7 @@ def test_what_a_step_adds_is_the_same_for_any_network(
     for layers in (2, 6) if shape else (80,):  # of which one more for each is too many
         function = counted, layers, norm, shape is not None
         ordered = order(tmp_path / str(layers), **changes)
-        outcomes = all_finish(fork_server, ordered, count, tmp_path, *function)
-        found.append(outcomes[0].metrics)
+        found.append(all_finish(fork_server, ordered, count, tmp_path, *function)[0].metrics)
     small, large = found[0], found[-1]
     assert large['operations'] == pytest.approx(small['operations'], abs=2.0)
     assert large['operations'] <= PER_MICRO_BATCH * large['micro_batches'] + PER_STEP
