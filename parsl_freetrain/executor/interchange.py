@@ -1,5 +1,5 @@
 """Parsl's interchange with tasks pinned to managers, by Parsl's private API, as only
-``block/executor.py`` and ``block/manager.py`` besides. A task with ``freetrain_manager`` is sent to
+``executor.py`` and ``block/manager.py`` besides. A task with ``freetrain_manager`` is sent to
 that manager or fails with ``ManagerLost``; each keeps one worker free. One put on hold is shut
 down.
 """
