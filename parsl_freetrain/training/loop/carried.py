@@ -58,6 +58,7 @@ class Carried:
         self._begun: list[int] = []  # what enumerates a loop, where it began
         self._of_data = {path for one in ('epoch', 'loop') for path in self._saved.get(one, ())}
         self._data, self._data_then = set[int](), dict[str, Any]()
+        self.caches = Caches(())
 
     def look(self, known: Sequence[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
         """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already, data;
