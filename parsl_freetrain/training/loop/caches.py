@@ -61,4 +61,6 @@ def _last_arguments(one: _lru_cache_wrapper[Any]) -> tuple[Any, ...] | None:
     entries = (d for d in gc.get_referents(one) if type(d) is dict and '__wrapped__' not in d)
     key = next(reversed(next(entries, {})), None)
     args = key if isinstance(key, tuple) else (key,)
+    if one.cache_parameters()['typed']:
+        args = args[: len(args) // 2]  # their types follow
     return None if any(type(arg) is object for arg in args) else args

@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+from collections.abc import Iterable
 from itertools import count
+from traceback import walk_stack
 from types import GeneratorType
 from typing import Any
 
@@ -13,11 +15,11 @@ def counts() -> list[Any]:
     """What enumerates the iterations of the loop that asks for its next batch now: ``enumerate``,
     and ``count`` in ``zip``. Raises BadInput if ``zip`` asks anything else with it.
     """
-    found: list[Any] = []
-    for one in gc.get_objects():
-        if type(one) is enumerate and _runs(one.__reduce__()[1][0]):
-            found.append(one)
-        elif type(one) is zip and any(map(_runs, its := one.__reduce__()[1])):
+    found = list[Any]()
+    running = _referring(GeneratorType, [frame for frame, _ in walk_stack(None)])
+    found.extend(_referring(enumerate, running))
+    for one in _referring(zip, _referring(tuple, running)):
+        if any(map(_runs, its := one.__reduce__()[1])):
             others = [each for each in its if not _runs(each)]
             counting = all(type(each) is count and _at(each) is not None for each in others)
             if not (counting and _runs(its[0])):
@@ -27,6 +29,13 @@ def counts() -> list[Any]:
                 )
             found.extend(others)
     return found
+
+
+def _referring(kind: type, ones: Iterable[Any]) -> list[Any]:
+    """Never through gc.get_objects(): a tuple that is being made, as by another thread, cannot be
+    completed (SystemError) while anything else refers to it.
+    """
+    return [one for one in gc.get_referrers(*ones) if type(one) is kind]
 
 
 def _runs(one: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -870,7 +870,7 @@ def sums_by_class(ctx: FragmentContext) -> None:
 
 
 def cached_noise(ctx: FragmentContext) -> None:
-    (model, optimizer), noise = line(ctx), cache(lambda n: torch.randn(n))
+    (model, optimizer), noise = line(ctx), lru_cache(typed=True)(lambda n: torch.randn(n))
     fit(ctx, lambda x, y: F.mse_loss(model(x), y + noise(1)), optimizer)
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
+from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext, same_weights
+from parsl_freetrain.training.loop.enumerated import counts
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, made, step, trained
 
@@ -216,6 +218,23 @@ def test_counters_count_steps(fork_server: ForkClient, tmp_path: Path, by_epochs
     assert one.result == other.result and same_weights(one.path, other.path)
     log = (tmp_path / '1' / 'f1-r0.log').read_text()
     assert log.count('it counts steps') == 1 + 2 * by_epochs
+
+
+def test_looking_for_enumerate_disturbs_no_thread() -> None:
+    def make() -> None:
+        while looking:
+            tuple(i for i in range(50))
+
+    many = [[True] for _ in range(10**5)]
+    looking, others = many[:1], futures.ThreadPoolExecutor()
+    made = others.submit(make)
+    try:
+        for _ in range(20):
+            assert not counts()
+    finally:
+        looking.clear()
+        others.shutdown()
+    made.result()  # SystemError, while something else refers to the tuple
 
 
 def test_enumerate_goes_on_in_throughput_mode(fork_server: ForkClient, tmp_path: Path) -> None:
