@@ -1,7 +1,5 @@
 """Data, samplers and generators that change from epoch to epoch: the same for any cuts."""
 
-from __future__ import annotations
-
 import random
 from collections import UserDict
 from collections.abc import Iterator

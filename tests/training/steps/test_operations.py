@@ -1,7 +1,5 @@
 """How many operations (launches on a GPU) and reads (waits) the project adds to a step."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
