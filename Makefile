@@ -67,10 +67,9 @@ test: $(INSTALLED)
 	@.ci/system-packages || true
 	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'not long' $(WORKERS))
 
-# What failed is kept apart from that of make test, which may run at the same time.
 test-long: $(INSTALLED)
 	@.ci/system-packages || true
-	ALL_EXAMPLES=1 $(BIN)/python -m pytest -o cache_dir=.pytest_cache/long $(or $(strip $(TEST_ARGS)),-m 'long or properties' $(WORKERS))
+	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'long or properties' $(WORKERS))
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/journal tests/executor/test_interchange.py \
