@@ -91,8 +91,8 @@ def in_a_context(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
 
 
 def in_a_cache(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
-    size = lru_cache(lambda: float(model[0].weight.detach().norm()))
-    return lambda x: model(x).pow(2).mean() + (model[0].weight.norm() - size()).pow(2)
+    size = lru_cache(lambda: complex(model[0].weight.detach().norm()))  # plain ones are refused
+    return lambda x: model(x).pow(2).mean() + (model[0].weight.norm() - size().real).pow(2)
 
 
 def in_a_number(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
