@@ -15,9 +15,8 @@ def counts() -> list[Any]:
     """What enumerates the iterations of the loop that asks for its next batch now: ``enumerate``,
     and ``count`` in ``zip``. Raises BadInput if ``zip`` asks anything else with it.
     """
-    found = list[Any]()
     running = _referring(GeneratorType, [frame for frame, _ in walk_stack(None)])
-    found.extend(_referring(enumerate, running))
+    found = _referring(enumerate, running)
     for one in _referring(zip, _referring(tuple, running)):
         if any(map(_runs, its := one.__reduce__()[1])):
             others = [each for each in its if not _runs(each)]

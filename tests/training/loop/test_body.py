@@ -76,6 +76,8 @@ def plain_losses() -> Iterator[tuple[str, torch.Tensor, bool]]:
     yield 'times a share', x.square().sum() * (1 / 4), False
     yield 'reduction', F.binary_cross_entropy(x, torch.ones(4, 3), reduction='sum'), True
     yield 'cross entropy', F.cross_entropy(x, torch.zeros(4).long(), reduction='sum'), True
+    dense = F.cross_entropy(torch.stack([x, -x], 1), torch.zeros(4, 3).long(), reduction='sum')
+    yield 'mean over pixels', dense / 12, False
     yield 'mean', F.mse_loss(x, torch.ones(4, 3)), False
     yield 'divided by what was counted', x.sum() / (x > 0.5).sum(), False
     yield 'divided by a fixed number', x.sum() / 6, True
