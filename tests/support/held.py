@@ -1,5 +1,7 @@
 """The demonstration, held up until there is FILE: ``python -m tests.support.held FILE [...]``"""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable
