@@ -116,7 +116,8 @@ class Body:
     def look(self, shared: list[Space]) -> None:
         """Call where a loop begins: what is there now was left by no batch of it."""
         self._shared = shared
-        self._fixed = {id(one): one for *_, parts in values_in(shared) for one in parts}
+        ones = [one for *_, parts in values_in(shared) for one in parts]
+        self._fixed = {id(one): one for one in ones if isinstance(one, torch.Tensor)}
 
     def begin(self, data: Any, samples: int) -> None:
         self._before, self._iterations = backward.calls, self._iterations + 1

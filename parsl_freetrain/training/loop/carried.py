@@ -130,6 +130,8 @@ class Carried:
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
         self._frames, self._others, self._places, self._packages = [], [], places.Places((), ()), {}
+        for spaces in [self._numbers.shared] if self._numbers else []:
+            spaces.clear()  # the body has the same list
         self._counts, self._numbers = [], None
 
     def begin_epoch(self) -> None:

@@ -31,9 +31,7 @@ def counts() -> list[Any]:
 
 
 def _referring(kind: type, ones: Iterable[Any]) -> list[Any]:
-    """Never through gc.get_objects(): a tuple that is being made, as by another thread, cannot be
-    completed (SystemError) while anything else refers to it.
-    """
+    """Not by gc.get_objects(): no thread can complete a tuple to which others have a reference."""
     return [one for one in gc.get_referrers(*ones) if type(one) is kind]
 
 

@@ -163,7 +163,6 @@ def _divided(shape: Sequence[int], sizes: set[int], numbers: Sequence[float]) ->
     products = [1.0]
     for number in numbers[:8]:
         products += [number * product for product in products]
-    # A dimension of classes is in neither of them, and rows may be joined (tokens of sequences).
     lengths = [size for size in (*accumulate(shape, mul), *sizes) if size > 1 or 1.0 in numbers]
     means = any(math.isclose(one * size, 1) for one in products for size in lengths)
     return 'other' if not _is_over(shape, sizes) else 'mean' if means else 'sum'
