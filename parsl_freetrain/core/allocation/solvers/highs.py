@@ -9,6 +9,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LARGEST = 1e5  # of the scaled worths: solvers stop at absolute tolerances of 1e-7 to 1e-5
+# Of integer programmes. By default, HiGHS does not look for what is better by less than 1e-6.
+EXACT = {'mip_rel_gap': 0.0, 'mip_abs_gap': 0.0, 'mip_feasibility_tolerance': 1e-9}
 
 
 def scale_of(largest: float) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parsl_freetrain.core.allocation.feasibility import pinned
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked, Found
-from parsl_freetrain.core.allocation.solvers.highs import scale_of
+from parsl_freetrain.core.allocation.solvers.highs import EXACT, scale_of
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class MilpAllocator:
 
         model = IntegerProgram(problem)
         left_s = max(self.time_limit_s - asked.seconds, 0.0)
-        model.lp.solve(pulp.HiGHS(msg=False, timeLimit=left_s, gapRel=0.0, gapAbs=0.0, threads=1))
+        model.lp.solve(pulp.HiGHS(msg=False, timeLimit=left_s, threads=1, **EXACT))
         if model.lp.sol_status == pulp.LpSolutionInfeasible:
             return Found('infeasible')
         if model.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):

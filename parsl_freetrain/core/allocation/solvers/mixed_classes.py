@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from parsl_freetrain.core.allocation.feasibility import pinned, stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.allocation.solution import Asked, Found
-from parsl_freetrain.core.allocation.solvers.highs import Floats, solved
+from parsl_freetrain.core.allocation.solvers.highs import EXACT, Floats, solved
 
 Way = tuple[int, ...]
 Integers = NDArray[np.int64]
@@ -41,8 +41,7 @@ class MixedAllocator:
         worth = np.array([problem.value(problem.bids[j], w) for j, w in chosen_by])
         rows, least, most = _rules(problem, np.array(each, dtype=np.float64), bid)
         within_s = max(self._time_limit_s - asked.seconds, 0.0)
-        gaps = {'time_limit': within_s, 'mip_rel_gap': 0.0, 'mip_abs_gap': 0.0}
-        solver, _ = solved(worth, rows.T, least, most, integer=True, **gaps)
+        solver, _ = solved(worth, rows.T, least, most, True, time_limit=within_s, **EXACT)
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Found('infeasible' if whole else 'feasible')
