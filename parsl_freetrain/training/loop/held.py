@@ -145,8 +145,7 @@ class Held:
         come = difference[1]
         if not (self.may_be_table and isinstance(come, dict)):
             return {}
-        old = isinstance(self.one, set) or len(self.one) < self._size
-        there = self.then if old else ()
+        there = self.then if isinstance(self.one, set) or len(self.one) < self._size else ()
         return {k: one for k, one in come.items() if isinstance(k, _NAMES) and k not in there}
 
     @torch.no_grad()
@@ -223,11 +222,12 @@ def memory(tensor: torch.Tensor) -> int:
     return id(tensor)
 
 
-def of_samples(parts: Collection[Collection[Any]]) -> bool | None:
-    """Whether each part of a batch has changed entries of its own, as it has samples of its own;
-    False: all have changed (nearly) the same; None: neither.
+def of_samples(parts: Collection[Collection[Any]], repeated: float) -> bool | None:
+    """Whether each part of a batch has changed entries of its own, as it has samples of its own,
+    but for so many that are ``repeated``; False: all have changed (nearly) the same; None: neither.
     """
     every = set[Any]().union(*parts)
-    if sum(map(len, parts)) == len(every):
-        return True
-    return False if all(len(own) >= _NEARLY * len(every) for own in parts) else None
+    again = sum(map(len, parts)) - len(every)
+    if again and all(len(own) >= _NEARLY * len(every) for own in parts):
+        return False
+    return True if again <= repeated else None

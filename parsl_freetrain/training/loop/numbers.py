@@ -6,6 +6,7 @@ first shard, on all ranks: ``step += 1`` and ``losses.append(...)`` count steps,
 are trained. Tables by sample (``losses[i] = ...``) get the entries of all shards, or ranks.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -195,9 +196,9 @@ class Numbers:
 
     def _put_together(self, held: Held, parts: Sequence[Difference]) -> None:
         each = [held.entries(one) for one in parts]
-        together, known = of_samples(each), {*each[0]}
-        repeats = self._by_ranks or len({*self._batch}) < len(self._batch)
-        if not repeats and (together is None or (torch.is_tensor(held.one) and not together)):
+        repeated = math.inf if self._by_ranks else len(self._batch) - len({*self._batch})
+        together, known = of_samples(each, repeated), {*each[0]}
+        if together is None or (torch.is_tensor(held.one) and not (together or self._by_ranks)):
             held.refuse()
         if together is not False or not self._by_ranks:
             held.take(*parts[0])

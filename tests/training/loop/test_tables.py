@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain import FragmentContext, same_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, made, step, trained
+from tests.support.examples import in_this_process, refused_here
 
 N, BATCH, EPOCHS = 96, 8, 3
 X = torch.randn(N, 2, generator=torch.Generator().manual_seed(1))
@@ -47,3 +49,16 @@ def test_have_all_samples(fork_server: ForkClient, tmp_path: Path, mode: str) ->
     if mode == 'reproducible':
         one = trained(fork_server, tmp_path / '1', [1], by_sample, 0, **how)
         assert one.result == two.result and same_weights(one.path, two.path)
+
+
+def test_sums_by_class_are_told_from_samples_that_a_sampler_repeats() -> None:
+    def train(ctx: FragmentContext, per: int) -> int:
+        (model, optimizer), sums = made(ctx), np.zeros(N)
+        for x, i in ctx.loop(DATA, BATCH, sampler=[0, 5, 10, 15, 20, 25, 0, 30]):
+            np.add.at(sums, i // per, 1.0)
+            step(model, optimizer, x)
+        return int((sums > 0).sum())
+
+    assert in_this_process(partial(train, per=1), total_samples=64)[0].result == 7
+    refusal = refused_here(partial(train, per=15), total_samples=64)
+    assert 'keep one number or tensor for each sample' in refusal
