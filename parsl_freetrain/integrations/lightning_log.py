@@ -91,15 +91,19 @@ class Log:
     @contextmanager
     def training(self, with_means: bool) -> Iterator[None]:
         self._where, self._with_means = 'training', with_means
-        yield
-        self._where = ''
+        try:
+            yield
+        finally:
+            self._where = ''
 
     @contextmanager
     def evaluation(self, batch: Any) -> Iterator[dict[str, tuple[float, float]]]:
         """Around a step; gives the sums of what is logged in it."""
         self._where, self._batch, self._sums = 'evaluation', batch, {}
-        yield self._sums
-        self._where = ''
+        try:
+            yield self._sums
+        finally:
+            self._where = ''
 
 
 def take_logs(base: Any) -> None:

@@ -86,15 +86,9 @@ class Body:
     """One loop's body. ``anew``: it begins here; ``loss``: what ``ctx.loop`` was told of it."""
 
     def __init__(
-        self,
-        spec: TrainingSpec,
-        division: Division,
-        peers: Peers,
-        anew: bool,
-        loss: Any,
-        caches: Caches,
+        self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, loss: Any
     ) -> None:
-        self._caches = dict.fromkeys((2, 8), caches)  # by number of the global batch
+        self._caches = dict[int, Caches]()  # by number of the global batch
         # DDP waits in each backward pass.
         self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
@@ -113,9 +107,9 @@ class Body:
         _refuse_loaders(variables, self._read)
         backward.watch()
 
-    def look(self, shared: list[Space]) -> None:
+    def look(self, shared: list[Space], caches: Caches) -> None:
         """Call where a loop begins: what is there now was left by no batch of it."""
-        self._shared = shared
+        self._shared, self._caches = shared, dict.fromkeys((2, 8), caches)
         ones = [one for *_, parts in values_in(shared) for one in parts]
         self._fixed = {id(one): one for one in ones if isinstance(one, torch.Tensor)}
 

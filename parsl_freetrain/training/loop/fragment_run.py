@@ -244,8 +244,7 @@ class FragmentRun:
             epoch, order = (samples - base) // in_epoch, order_at(samples - base)
             return replace(position, samples=samples, epoch=epoch, order=order)
 
-        how = self.division, self.peers, anew, call.loss, model.carried.caches
-        seen = body.Body(spec, *how)
+        seen = body.Body(spec, self.division, self.peers, anew, call.loss)
         around = position_at, guard, self.verification, seen, call.loss
         self.loop = TrainingLoop(self.parts, model, self.state, *around)
         return self.loop.run(batches)
