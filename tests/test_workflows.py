@@ -47,9 +47,8 @@ def test_a_smaller_search_over_settings(
     )
     assert [(r, n) for r, n, *_ in found] == [('1', '4'), ('2', '2'), ('3', '1')]
     assert found[0][2].startswith('lr0.1')
-    assert (
-        float(found[2][3]) < float(found[1][3]) < float(found[0][3])
-    )  # each round goes on where the one before stopped
+    # Each round goes on where the one before stopped.
+    assert float(found[2][3]) < float(found[1][3]) < float(found[0][3])
     with Journal(run_dir / 'checkpoints' / 'ledger.journal') as reader:
         trainers = reader.history().trainings
     assert len(trainers) == 7 and {t.state for t in trainers} == {'finished'}

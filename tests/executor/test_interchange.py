@@ -175,9 +175,8 @@ def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
         begun = time.monotonic()
         with pytest.raises(ManagerLost):
             send(executor, 'nobody').result(LIMIT_S)
-        assert (
-            time.monotonic() - begun < executor.heartbeat_threshold / 2
-        )  # it did not take a missed heartbeat to find out
+        # It did not take a missed heartbeat to find out.
+        assert time.monotonic() - begun < executor.heartbeat_threshold / 2
 
         # Also where the other node has nothing else to do.
         releases[second].touch()

@@ -54,8 +54,7 @@ def test_a_second_live_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_on_another_computer_lives_as_long_as_it_touches_its_file(tmp_path: Path) -> None:
-    theirs = Holder('theirs', 'elsewhere', 1, '1')
-    write_holder(tmp_path / FILE, theirs)
+    write_holder(tmp_path / FILE, Holder('theirs', 'elsewhere', 1, '1'))
     with pytest.raises(BadInput, match='process 1 on elsewhere.*the folder is free in'):
         RunLock(tmp_path, 'mine').take_folder()
     long_ago = time.time() - 2 * SILENT_S

@@ -205,8 +205,7 @@ def test_a_trainer_uses_nodes_of_one_class_at_a_time_at_the_speed_of_that_class(
 
 
 def test_each_class_has_its_own_constant_pool_and_its_own_learned_curve() -> None:
-    pool = constant_pool(UNEQUAL)
-    assert pool.node_classes == ('fast', 'slow', 'slow')
+    assert constant_pool(UNEQUAL).node_classes == ('fast', 'slow', 'slow')
     two = replace(trace_of(('a', 0, 1000), ('b', 0, 1000), end_s=1000), node_classes=('f', 's'))
     both = on_classes('both', f=FAST, s=SLOW)
     result = replay(Scenario(two, (both,), by_file=False, learning=CurveLearning()))

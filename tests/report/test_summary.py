@@ -98,9 +98,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_beside_it(
 def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: Path) -> None:
     path = two_fragments(tmp_path / 'l.db', end=False)
     with Journal(path) as journal:
-        assert (
-            summary(journal.history())['trainers']['a']['samples_repeated'] == 340
-        )  # it may still be kept
+        # It may still be kept.
+        assert summary(journal.history())['trainers']['a']['samples_repeated'] == 340
         assert summary(journal.history(), 1090.0)['wall_s'] == 90
         assert node_seconds_of(journal.history(), 1090.0)['lost'] == 42
     ledger = Told(path)
@@ -116,9 +115,8 @@ def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: P
     # 340 of the killed one, 300 of the one that was cut off, 100 because an older checkpoint was
     # used.
     assert found['trainers']['a']['samples_repeated'] == 740
-    assert (
-        found['trainers']['a']['preempted'] == 3
-    )  # killed, cut off, and never ended by a run that has
+    # Killed, cut off, and never ended by a run that has.
+    assert found['trainers']['a']['preempted'] == 3
     assert found['wall_s'] == 81 + 10
     assert found['node_s']['lost'] == 42 + 30
     assert found['node_s']['offered'] == 81 + 50 + 10

@@ -27,8 +27,7 @@ def test_another_package_adds_a_type(tmp_path: Path) -> None:
     assert set(kind.programs) <= set(found)
     assert found['bsub']['version'] == 'IBM Spectrum LSF 10.1.0.14'
     # As a client from afar does:
-    made = site_described({'type': 'lsf', 'queue': 'batch'})
-    assert type(made) is site_types()['lsf'].make
+    assert type(site_described({'type': 'lsf', 'queue': 'batch'})) is site_types()['lsf'].make
 
 
 def test_a_type_that_cannot_be_loaded_is_left_out(

@@ -52,8 +52,7 @@ def test_three_sizes_with_noise_tell_the_others(sigma: float, kappa: float) -> N
 
 def test_a_speed_that_falls_again_is_recognised() -> None:
     rate = usl(0.01, 0.004)  # fastest on 16 nodes
-    profile = measured(rate, (4, 16, 32), noise=0.05)
-    assert 8 <= profile.best_count(range(1, 65)) <= 28
+    assert 8 <= measured(rate, (4, 16, 32), noise=0.05).best_count(range(1, 65)) <= 28
 
 
 def test_a_measured_count_is_what_was_measured_there_and_outliers_do_no_harm() -> None:

@@ -98,14 +98,10 @@ def test_a_plain_sum_is_told_from_a_mean() -> None:
 def test_a_mean_by_weights_and_a_penalty_in_a_sum_are_told_from_others() -> None:
     weight, labels, classes = torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]), 3
     x, batch = torch.eye(4) @ weight, [torch.ones(4, 3), labels]
+    by_weights = F.cross_entropy(x, labels, torch.arange(1.0, 1 + classes))
     for said, loss, own, sentence in (
-        (
-            None,
-            F.cross_entropy(x, labels, torch.arange(1.0, 1 + classes)),
-            True,
-            'weight[batch[1]]',
-        ),
-        (None, F.cross_entropy(x, labels, torch.arange(1.0, 1 + classes)), False, ''),
+        (None, by_weights, True, 'weight[batch[1]]'),
+        (None, by_weights, False, ''),
         (None, F.cross_entropy(x, labels, torch.ones(classes)), True, ''),
         ('sum', x.square().sum() + 0.1 * weight[:, 0].norm(), True, ''),
         ('sum', x.square().sum() / 8 + 0.1 * weight.square().sum(), True, 'weights alone'),
@@ -262,9 +258,7 @@ def test_the_samples_of_other_datasets_come_in_turn() -> None:
     own.begin(7, Peers())
     taken = [i for index in own.indices(range(32), 0) for i in index[1][0]]
     taken += [i for index in own.indices(range(2), 32) for i in index[1][0]]
-    assert (
-        len(taken) == 51 and sorted(taken[:50]) == list(range(50)) and taken[:50] != sorted(taken)
-    )
+    assert len(taken) == 51 and sorted(taken[:50]) == list(range(50)) != taken[:50]
     with pytest.raises(BadInput, match='put the one with the smallest batches first'):
         Together.of([LoaderData.of_loop(one, None, LoaderSettings()) for one in loaders[::-1]])
 

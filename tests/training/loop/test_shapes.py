@@ -157,11 +157,8 @@ def test_any_shapes_in_turn_train_what_one_process_trains(
     for name, tensor in undisturbed.models[0].items():
         torch.testing.assert_close(state.models[0][name], tensor, rtol=1e-4, atol=1e-6)
     moments, expected = state.optimizers[0]['state'], undisturbed.optimizers[0]['state']
-    assert (
-        moments.keys()
-        == expected.keys()
-        == {f'1.layers.{i}.{what}' for i in range(LAYERS) for what in ('weight', 'bias')}
-    )
+    names = {f'1.layers.{i}.{what}' for i in range(LAYERS) for what in ('weight', 'bias')}
+    assert moments.keys() == expected.keys() == names
     for name, kept in expected.items():
         assert float(moments[name]['step']) == float(kept['step'])
         torch.testing.assert_close(moments[name]['exp_avg'], kept['exp_avg'], rtol=1e-3, atol=1e-6)

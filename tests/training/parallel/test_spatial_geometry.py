@@ -77,9 +77,8 @@ def test_every_part_has_what_its_output_needs(reach: Window, sizes: list[int]) -
         made = positions(reach, bounds, out)
     except BadInput:
         assume(False)
-    assert (
-        out[0] == 0 and out[-1] == reach.extent(bounds[-1]) and all(a < b for a, b in pairwise(out))
-    )
+    assert (out[0], out[-1]) == (0, reach.extent(bounds[-1]))
+    assert all(a < b for a, b in pairwise(out))
     assert made == [list(range(*reach.need(*part))) for part in pairwise(out)]
 
 
