@@ -25,6 +25,7 @@ from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.caches import Caches
 from parsl_freetrain.training.loop.held import ITEMS
 from parsl_freetrain.training.loop.loss import refuse_wrong
+from parsl_freetrain.training.loop.numbers import Numbers
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
 from parsl_freetrain.training.loop.spaces import Space
@@ -88,7 +89,6 @@ class Body:
     def __init__(
         self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, loss: Any
     ) -> None:
-        self._caches = dict[int, Caches]()  # by number of the global batch
         # DDP waits in each backward pass.
         self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
@@ -107,10 +107,11 @@ class Body:
         _refuse_loaders(variables, self._read)
         backward.watch()
 
-    def look(self, shared: list[Space], caches: Caches) -> None:
+    def look(self, numbers: Numbers | None, caches: Caches) -> None:
         """Call where a loop begins: what is there now was left by no batch of it."""
-        self._shared, self._caches = shared, dict.fromkeys((2, 8), caches)
-        ones = [one for *_, parts in values_in(shared) for one in parts]
+        self._shared = [] if numbers is None else numbers.shared
+        self._caches = dict.fromkeys((2, 8), caches)  # by number of the global batch
+        ones = [one for *_, parts in values_in(self._shared) for one in parts]
         self._fixed = {id(one): one for one in ones if isinstance(one, torch.Tensor)}
 
     def begin(self, data: Any, samples: int) -> None:

@@ -189,8 +189,7 @@ class TrainingLoop:
     def _begin_loop(self, data: BatchSource, *, goes_on: bool) -> None:
         self._carried.look_at_data(again=True)
         numbers = self._carried.begin_loop(self._state, goes_on=goes_on)
-        shared = [] if numbers is None else numbers.shared
-        self._body.look(shared, self._carried.caches)
+        self._body.look(numbers, self._carried.caches)
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = numbers if self._shards > 1 else None
         elif numbers is not None and self._peers.world_size > 1:
