@@ -1,7 +1,5 @@
 """A rehearsal: some steps of a training here, undisturbed, cut and killed, must be the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

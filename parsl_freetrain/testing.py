@@ -6,8 +6,6 @@ and only in the fragment with the given number, so that it does not occur again 
 ``fragment=None``: in all fragments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -51,7 +51,7 @@ def git(*arguments: str) -> list[str]:
 
 
 def test_modules() -> None:
-    """Each says what it is for by its name and its docstring, and annotates lazily."""
+    """Each says what it is for by its name and its docstring."""
     wrong = [
         f'{path.relative_to(ROOT)}: {what}'
         for path in modules('parsl_freetrain', 'workflows', 'site_configs')

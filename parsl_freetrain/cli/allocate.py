@@ -1,7 +1,5 @@
 """``freetrain allocate``: one problem per line of JSON in, one answer per line out."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """``freetrain export``: the record of runs as tables, for questions in SQL or pandas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

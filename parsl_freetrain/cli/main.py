@@ -5,8 +5,6 @@ A verb is a function with Typer annotations, named like its module here: ``alloc
 imports what takes long (Parsl, numpy, solvers) in its body, so that --help is fast.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

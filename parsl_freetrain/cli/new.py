@@ -1,7 +1,5 @@
 """``freetrain new``: writes a first script, and a site file for this machine."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

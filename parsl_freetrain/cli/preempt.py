@@ -1,7 +1,5 @@
 """``freetrain preempt``: rehearses a preemption of a trainer."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``freetrain rehearse``: rehearses the trainings that a script calls."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

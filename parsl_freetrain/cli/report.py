@@ -1,7 +1,5 @@
 """``freetrain report``: writes the report on a run into one HTML file."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

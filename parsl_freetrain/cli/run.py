@@ -1,7 +1,5 @@
 """``freetrain run``: runs a workflow on a site."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """The site that ``--site`` names: a name, a Python file or a TOML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``freetrain status``: shows the present state of a run on one screen."""
 
-from __future__ import annotations
-
 import time
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, print_json

@@ -1,7 +1,5 @@
 """Commands to the event loop from other threads, and how events are gathered for one decision."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

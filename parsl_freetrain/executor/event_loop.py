@@ -1,7 +1,5 @@
 """The event loop: one thread gathers events, lets the controller decide, and carries it out."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

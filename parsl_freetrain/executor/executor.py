@@ -1,7 +1,5 @@
 """Parsl's HighThroughputExecutor, with blocks in a site's holes and trainers that run in them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

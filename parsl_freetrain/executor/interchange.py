@@ -4,8 +4,6 @@ that manager or fails with ``ManagerLost``; each keeps one worker free. One put 
 down.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """The interchange's process; Parsl's executor starts it and writes its settings to its input."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

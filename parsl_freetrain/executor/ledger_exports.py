@@ -1,7 +1,5 @@
 """Passes on what the ledger says: metrics to loggers, everything to Parsl's monitoring."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Off the event loop: what is the user's and may never return, as handlers of logging."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

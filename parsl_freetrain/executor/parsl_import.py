@@ -1,7 +1,5 @@
 """A quicker import of Parsl, for processes that only relay tasks or run them."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

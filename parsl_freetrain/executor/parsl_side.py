@@ -1,7 +1,5 @@
 """What the event loop does and asks through Parsl: blocks, managers, tasks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

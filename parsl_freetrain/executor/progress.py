@@ -1,7 +1,5 @@
 """Subscribers that show how far trainers are: in their futures, and in a line on a terminal."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """One live run for each checkpoint folder, and the folders of a run that are refused."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

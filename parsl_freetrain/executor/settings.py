@@ -1,7 +1,5 @@
 """The settings of an executor, in groups."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

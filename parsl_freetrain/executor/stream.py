@@ -1,7 +1,5 @@
 """The stream of a run's events: appended to the journal, published, and kept for the controller."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

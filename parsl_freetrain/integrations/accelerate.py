@@ -1,7 +1,5 @@
 """For scripts that expect to be started by torchrun, such as those with accelerate."""
 
-from __future__ import annotations
-
 import os
 
 from parsl_freetrain.training.comm import world

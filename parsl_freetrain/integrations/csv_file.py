@@ -1,7 +1,5 @@
 """Metrics of trainers in CSV files."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the integrations share: steps of a training, and what callbacks remember."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """LightningModules in fragments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What a LightningModule, its callbacks and trainer may have; the rest is refused first."""
 
-from __future__ import annotations
-
 import difflib
 from types import FunctionType
 from typing import Any

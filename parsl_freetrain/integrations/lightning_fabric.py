@@ -1,7 +1,5 @@
 """Lightning Fabric in fragments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """``self.log`` of a LightningModule in fragments."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a LightningModule collects over batches in fragments: torchmetrics, and lists."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -2,8 +2,6 @@
 neither the library nor its credentials.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

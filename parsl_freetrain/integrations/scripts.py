@@ -1,7 +1,5 @@
 """Scripts and commands of packages that make their trainers themselves."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

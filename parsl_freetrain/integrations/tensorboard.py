@@ -1,7 +1,5 @@
 """Metrics of trainers in TensorBoard."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer in fragments."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """What a Hugging Face Trainer may be given; the rest is refused before it trains."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -2,8 +2,6 @@
 ``qstat`` and ``showres``, and Theta's ``nodelist``), batch scripts.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Sites by name (the Python files of ``site_configs/``), and sites in TOML files."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path

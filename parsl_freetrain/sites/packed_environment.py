@@ -1,7 +1,5 @@
 """A Python environment in one file, unpacked on nodes: many imports from one disk wait."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex

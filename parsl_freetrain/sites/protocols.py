@@ -1,7 +1,5 @@
 """What a site is: where holes come from, how a block is opened, and how its job is followed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 

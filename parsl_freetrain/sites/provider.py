@@ -1,7 +1,5 @@
 """The Parsl provider of a site: opens blocks of any size when the executor asks for one."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

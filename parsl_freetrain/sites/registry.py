@@ -7,8 +7,6 @@ value is a :class:`SiteType`::
     lsf = 'my_package:SITE_TYPE'
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ of idle nodes (8.27 %). A smaller machine looks like a random sample of Summit's
 time of day nor the placement of nodes is reproduced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

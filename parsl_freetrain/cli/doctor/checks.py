@@ -1,7 +1,5 @@
 """The checks of ``freetrain doctor``: what its measurements mean for trainings."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass

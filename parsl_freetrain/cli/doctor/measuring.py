@@ -1,7 +1,5 @@
 """Measurements of ``freetrain doctor``: here, in a probe on a node, and at an endpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Compares a site's file with its scheduler, and with what the nodes of one job see."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The live view of a run, read from its ledger: in the run's own terminal or another one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

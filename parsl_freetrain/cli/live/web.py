@@ -1,7 +1,5 @@
 """A server of one page, for processes here of this user and root that have the token."""
 
-from __future__ import annotations
-
 import hmac
 import math
 import os

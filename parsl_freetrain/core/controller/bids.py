@@ -1,7 +1,5 @@
 """The bids of the trainers, updated only where something has changed."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

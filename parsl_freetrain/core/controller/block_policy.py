@@ -1,7 +1,5 @@
 """Decides which holes get a block, and which blocks are given back."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Budgets: node-seconds of trainers, from decision to end, and what blocks are charged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

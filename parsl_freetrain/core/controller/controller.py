@@ -2,8 +2,6 @@
 trainer is rescaled between two fragments: one is asked to stop, the next starts on the new nodes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The controller's state: trainers, nodes and blocks that have not ended."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

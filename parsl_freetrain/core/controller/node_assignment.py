@@ -1,7 +1,5 @@
 """Chooses each trainer's nodes; who grows keeps all, who shrinks those that stay longest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which idle nodes stay longest: the hazard by age, and the order in which they are taken."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Annotated

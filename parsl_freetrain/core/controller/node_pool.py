@@ -1,7 +1,5 @@
 """The available nodes: the block of each, when it leaves, who holds it; in groups alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ alone goes with its whole block. The fragments there are stopped first, then all
 are released together, so that a job that needs several gets all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple

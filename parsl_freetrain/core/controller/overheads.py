@@ -1,7 +1,5 @@
 """Measured times of a trainer's fragments, and the shortest hole that is worth a fragment."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Makes one decision: states the problem, has it solved, stops and starts fragments."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

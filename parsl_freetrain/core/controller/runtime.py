@@ -1,7 +1,5 @@
 """The port through which the controller's actions have effects, in a live run and in a replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

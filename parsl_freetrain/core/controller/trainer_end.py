@@ -1,7 +1,5 @@
 """When trainers end: cancelled, a budget is spent, or what the end of a fragment means."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

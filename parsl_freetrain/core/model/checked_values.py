@@ -1,7 +1,5 @@
 """Types with bounds, and the sentence about a value that is not of a type."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

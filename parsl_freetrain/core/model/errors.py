@@ -1,7 +1,5 @@
 """The errors that FreeTrain raises: each says what is wrong, where, and what would be right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn

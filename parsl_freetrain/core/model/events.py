@@ -3,8 +3,6 @@
 Each carries ``at``, when it was seen, by the run's one clock. Node names are unique within a run.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from enum import StrEnum

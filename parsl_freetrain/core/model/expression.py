@@ -3,8 +3,6 @@
 and ``min``, ``max``, ``sqrt`` and ``log``.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

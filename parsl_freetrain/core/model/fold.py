@@ -1,7 +1,5 @@
 """From events to states of runs. Events that come twice, or of unknown things, do nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, get_args

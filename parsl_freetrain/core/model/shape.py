@@ -1,7 +1,5 @@
 """How the ranks of a fragment share the work."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Blocks that outlive the submitting process, and the next run of the work that goes on in them."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import shlex

@@ -1,7 +1,5 @@
 """What is kept of a block; its nodes' first and last task, and their leaving; and old logs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

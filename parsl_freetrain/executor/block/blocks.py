@@ -1,7 +1,5 @@
 """Opens, polls and gives back blocks, and greets their nodes."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Parsl's manager of a node; its processes are forked from one that has imported Parsl."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Messages between the executor and members, with Parsl's certificates (CurveZMQ)."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

@@ -1,7 +1,5 @@
 """What is kept of a fragment for one purpose each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

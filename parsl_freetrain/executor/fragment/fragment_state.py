@@ -1,7 +1,5 @@
 """A fragment as the executor sees it: its members, and the result of their messages; pure."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Collection, Mapping

@@ -1,7 +1,5 @@
 """Handles the messages of a fragment's members."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from msgspec import structs

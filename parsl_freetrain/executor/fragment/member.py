@@ -1,7 +1,5 @@
 """One node's share of a fragment: its ranks, and the messages between them and the executor."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Messages from the executor to the members of a fragment."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future

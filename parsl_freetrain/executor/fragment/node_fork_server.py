@@ -1,7 +1,5 @@
 """A node's fork server and standby ranks, as its Parsl workers (without torch) use and own them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform

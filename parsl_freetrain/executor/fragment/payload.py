@@ -1,7 +1,5 @@
 """A user's function on its way to the nodes."""
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import importlib

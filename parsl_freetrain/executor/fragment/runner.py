@@ -1,7 +1,5 @@
 """Runs fragments: sends one member to each node, stops them, and determines their results."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The executor's record of a trainer, beside the controller's: future, spec, how to submit."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

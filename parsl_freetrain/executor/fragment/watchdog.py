@@ -1,7 +1,5 @@
 """Checks running fragments against time limits, and decides what to do. It has no side effects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The tasks of a Parsl worker on a node: its greeting, and its share of a fragment."""
 
-from __future__ import annotations
-
 import pkgutil
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The arguments of a trainer's call: futures among them, and those of the call before."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

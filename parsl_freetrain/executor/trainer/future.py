@@ -1,7 +1,5 @@
 """The future of a trainer, and names of trainers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """What is asked of a scheduler for one block, and under which name: pure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

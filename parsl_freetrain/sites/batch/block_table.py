@@ -1,7 +1,5 @@
 """The blocks of this process and what is known of each; it asks nothing itself."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

@@ -7,8 +7,6 @@ reason to give them back. All runs find the same: a job gets idle nodes first, t
 blocks as possible. What another run does not give for ``UNWILLING_S`` counts as taken.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

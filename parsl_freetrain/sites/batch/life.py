@@ -1,7 +1,5 @@
 """The life of a block, from what the scheduler says about its job: pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

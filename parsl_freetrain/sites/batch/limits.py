@@ -1,7 +1,5 @@
 """What a machine's user guide says about its queues, as checked data of a site config."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

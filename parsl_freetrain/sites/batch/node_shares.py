@@ -1,7 +1,5 @@
 """What is left of nodes that jobs share, by what the scheduler says, and until when; pure."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping

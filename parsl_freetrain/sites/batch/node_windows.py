@@ -2,8 +2,6 @@
 of a waiting job planned on it, or of a reservation. Nodes alike and equally long make one hole.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The settings that all batch schedulers share: which blocks are asked for, and how often."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar

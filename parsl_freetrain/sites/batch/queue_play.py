@@ -1,7 +1,5 @@
 """The queue as if no block had nodes: which are free for a job, and when, in shares too."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set

@@ -2,8 +2,6 @@
 stop the process that listens to nodes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

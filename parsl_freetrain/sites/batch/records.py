@@ -1,7 +1,5 @@
 """What schedulers say, as frozen records; times in seconds of ``time.time()``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

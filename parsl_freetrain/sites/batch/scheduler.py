@@ -1,7 +1,5 @@
 """What each batch scheduler has of its own; all else in this folder is the same for all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable

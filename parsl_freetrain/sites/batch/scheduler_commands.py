@@ -1,7 +1,5 @@
 """A scheduler's commands, one at a time, each with a time limit; nothing passes through a shell."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -2,8 +2,6 @@
 memory that systemd makes for a user who is logged in; without it each asks for itself.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """What the batch scripts of all schedulers have in common, as shell text."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterable, Sequence

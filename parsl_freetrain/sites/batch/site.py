@@ -1,7 +1,5 @@
 """A queue of a machine with a batch scheduler as a site."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import time

@@ -1,7 +1,5 @@
 """How a block is submitted: its shape, its name, its batch script, and not too often."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import tempfile

@@ -1,7 +1,5 @@
 """The open blocks of one site, compared with what the scheduler says about its queue."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

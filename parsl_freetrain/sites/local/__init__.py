@@ -1,7 +1,5 @@
 """This computer as a site, for a first try and for tests: no batch scheduler is needed."""
 
-from __future__ import annotations
-
 from parsl_freetrain.sites.local.site import LocalSite
 from parsl_freetrain.sites.registry import SiteType
 

@@ -1,7 +1,5 @@
 """The blocks of the local site: one process each, which runs a command once per slot."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

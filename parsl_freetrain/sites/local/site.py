@@ -1,7 +1,5 @@
 """The local site: slots of this computer are its nodes, and a schedule says when they are idle."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -3,8 +3,6 @@ is a program of its own, which imports little. It kills its nodes by SIGKILL, wi
 the time given, on SIGTERM, or when its owner has died.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 and the text of pbs_rstat.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -3,8 +3,6 @@ arguments with little care for line ends, quotes, backslashes and numbers such a
 keeps to one ``"name":value`` on each line.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The settings of a queue of PBS, in addition to those of every batch scheduler."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta, field

@@ -1,7 +1,5 @@
 """Reservations that recur (``pbs_rsub -r``): the next one, and the RFC 5545 rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from itertools import islice

@@ -1,7 +1,5 @@
 """PBS as a scheduler: which command answers which question."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

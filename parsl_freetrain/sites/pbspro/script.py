@@ -1,7 +1,5 @@
 """Batch scripts for qsub of PBS; every value of a user is quoted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput

@@ -1,7 +1,5 @@
 """One queue of a machine with PBS Pro or OpenPBS as a site."""
 
-from __future__ import annotations
-
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.scheduler import Pbs

@@ -1,7 +1,5 @@
 """Slurm: holes between other people's jobs, and blocks that fit them."""
 
-from __future__ import annotations
-
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.site import SITE_TYPE, SlurmSite
 

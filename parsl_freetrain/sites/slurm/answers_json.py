@@ -3,8 +3,6 @@
 wraps numbers in ``{"set", "infinite", "number"}``; since 23.11 a state is a list.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

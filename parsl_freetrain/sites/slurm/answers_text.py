@@ -1,7 +1,5 @@
 """Questions to Slurm 22.05 and later, and answers as text; times are in epoch seconds."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """The settings of a partition of Slurm, in addition to those of every batch scheduler."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Slurm as a scheduler: which command answers which question."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

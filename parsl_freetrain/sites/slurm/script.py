@@ -1,7 +1,5 @@
 """Batch scripts for sbatch; every value of a user is quoted."""
 
-from __future__ import annotations
-
 import shlex
 import time
 

@@ -1,7 +1,5 @@
 """One partition of a machine with Slurm as a site."""
 
-from __future__ import annotations
-
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.registry import SiteType
 from parsl_freetrain.sites.slurm.options import SlurmOptions

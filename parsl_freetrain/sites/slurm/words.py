@@ -1,7 +1,5 @@
 """Slurm's words for states (man squeue, JOB STATE CODES), and node lists ``cn[01-03,7],login1``."""
 
-from __future__ import annotations
-
 import math
 import re
 import signal
