@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.feasibility import by_place, objections, stay_put
+from parsl_freetrain.core.allocation.feasibility import by_place, is_allowed, stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Capacity, Limit, Problem
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.model.types import ScalingCurve
@@ -205,7 +205,7 @@ def rounding(problem: Problem) -> float:
 def assert_valid(problem: Problem, answer: Answer) -> None:
     """The answer obeys all rules, and its objective is the worth of the allocation."""
     nodes = by_place(problem, answer)
-    assert objections(problem, nodes) == []
+    assert is_allowed(problem, nodes)
     assert {name: sum(counts) for name, counts in nodes.items()} == answer.allocation
     assert answer.staying == pytest.approx(
         problem.objective(stay_put(problem)), rel=1e-12, abs=rounding(problem)
@@ -222,7 +222,7 @@ def assert_valid(problem: Problem, answer: Answer) -> None:
 def assert_not_worse_than_staying(problem: Problem, answer: Answer) -> None:
     assert_valid(problem, answer)
     stays = stay_put(problem)
-    if not objections(problem, stays):  # what runs may be beyond a new limit
+    if is_allowed(problem, stays):  # what runs may be beyond a new limit
         assert answer.objective >= problem.objective(stays) - rounding(problem)
 
 

@@ -1,4 +1,4 @@
-"""The rules of a problem: objections to an allocation, and what runs kept as far as possible."""
+"""The rules of a problem: which allocations keep them, and what runs kept as far as possible."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,54 +12,38 @@ def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:
     return {name: tuple(blocks.get(one, 0) for one in names) for name, blocks in every}
 
 
-def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> list[str]:
-    """What is wrong with an allocation (nodes in each place, by trainer), one sentence each."""
-    found = []
-    names = {bid.name for bid in problem.bids}
-    if set(allocation) != names:
-        return [f'It is about other trainers than the problem: {sorted(set(allocation) ^ names)}.']
+def is_allowed(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> bool:
+    """Whether an allocation (nodes in each place, by trainer) keeps all rules of the problem."""
     keep = pinned(problem)
+    if set(allocation) != {bid.name for bid in problem.bids}:
+        return False
     for bid in problem.bids:
-        nodes = tuple(allocation[bid.name])
-        count = sum(nodes)
+        nodes, held = tuple(allocation[bid.name]), problem.held(bid)
         if len(nodes) != len(problem.places) or min(nodes) < 0:
-            found.append(f'{bid.name} gets {nodes}, which is no count for each place.')
-        elif count and bid.usable(count) != count:
-            found.append(f'{bid.name} gets {count} nodes, which is not one of its counts.')
+            return False
+        if sum(nodes) and bid.usable(sum(nodes)) != sum(nodes):
+            return False
         if not problem.spans_blocks and sum(1 for n in nodes if n) > 1:
-            found.append(f'{bid.name} gets nodes of several blocks.')
-        if len(classes := problem.classes_of(nodes)) > 1 and not bid.mixed_parts:
-            found.append(f'{bid.name} gets nodes of the classes {", ".join(classes)}.')
-        if nodes != problem.held(bid) and any(nodes[b] for b in problem.barred(bid)):
-            found.append(
-                f'{bid.name} is to start on nodes of a class that it does not use, or that do not '
-                f'stay for the {bid.shortest_s:g} s that it needs.'
-            )
+            return False
+        if len(problem.classes_of(nodes)) > 1 and not bid.mixed_parts:
+            return False
+        if nodes != held and any(nodes[b] for b in problem.barred(bid)):
+            return False
         if keep.get(bid.name, nodes) != nodes:
-            found.append(f'{bid.name} has to keep {keep[bid.name]} and gets {nodes}.')
-    for b, block in enumerate(problem.places):
-        used = sum(nodes[b] for nodes in allocation.values())
-        if used > block.nodes:
-            found.append(f'{used} of {block.nodes} nodes of block {block.name!r} are given away.')
-    return found + [one for limit in problem.limits for one in _beyond(problem, limit, allocation)]
+            return False
+    used = [sum(nodes[b] for nodes in allocation.values()) for b in range(len(problem.places))]
+    fits = all(n <= block.nodes for n, block in zip(used, problem.places, strict=True))
+    return fits and all(_keeps(problem, limit, allocation) for limit in problem.limits)
 
 
-def _beyond(problem: Problem, limit: Limit, allocation: Mapping[str, Sequence[int]]) -> list[str]:
-    members = set(limit.members) or allocation.keys()
-    nodes = sum(sum(counts) for name, counts in allocation.items() if name in members)
-    mine = [counts for name, counts in allocation.items() if name in members]
-    node_s = sum(n * s for counts in mine for n, s in zip(counts, problem.seconds, strict=True))
-    found = []
-    if nodes < limit.least:
-        found.append(
-            f'Limit {limit.why!r} asks for at least {limit.least} nodes, {nodes} are given.'
-        )
-    if limit.most is not None and nodes > limit.most:
-        found.append(f'Limit {limit.why!r} allows at most {limit.most} nodes, {nodes} are given.')
+def _keeps(problem: Problem, limit: Limit, allocation: Mapping[str, Sequence[int]]) -> bool:
+    members = [counts for name, counts in allocation.items() if limit.concerns(name)]
+    nodes = sum(map(sum, members))
+    node_s = sum(n * s for counts in members for n, s in zip(counts, problem.seconds, strict=True))
+    if nodes < limit.least or (limit.most is not None and nodes > limit.most):
+        return False
     # A count times seconds is exact to the last bit only in the sum's own order.
-    if limit.node_s is not None and node_s > limit.node_s + 1e-9 * max(1.0, abs(limit.node_s)):
-        found.append(f'Limit {limit.why!r} allows {limit.node_s} node-seconds, {node_s} are given.')
-    return found
+    return limit.node_s is None or node_s <= limit.node_s + 1e-9 * max(1.0, abs(limit.node_s))
 
 
 def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.feasibility import objections, stay_put
+from parsl_freetrain.core.allocation.feasibility import is_allowed, stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
 
@@ -56,7 +56,7 @@ class Asked:
         if status == 'infeasible':
             return self.stay(status)
         # A solver that timed out may leave values that are no solution.
-        if nodes is None or objections(self._problem, nodes):
+        if nodes is None or not is_allowed(self._problem, nodes):
             return self.stay()
         return self.best_of(status, nodes, bound=bound)
 
@@ -86,7 +86,7 @@ class Asked:
         return self._answer(status or allowed, worth, worth, self.staying)
 
     def _staying_is_allowed(self) -> bool:
-        return not self._problem.limits or not objections(self._problem, self.staying)
+        return not self._problem.limits or is_allowed(self._problem, self.staying)
 
     def _answer(
         self,

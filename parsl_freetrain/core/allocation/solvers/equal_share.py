@@ -1,6 +1,6 @@
 """Equal shares, then first come, first served: a heuristic, for comparison."""
 
-from parsl_freetrain.core.allocation.feasibility import objections, pinned
+from parsl_freetrain.core.allocation.feasibility import is_allowed, pinned
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
 from parsl_freetrain.core.allocation.solution import Asked
 
@@ -12,8 +12,8 @@ class EqualShareAllocator:
         """Equal shares; where they break a limit, staying put with status 'infeasible'."""
         asked = Asked(problem, 'equal-share')
         found = _Dealing(problem).deal()
-        refused = objections(problem, found)
-        return asked.stay('infeasible') if refused else asked.of('feasible', found)
+        allowed = is_allowed(problem, found)
+        return asked.of('feasible', found) if allowed else asked.stay('infeasible')
 
 
 class _Dealing:
