@@ -35,6 +35,7 @@ SCALARS = (bool, int, float, str, bytes, type(None))
 COPIED = 20_000, 2**24  # elements and bytes of all variables that are copied after each batch
 _LOOKED_AT = 10**6, 2**30  # of a variable of which all is looked at, else some
 _OTHERS = {*sys.stdlib_module_names, 'parsl_freetrain'} - {'__main__'}
+_PYTHON = sysconfig.get_path('stdlib')
 _OF_PROCESS = {'_io', '_thread', '_socket', '_queue', 'threading', 'socket', 'queue', 'subprocess'}
 _NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
@@ -46,8 +47,7 @@ _UPDATES = '_update_count'
 
 def is_library(file: str) -> bool:
     """Whether a file is of Python or an installed package; environments may build on others."""
-    installed = '/site-packages/' in file or '/dist-packages/' in file
-    return installed or file.startswith(sysconfig.get_path('stdlib'))
+    return '/site-packages/' in file or '/dist-packages/' in file or file.startswith(_PYTHON)
 
 
 def is_ours(one: Any) -> bool:
