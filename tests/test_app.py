@@ -27,27 +27,7 @@ from parsl.config import Config
 from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
 from parsl.providers import LocalProvider
 
-from parsl_freetrain import (
-    BackfillProvider,
-    BadInput,
-    Checkpoint,
-    Checkpoints,
-    FreeTrainApp,
-    FreeTrainExecutor,
-    LocalSite,
-    Owner,
-    Policy,
-    Ranks,
-    Recording,
-    Reproducible,
-    Samples,
-    Scaling,
-    Shape,
-    Throughput,
-    TrainerFailed,
-    TrainingFuture,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
@@ -62,21 +42,21 @@ def untyped(group: Any) -> Any:
     return group
 
 
-def app(**settings: Any) -> FreeTrainApp:
-    return freetrain_app(**{'total_epochs': 1, **settings})(fit)
+def app(**settings: Any) -> ft.FreeTrainApp:
+    return ft.freetrain_app(**{'total_epochs': 1, **settings})(fit)
 
 
-def named(name: str) -> FreeTrainApp:
+def named(name: str) -> ft.FreeTrainApp:
     """An app whose function has this name."""
 
     def function(ctx: Any) -> None:
         fit(ctx)
 
     function.__name__ = name
-    return freetrain_app(total_epochs=1)(function)
+    return ft.freetrain_app(total_epochs=1)(function)
 
 
-MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
+MIXED = ft.Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
 
 
 def test_settings_that_can_never_work() -> None:
@@ -94,70 +74,73 @@ def test_settings_that_can_never_work() -> None:
         ({'shards': 4}, "no argument 'shards'; say mode=Reproducible(shards=...)"),
         ({'checkpoint_every_s': 4}, "no argument 'checkpoint_every_s'; say checkpoints"),
         (
-            {'mode': lambda: untyped(Reproducible)(on_nan='ignore')},
+            {'mode': lambda: untyped(ft.Reproducible)(on_nan='ignore')},
             "on_nan is 'ignore'; it must be 'stop' or 'skip' or 'rollback'",
         ),
-        ({'max_nodes': 4, 'mode': Reproducible(shards=3)}, 'shards must be at least 4'),
+        ({'max_nodes': 4, 'mode': ft.Reproducible(shards=3)}, 'shards must be at least 4'),
         (
-            {'max_nodes': 2, 'ranks': Ranks(per_node=2), 'mode': Reproducible(shards=3)},
+            {'max_nodes': 2, 'ranks': ft.Ranks(per_node=2), 'mode': ft.Reproducible(shards=3)},
             'shards must be at least 4',
         ),
-        ({'mode': lambda: Reproducible(shards=0)}, 'shards is 0; it must be at least 1'),
-        ({'ranks': lambda: Ranks(per_node=0)}, 'per_node is 0'),
-        ({'checkpoints': lambda: Checkpoints(every_s=0.0)}, 'every_s is 0.0'),
+        ({'mode': lambda: ft.Reproducible(shards=0)}, 'shards is 0; it must be at least 1'),
+        ({'ranks': lambda: ft.Ranks(per_node=0)}, 'per_node is 0'),
+        ({'checkpoints': lambda: ft.Checkpoints(every_s=0.0)}, 'every_s is 0.0'),
         (
-            {'checkpoints': lambda: untyped(Checkpoints)(resume='maybe')},
+            {'checkpoints': lambda: untyped(ft.Checkpoints)(resume='maybe')},
             "resume is 'maybe'; it must be 'auto' or 'require'",
         ),
-        ({'scaling': lambda: Scaling(rescale_up_s=-1.0)}, 'rescale_up_s is -1.0'),
-        ({'scaling': lambda: Scaling(rate={1: -1.0})}, 'rate of a scaling curve'),
-        ({'scaling': lambda: Scaling(mixed=True)}, 'needs class_rates'),
-        ({'scaling': MIXED, 'mode': Throughput()}, 'needs mode=Reproducible'),
-        ({'scaling': MIXED, 'ranks': Ranks(ahead=True)}, 'do not go together'),
-        ({'scaling': Scaling(rate={1: 0.0})}, 'rate 0 at every count'),
+        ({'scaling': lambda: ft.Scaling(rescale_up_s=-1.0)}, 'rescale_up_s is -1.0'),
+        ({'scaling': lambda: ft.Scaling(rate={1: -1.0})}, 'rate of a scaling curve'),
+        ({'scaling': lambda: ft.Scaling(mixed=True)}, 'needs class_rates'),
+        ({'scaling': MIXED, 'mode': ft.Throughput()}, 'needs mode=Reproducible'),
+        ({'scaling': MIXED, 'ranks': ft.Ranks(ahead=True)}, 'do not go together'),
+        ({'scaling': ft.Scaling(rate={1: 0.0})}, 'rate 0 at every count'),
         (
-            {'scaling': lambda: Scaling(efficiency={1: 2.0})},
+            {'scaling': lambda: ft.Scaling(efficiency={1: 2.0})},
             'Statistical efficiency: value[0] is 2.0; it must be a number from 0 to 1',
         ),
-        ({'owner': lambda: Owner(priority=0.0)}, 'priority is 0.0; it must be a number above 0'),
+        ({'owner': lambda: ft.Owner(priority=0.0)}, 'priority is 0.0; it must be a number above 0'),
         (
             {'sizes': [2, 4], 'max_nodes': 1, 'min_nodes': 1},
             'none of its sizes [2, 4] is from min_nodes to max_nodes, 1 to 1',
         ),
         ({'sizes': []}, 'sizes is []; it must have node counts'),
-        ({'sizes': {0: Shape()}}, 'sizes is {0: '),
+        ({'sizes': {0: ft.Shape()}}, 'sizes is {0: '),
         (
             {'sizes': {2: 'shard=2'}},
             "sizes[2] is 'shard=2'; it must be 'auto' or a Shape or a list (each a Shape).",
         ),
         ({'sizes': {2: ()}}, '2 nodes have an empty list of shapes'),
-        ({'sizes': {2: (Shape(data=2), Shape(data=2))}}, '2 nodes have the same shape twice'),
+        ({'sizes': {2: (ft.Shape(data=2), ft.Shape(data=2))}}, '2 nodes have the same shape twice'),
         (
-            {'sizes': {2: (Shape(shard=2), Shape(tensor=2))}},
+            {'sizes': {2: (ft.Shape(shard=2), ft.Shape(tensor=2))}},
             'the shapes data 1 x shard 2 and data 1 x tensor 2 have different tensor parts',
         ),
         (
-            {'sizes': {2: (Shape(shard=2), Shape(pipeline=2))}, 'mode': lambda: Throughput()},
+            {
+                'sizes': {2: (ft.Shape(shard=2), ft.Shape(pipeline=2))},
+                'mode': lambda: ft.Throughput(),
+            },
             'whose checkpoints are of different kinds: give a trainer shapes of one kind',
         ),
         (
-            {'sizes': {1: Shape(), 2: Shape(tensor=2)}},
+            {'sizes': {1: ft.Shape(), 2: ft.Shape(tensor=2)}},
             'which give different bits, and which of them are used depends on nodes and speed',
         ),
         ({'sizes': 'all'}, "sizes is 'all'; it must be 'auto' or "),
         ({'sizes': {0: 'auto'}}, "sizes is {0: 'auto'}; it must have node counts, each at least 1"),
         (
-            {'sizes': {2: Shape(data=3)}},
+            {'sizes': {2: ft.Shape(data=3)}},
             'the shape of 2 nodes is data 3 x spatial 1x1x1 x pipeline 1, which takes 3 '
             'ranks; its parts must '
             'multiply to 2, the ranks of 2 nodes with 1 each',
         ),
         (
-            {'sizes': {1: Shape(pipeline=2)}, 'ranks': Ranks(per_node=2)},
+            {'sizes': {1: ft.Shape(pipeline=2)}, 'ranks': ft.Ranks(per_node=2)},
             'the mode is reproducible; say mode=Throughput()',
         ),
         (
-            {'sizes': {2: Shape(pipeline=2)}, 'mode': Throughput(on_nan='rollback')},
+            {'sizes': {2: ft.Shape(pipeline=2)}, 'mode': ft.Throughput(on_nan='rollback')},
             "on_nan is 'rollback', but a single stage",
         ),
     ):
@@ -167,11 +150,13 @@ def test_settings_that_can_never_work() -> None:
 
 def test_another_division_of_layers_does_not_go_on_with_bits_of_checkpoint(tmp_path: Path) -> None:
     """In reproducible mode; elsewhere any shape goes on."""
-    for mode in (Reproducible(), Throughput()):
+    for mode in (ft.Reproducible(), ft.Throughput()):
         folder = tmp_path / type(mode).__name__
-        whole, halves = (app(sizes={2: s}, mode=mode) for s in (Shape(shard=2), Shape(tensor=2)))
+        whole, halves = (
+            app(sizes={2: s}, mode=mode) for s in (ft.Shape(shard=2), ft.Shape(tensor=2))
+        )
         claim(folder, 'a', whole.identity(), 'auto')
-        if isinstance(mode, Throughput):
+        if isinstance(mode, ft.Throughput):
             claim(folder, 'a', halves.identity(), 'auto')
             continue
         with refused('which had tensor unset (here 2): put that back'):
@@ -181,7 +166,7 @@ def test_another_division_of_layers_does_not_go_on_with_bits_of_checkpoint(tmp_p
 @contextmanager
 def refused(*said: str) -> Iterator[None]:
     """Bad input is refused with one sentence that says what is wrong."""
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ft.BadInput) as caught:
         yield
     text = str(caught.value)
     for words in said:
@@ -192,12 +177,12 @@ def refused(*said: str) -> Iterator[None]:
 
 def test_the_decorator_needs_parentheses() -> None:
     with refused("'fit' has no parentheses", '@freetrain_app(total_epochs=10)'):
-        freetrain_app(fit)  # type: ignore[call-arg, arg-type]
+        ft.freetrain_app(fit)  # type: ignore[call-arg, arg-type]
 
 
 def test_functions_that_cannot_be_trainers() -> None:
     with refused('takes no positional argument; the first must be the fragment context'):
-        freetrain_app(total_epochs=1)(lambda: None)
+        ft.freetrain_app(total_epochs=1)(lambda: None)
 
     def only_keywords(*, ctx: Any) -> None:
         pass
@@ -216,24 +201,24 @@ def test_functions_that_cannot_be_trainers() -> None:
         (Slope.__call__, 'it is a method, which gets no self'),
     ):
         with refused(said):
-            freetrain_app(total_epochs=1)(function)
+            ft.freetrain_app(total_epochs=1)(function)
 
 
-policy: Any = Policy  # to give it what type checkers refuse
+policy: Any = ft.Policy  # to give it what type checkers refuse
 
 
 def test_settings_of_the_executor() -> None:
     for settings, said in (
-        ({'policy': lambda: Policy(metric='fame')}, ("'fame'", 'throughput', 'speedup')),
+        ({'policy': lambda: ft.Policy(metric='fame')}, ("'fame'", 'throughput', 'speedup')),
         ({'max_workers_per_node': -1}, ('max_workers_per_node is -1',)),
-        ({'policy': lambda: Policy(horizon_s=0.0)}, ('horizon_s is 0.0',)),
+        ({'policy': lambda: ft.Policy(horizon_s=0.0)}, ('horizon_s is 0.0',)),
         ({'resume': 'maybe'}, ("resume is 'maybe'", 'auto', 'require', 'never')),
-        ({'policy': lambda: Policy(trainers_at_a_time=0)}, ('trainers_at_a_time is 0',)),
+        ({'policy': lambda: ft.Policy(trainers_at_a_time=0)}, ('trainers_at_a_time is 0',)),
         (
-            {'policy': lambda: Policy(caps={'anna': 1})},
+            {'policy': lambda: ft.Policy(caps={'anna': 1})},
             ("The cap 'anna' names no user, group or trainer; write 'user NAME' or 'group NAME'",),
         ),
-        ({'policy': lambda: Policy(solver_time_limit_s=0.0)}, ('solver_time_limit_s is 0.0',)),
+        ({'policy': lambda: ft.Policy(solver_time_limit_s=0.0)}, ('solver_time_limit_s is 0.0',)),
         ({'policy': lambda: policy(objective='x')}, ("no argument 'objective'; it has metric",)),
         ({'horizon_s': 20}, ("no argument 'horizon_s'; say policy=Policy(horizon_s=...)",)),
     ):
@@ -241,22 +226,22 @@ def test_settings_of_the_executor() -> None:
             given: dict[str, Any] = {
                 name: value() if callable(value) else value for name, value in settings.items()
             }
-            FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **given)
+            ft.FreeTrainExecutor(provider=ft.BackfillProvider(site=ft.LocalSite(nodes=1)), **given)
 
 
 def test_stated_rates_count_for_no_more_than_the_shards_allow() -> None:
     for settings, rates in (
         ({}, (1.0, 1.9, 2.0, 3.4)),  # as many shards as nodes
-        ({'mode': Reproducible(shards=12)}, (1.0, 1.9, 2.7, 3.4)),
-        ({'mode': Reproducible(shards=8)}, (1.0, 1.9, 8 / 3, 3.4)),
-        ({'mode': Reproducible(shards=12), 'ranks': Ranks(per_node=2)}, (1.0, 1.9, 2.7, 3.0)),
-        ({'mode': Throughput()}, (1.0, 1.9, 2.7, 3.4)),
+        ({'mode': ft.Reproducible(shards=12)}, (1.0, 1.9, 2.7, 3.4)),
+        ({'mode': ft.Reproducible(shards=8)}, (1.0, 1.9, 8 / 3, 3.4)),
+        ({'mode': ft.Reproducible(shards=12), 'ranks': ft.Ranks(per_node=2)}, (1.0, 1.9, 2.7, 3.0)),
+        ({'mode': ft.Throughput()}, (1.0, 1.9, 2.7, 3.4)),
     ):
         stated = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}
-        trainer = app(max_nodes=4, scaling=Scaling(rate=stated), **settings).spec.trainer('fit')
+        trainer = app(max_nodes=4, scaling=ft.Scaling(rate=stated), **settings).spec.trainer('fit')
         assert trainer.curve is not None
         assert tuple(map(trainer.curve.rate_at, range(1, 5))) == pytest.approx(rates)
-        by_class = Scaling(class_rates={'a100': {1: 2.0, 4: 7.0}})
+        by_class = ft.Scaling(class_rates={'a100': {1: 2.0, 4: 7.0}})
         trainer = app(max_nodes=4, scaling=by_class, **settings).spec.trainer('fit')
         ((name, curve),) = trainer.class_curves
         assert (name, curve.rate_at(4)) == ('a100', 7.0 if rates[3] == 3.4 else 6.0)
@@ -271,50 +256,55 @@ def test_a_trainer_that_the_metric_cannot_judge_is_refused() -> None:
     ):
         with refused(said):
             check_trainer(trainer, metric, 0, 0.0)
-    late = app(total_epochs=None, goal=Samples(5, finish_by=10.0)).spec.trainer('fit')
+    late = app(total_epochs=None, goal=ft.Samples(5, finish_by=10.0)).spec.trainer('fit')
     check_trainer(late, 'deadline', 0, 20.0)
 
 
 def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
     """In reproducible mode 'shard' is a power of two, and data x shard divides the shards."""
-    two_each = Ranks(per_node=2)
-    throughput = freetrain_app(
-        sizes={1: 'auto', 3: 'auto'}, mode=Throughput(), ranks=two_each, total_epochs=1
+    two_each = ft.Ranks(per_node=2)
+    throughput = ft.freetrain_app(
+        sizes={1: 'auto', 3: 'auto'}, mode=ft.Throughput(), ranks=two_each, total_epochs=1
     )(fit).spec
     assert throughput.shapes == {
-        1: (Shape(shard=2), Shape(data=2)),
-        3: (Shape(shard=6), Shape(data=2, shard=3), Shape(data=3, shard=2), Shape(data=6)),
+        1: (ft.Shape(shard=2), ft.Shape(data=2)),
+        3: (
+            ft.Shape(shard=6),
+            ft.Shape(data=2, shard=3),
+            ft.Shape(data=3, shard=2),
+            ft.Shape(data=6),
+        ),
     }
     shapes = ('data 1 x shard 2', 'data 2 x spatial 1x1x1 x pipeline 1')
     assert throughput.trainer('t').shapes[0] == (1, shapes)
-    reproducible = freetrain_app(max_nodes=4, sizes='auto', total_epochs=1)(fit).spec
+    reproducible = ft.freetrain_app(max_nodes=4, sizes='auto', total_epochs=1)(fit).spec
     assert reproducible.shapes == {
-        1: (Shape(),),
-        2: (Shape(shard=2), Shape(data=2)),
-        3: (Shape(data=3),),
-        4: (Shape(shard=4), Shape(data=2, shard=2), Shape(data=4)),
+        1: (ft.Shape(),),
+        2: (ft.Shape(shard=2), ft.Shape(data=2)),
+        3: (ft.Shape(data=3),),
+        4: (ft.Shape(shard=4), ft.Shape(data=2, shard=2), ft.Shape(data=4)),
     }
     assert [nodes for nodes, _ in reproducible.trainer('t').shapes] == [1, 2, 3, 4]
 
 
 def test_sizes_and_shapes_say_how_many_nodes() -> None:
-    for settings in ({'sizes': [4, 2]}, {'sizes': {2: Shape(data=2), 4: Shape(data=4)}}):
+    for settings in ({'sizes': [4, 2]}, {'sizes': {2: ft.Shape(data=2), 4: ft.Shape(data=4)}}):
         trainer = app(**settings).spec.trainer('fit')
         assert (trainer.min_nodes, trainer.max_nodes, trainer.sizes) == (2, 4, (2, 4))
     when = datetime(2030, 1, 31, 18, tzinfo=UTC)
-    late = app(total_epochs=None, goal=Samples(5, finish_by=when)).spec.trainer('fit')
+    late = app(total_epochs=None, goal=ft.Samples(5, finish_by=when)).spec.trainer('fit')
     assert late.finish_by_s == when.timestamp()
 
 
 @pytest.fixture
-def executor(tmp_path: Path) -> Iterator[FreeTrainExecutor]:
+def executor(tmp_path: Path) -> Iterator[ft.FreeTrainExecutor]:
     """An executor without a hole in sight, since nothing in these tests is to start."""
     nothing_idle = Schedule([IdleInterval(1e6, 1e6 + 1, 'later')])
-    with freetrain(tmp_path, LocalSite(nodes=1, schedule=nothing_idle)) as started:
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, schedule=nothing_idle)) as started:
         yield started
 
 
-def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
+def test_calls_that_can_never_work(executor: ft.FreeTrainExecutor) -> None:
     """Each is refused with a sentence, and leaves no checkpoint folder and no trainer behind."""
     root = Path(executor.checkpoint_dir)
     lock = threading.Lock()
@@ -324,14 +314,14 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
             pass
 
     with refused("'locked'", 'cannot be serialised', 'locks'):
-        freetrain_app(total_epochs=1)(locked)()
+        ft.freetrain_app(total_epochs=1)(locked)()
     with socket.socket() as connection:
 
         def connected(ctx: Any) -> None:
             connection.send(b'')
 
         with refused('connected', 'cannot be serialised'):
-            freetrain_app(total_epochs=1)(connected)()
+            ft.freetrain_app(total_epochs=1)(connected)()
         with refused("argument 'pause_s'", 'cannot be serialised'):
             app()(pause_s=connection)
     with refused('argument 1', 'cannot be serialised'):
@@ -352,7 +342,7 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
         with refused(f'{name!r} cannot name a trainer', 'give another trainer_name'):
             app()(trainer_name=name)
     with refused("resume is 'require'", 'no folder'):
-        app(checkpoints=Checkpoints(resume='require'))(trainer_name='never-trained')
+        app(checkpoints=ft.Checkpoints(resume='require'))(trainer_name='never-trained')
     with refused("'elsewhere'", "'freetrain'"):
         app(executor='elsewhere')()
     assert {path.name for path in root.iterdir()} <= {
@@ -373,9 +363,11 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
         app()(trainer_name='file')
 
 
-def test_names_are_taken_once(executor: FreeTrainExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_taken_once(
+    executor: ft.FreeTrainExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A refused call takes no name; two others cannot share one; a failed start frees it."""
-    with pytest.raises(BadInput):
+    with pytest.raises(ft.BadInput):
         app()(threading.Lock(), trainer_name='mine')
     first = app()(trainer_name='mine')
     with refused("'mine'", 'another trainer_name'):
@@ -397,7 +389,7 @@ def test_names_are_taken_once(executor: FreeTrainExecutor, monkeypatch: pytest.M
     assert waiting.state == 'failed'
     assert app()(trainer_name='late').cancel()
     # What the executor's metric cannot judge is refused before anything is waited for.
-    monkeypatch.setattr(executor, 'policy', Policy(metric='rate / remaining_samples'))
+    monkeypatch.setattr(executor, 'policy', ft.Policy(metric='rate / remaining_samples'))
     with refused("'unjudged' has no remaining_samples"):
         app()(Future(), trainer_name='unjudged')
 
@@ -421,9 +413,9 @@ class Slope:
 
 def test_futures_anywhere_in_the_arguments_become_their_values(tmp_path: Path) -> None:
     """As in Parsl's apps; also inside objects, in values of futures, and under ``debug``."""
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2)):
         one, two, three, four, late = (Future[Any]() for _ in range(5))
-        train = freetrain_app(total_epochs=1)(
+        train = ft.freetrain_app(total_epochs=1)(
             functools.partial(Slope(7.0), more=Settings({'here': (three,), 'set': {4}}))
         )
         assert train.name == 'Slope' and train.__wrapped__ is train.function
@@ -440,14 +432,14 @@ def test_futures_anywhere_in_the_arguments_become_their_values(tmp_path: Path) -
 
         failed: Future[Any] = Future()
         failed.set_exception(OSError('no disk'))
-        with pytest.raises(TrainerFailed, match='one of its arguments failed: OSError: no disk'):
+        with pytest.raises(ft.TrainerFailed, match='one of its arguments failed: OSError: no disk'):
             app()({'a': [failed]}).result(LIMIT_S)
 
         def around(ctx: Any) -> None:
             late.result()
 
         with refused("'around'", 'its function uses a future', 'pass the future as an argument'):
-            freetrain_app(total_epochs=1)(around)()
+            ft.freetrain_app(total_epochs=1)(around)()
 
 
 def test_the_folder_is_fixed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,8 +447,8 @@ def test_the_folder_is_fixed_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ('one', 'two'):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / 'one')
-    provider = BackfillProvider(site=LocalSite(nodes=1))
-    ours = FreeTrainExecutor(provider=provider, recording=Recording(ledger='led'))
+    provider = ft.BackfillProvider(site=ft.LocalSite(nodes=1))
+    ours = ft.FreeTrainExecutor(provider=provider, recording=ft.Recording(ledger='led'))
     monkeypatch.chdir(tmp_path / 'two')
     assert ours.checkpoint_dir == str(tmp_path / 'one' / 'checkpoints')
     assert ours.ledger_path == tmp_path / 'one' / 'led'
@@ -468,7 +460,7 @@ def test_the_folder_is_fixed_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_trainer_cancelled_while_it_is_serialised_does_not_start(
-    executor: FreeTrainExecutor,
+    executor: ft.FreeTrainExecutor,
 ) -> None:
     """And whoever settles the argument, the event loop for instance, does not wait for that."""
     serialises, go = threading.Event(), threading.Event()
@@ -490,7 +482,7 @@ def test_a_trainer_cancelled_while_it_is_serialised_does_not_start(
     def name_is_free() -> bool:
         try:
             return bool(app()(trainer_name='large').cancel())
-        except BadInput:
+        except ft.BadInput:
             return False
 
     wait_until(name_is_free, 'the trainer was submitted', 60.0)
@@ -498,10 +490,10 @@ def test_a_trainer_cancelled_while_it_is_serialised_does_not_start(
 
 
 def test_a_trainer_that_waits_for_an_argument_fails_with_its_executor(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=1)):
+    with freetrain(tmp_path, ft.LocalSite(nodes=1)):
         future = app()(Future(), trainer_name='patient')
         assert future.state == 'waiting'
-    with pytest.raises(TrainerFailed, match="'patient' was not started: its arguments were not"):
+    with pytest.raises(ft.TrainerFailed, match="'patient' was not started: its arguments were not"):
         future.result(0)
     assert future.state == 'failed'
 
@@ -512,8 +504,8 @@ def test_checkpoint_folders_that_cannot_be_written(below: str, tmp_path: Path) -
     (tmp_path / 'file').touch()
     folder = {'file': str(tmp_path / 'file' / 'checkpoints'), 'proc': '/proc/checkpoints'}[below]
     with refused(folder, 'cannot be written'):
-        provider = BackfillProvider(site=LocalSite(nodes=1))
-        load(tmp_path, FreeTrainExecutor(provider=provider, checkpoint_dir=folder))
+        provider = ft.BackfillProvider(site=ft.LocalSite(nodes=1))
+        load(tmp_path, ft.FreeTrainExecutor(provider=provider, checkpoint_dir=folder))
 
 
 def load(folder: Path, *executors: Any, **settings: Any) -> Any:
@@ -523,7 +515,7 @@ def load(folder: Path, *executors: Any, **settings: Any) -> Any:
 
 def test_without_parsl_or_without_the_executor(tmp_path: Path) -> None:
     with pytest.raises(
-        BadInput, match='Parsl has no configuration: call parsl.load .* freetrain run FILE'
+        ft.BadInput, match='Parsl has no configuration: call parsl.load .* freetrain run FILE'
     ):
         app()()
     with load(tmp_path, ThreadPoolExecutor()), refused('needs a FreeTrainExecutor', 'none'):
@@ -537,7 +529,7 @@ def test_debugging_in_the_own_process() -> None:
         fit(ctx, fail_at=40 if slope < 0 else None)
         return [slope, float(os.getpid())]
 
-    trainer = freetrain_app(max_nodes=4, total_epochs=2)(train)
+    trainer = ft.freetrain_app(max_nodes=4, total_epochs=2)(train)
     coming: Future[float] = Future()
     coming.set_result(2.0)
     done = trainer.debug(coming)
@@ -574,7 +566,7 @@ def test_debugging_ends_while_a_worker_of_a_loader_still_runs() -> None:
         fit(ctx)
 
     try:
-        assert freetrain_app(total_epochs=1)(train).debug().samples == 96
+        assert ft.freetrain_app(total_epochs=1)(train).debug().samples == 96
         assert workers[0].is_alive()
     finally:
         workers[0].kill()
@@ -586,13 +578,13 @@ def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
     calls: list[int] = []
 
     @python_app(executors=['threads'], cache=True)
-    def follow(checkpoint: Checkpoint) -> int:
+    def follow(checkpoint: ft.Checkpoint) -> int:
         calls.append(checkpoint.samples)
         return checkpoint.samples
 
     with load(tmp_path, ThreadPoolExecutor(label='threads')):
         for samples in (8, 8, 9):
-            done = Checkpoint('fit', f'/c/ckpt-{samples}-f1', samples, 1, {'loss': 0.5})
+            done = ft.Checkpoint('fit', f'/c/ckpt-{samples}-f1', samples, 1, {'loss': 0.5})
             assert follow(done).result(LIMIT_S) == samples
     assert calls == [8, 9]
 
@@ -602,18 +594,18 @@ def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
     """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
 
     @python_app(executors=['threads'])
-    def in_threads(checkpoint: Checkpoint) -> int:
+    def in_threads(checkpoint: ft.Checkpoint) -> int:
         return checkpoint.samples
 
     @python_app(executors=['stock'])  # here, so that its worker does not import this module
-    def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
+    def in_stock(checkpoint: ft.Checkpoint, samples: int) -> tuple[int, int]:
         return checkpoint.samples, samples
 
-    ours = FreeTrainExecutor(
-        provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
+    ours = ft.FreeTrainExecutor(
+        provider=ft.BackfillProvider(site=ft.LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
         checkpoint_dir=str(tmp_path / 'checkpoints'),
         max_workers_per_node=1,
-        policy=Policy(idle_block_s=LIMIT_S),
+        policy=ft.Policy(idle_block_s=LIMIT_S),
     )
     stock = HighThroughputExecutor(
         label='stock',
@@ -674,11 +666,13 @@ def test_functions_in_modules_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     (place / 'own_helper.py').write_text(MODULE)
     (place / 'own_training.py').write_text(MAIN_MODULE.format(helper='own_helper'))
     monkeypatch.syspath_prepend(str(place))
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
-        futures: list[TrainingFuture] = []
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2)):
+        futures: list[ft.TrainingFuture] = []
         for module in ('own_training', 'own_package.training'):
             function = importlib.import_module(module).train
-            made = freetrain_app(total_epochs=1, ranks=Ranks(threads=len(futures) + 2))(function)
+            made = ft.freetrain_app(total_epochs=1, ranks=ft.Ranks(threads=len(futures) + 2))(
+                function
+            )
             futures.append(made(0.5, trainer_name=module))
         metrics = [future.result(LIMIT_S).metrics for future in futures]
         assert [(found['slope'], found['threads']) for found in metrics] == [(3.5, 2.0), (3.5, 3.0)]

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 import parsl_freetrain
-from parsl_freetrain import (
-    BackfillProvider,
-    BadInput,
-    FreeTrainExecutor,
-    HtexOptions,
-    LocalSite,
-    Policy,
-    Timeouts,
-)
+import parsl_freetrain as ft
 from tests.support.programs import run_to_end
 
 
@@ -44,27 +36,31 @@ def test_all_names_are_there() -> None:
         _ = parsl_freetrain.freetrain_ap
 
 
-@pytest.mark.parametrize('called', [FreeTrainExecutor.__init__, parsl_freetrain.freetrain_app])
+@pytest.mark.parametrize('called', [ft.FreeTrainExecutor.__init__, parsl_freetrain.freetrain_app])
 def test_few_parameters_at_the_top(called: Any) -> None:
     assert len([p for p in inspect.signature(called).parameters if p != 'self']) <= 12
 
 
-def executor(**settings: Any) -> FreeTrainExecutor:
-    return FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **settings)
+def executor(**settings: Any) -> ft.FreeTrainExecutor:
+    return ft.FreeTrainExecutor(
+        provider=ft.BackfillProvider(site=ft.LocalSite(nodes=1)), **settings
+    )
 
 
 def test_arguments_are_attributes() -> None:
-    policy, timeouts = Policy(caps={'user anna': 3}, retries=2), Timeouts(hang_s=40.0)
-    made = executor(policy=policy, timeouts=timeouts, htex=HtexOptions(encrypted=False))
+    policy, timeouts = ft.Policy(caps={'user anna': 3}, retries=2), ft.Timeouts(hang_s=40.0)
+    made = executor(policy=policy, timeouts=timeouts, htex=ft.HtexOptions(encrypted=False))
     assert (made.policy, made.timeouts) == (policy, timeouts)
     assert made.encrypted is False
     assert made.heartbeat_threshold == 40
-    for name in inspect.signature(FreeTrainExecutor.__init__).parameters:
+    for name in inspect.signature(ft.FreeTrainExecutor.__init__).parameters:
         assert name == 'self' or hasattr(made, name)
 
 
 def test_repr_of_an_executor_makes_an_equal_one() -> None:
-    made = executor(policy=Policy(metric='speedup', keep_free=1), htex=HtexOptions(poll_period=50))
+    made = executor(
+        policy=ft.Policy(metric='speedup', keep_free=1), htex=ft.HtexOptions(poll_period=50)
+    )
     names = {**{name: getattr(parsl_freetrain, name) for name in parsl_freetrain.__all__}}
     again = eval(repr(made), names)
     assert repr(again) == repr(made)
@@ -78,25 +74,25 @@ def untyped(group: Any) -> Any:
 
 def test_what_cannot_be_used_is_a_sentence() -> None:
     for make, said in (
-        (lambda: untyped(Timeouts)(hang='1'), "Timeouts has no argument 'hang'; say hang_s."),
-        (lambda: untyped(Timeouts)(hang_s='1'), "Timeouts: hang_s is '1'; it must be a number."),
+        (lambda: untyped(ft.Timeouts)(hang='1'), "Timeouts has no argument 'hang'; say hang_s."),
+        (lambda: untyped(ft.Timeouts)(hang_s='1'), "Timeouts: hang_s is '1'; it must be a number."),
         (
-            lambda: untyped(Timeouts)(step_s=0.0),
+            lambda: untyped(ft.Timeouts)(step_s=0.0),
             'step_s is 0.0; it must be a number of seconds above 0.',
         ),
         (
-            lambda: untyped(Policy)(caps={'user a': 1.5}),
+            lambda: untyped(ft.Policy)(caps={'user a': 1.5}),
             r"Policy: caps\['user a'\] is 1.5; it must be a whole number.",
         ),
         (
-            lambda: untyped(HtexOptions)(encrypted='yes'),
+            lambda: untyped(ft.HtexOptions)(encrypted='yes'),
             "encrypted is 'yes'; it must be True or False.",
         ),
         (lambda: executor(retries=1), r"no argument 'retries'; say policy=Policy\(retries=...\)."),
-        (lambda: executor(time_outs=Timeouts()), "no argument 'time_outs'; say timeouts."),
+        (lambda: executor(time_outs=ft.Timeouts()), "no argument 'time_outs'; say timeouts."),
         (lambda: executor(policy={'retries': 1}), r'policy is .*; it must be a Policy'),
     ):
-        with pytest.raises(BadInput, match=said) as caught:
+        with pytest.raises(ft.BadInput, match=said) as caught:
             make()
         assert str(caught.value).count('\n') == 0
         assert str(caught.value).endswith('.')

@@ -14,15 +14,7 @@ import torch
 from parsl.executors.high_throughput.executor import HTEXFuture
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    Checkpoint,
-    FragmentContext,
-    FreeTrainError,
-    LocalSite,
-    Timeouts,
-    TrainingFuture,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import stream
 from parsl_freetrain.executor.fragment.member_order import ControlEndpoint
@@ -110,8 +102,8 @@ def test_a_worker_that_is_stopped_before_its_first_task_holds_no_block(
         return submit(side, context, buffer)
 
     monkeypatch.setattr(ParslSide, 'submit', after_the_stop)
-    trainer = freetrain_app(max_nodes=1, total_epochs=2)(fit)
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), join_s=10.0) as executor:
+    trainer = ft.freetrain_app(max_nodes=1, total_epochs=2)(fit)
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2), join_s=10.0) as executor:
         trainer().result(LIMIT_S)
         unusable = [e for _, e in Journal(executor.ledger_path).events(ev.NodeUnusable)]
     assert [e.error for e in unusable if isinstance(e, ev.NodeUnusable)][:1] == [
@@ -119,7 +111,7 @@ def test_a_worker_that_is_stopped_before_its_first_task_holds_no_block(
     ]
 
 
-def sleeps(ctx: FragmentContext) -> None:
+def sleeps(ctx: ft.FragmentContext) -> None:
     import time
 
     model = torch.nn.Linear(1, 1)
@@ -132,8 +124,8 @@ def sleeps(ctx: FragmentContext) -> None:
 
 
 def test_a_fragment_that_does_not_stop_is_killed(tmp_path: Path) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=1), stop_s=2.0) as executor:
-        future = freetrain_app(max_nodes=1, total_epochs=100)(sleeps)()
+    with freetrain(tmp_path, ft.LocalSite(nodes=1), stop_s=2.0) as executor:
+        future = ft.freetrain_app(max_nodes=1, total_epochs=100)(sleeps)()
         wait_until(lambda: future.progress().nodes == 1 and _began(executor.ledger_path))
         future.cancel()
         wait_until(future.done)
@@ -143,19 +135,21 @@ def test_a_fragment_that_does_not_stop_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('raises', [False, True])
 def test_a_task_that_parsl_never_passes_on_ends_with_a_sentence(raises: bool) -> None:
-    said, ended = list[ev.Event](), Checkpoint('cnn', '', 0, 0)
+    said, ended = list[ev.Event](), ft.Checkpoint('cnn', '', 0, 0)
 
-    def launch(*_: object) -> Future[Checkpoint]:
+    def launch(*_: object) -> Future[ft.Checkpoint]:
         if raises:
-            raise FreeTrainError('Parsl is shut down')
+            raise ft.FreeTrainError('Parsl is shut down')
         return Future()
 
-    spec = freetrain_app(max_nodes=1, total_epochs=1)(fit).spec
-    record = TrainerRecord(spec.trainer('c'), spec, '/store', launch, TrainingFuture('c'), ended)
+    spec = ft.freetrain_app(max_nodes=1, total_epochs=1)(fit).spec
+    record = TrainerRecord(spec.trainer('c'), spec, '/store', launch, ft.TrainingFuture('c'), ended)
     told: Any = SimpleNamespace(send=lambda *_: None, forget=lambda *_: None, post=said.append)
     told.take, told.flush = said.append, lambda: None
     endpoint = ControlEndpoint([], 0, None, None, '')
-    runner = FragmentRunner(told, Stream([told]), endpoint, Timeouts(), NoParsl(), {'cnn': record})
+    runner = FragmentRunner(
+        told, Stream([told]), endpoint, ft.Timeouts(), NoParsl(), {'cnn': record}
+    )
     runner.start(ev.StartFragment('cnn', 1, ('n0',), None, 0), 10.0)
     for at in (10.0, 131.0, 132.0):
         runner.look(at)
@@ -180,12 +174,12 @@ def test_a_file_system_that_stalls_holds_up_no_training(
         plain(journal, data)
 
     monkeypatch.setattr(JournalWriter, '_write', write)
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)) as executor:
-        first = freetrain_app(max_nodes=1, total_epochs=1000)(fit)(trainer_name='first')
+    with freetrain(tmp_path, ft.LocalSite(nodes=1, poll_s=0.2)) as executor:
+        first = ft.freetrain_app(max_nodes=1, total_epochs=1000)(fit)(trainer_name='first')
         wait_until(lambda: first.progress().samples > 0)
         stalls.set()
         first.cancel()
-        assert freetrain_app(max_nodes=1, total_epochs=2)(fit)().result(LIMIT_S).samples
+        assert ft.freetrain_app(max_nodes=1, total_epochs=2)(fit)().result(LIMIT_S).samples
         wait_until(lambda: 'has not answered for 1 s' in caplog.text)
         assert not _errors(executor.ledger_path)
         goes_on.set()
@@ -205,6 +199,8 @@ def test_a_rank_that_is_not_told_where_to_meet_ends_with_a_sentence() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.closing(theirs):
         inbox = Inbox(Channel(ours, Decoder(ToRank, 'the node agent')))
-        with pytest.raises(FreeTrainError, match='has not heard within 0.1 s where to meet rank 0'):
+        with pytest.raises(
+            ft.FreeTrainError, match='has not heard within 0.1 s where to meet rank 0'
+        ):
             inbox.wait_for_rendezvous(0.1)
         ours.close()

@@ -31,10 +31,11 @@ def config():
 """
 
 TRAINS = """
-import parsl, torch
-from torch.utils.data import TensorDataset
+import parsl
 from parsl_freetrain.app import freetrain_app
 def train(ctx, scale):
+    import torch
+    from torch.utils.data import TensorDataset
     model = torch.nn.Linear(1, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.ones(32, 1)

@@ -22,6 +22,7 @@ def with_another_clock(ctx: FragmentContext, ahead_s: float) -> None:
     fit(ctx, pause_s=0.2)
 
 
+@pytest.mark.long
 def test_training_goes_on_in_hole_after_hole_whatever_its_nodes_clock_says(tmp_path: Path) -> None:
     """Each fragment saves before its hole ends, and repeats nothing. Ahead, holes seemed to have
     ended; behind, the checkpoint before the end was missed.

@@ -233,29 +233,32 @@ def as_the_scheduler_does(started: Started, node: str, number: int) -> None:
             process.send_signal(number)
 
 
-def test_a_signal_ends_a_fragment_and_costs_no_work(tmp_path: Path, started: Started) -> None:
+@pytest.mark.parametrize(
+    ('number', 'one'),
+    [(signal.SIGTERM, rank), pytest.param(signal.SIGUSR1, worker, marks=pytest.mark.long)],
+)
+def test_a_signal_ends_a_fragment_and_costs_no_work(
+    tmp_path: Path, started: Started, number: int, one: Pick
+) -> None:
     """As a scheduler that warns, or preempts: to everything on the node at once. The fragment saves
     and ends; nothing starts there again. A request to one process alone stops its fragment, too.
     """
     signals: tuple[Callable[[], None], ...] = (
-        lambda: as_the_scheduler_does(started, 'slot00', signal.SIGUSR1),
-        lambda: as_the_scheduler_does(started, 'slot00', signal.SIGTERM),
-        lambda: worker(started, 'slot00').terminate(),
-        lambda: rank(started, 'slot00').terminate(),
+        lambda: as_the_scheduler_does(started, 'slot00', number),
+        lambda: one(started, 'slot00').terminate(),
     )
     with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
-        for number, give in enumerate(signals, 1):
+        for count, give in enumerate(signals, 1):
             before = future.progress().samples
             wait_until(lambda: future.progress().samples > before + 96, 'it does not train')  # noqa: B023
             give()
-            wait_until(lambda: future.progress().fragments > number, 'it does not end and go on')  # noqa: B023
+            wait_until(lambda: future.progress().fragments > count, 'it does not end and go on')  # noqa: B023
     found = fragments(executor)
     for first, second in itertools.pairwise(found[: len(signals) + 1]):
         assert first.ending == 'stopped', first.error
         assert first.samples == first.reached > first.launched.samples + 96
         assert second.launched.samples == first.samples
-    for first, second in ((found[0], found[1]), (found[1], found[2])):
-        assert set(second.nodes).isdisjoint(first.nodes)  # managers of another block
+    assert set(found[1].nodes).isdisjoint(found[0].nodes)  # managers of another block
     assert future.progress().preempted == 0
 
 

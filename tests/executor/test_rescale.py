@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain import (
-    BadInput,
-    Checkpoints,
-    FragmentContext,
-    LocalSite,
-    Reproducible,
-    Scaling,
-    freetrain_app,
-    same_weights,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.core.allocation.problem import problem_in
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.journal.read import Journal
@@ -28,7 +19,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 SCALING = {1: 1.0, 2: 1.9}
 
 
-def loads_first(ctx: FragmentContext, go: str) -> None:
+def loads_first(ctx: ft.FragmentContext, go: str) -> None:
     """As ``fit``, but says when it has its data, and is slow until ``go``; a large state."""
     from parsl_freetrain.training.loop import checkpointer
 
@@ -58,13 +49,15 @@ def test_trainer_moves_to_faster_class_and_uses_two_at_once_with_same_bits(tmp_p
     soon, go = tmp_path / 'soon', tmp_path / 'go'
 
     def trainer(nodes: int = 1, **rate: dict[int, float]) -> Any:
-        scaling = Scaling(class_rates=rate, mixed=nodes > 1, rescale_up_s=0.25, rescale_down_s=0.25)
-        mode = Reproducible(shards=3)
-        return freetrain_app(max_nodes=nodes, total_epochs=20, scaling=scaling, mode=mode)(
+        scaling = ft.Scaling(
+            class_rates=rate, mixed=nodes > 1, rescale_up_s=0.25, rescale_down_s=0.25
+        )
+        mode = ft.Reproducible(shards=3)
+        return ft.freetrain_app(max_nodes=nodes, total_epochs=20, scaling=scaling, mode=mode)(
             loads_first
         )
 
-    site = LocalSite(
+    site = ft.LocalSite(
         2, poll_s=0.2, node_classes={'slot00': 'fast', 'slot01': 'slow'}, class_speeds={'slow': 0.5}
     )
     with freetrain(tmp_path, site, horizon_s=60.0) as executor:
@@ -84,10 +77,10 @@ def test_trainer_moves_to_faster_class_and_uses_two_at_once_with_same_bits(tmp_p
         result = moved.result(LIMIT_S)
         rates: dict[str, dict[int, float]] = {'fast': {1: 1.0, 2: 2.0}, 'slow': {1: 0.5, 2: 1.0}}
         both = trainer(2, **rates)(str(go), trainer_name='both').result(LIMIT_S)
-        with pytest.raises(BadInput, match="class 'other'; the site has fast, slow"):
+        with pytest.raises(ft.BadInput, match="class 'other'; the site has fast, slow"):
             trainer(other={1: 1.0})(str(go)).result(LIMIT_S)
-    assert same_weights(result, alone)
-    assert same_weights(both, alone)
+    assert ft.same_weights(result, alone)
+    assert ft.same_weights(both, alone)
     journal = Journal(executor.ledger_path)
     class_of = {
         node: event.node_class
@@ -104,17 +97,20 @@ def test_trainer_moves_to_faster_class_and_uses_two_at_once_with_same_bits(tmp_p
 
 def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: Path) -> None:
     go, soon, later = (tmp_path / name for name in ('go', 'soon', 'later'))
-    long = freetrain_app(
+    long = ft.freetrain_app(
         max_nodes=2,
         total_epochs=20,
-        scaling=Scaling(rate=SCALING, rescale_up_s=0.25),
-        mode=Reproducible(shards=2),
-        checkpoints=Checkpoints(every_s=3600.0),
+        scaling=ft.Scaling(rate=SCALING, rescale_up_s=0.25),
+        mode=ft.Reproducible(shards=2),
+        checkpoints=ft.Checkpoints(every_s=3600.0),
     )(loads_first)
-    short = freetrain_app(
-        max_nodes=1, total_epochs=20, scaling=Scaling(rate=SCALING), mode=Reproducible(shards=2)
+    short = ft.freetrain_app(
+        max_nodes=1,
+        total_epochs=20,
+        scaling=ft.Scaling(rate=SCALING),
+        mode=ft.Reproducible(shards=2),
     )(loads_first)
-    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), horizon_s=60.0) as executor:
+    with freetrain(tmp_path, ft.LocalSite(nodes=2, poll_s=0.2), horizon_s=60.0) as executor:
         before = short(str(soon), trainer_name='before')
         wait_until(lambda: before.progress().samples > 0, 'the first node is not used')
         first = long(str(go), trainer_name='long')
@@ -139,7 +135,7 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
         behind.result(LIMIT_S)
         go.touch()
         result = first.result(LIMIT_S)
-    assert same_weights(result, alone)
+    assert ft.same_weights(result, alone)
     training = Journal(executor.ledger_path).history().runs[0].trainers[first.name]
     measured, history = training.rescaled, training.fragments
     assert [(m.before, m.after) for m in measured][:2] == [(1, 2), (2, 1)]

@@ -13,19 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from parsl_freetrain import (
-    BadInput,
-    Checkpoints,
-    FreeTrainApp,
-    FreeTrainClient,
-    FreeTrainExecutor,
-    LocalSite,
-    Reproducible,
-    Scaling,
-    TrainerFailed,
-    freetrain_app,
-    same_weights,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.cli.doctor.measuring import ask_endpoint
 from parsl_freetrain.executor.run_lock import FILE
 from parsl_freetrain.remote.endpoint import Desk
@@ -45,10 +33,10 @@ QUICK: dict[str, Any] = {
     'min_hole_s': 1.0,
     'policy': {'horizon_s': 20.0},
 }
-SLOW = {'total_epochs': 1000, 'checkpoints': Checkpoints(every_s=0.5)}
+SLOW = {'total_epochs': 1000, 'checkpoints': ft.Checkpoints(every_s=0.5)}
 
 pytestmark = pytest.mark.usefixtures('nodes_share_a_template')
-Connect = Callable[..., FreeTrainClient]
+Connect = Callable[..., ft.FreeTrainClient]
 
 
 class Endpoint(ThreadPoolExecutor):
@@ -82,12 +70,12 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def connect(endpoint: Endpoint, tmp_path: Path) -> Iterator[Connect]:
-    made: list[FreeTrainClient] = []
+    made: list[ft.FreeTrainClient] = []
 
-    def connected(**settings: Any) -> FreeTrainClient:
+    def connected(**settings: Any) -> ft.FreeTrainClient:
         folder = str(tmp_path / 'far')
         made.append(
-            FreeTrainClient(executor=endpoint, checkpoint_dir=folder, **{**QUICK, **settings})
+            ft.FreeTrainClient(executor=endpoint, checkpoint_dir=folder, **{**QUICK, **settings})
         )
         return made[-1]
 
@@ -97,9 +85,9 @@ def connect(endpoint: Endpoint, tmp_path: Path) -> Iterator[Connect]:
     end_run(tmp_path / 'far')
 
 
-def trainer(**settings: Any) -> FreeTrainApp:
-    return freetrain_app(
-        **{'max_nodes': 1, 'total_epochs': 2, 'scaling': Scaling(rate={1: 1.0}), **settings}
+def trainer(**settings: Any) -> ft.FreeTrainApp:
+    return ft.freetrain_app(
+        **{'max_nodes': 1, 'total_epochs': 2, 'scaling': ft.Scaling(rate={1: 1.0}), **settings}
     )(fit)
 
 
@@ -109,8 +97,8 @@ def test_a_killed_run_is_followed_by_one_with_the_same_weights(
 ) -> None:
     settings = {
         'total_epochs': 20,
-        'checkpoints': Checkpoints(every_s=0.5, resume='never'),  # for the first run only
-        'mode': Reproducible(shards=4),
+        'checkpoints': ft.Checkpoints(every_s=0.5, resume='never'),  # for the first run only
+        'mode': ft.Reproducible(shards=4),
     }
     remote = connect()
     training = remote.submit(trainer(**settings), pause_s=0.02)
@@ -123,10 +111,10 @@ def test_a_killed_run_is_followed_by_one_with_the_same_weights(
     assert begun is not None and far.fragment > begun.fragment
     assert remote.attach('fit').result(LIMIT_S) == far
     assert not list((tmp_path / 'far').glob('fit/old-*'))
-    with freetrain(tmp_path / 'near', LocalSite(nodes=1, poll_s=0.2)):
+    with freetrain(tmp_path / 'near', ft.LocalSite(nodes=1, poll_s=0.2)):
         near = trainer(**settings)().result(LIMIT_S)
     assert far.samples == near.samples == 20 * 96
-    assert same_weights(far, near)
+    assert ft.same_weights(far, near)
 
 
 def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
@@ -135,10 +123,10 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     remote, other = connect(), connect()
     training = remote.submit(trainer(**SLOW), pause_s=0.1)
     wait_until(lambda: training.progress().samples > 100)
-    with pytest.raises(BadInput, match='is running there, from another'):
+    with pytest.raises(ft.BadInput, match='is running there, from another'):
         other.submit(trainer(**SLOW)).result(LIMIT_S)
     other.close()
-    with pytest.raises(BadInput, match='follows one of this name already'):
+    with pytest.raises(ft.BadInput, match='follows one of this name already'):
         remote.submit(trainer(), trainer_name='fit')
     endpoint.away = True
     wait_until(lambda: training.state == 'unreachable' and endpoint.lost > 2)
@@ -153,7 +141,7 @@ def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
     assert training.state == 'cancelled'
     assert list((tmp_path / 'far' / 'fit').glob('ckpt-*'))
     remote.close()
-    with pytest.raises(BadInput, match='this FreeTrainClient is closed'):
+    with pytest.raises(ft.BadInput, match='this FreeTrainClient is closed'):
         remote.submit(trainer())
 
 
@@ -162,17 +150,19 @@ def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.Mon
     remote = connect()
     failed = remote.submit(trainer(), fail_at=40, trainer_name='failing')
     words = r"ValueError: no more after 40 samples.*fragment 1 of trainer 'failing'.*\.log"
-    with pytest.raises(TrainerFailed, match=words):
+    with pytest.raises(ft.TrainerFailed, match=words):
         failed.result(LIMIT_S)
     # Repaired, it goes on under its name.
     assert remote.submit(trainer(), trainer_name='failing').result(LIMIT_S).samples == 192
-    with pytest.raises(BadInput, match="no trainer 'unheard' in .*; submit it again"):
+    with pytest.raises(ft.BadInput, match="no trainer 'unheard' in .*; submit it again"):
         remote.attach('unheard').result(LIMIT_S)
-    with pytest.raises(BadInput, match='belongs to another|seed'):
-        remote.submit(trainer(mode=Reproducible(seed=7)), trainer_name='failing').result(LIMIT_S)
+    with pytest.raises(ft.BadInput, match='belongs to another|seed'):
+        remote.submit(trainer(mode=ft.Reproducible(seed=7)), trainer_name='failing').result(LIMIT_S)
     with monkeypatch.context() as patch:
         patch.setattr(probe, 'versions', lambda: {**versions(), 'python': '3.9.1'})
-        with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
+        with pytest.raises(
+            ft.BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '
+        ):
             remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
         assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']
     assert remote.trainers().keys() == {'failing'}
@@ -184,30 +174,32 @@ def test_what_can_be_told_here_is_refused(
     remote = connect()
     assert isinstance(remote, Executor)
     with pytest.raises(
-        BadInput, match="'fit' is a plain function: decorate it with @freetrain_app"
+        ft.BadInput, match="'fit' is a plain function: decorate it with @freetrain_app"
     ):
         remote.submit(fit)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match='one of its arguments is a future'):
+    with pytest.raises(ft.BadInput, match='one of its arguments is a future'):
         remote.submit(trainer(), Future())
-    with pytest.raises(BadInput, match='have 70.* bytes.*paths'):
+    with pytest.raises(ft.BadInput, match='have 70.* bytes.*paths'):
         remote.submit(trainer(), b'x' * 7_000_001)
-    with pytest.raises(BadInput, match='needs a checkpoint_dir at the endpoint, an absolute path'):
+    with pytest.raises(
+        ft.BadInput, match='needs a checkpoint_dir at the endpoint, an absolute path'
+    ):
         connect(site=None).submit(trainer())
     for wrong in ({}, {'endpoint_id': 'x', 'executor': endpoint}):
-        with pytest.raises(BadInput, match='needs an endpoint_id or an executor'):
-            FreeTrainClient(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ft.BadInput, match='needs an endpoint_id or an executor'):
+            ft.FreeTrainClient(**wrong)  # type: ignore[arg-type]
     if importlib.util.find_spec('globus_compute_sdk') is None:
         said = ask_endpoint('x', None)['error']
         assert 'globus_compute_sdk, which is not installed: pip install globus-compute-sdk' in said
     (tmp_path / 'options.json').write_text('[1]')
-    with pytest.raises(BadInput, match=r'options\.json cannot be used .*as JSON'):
+    with pytest.raises(ft.BadInput, match=r'options\.json cannot be used .*as JSON'):
         ask_endpoint('x', tmp_path / 'options.json')
 
 
 def test_trainers_submitted_at_once_have_names_of_their_own() -> None:
     silent = SimpleNamespace(submit=lambda *_: Future())
     far: dict[str, Any] = {'executor': silent, 'checkpoint_dir': '/far', 'site': 'local'}
-    with FreeTrainClient(**far) as remote, ThreadPoolExecutor(8) as pool:
+    with ft.FreeTrainClient(**far) as remote, ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: remote.submit(trainer()), range(40)))
     assert len({training.name for training in made}) == 40
 
@@ -233,12 +225,12 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         ({'horizon': 3}, "no argument 'horizon'"),
         ({'max_blocks': 0}, 'max_blocks is 0'),
     ):
-        with pytest.raises(BadInput, match=words):
-            FreeTrainExecutor.described({'site': 'local', **wrong}, 'x', '/checkpoints')
+        with pytest.raises(ft.BadInput, match=words):
+            ft.FreeTrainExecutor.described({'site': 'local', **wrong}, 'x', '/checkpoints')
 
 
 def test_a_run_that_cannot_start_fails_its_trainers(connect: Connect) -> None:
-    with pytest.raises(BadInput, match="no argument 'horizon'"):
+    with pytest.raises(ft.BadInput, match="no argument 'horizon'"):
         connect(horizon=3).submit(trainer()).result(LIMIT_S)
 
 
@@ -261,7 +253,7 @@ def test_a_scheduler_that_does_not_answer_fails_no_trainer(
 def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> None:
     Desk(str(tmp_path))
     (tmp_path / '.orders').chmod(0o777)
-    with pytest.raises(BadInput, match='Other users may write to folder of orders'):
+    with pytest.raises(ft.BadInput, match='Other users may write to folder of orders'):
         Desk(str(tmp_path))
 
 
@@ -291,7 +283,7 @@ def test_what_another_version_sends_is_bad_input() -> None:
     sent = OrderAnswer(trainers={'t': TrainerStatus('r', 'running')})
     assert decoded(msgspec.msgpack.encode(sent), OrderAnswer) == sent
     for wrong in (None, b'', msgspec.msgpack.encode({'verb': 'train', 'speed': 3}), 7):
-        with pytest.raises(BadInput, match='this order: install the same version on both ends'):
+        with pytest.raises(ft.BadInput, match='this order: install the same version on both ends'):
             decoded(wrong, Order)
 
 

@@ -9,19 +9,6 @@ import pytest
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.events import (
-    BlockClosed,
-    BlockOpened,
-    BlockRequeued,
-    BlockStarted,
-    Ending,
-    Event,
-    FragmentEnded,
-    FragmentLaunched,
-    RunBegan,
-    RunEnded,
-    TrainerSubmitted,
-)
 from parsl_freetrain.core.model.types import BlockRequest, Charge, Trainer
 from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.journal.read import Journal
@@ -74,9 +61,9 @@ def test_runs_are_written_beside_others_and_again_when_they_changed(tmp_path: Pa
         assert db.execute('SELECT count(*) FROM task').fetchone() == (0,)
 
 
-def write(path: Path, run: str, at: float, *events: Event) -> None:
+def write(path: Path, run: str, at: float, *events: ev.Event) -> None:
     journal = JournalWriter(path)
-    journal.begin_run(RunBegan(at, run))
+    journal.begin_run(ev.RunBegan(at, run))
     for event in events:
         journal.take(event)
     journal.close()
@@ -91,15 +78,15 @@ def test_fragments_of_all_runs_count_for_their_owners(tmp_path: Path) -> None:
             path,
             run,
             begin,
-            TrainerSubmitted(begin, a),
-            TrainerSubmitted(begin, b),
-            FragmentLaunched(begin, 'a', 1, ('n0', 'n1'), None, 0),
-            FragmentLaunched(begin, 'b', 1, ('n2',), None, 0),
-            FragmentEnded(begin + 50, 'a', 1, 0, Ending.STOPPED),
+            ev.TrainerSubmitted(begin, a),
+            ev.TrainerSubmitted(begin, b),
+            ev.FragmentLaunched(begin, 'a', 1, ('n0', 'n1'), None, 0),
+            ev.FragmentLaunched(begin, 'b', 1, ('n2',), None, 0),
+            ev.FragmentEnded(begin + 50, 'a', 1, 0, ev.Ending.STOPPED),
             # In the first run, b's fragment is cut off with its run.
-            RunEnded(begin + 80, 'finished')
+            ev.RunEnded(begin + 80, 'finished')
             if run == 'first'
-            else FragmentEnded(begin + 20, 'b', 1, 0, Ending.STOPPED),
+            else ev.FragmentEnded(begin + 20, 'b', 1, 0, ev.Ending.STOPPED),
         )
     used = used_node_s(path)
     assert used['user anna'] == used['trainer a'] == pytest.approx(2 * 2 * 50)
@@ -116,14 +103,14 @@ def test_blocks_of_all_runs_are_charged(tmp_path: Path) -> None:
             path,
             run,
             0.0,
-            BlockOpened(0.0, 'requeued', hourly),
-            BlockStarted(20.0, 'requeued', 10.0),
-            BlockRequeued(1810.0, 'requeued'),
-            BlockStarted(2000.0, 'requeued', 2000.0),
-            BlockClosed(3800.0, 'requeued'),
-            BlockOpened(0.0, 'withdrawn', hourly),
-            BlockClosed(900.0, 'withdrawn'),
+            ev.BlockOpened(0.0, 'requeued', hourly),
+            ev.BlockStarted(20.0, 'requeued', 10.0),
+            ev.BlockRequeued(1810.0, 'requeued'),
+            ev.BlockStarted(2000.0, 'requeued', 2000.0),
+            ev.BlockClosed(3800.0, 'requeued'),
+            ev.BlockOpened(0.0, 'withdrawn', hourly),
+            ev.BlockClosed(900.0, 'withdrawn'),
             # Its end is not known: it may have lasted as long as it could.
-            *([BlockOpened(4000.0, 'left', hourly)] if run == 'second' else []),
+            *([ev.BlockOpened(4000.0, 'left', hourly)] if run == 'second' else []),
         )
     assert charged(path) == pytest.approx(2 * (2 * 0.5 + 2 * 0.5) + 2.0)

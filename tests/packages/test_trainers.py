@@ -19,20 +19,10 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.packages.test_packages import (
-    Rows,
-    gpt,
-    numbers,
-    row,
-    same_bits,
-    small,
-    squared,
-    train,
-    with_adam,
-)
+from tests.packages import test_packages as packages
 from tests.support.examples import example
 
-ROWS: Rows = {}
+ROWS: packages.Rows = {}
 FILES = {one.name: one.read_text() for one in Path(__file__).parent.glob('*.[ty][xa]*')}
 
 
@@ -62,7 +52,7 @@ def fragments_of(kind: Any) -> Any:
 HOW: Any = {'num_train_epochs': 2, 'per_device_train_batch_size': 8, 'report_to': 'none'}
 
 
-@row('transformers', ROWS)
+@packages.row('transformers', ROWS)
 def transformers_masked_language_model(ctx: FragmentContext) -> None:
     from transformers import (
         BertConfig,
@@ -82,7 +72,7 @@ def transformers_masked_language_model(ctx: FragmentContext) -> None:
     ).train()
 
 
-@row('transformers', ROWS)
+@packages.row('transformers', ROWS)
 def transformers_seq2seq(ctx: FragmentContext) -> None:
     from transformers import (
         Seq2SeqTrainer,
@@ -111,14 +101,14 @@ def transformers_seq2seq(ctx: FragmentContext) -> None:
         assert made[-1][0] == 12
 
 
-@row('trl', ROWS)
+@packages.row('trl', ROWS)
 def trl_sft_command(ctx: FragmentContext) -> None:
     """``trl sft`` as it is."""
     os.environ['HF_HOME'] = os.path.abspath('cache')
     from parsl_freetrain.integrations.transformers import run_script
 
     if ctx.is_main:
-        gpt().save_pretrained('base')
+        packages.gpt().save_pretrained('base')
         words().save_pretrained('base')
         lines = [{'text': ' '.join(f'w{i}' for i in one)} for one in tokens()]
         Path('texts').mkdir(exist_ok=True)
@@ -133,7 +123,7 @@ def trl_sft_command(ctx: FragmentContext) -> None:
     assert not ctx.is_main or Path('o/model.safetensors').exists()
 
 
-@row('trl', ROWS)
+@packages.row('trl', ROWS)
 def trl_dpo(ctx: FragmentContext) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -143,7 +133,7 @@ def trl_dpo(ctx: FragmentContext) -> None:
         {'prompt': ' '.join(one[:4]), 'chosen': ' '.join(one[4:8]), 'rejected': ' '.join(one[8:])}
         for one in texts
     ]
-    model = gpt()
+    model = packages.gpt()
     fragments_of(DPOTrainer)(
         ctx,
         model=model,
@@ -154,7 +144,7 @@ def trl_dpo(ctx: FragmentContext) -> None:
     ).train()
 
 
-@row('sentence_transformers', ROWS)
+@packages.row('sentence_transformers', ROWS)
 def sentence_transformers_trainer(ctx: FragmentContext) -> None:
     """The loss has parameters of its own, and there is an evaluator of the package."""
     import sentence_transformers as st
@@ -187,7 +177,7 @@ def sentence_transformers_trainer(ctx: FragmentContext) -> None:
         assert 'eval_sts_spearman_cosine' in trainer.state.log_history[-1]
 
 
-@row('schnetpack', ROWS)
+@packages.row('schnetpack', ROWS)
 def spktrain(ctx: FragmentContext) -> None:
     """The script as it is."""
     from torch.utils.data import dataloader
@@ -218,7 +208,7 @@ def spktrain(ctx: FragmentContext) -> None:
         assert [*Path('runs', runs, 'csv').glob('*/metrics.csv')]
 
 
-@row('nequip', ROWS)
+@packages.row('nequip', ROWS)
 def nequip_train(ctx: FragmentContext) -> None:
     """The script as it is."""
     import ase.io
@@ -241,7 +231,7 @@ def nequip_train(ctx: FragmentContext) -> None:
     assert Path('out/best.ckpt').exists()
 
 
-@row('jsonargparse', ROWS)
+@packages.row('jsonargparse', ROWS)
 def lightning_cli(ctx: FragmentContext) -> None:
     """A script with LightningCLI as it is: ``python cli.py fit``."""
     if ctx.is_main:
@@ -252,14 +242,14 @@ def lightning_cli(ctx: FragmentContext) -> None:
     assert Path('out/best.ckpt').exists()
 
 
-@row('pytorch_forecasting', ROWS)
+@packages.row('pytorch_forecasting', ROWS)
 def pytorch_forecasting_mlp(ctx: FragmentContext) -> None:
     import pandas
     from pytorch_forecasting import DecoderMLP, TimeSeriesDataSet
 
     from parsl_freetrain.integrations.lightning import Trainer
 
-    x, _ = numbers().tensors
+    x, _ = packages.numbers().tensors
     table = pandas.DataFrame({
         'time': [*range(12)] * 32, 'series': [str(i // 12) for i in range(384)],
         'value': x.flatten().numpy(),
@@ -273,15 +263,15 @@ def pytorch_forecasting_mlp(ctx: FragmentContext) -> None:
     Trainer(ctx, max_epochs=2).fit(model, *loaders)
 
 
-@row('zuko', ROWS)
+@packages.row('zuko', ROWS)
 def zuko_flow(ctx: FragmentContext) -> None:
     import zuko
 
     flow = zuko.flows.NSF(8, transforms=1, hidden_features=(16,))
-    train(ctx, flow, numbers(), lambda m, b: -m().log_prob(b[0]).mean())
+    packages.train(ctx, flow, packages.numbers(), lambda m, b: -m().log_prob(b[0]).mean())
 
 
-@row('diffusers', ROWS)
+@packages.row('diffusers', ROWS)
 def diffusers_unet(ctx: FragmentContext) -> None:
     from diffusers import DDPMScheduler, UNet2DModel
 
@@ -297,10 +287,10 @@ def diffusers_unet(ctx: FragmentContext) -> None:
         noise, times = torch.randn_like(batch[0]), torch.randint(0, 100, (len(batch[0]),))
         return F.mse_loss(model(noises.add_noise(batch[0], noise, times), times).sample, noise)
 
-    train(ctx, model, TensorDataset(images), loss)
+    packages.train(ctx, model, TensorDataset(images), loss)
 
 
-@row('torchsde', ROWS)
+@packages.row('torchsde', ROWS)
 def torchsde_latent(ctx: FragmentContext) -> None:
     import torchsde
 
@@ -321,10 +311,10 @@ def torchsde_latent(ctx: FragmentContext) -> None:
         end = torchsde.sdeint(model, batch[0], torch.tensor([0.0, 0.2]), dt=0.1)[-1]
         return F.mse_loss(end.sum(1, keepdim=True), batch[1])
 
-    train(ctx, Sde(), numbers(), loss)
+    packages.train(ctx, Sde(), packages.numbers(), loss)
 
 
-@row('pyro', ROWS)
+@packages.row('pyro', ROWS)
 def pyro_svi(ctx: FragmentContext) -> None:
     import pyro
     from pyro import distributions as dist
@@ -343,48 +333,48 @@ def pyro_svi(ctx: FragmentContext) -> None:
                 return pyro.sample('y', dist.Normal(mean, 0.5), obs=y)
 
     model = Line()
-    guide, data = AutoNormal(model), numbers()
+    guide, data = AutoNormal(model), packages.numbers()
     elbo = Trace_ELBO()(model, guide)
     ctx.warm_up(lambda: elbo(data.tensors[0][:8], data.tensors[1][:8, 0]))  # makes the guide
-    train(ctx, elbo, data, lambda m, b: m(b[0], b[1][:, 0]))
+    packages.train(ctx, elbo, data, lambda m, b: m(b[0], b[1][:, 0]))
 
 
 def averaged(ctx: FragmentContext, make: Any) -> None:
-    model, optimizer = ctx.prepare(*with_adam(small()))
+    model, optimizer = ctx.prepare(*packages.with_adam(packages.small()))
     ctx.after_step(ctx.keep(make(model)).update)
-    for batch in ctx.loop(numbers(), 8):
+    for batch in ctx.loop(packages.numbers(), 8):
         optimizer.zero_grad()
-        squared(model, batch).backward()
+        packages.squared(model, batch).backward()
         optimizer.step()
 
 
-@row('torch_ema', ROWS)
+@packages.row('torch_ema', ROWS)
 def torch_ema_average(ctx: FragmentContext) -> None:
     from torch_ema import ExponentialMovingAverage
 
     averaged(ctx, lambda model: ExponentialMovingAverage(model.parameters(), 0.9))
 
 
-@row('ema_pytorch', ROWS)
+@packages.row('ema_pytorch', ROWS)
 def ema_pytorch_average(ctx: FragmentContext) -> None:
     from ema_pytorch import EMA
 
     averaged(ctx, lambda model: EMA(model, beta=0.9, update_after_step=2, update_every=2))
 
 
-@row('pytorch_metric_learning', ROWS)
+@packages.row('pytorch_metric_learning', ROWS)
 def metric_learning_arcface(ctx: FragmentContext) -> None:
     from pytorch_metric_learning.losses import ArcFaceLoss
     from pytorch_metric_learning.samplers import MPerClassSampler
 
-    data = TensorDataset(numbers().tensors[0], torch.arange(48) % 6)
+    data = TensorDataset(packages.numbers().tensors[0], torch.arange(48) % 6)
     both = nn.ModuleList([nn.Linear(8, 6), ArcFaceLoss(6, 6)])
     sampler = MPerClassSampler(data.tensors[1], 2, 8, length_before_new_iter=48)
     loader = torch.utils.data.DataLoader(data, 8, sampler=sampler)
-    train(ctx, both, loader, lambda m, b: m[1](m[0](b[0]), b[1]), batch_size=None)
+    packages.train(ctx, both, loader, lambda m, b: m[1](m[0](b[0]), b[1]), batch_size=None)
 
 
-@row('kornia', ROWS)
+@packages.row('kornia', ROWS)
 def kornia_augmentation(ctx: FragmentContext) -> None:
     from kornia import augmentation as k
 
@@ -393,21 +383,21 @@ def kornia_augmentation(ctx: FragmentContext) -> None:
     x = torch.rand(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
     data = TensorDataset(x, x.mean((1, 2, 3))[:, None])
-    train(ctx, model, data, lambda m, b: F.mse_loss(m(augment(b[0])), b[1]))
+    packages.train(ctx, model, data, lambda m, b: F.mse_loss(m(augment(b[0])), b[1]))
 
 
-@row('x_transformers', ROWS)
+@packages.row('x_transformers', ROWS)
 def x_transformers_decoder(ctx: FragmentContext) -> None:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
     layers = Decoder(dim=16, depth=1, heads=2, rotary_pos_emb=True, attn_dim_head=8)
     net = TransformerWrapper(num_tokens=64, max_seq_len=12, attn_layers=layers)
-    train(
+    packages.train(
         ctx, AutoregressiveWrapper(net), TensorDataset(torch.tensor(tokens())), lambda m, b: m(b[0])
     )
 
 
-@row('mace', ROWS)
+@packages.row('mace', ROWS)
 def mace_run_train(ctx: FragmentContext) -> None:
     """The script as it is."""
     import ase.io
@@ -431,4 +421,4 @@ def mace_run_train(ctx: FragmentContext) -> None:
 
 @pytest.mark.parametrize('name', sorted(ROWS))
 def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
-    same_bits(*ROWS[name], fork_server, tmp_path)
+    packages.same_bits(*ROWS[name], fork_server, tmp_path)

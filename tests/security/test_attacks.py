@@ -18,11 +18,7 @@ from parsl import curvezmq
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.executor.fragment.control_channel import (
-    HANDSHAKE_MS,
-    ControlClient,
-    ControlServer,
-)
+from parsl_freetrain.executor.fragment import control_channel as cc
 from parsl_freetrain.executor.run_lock import keep_others_out
 from parsl_freetrain.host import ownership
 from parsl_freetrain.host.ownership import refuse_replaceable
@@ -247,7 +243,7 @@ def test_a_run_dir_where_another_user_has_written_is_refused(theirs: Path, tmp_p
 def test_half_open_connections_end_soon_and_messages_still_come(tmp_path: Path) -> None:
     """Each takes a file descriptor of the submitting process."""
     certificates = str(curvezmq.create_certificates(str(tmp_path)))
-    server = ControlServer(certificates, '127.0.0.1', (50000, 60000))
+    server = cc.ControlServer(certificates, '127.0.0.1', (50000, 60000))
     before = open_files()
 
     def flood() -> None:
@@ -259,8 +255,8 @@ def test_half_open_connections_end_soon_and_messages_still_come(tmp_path: Path) 
             wait_until(lambda: open_files() >= before + 100, 'they do not take the files')
             begun = time.monotonic()
             wait_until(lambda: open_files() < before + 50, 'they are kept')
-            assert time.monotonic() - begun < under_load(HANDSHAKE_MS / 1000 + 1)
-            client = ControlClient(['127.0.0.1'], server.port, certificates, ('cnn', 3, 1))
+            assert time.monotonic() - begun < under_load(cc.HANDSHAKE_MS / 1000 + 1)
+            client = cc.ControlClient(['127.0.0.1'], server.port, certificates, ('cnn', 3, 1))
             try:
                 client.send(Hello('n1'))
                 wait_until(lambda: any(server.receive(0.1)), 'the message does not come')

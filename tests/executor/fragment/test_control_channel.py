@@ -14,12 +14,7 @@ from typing import Any
 import pytest
 from parsl import curvezmq
 
-from parsl_freetrain.executor.fragment.control_channel import (
-    ControlClient,
-    ControlServer,
-    MemberDisconnected,
-    reachable,
-)
+from parsl_freetrain.executor.fragment import control_channel as cc
 from parsl_freetrain.training.spec.messages import FromMember, Hello, Notice, StopTraining
 from tests.support.waiting import wait_until
 
@@ -32,8 +27,8 @@ def cert_dir(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 
 
 @pytest.fixture
-def server(cert_dir: str | None) -> Iterator[ControlServer]:
-    server = ControlServer(cert_dir, '127.0.0.1', (50000, 60000))
+def server(cert_dir: str | None) -> Iterator[cc.ControlServer]:
+    server = cc.ControlServer(cert_dir, '127.0.0.1', (50000, 60000))
     yield server
     server.close()
 
@@ -53,7 +48,7 @@ def few_files() -> Iterator[int]:
 
 
 def test_connections_that_say_nothing_do_not_take_all_file_descriptors(few_files: int) -> None:
-    server = ControlServer(None, '127.0.0.1', (50000, 60000))
+    server = cc.ControlServer(None, '127.0.0.1', (50000, 60000))
     crowd = f"""
 import resource, socket, sys, time
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -69,7 +64,7 @@ sys.stdin.read()
 """
     members = []
     try:
-        members.append(ControlClient(['127.0.0.1'], server.port, None, KEY))
+        members.append(cc.ControlClient(['127.0.0.1'], server.port, None, KEY))
         members[0].send(Hello('early'))
         assert next_item(lambda: from_server(server))
         with subprocess.Popen(
@@ -83,7 +78,7 @@ sys.stdin.read()
                 assert next_item(lambda: from_server(server))
             process.kill()
         assert most < few_files - 20
-        members.append(ControlClient(['127.0.0.1'] * 60, server.port, None, ('cnn', 3, 2)))
+        members.append(cc.ControlClient(['127.0.0.1'] * 60, server.port, None, ('cnn', 3, 2)))
         members[1].send(Hello('late'))
         assert wait_until(lambda: [s for s in from_server(server) if s.message == Hello('late')])
     finally:
@@ -99,12 +94,12 @@ def next_item(receive: Callable[[], Any]) -> Any:
     raise AssertionError('nothing came')
 
 
-def from_server(server: ControlServer) -> list[Any]:
+def from_server(server: cc.ControlServer) -> list[Any]:
     return list(server.receive(0.1))
 
 
-def test_an_end_is_told_after_what_was_said(server: ControlServer, cert_dir: str | None) -> None:
-    client = ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
+def test_an_end_is_told_after_what_was_said(server: cc.ControlServer, cert_dir: str | None) -> None:
+    client = cc.ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
     client.send(Hello('n1'))
     assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
     client.send(Hello('n1'))
@@ -116,12 +111,12 @@ def test_an_end_is_told_after_what_was_said(server: ControlServer, cert_dir: str
         return len(said) == 2
 
     wait_until(told)
-    assert said == [FromMember('cnn', 3, 1, Hello('n1')), MemberDisconnected('cnn', 3, 1)]
+    assert said == [FromMember('cnn', 3, 1, Hello('n1')), cc.MemberDisconnected('cnn', 3, 1)]
 
 
-def test_a_notice_comes_before_the_result(server: ControlServer, cert_dir: str | None) -> None:
+def test_a_notice_comes_before_the_result(server: cc.ControlServer, cert_dir: str | None) -> None:
     """With the result its fragment is over, and its node would be used again."""
-    client = ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
+    client = cc.ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
     try:
         client.send(Hello('n1'))
         assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
@@ -136,10 +131,10 @@ def test_a_notice_comes_before_the_result(server: ControlServer, cert_dir: str |
 
 
 def test_messages_go_both_ways_once_a_member_spoke(
-    server: ControlServer, cert_dir: str | None
+    server: cc.ControlServer, cert_dir: str | None
 ) -> None:
     assert not server.send(KEY, StopTraining('test'))
-    client = ControlClient(['192.0.2.1', '127.0.0.1'][1:], server.port, cert_dir, KEY)
+    client = cc.ControlClient(['192.0.2.1', '127.0.0.1'][1:], server.port, cert_dir, KEY)
     try:
         client.send(Hello('n1'))
         assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
@@ -153,7 +148,7 @@ def test_messages_go_both_ways_once_a_member_spoke(
         client.close()
 
 
-def test_a_post_from_another_thread_wakes_the_receiver(server: ControlServer) -> None:
+def test_a_post_from_another_thread_wakes_the_receiver(server: cc.ControlServer) -> None:
     poster = threading.Timer(0.05, server.post, ['hello'])
     poster.start()
     assert next(iter(server.receive(30))) == 'hello'
@@ -161,10 +156,10 @@ def test_a_post_from_another_thread_wakes_the_receiver(server: ControlServer) ->
 
 
 def test_a_client_without_certificates_is_not_heard(tmp_path: Path) -> None:
-    server = ControlServer(
+    server = cc.ControlServer(
         str(curvezmq.create_certificates(str(tmp_path))), '127.0.0.1', (50000, 60000)
     )
-    stranger = ControlClient(['127.0.0.1'], server.port, None, KEY)
+    stranger = cc.ControlClient(['127.0.0.1'], server.port, None, KEY)
     try:
         stranger.socket.setsockopt(17, 0)  # LINGER: what was never delivered must not delay the end
         with contextlib.suppress(ConnectionError):  # where it has been turned away already
@@ -177,4 +172,4 @@ def test_a_client_without_certificates_is_not_heard(tmp_path: Path) -> None:
 
 def test_an_unreachable_executor_is_a_sentence_with_the_addresses() -> None:
     with pytest.raises(ConnectionError, match=r'127\.0\.0\.1.*address='):
-        reachable(['127.0.0.1'], 1, timeout_s=1)
+        cc.reachable(['127.0.0.1'], 1, timeout_s=1)

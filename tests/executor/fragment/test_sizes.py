@@ -6,22 +6,14 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain import (
-    FragmentContext,
-    LocalSite,
-    Owner,
-    Scaling,
-    Shape,
-    Throughput,
-    freetrain_app,
-)
+import parsl_freetrain as ft
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.journal.read import Journal
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
 
-def halves(ctx: FragmentContext) -> None:
+def halves(ctx: ft.FragmentContext) -> None:
     """Adds up a weight over the halves of each sample; slow on one node."""
     import time
 
@@ -50,7 +42,7 @@ def halves(ctx: FragmentContext) -> None:
         time.sleep(0.2 * (ctx.nodes == 1))
 
 
-def holds(ctx: FragmentContext, go: str) -> None:
+def holds(ctx: ft.FragmentContext, go: str) -> None:
     """Keeps its nodes until there is a file ``go``."""
     import time
 
@@ -65,7 +57,7 @@ def holds(ctx: FragmentContext, go: str) -> None:
         optimizer.step()
 
 
-def shaped(ctx: FragmentContext, folder: str) -> None:
+def shaped(ctx: ft.FragmentContext, folder: str) -> None:
     """Needs too much memory in copies, and is slow with tensor parallelism."""
     import time
 
@@ -91,9 +83,9 @@ def shaped(ctx: FragmentContext, folder: str) -> None:
 @pytest.mark.long
 def test_the_fastest_shape_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of them has too little memory, which is no error of the function."""
-    shapes = Shape(data=2), Shape(shard=2), Shape(tensor=2)
-    trainer = freetrain_app(sizes={2: shapes}, mode=Throughput(), total_samples=10000)(shaped)
-    with freetrain(tmp_path, LocalSite(nodes=2), retries=0) as executor:
+    shapes = ft.Shape(data=2), ft.Shape(shard=2), ft.Shape(tensor=2)
+    trainer = ft.freetrain_app(sizes={2: shapes}, mode=ft.Throughput(), total_samples=10000)(shaped)
+    with freetrain(tmp_path, ft.LocalSite(nodes=2), retries=0) as executor:
         trainer(str(tmp_path)).result(LIMIT_S)
     assert main(['why', 'shaped', '--json', '--ledger', str(executor.ledger_path)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -117,29 +109,34 @@ def test_the_fastest_shape_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 'GB per rank' in page
 
 
+@pytest.mark.long
 def test_fragments_have_allowed_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of five nodes three may be used, and one more is kept free. Otto has two of the three; when
     they are his no more, two are used. He may have no more than two at all.
     """
     go = tmp_path / 'go'
-    first = freetrain_app(
+    first = ft.freetrain_app(
         min_nodes=2,
         max_nodes=4,
         total_epochs=1,
-        mode=Throughput(),
-        scaling=Scaling(rate={2: 4.0, 4: 8.0}),
-        owner=Owner(user='otto'),
+        mode=ft.Throughput(),
+        scaling=ft.Scaling(rate={2: 4.0, 4: 8.0}),
+        owner=ft.Owner(user='otto'),
     )(holds)
-    trainer = freetrain_app(
+    trainer = ft.freetrain_app(
         max_nodes=5,
-        sizes={1: Shape(), 2: Shape(spatial=(1, 1, 2)), 4: Shape(data=2, spatial=(1, 1, 2))},
-        mode=Throughput(),
+        sizes={
+            1: ft.Shape(),
+            2: ft.Shape(spatial=(1, 1, 2)),
+            4: ft.Shape(data=2, spatial=(1, 1, 2)),
+        },
+        mode=ft.Throughput(),
         total_samples=2000,
-        scaling=Scaling(rate={1: 1.0, 4: 4.0}, rescale_up_s=0.1, rescale_down_s=0.1),
-        owner=Owner(user='anna'),
+        scaling=ft.Scaling(rate={1: 1.0, 4: 4.0}, rescale_up_s=0.1, rescale_down_s=0.1),
+        owner=ft.Owner(user='anna'),
     )(halves)
     limits: Any = {'keep_free': 1, 'max_nodes': 3, 'caps': {'user otto': 2}, 'min_rescale_s': 0.5}
-    with freetrain(tmp_path, LocalSite(nodes=5, poll_s=0.2), **limits) as executor:
+    with freetrain(tmp_path, ft.LocalSite(nodes=5, poll_s=0.2), **limits) as executor:
 
         def why() -> str:
             status = main(['why', 'halves', '--ledger', str(executor.ledger_path)])

@@ -8,14 +8,8 @@ import torch
 
 from parsl_freetrain import FreeTrainError
 from parsl_freetrain.training.checkpoint import block_digests as hashing
+from parsl_freetrain.training.checkpoint import manifest
 from parsl_freetrain.training.checkpoint.local_shard import Box
-from parsl_freetrain.training.checkpoint.manifest import (
-    Damaged,
-    Manifest,
-    commit,
-    verify,
-    write_manifest,
-)
 from parsl_freetrain.training.checkpoint.parts import (
     Contents,
     part_of,
@@ -72,8 +66,8 @@ def written(folder: Path, writers: int, parts: tuple[int, ...] = (2, 2)) -> dict
             part = read_part(folder, rank, write_part(folder, rank, part))
         found.append(part)
     hashed = write_contents(folder, found)
-    write_manifest(folder, Manifest('t', 1, 1, {}), hashed)
-    commit(folder)
+    manifest.write_manifest(folder, manifest.Manifest('t', 1, 1, {}), hashed)
+    manifest.commit(folder)
     return full
 
 
@@ -87,7 +81,7 @@ def reader_of(folder: Path) -> tuple[PartReader, Disk]:
 @pytest.mark.parametrize('parts', [(8,), (1, 3, 2)], ids=str)
 def test_parts_are_read_whoever_wrote(tmp_path: Path, writers: int, parts: tuple[int, ...]) -> None:
     full = written(tmp_path, writers)
-    assert {file.name for file in verify(tmp_path).files} >= {'rank-0.safetensors'}
+    assert {file.name for file in manifest.verify(tmp_path).files} >= {'rank-0.safetensors'}
     for name, tensor in full.items():
         for box in boxes(SHAPES[name], parts):
             found = reader_of(tmp_path)[0].read({name: box})[name]
@@ -110,11 +104,13 @@ def test_a_flipped_byte_is_found_by_who_reads_its_block_and_by_nobody_else(tmp_p
     assert torch.equal(reader.whole('rows'), full['rows'])
     last = (file.stat().st_size - 1) // BLOCK
     names = [name for name in SHAPES if name not in ('rows', 'none')]
-    with pytest.raises(Damaged, match=rf'block {last} of rank-0\.safetensors does not have'):
+    with pytest.raises(
+        manifest.Damaged, match=rf'block {last} of rank-0\.safetensors does not have'
+    ):
         for name in names:
             reader.whole(name)
-    with pytest.raises(Damaged, match=r'rank-0\.safetensors does not have the digest'):
-        verify(tmp_path)
+    with pytest.raises(manifest.Damaged, match=r'rank-0\.safetensors does not have the digest'):
+        manifest.verify(tmp_path)
 
 
 def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:

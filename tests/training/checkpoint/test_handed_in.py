@@ -29,14 +29,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.training.checkpoint import block_digests, handed_in
 from parsl_freetrain.training.checkpoint import outer as steps
-from parsl_freetrain.training.checkpoint.outer_means import (
-    End,
-    EndDamaged,
-    compressed,
-    compressed_size,
-    decompressed,
-    precise,
-)
+from parsl_freetrain.training.checkpoint import outer_means as om
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -106,7 +99,7 @@ def test_keys_are_names_and_fields_of_the_connector_and_nothing_else(
             transport.put('a', b'one')
 
 
-def piece(folder: Path, transport: Any, compress: Any, seed: int) -> tuple[str, End]:
+def piece(folder: Path, transport: Any, compress: Any, seed: int) -> tuple[str, om.End]:
     """What a piece hands in, and what it has committed."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 4096), torch.nn.BatchNorm1d(7))
@@ -131,7 +124,7 @@ def piece(folder: Path, transport: Any, compress: Any, seed: int) -> tuple[str, 
         hand_in=lambda: handed_in.hand_in(ordered, state, {'loss': float('nan')}),
     )
     assert store.handed_in() == {LENGTH: end.handed_in}
-    return end.handed_in, End.of(end)
+    return end.handed_in, om.End.of(end)
 
 
 @pytest.mark.parametrize(('compress', 'size'), [(None, 4.0), ('bfloat16', 2.0), ('int8', 1.02)])
@@ -143,7 +136,7 @@ def test_what_is_handed_in_makes_the_same_weights(
         monkeypatch.setattr(module, 'BLOCK', 2**20)
     transport = Folder(str(tmp_path / 'exchange'))
     pieces = [piece(tmp_path / str(k), transport, compress, k) for k in (1, 2)]
-    elsewhere: list[End] = [handed_in.EndElsewhere(transport, told) for told, _ in pieces]
+    elsewhere: list[om.End] = [handed_in.EndElsewhere(transport, told) for told, _ in pieces]
     digests = []
     for k, ends in ((1, [end for _, end in pieces]), (2, elsewhere)):
         weights = steps.OuterWeights(tmp_path / str(k) / 'store', 'digits', 0)
@@ -276,7 +269,7 @@ def test_an_outer_step_is_that_of_torch_and_the_rest_is_averaged(
             trained(prepared, replica, rounds)
             ends.append(save(tmp_path, prepared, replica, rounds, late))
         begun = max((rounds - 1) * LENGTH - late, 0)
-        weights.step([*map(End.of, ends)], rounds * LENGTH, outer, LENGTH, begun)
+        weights.step([*map(om.End.of, ends)], rounds * LENGTH, outer, LENGTH, begun)
         path = weights.find(rounds * LENGTH)
         assert path is not None
         every = [[p for p in one.models[0].parameters() if p.requires_grad] for one in replicas]
@@ -314,17 +307,17 @@ def test_a_change_is_rounded_and_what_is_not_finite_is_never_a_number(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     for shape in ((), (0, 3), (5, 7), (300, 3)):
-        change = torch.randn(shape, generator=generator, dtype=precise(dtype)) * 1e-3
-        content = compressed(change, how)
-        assert content.numel() == compressed_size(change.dtype, shape, how)
-        again = decompressed(content, how, change)
+        change = torch.randn(shape, generator=generator, dtype=om.precise(dtype)) * 1e-3
+        content = om.compressed(change, how)
+        assert content.numel() == om.compressed_size(change.dtype, shape, how)
+        again = om.decompressed(content, how, change)
         assert (again.dtype, again.shape) == (change.dtype, change.shape)
         if change.numel():
             assert (again - change).abs().max() <= error * change.abs().max()
-        assert torch.equal(decompressed(compressed(0 * change, how), how, change), 0 * change)
+        assert torch.equal(om.decompressed(om.compressed(0 * change, how), how, change), 0 * change)
     for wrong in (torch.nan, torch.inf):
         change.view(-1)[3] = wrong
-        assert not decompressed(compressed(change, how), how, change).view(-1)[3].isfinite()
+        assert not om.decompressed(om.compressed(change, how), how, change).view(-1)[3].isfinite()
 
 
 def two_ends(folder: Path) -> Sequence[Checkpoint]:
@@ -338,7 +331,7 @@ def two_ends(folder: Path) -> Sequence[Checkpoint]:
 
 
 def test_of_several_at_once_the_first_counts_and_all_have_the_same_bytes(tmp_path: Path) -> None:
-    ends = [*map(End.of, two_ends(tmp_path))]
+    ends = [*map(om.End.of, two_ends(tmp_path))]
     together = threading.Barrier(3)
 
     def step(replica: int) -> None:
@@ -363,7 +356,7 @@ def test_who_begins_while_another_one_does_has_its_weights(
 
 def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     committed = two_ends(tmp_path)
-    ends = [*map(End.of, committed)]
+    ends = [*map(om.End.of, committed)]
     weights = steps.OuterWeights(tmp_path, 'gpt', 1)
     with pytest.raises(BadInput, match="Replica 1 begins with another 'model"):
         weights.begin(made(seed=1))
@@ -372,7 +365,7 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
         collect(content_of(made()), other).write, samples=10, fragment=1, metrics={}
     )
     with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
-        weights.step([ends[0], End.of(foreign)], LENGTH, Nesterov(), LENGTH)
+        weights.step([ends[0], om.End.of(foreign)], LENGTH, Nesterov(), LENGTH)
     with pytest.raises(FreeTrainError, match='Replica 1 has trained from other weights than'):
         weights.check(0, 'another')
     weights.step(ends, LENGTH, Nesterov(), LENGTH)
@@ -380,8 +373,8 @@ def test_what_is_not_the_same_is_noticed(tmp_path: Path) -> None:
         weights.step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
     steps.OuterWeights(tmp_path, 'gpt', 0, exact=False).step(ends, LENGTH, Nesterov(lr=0.1), LENGTH)
     damage(next(Path(committed[1].path).glob('*.safetensors')))
-    with pytest.raises(EndDamaged) as raised:
-        weights.step([*map(End.of, committed)], LENGTH, None, LENGTH)
+    with pytest.raises(om.EndDamaged) as raised:
+        weights.step([*map(om.End.of, committed)], LENGTH, None, LENGTH)
     assert raised.value.path == Path(committed[1].path)
     damage(next((tmp_path / 'outer').glob(f'ckpt-{0:012d}-*/*.safetensors')))
     with pytest.raises(FreeTrainError, match='put them back'):

@@ -228,7 +228,7 @@ def test_looking_for_enumerate_disturbs_no_thread() -> None:
     looking = [[True] for _ in range(10**5)]
     with futures.ThreadPoolExecutor() as others:
         made = others.submit(make)
-        found = [one for _ in range(20) for one in counts()]
+        found = [one for _ in range(5) for one in counts()]
         looking.clear()
     assert (made.result(), found) == (None, [])
 

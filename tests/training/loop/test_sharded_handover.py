@@ -161,7 +161,8 @@ TWICE = Shape(data=2, shard=2)
 
 
 @pytest.mark.parametrize(
-    ('kill', 'remembers'), [((0, 'before backward'), False), ((1, 'forward'), True)]
+    ('kill', 'remembers'),
+    [((1, 'forward'), True), pytest.param((0, 'before backward'), False, marks=pytest.mark.long)],
 )
 def test_with_copies_the_last_step_survives_a_kill(
     fork_server: ForkClient,
@@ -218,7 +219,12 @@ def committed(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ('rank', 'stage', 'kept'),
-    [(0, 'before-commit', 1), (0, 'committed', 2), (1, 'part-data', 1), (1, 'part-written', 2)],
+    [
+        (0, 'before-commit', 1),
+        (1, 'part-written', 2),
+        pytest.param(0, 'committed', 2, marks=pytest.mark.long),
+        pytest.param(1, 'part-data', 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_kill_leaves_the_checkpoint_before(
     fork_server: ForkClient, tmp_path: Path, rank: int, stage: str, kept: int
@@ -287,7 +293,7 @@ def test_a_rank_that_never_finishes(fork_server: ForkClient, tmp_path: Path) -> 
     assert committed(tmp_path) == 0
 
 
-@pytest.mark.parametrize('damage', ['lost', 'flipped'])
+@pytest.mark.parametrize('damage', [pytest.param('lost', marks=pytest.mark.long), 'flipped'])
 def test_damage_to_a_part_is_found_and_the_checkpoint_before_used(
     fork_server: ForkClient, tmp_path: Path, damage: str
 ) -> None:
@@ -327,6 +333,7 @@ def deep(ctx: FragmentContext, blocks: int) -> None:
         optimizer.step()
 
 
+@pytest.mark.long
 def test_a_rank_needs_memory_for_its_part(fork_server: ForkClient, tmp_path: Path) -> None:
     """Of two depths, so that libraries, exchanges and the gathered block cancel out: parameters,
     gradients, two moments, and the copy that a checkpoint makes of all but gradients.
