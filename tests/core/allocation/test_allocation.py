@@ -11,18 +11,8 @@ import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
+from parsl_freetrain.core.allocation import problem as pb
 from parsl_freetrain.core.allocation.feasibility import by_place, is_allowed, stay_put
-from parsl_freetrain.core.allocation.problem import (
-    MOST_POINTS,
-    Allocator,
-    Answer,
-    Bid,
-    Capacity,
-    Limit,
-    Problem,
-    problem_in,
-    record_of,
-)
 from parsl_freetrain.core.allocation.solution import Asked, Found, groups_of
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
@@ -53,7 +43,7 @@ SOLVED = 1e-9
 EXACT = [pytest.param(DP, id='dp'), pytest.param(HIGHS, id='HiGHS')]
 
 
-def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> None:
+def check_against_brute_force(problem: pb.Problem, allocators: list[pb.Allocator]) -> None:
     """The best of all that is allowed; where nothing is, what runs is kept."""
     values = [problem.objective(allocation) for allocation in feasible(problem)]
     for allocator in allocators:
@@ -68,7 +58,7 @@ def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> 
 
 
 @holds_for(problems(), tries=120)
-def test_the_optimum_of_all_feasible_allocations_is_found(problem: Problem) -> None:
+def test_the_optimum_of_all_feasible_allocations_is_found(problem: pb.Problem) -> None:
     check_against_brute_force(problem, [DP, HIGHS])
     best = max(
         by_hand(problem, {name: n for name, (n,) in allocation.items()})
@@ -78,35 +68,35 @@ def test_the_optimum_of_all_feasible_allocations_is_found(problem: Problem) -> N
 
 
 MILLIONS, LITTLE_OF = ScalingCurve((3,), (33e6,)), ScalingCurve((0, 7, 8), (0.0, 0.04, 0.0))
-LITTLE_BESIDE_MILLIONS = Problem(
+LITTLE_BESIDE_MILLIONS = pb.Problem(
     0.5, 4, (bid('t0', curve=LITTLE_OF, up_s=0.0), bid('t1', 1, high=1, curve=MILLIONS))
 )
 
 
 @holds_for(problems(constrained=True), tries=100)
 @example(LITTLE_BESIDE_MILLIONS)
-def test_sizes_fixed_trainers_and_limits_on_one_or_all(problem: Problem) -> None:
+def test_sizes_fixed_trainers_and_limits_on_one_or_all(problem: pb.Problem) -> None:
     assert DP.applies(problem)
     check_against_brute_force(problem, [DP, HIGHS])
 
 
 @holds_for(problems_with_blocks(), tries=120)
-def test_blocks_that_end(problem: Problem) -> None:
-    others: list[Allocator] = [one for one in (DP, COLUMNS) if one.applies(problem)]
+def test_blocks_that_end(problem: pb.Problem) -> None:
+    others: list[pb.Allocator] = [one for one in (DP, COLUMNS) if one.applies(problem)]
     check_against_brute_force(problem, [HIGHS, *others])
 
 
 ONE, LITTLE = ScalingCurve((1,), (1e6,)), ScalingCurve((1,), (0.001,))
-FIXED = Bid('t0', 1, 1, 1, 0.0, 12.0, ONE, held=(0, 1), sizes=(2,), fixed=True)
-ENDING = Capacity('b0', 0, 1.0), Capacity('b1', 1, 1.0)
-LOSES_A_THOUSANDTH_BESIDE_MILLIONS = Problem(
-    10.0, 1, (FIXED, Bid('t1', 1, 1, 0, 0.0, 0.0, LITTLE)), ENDING, spans_blocks=False
+FIXED = pb.Bid('t0', 1, 1, 1, 0.0, 12.0, ONE, held=(0, 1), sizes=(2,), fixed=True)
+ENDING = pb.Capacity('b0', 0, 1.0), pb.Capacity('b1', 1, 1.0)
+LOSES_A_THOUSANDTH_BESIDE_MILLIONS = pb.Problem(
+    10.0, 1, (FIXED, pb.Bid('t1', 1, 1, 0, 0.0, 0.0, LITTLE)), ENDING, spans_blocks=False
 )
 
 
 @holds_for(problems() | problems(constrained=True) | problems_with_blocks(), tries=100)
 @example(LOSES_A_THOUSANDTH_BESIDE_MILLIONS)
-def test_the_bound_of_what_is_not_proven_is_a_bound(problem: Problem) -> None:
+def test_the_bound_of_what_is_not_proven_is_a_bound(problem: pb.Problem) -> None:
     best = max(map(problem.objective, feasible(problem)), default=-math.inf)
     for allocator in (EqualShareAllocator(), MilpAllocator(0.0), ColumnAllocator(0.0)):
         if isinstance(allocator, ColumnAllocator) and not allocator.applies(problem):
@@ -131,12 +121,12 @@ def test_the_bound_of_a_milp_without_time_is_a_bound(time_limit_s: float) -> Non
     assert answer.bound >= best.objective * (1 - 1e-9)
 
 
-def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
+def ending(seed: int, trainers: int, nodes: int, ends: int) -> pb.Problem:
     """Bumpy curves on blocks of equal size, all but one of which end within 120 s, the horizon."""
     draw = random.Random(seed)
     sizes = [nodes // (ends + 1)] * (ends + 1)
     blocks = tuple(
-        Capacity(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
+        pb.Capacity(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
         for b, n in enumerate(sizes)
     )
     left, bids = list(sizes), []
@@ -146,8 +136,8 @@ def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
         left[b] -= held[b]
         rates = {n: draw.uniform(90, 102) * n ** draw.uniform(0.8, 0.97) for n in (1, 2, 4, 8, 16)}
         curve = ScalingCurve.from_points(rates)
-        bids.append(Bid(f't{j}', 1, 16, sum(held), 18.0, 12.0, curve, tuple(held)))
-    return Problem(120.0, sum(sizes), tuple(bids), blocks)
+        bids.append(pb.Bid(f't{j}', 1, 16, sum(held), 18.0, 12.0, curve, tuple(held)))
+    return pb.Problem(120.0, sum(sizes), tuple(bids), blocks)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +168,7 @@ def test_the_order_of_blocks_does_not_matter() -> None:
 
 
 @holds_for(problems_with_blocks(), tries=120)
-def test_worth_with_blocks_is_what_a_walk_through_the_horizon_says(problem: Problem) -> None:
+def test_worth_with_blocks_is_what_a_walk_through_the_horizon_says(problem: pb.Problem) -> None:
     for allocation in list(feasible(problem))[:30]:
         assert problem.objective(allocation) == pytest.approx(
             second_by_second(problem, allocation), rel=1e-12, abs=rounding(problem)
@@ -186,7 +176,7 @@ def test_worth_with_blocks_is_what_a_walk_through_the_horizon_says(problem: Prob
 
 
 @holds_for(problems_with_blocks() | problems(constrained=True), st.data(), tries=120)
-def test_feasible_and_allowed_are_the_same(problem: Problem, data: st.DataObject) -> None:
+def test_feasible_and_allowed_are_the_same(problem: pb.Problem, data: st.DataObject) -> None:
     allowed = list(feasible(problem))
     places = [block.nodes for block in problem.places]
     some = {b.name: tuple(data.draw(st.integers(0, n)) for n in places) for b in problem.bids}
@@ -196,12 +186,12 @@ def test_feasible_and_allowed_are_the_same(problem: Problem, data: st.DataObject
 
 
 @holds_for(problems_with_blocks() | problems() | problems(constrained=True), tries=120)
-def test_staying_is_feasible_but_for_limits(problem: Problem) -> None:
+def test_staying_is_feasible_but_for_limits(problem: pb.Problem) -> None:
     assert stay_put(problem) in list(feasible(replace(problem, limits=())))
 
 
 @holds_for(problems(), tries=120)
-def test_staying_is_preferred_among_equals(problem: Problem) -> None:
+def test_staying_is_preferred_among_equals(problem: pb.Problem) -> None:
     staying = stay_put(problem)
     best = max(problem.objective(allocation) for allocation in feasible(problem))
     if problem.objective(staying) >= best and abs(best) > 1e4 * rounding(
@@ -211,7 +201,7 @@ def test_staying_is_preferred_among_equals(problem: Problem) -> None:
 
 
 @holds_for(problems() | problems(constrained=True) | problems_with_blocks(), tries=100)
-def test_equal_share_keeps_the_rules(problem: Problem) -> None:
+def test_equal_share_keeps_the_rules(problem: pb.Problem) -> None:
     answer = EqualShareAllocator().allocate(problem)
     if answer.status == 'feasible':
         assert_valid(problem, answer)
@@ -223,7 +213,7 @@ def test_equal_share_keeps_the_rules(problem: Problem) -> None:
 
 def test_equal_share_as_published() -> None:
     sizes = ('a', 1, 64), ('b', 3, 64), ('c', 1, 1), ('d', 1, 3), ('e', 1, 64)
-    five = Problem(120.0, 12, tuple(bid(name, low=low, high=high) for name, low, high in sizes))
+    five = pb.Problem(120.0, 12, tuple(bid(name, low=low, high=high) for name, low, high in sizes))
     # Two for each; b cannot run on two; what it and c leave goes to the first one.
     found = EqualShareAllocator().allocate(five).allocation
     assert found == {'a': 7, 'b': 0, 'c': 1, 'd': 2, 'e': 2}
@@ -232,26 +222,28 @@ def test_equal_share_as_published() -> None:
 
 
 @pytest.mark.parametrize('allocator', EXACT)
-def test_equal_trainers_do_not_swap_nodes_even_when_rescaling_is_free(allocator: Allocator) -> None:
+def test_equal_trainers_do_not_swap_nodes_even_when_rescaling_is_free(
+    allocator: pb.Allocator,
+) -> None:
     free: dict[str, Any] = {'high': 4, 'up_s': 0, 'down_s': 0}
-    problem = Problem(120.0, 6, (bid('a', 4, **free), bid('b', 2, **free)))
+    problem = pb.Problem(120.0, 6, (bid('a', 4, **free), bid('b', 2, **free)))
     assert allocator.allocate(problem).allocation == {'a': 4, 'b': 2}
 
 
 @pytest.mark.parametrize('allocator', EXACT)
-def test_limits_on_trainers_that_do_not_bid(allocator: Allocator) -> None:
-    problem = Problem(120.0, 4, (bid('a'),), limits=(Limit(('gone',), most=2),))
+def test_limits_on_trainers_that_do_not_bid(allocator: pb.Allocator) -> None:
+    problem = pb.Problem(120.0, 4, (bid('a'),), limits=(pb.Limit(('gone',), most=2),))
     assert allocator.allocate(problem).allocation == {'a': 4}
-    gone = replace(problem, limits=(Limit(('gone',), least=1),))
+    gone = replace(problem, limits=(pb.Limit(('gone',), least=1),))
     assert allocator.allocate(gone).status == 'infeasible'
 
 
 def test_nodes_of_blocks_that_all_last_are_dealt_out_without_moving_anybody() -> None:
-    blocks = (Capacity('x', 4, 500.0), Capacity('y', 4), Capacity('z', 4, 900.0))
+    blocks = (pb.Capacity('x', 4, 500.0), pb.Capacity('y', 4), pb.Capacity('z', 4, 900.0))
     curve = ScalingCurve.from_points({n: 10.0 * n**0.5 for n in range(1, 13)})
     all_held: dict[str, tuple[int, ...]] = {'a': (3, 0, 0), 'b': (0, 4, 2), 'c': ()}
-    bids = tuple(Bid(k, 1, 12, sum(h), 1.0, 1.0, curve, h) for k, h in all_held.items())
-    problem = Problem(120.0, 12, bids, blocks)
+    bids = tuple(pb.Bid(k, 1, 12, sum(h), 1.0, 1.0, curve, h) for k, h in all_held.items())
+    problem = pb.Problem(120.0, 12, bids, blocks)
     dp, milp = DP.allocate(problem), HIGHS.allocate(problem)
     assert dp.objective == pytest.approx(milp.objective, rel=1e-9)
     for answer in (dp, milp):
@@ -264,8 +256,8 @@ def test_nodes_of_blocks_that_all_last_are_dealt_out_without_moving_anybody() ->
     assert dp.by_block['b'] == {'y': 4}
 
 
-BUSY = Problem(120.0, 40, tuple(bid(f't{j}', current=3 if j < 12 else 0) for j in range(20)))
-SHRUNK = Problem(120.0, 10, BUSY.bids)
+BUSY = pb.Problem(120.0, 40, tuple(bid(f't{j}', current=3 if j < 12 else 0) for j in range(20)))
+SHRUNK = pb.Problem(120.0, 10, BUSY.bids)
 
 
 class Breaking(MilpAllocator):
@@ -275,7 +267,7 @@ class Breaking(MilpAllocator):
         super().__init__()
         self.error = error
 
-    def _solve(self, problem: Problem, asked: Asked) -> Found:
+    def _solve(self, problem: pb.Problem, asked: Asked) -> Found:
         raise self.error
 
 
@@ -286,7 +278,7 @@ class Stopped(MilpAllocator):
         super().__init__()
         self.left = left
 
-    def _solve(self, problem: Problem, asked: Asked) -> Found:
+    def _solve(self, problem: pb.Problem, asked: Asked) -> Found:
         return Found('feasible', self.left)
 
 
@@ -302,7 +294,7 @@ class Stopped(MilpAllocator):
     ],
     ids=['no time', 'next to no time', 'little time', 'solver error', 'other error'],
 )
-def test_without_a_result_what_runs_goes_on(allocator: Allocator, problem: Problem) -> None:
+def test_without_a_result_what_runs_goes_on(allocator: pb.Allocator, problem: pb.Problem) -> None:
     answer = allocator.allocate(problem)
     assert answer.status in {'feasible', 'optimal'}
     assert_not_worse_than_staying(problem, answer)
@@ -317,20 +309,20 @@ def test_an_answer_worse_than_staying_or_impossible_is_not_taken(left: int) -> N
 
 
 def test_without_time_where_staying_breaks_a_limit_nothing_is_claimed() -> None:
-    answer = Breaking(OSError('out of memory')).allocate(replace(BUSY, limits=(Limit(most=5),)))
+    answer = Breaking(OSError('out of memory')).allocate(replace(BUSY, limits=(pb.Limit(most=5),)))
     assert answer.status == 'infeasible'
     assert by_place(BUSY, answer) == stay_put(BUSY)
 
 
 def test_stay_put_keeps_the_first_ones_when_nodes_are_gone() -> None:
-    problem = Problem(120.0, 5, (bid('a', 3), bid('b', 4, low=3), bid('c', 2), bid('d', 70)))
+    problem = pb.Problem(120.0, 5, (bid('a', 3), bid('b', 4, low=3), bid('c', 2), bid('d', 70)))
     assert stay_put(problem) == {'a': (3,), 'b': (0,), 'c': (2,), 'd': (0,)}
 
 
 def test_staying_gives_up_what_ends_first() -> None:
-    blocks = (Capacity('short', 3, 30.0), Capacity('long', 3))
-    held = Bid('a', 1, 8, 5, 1.0, 1.0, bid('a').curve, (2, 3), (2, 4))
-    assert stay_put(Problem(120.0, 6, (held,), blocks)) == {'a': (1, 3)}
+    blocks = (pb.Capacity('short', 3, 30.0), pb.Capacity('long', 3))
+    held = pb.Bid('a', 1, 8, 5, 1.0, 1.0, bid('a').curve, (2, 3), (2, 4))
+    assert stay_put(pb.Problem(120.0, 6, (held,), blocks)) == {'a': (1, 3)}
 
 
 @pytest.mark.parametrize('limit_s', [-1.0, math.nan])
@@ -339,7 +331,7 @@ def test_bad_settings_of_the_milp(limit_s: float) -> None:
         MilpAllocator(limit_s)
 
 
-def optimum_is_reached(answer: Answer, problem: Problem, optimum: float) -> bool:
+def optimum_is_reached(answer: pb.Answer, problem: pb.Problem, optimum: float) -> bool:
     assert answer.status == 'optimal'
     assert_valid(problem, answer)
     return math.isclose(answer.objective, optimum, rel_tol=1e-9)
@@ -348,7 +340,7 @@ def optimum_is_reached(answer: Answer, problem: Problem, optimum: float) -> bool
 @pytest.mark.parametrize(
     ('allocator', 'step'), [pytest.param(DP, 1, id='dp'), pytest.param(HIGHS, 30, id='HiGHS')]
 )
-def test_recorded_decisions_of_summit_get_their_optimum(allocator: Allocator, step: int) -> None:
+def test_recorded_decisions_of_summit_get_their_optimum(allocator: pb.Allocator, step: int) -> None:
     decisions = recorded()[::step]
     if not decisions:
         pytest.skip(f'summit-decisions.jsonl.gz and its answers are not in {DECISIONS}')
@@ -363,17 +355,17 @@ CURVE = ScalingCurve((0, 1), (0.0, 1.5))
 def test_what_is_read_is_what_was_recorded() -> None:
     two = (('gpu', CURVE),)
     bids = (
-        Bid('a', 1, 2, 1, 0.5, 0.0, CURVE, (1, 0), (1, 2), fixed=True),
-        Bid('b', 1, 2, 0, 0.0, 0.0, CURVE, class_curves=two, mixed_parts=2),
+        pb.Bid('a', 1, 2, 1, 0.5, 0.0, CURVE, (1, 0), (1, 2), fixed=True),
+        pb.Bid('b', 1, 2, 0, 0.0, 0.0, CURVE, class_curves=two, mixed_parts=2),
     )
-    limits = Limit(('a',), least=1, why='share of user anna'), Limit(most=4)
-    blocks = Capacity('x', 3, math.inf), Capacity('y', 2, 30.0, 'gpu')
-    problem = Problem(120.0, 5, bids, blocks, spans_blocks=False, limits=limits)
+    limits = pb.Limit(('a',), least=1, why='share of user anna'), pb.Limit(most=4)
+    blocks = pb.Capacity('x', 3, math.inf), pb.Capacity('y', 2, 30.0, 'gpu')
+    problem = pb.Problem(120.0, 5, bids, blocks, spans_blocks=False, limits=limits)
     assert problem.held_fits and problem.seconds  # what is computed is not recorded
-    assert problem_in(json.loads(json.dumps(record_of(problem)))) == problem
+    assert pb.problem_in(json.loads(json.dumps(pb.record_of(problem)))) == problem
 
 
 def test_a_problem_that_is_too_large_is_not_recorded() -> None:
-    points = range(MOST_POINTS + 2)
+    points = range(pb.MOST_POINTS + 2)
     wide = ScalingCurve(tuple(points), tuple(map(float, points)))
-    assert record_of(Problem(1.0, 2, (Bid('a', 1, 2, 0, 0, 0, wide),))) is None
+    assert pb.record_of(pb.Problem(1.0, 2, (pb.Bid('a', 1, 2, 0, 0, 0, wide),))) is None
