@@ -191,20 +191,17 @@ def test_make_commands_in_the_texts_exist() -> None:
     assert {'demo', 'test'} <= named <= targets
 
 
-ALL = 'TEST_ARGS=--workers 9 --durations=10'
-
-
 @pytest.mark.parametrize(
     ('failing', 'status', 'packages'),
     [
         ('', 0, 1),
-        (ALL, 0, 1),
+        ('test-long', 0, 1),
         ('test', 7, 1),
         ('lint', 7, 1),
         ('system-packages', 7, 1),
         ('few-packages', 0, 0),  # what cannot be installed is not run
         ('test-few-packages', 7, 2),
-        ('lint test', 7, 1),
+        ('lint test-long', 7, 1),
     ],
 )
 def test_ci_runs_what_failed_again(
@@ -223,11 +220,10 @@ def test_ci_runs_what_failed_again(
     assert done.returncode == status
     first, *rest = calls.read_text().splitlines()
     assert first.endswith(' system-packages venv')
-    place = rest.index(f'test {ALL}')
-    beside, after = rest[:place], rest[place + 1 :]
+    beside, after = rest[: (place := rest.index('test'))], rest[place + 1 :]
     assert beside.count('test-few-packages') == packages and beside.count('few-packages') == 1
     assert [it for it in beside if it.endswith(' lint docs')]
-    assert len(after) == (failing == ALL or 'test' in failing.split())
+    assert after.pop(0) == 'test-long' and len(after) == bool(re.search('test(-long)?$', failing))
     again = 'test TEST_ARGS=--last-failed --last-failed-no-failures none'
     assert all(it.startswith(again) for it in after)
 
