@@ -165,7 +165,7 @@ SITE_TYPE = SiteType(
 def parse_jobs(answer: str, pool: str) -> tuple[rc.BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS`; ``pool``: their partition, as queues share the nodes."""
     found = []
-    for job in _vertical(answer, 'JobID'):
+    for job in _vertical(answer, 'qstat', 'JobID'):
         with rc.as_documented('qstat', job):
             held = 'hold' in job['State'] or 'dep_' in job['State']
             start_s = rc.time_of(job['StartTime']) if job['StartTime'] != 'N/A' else None
@@ -190,7 +190,7 @@ def parse_jobs(answer: str, pool: str) -> tuple[rc.BatchJob, ...]:
 def parse_nodes(answer: str, queue: str, now: float) -> tuple[rc.Nodes, ...]:
     """Nodes of a queue in :data:`NODES`, with the time until which they backfill."""
     alike: dict[tuple[str, tuple[str, ...], float | None], list[str]] = defaultdict(list)
-    for row in _table(answer, 'Node_id'):
+    for row in _table(answer, 'nodelist', 'Node_id'):
         with rc.as_documented('nodelist', row):
             if queue not in row['Queues'].split(':'):
                 continue
@@ -209,7 +209,7 @@ def parse_nodes(answer: str, queue: str, now: float) -> tuple[rc.Nodes, ...]:
 
 def parse_queues(answer: str) -> dict[str, rc.Partition]:
     found = {}
-    for queue in _vertical(answer, 'Name'):
+    for queue in _vertical(answer, 'qstat -Q', 'Name'):
         limit = {name: value for name, value in queue.items() if value not in ('None', '-', '')}
         with rc.as_documented('qstat -Q', queue):
             found[queue['Name']] = rc.Partition(
@@ -226,7 +226,7 @@ def parse_queues(answer: str) -> dict[str, rc.Partition]:
 def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out."""
     found = []
-    for row in _table(answer, 'Reservation'):
+    for row in _table(answer, 'showres', 'Reservation'):
         with rc.as_documented('showres', row):
             start_s = rc.time_of(row['Start'])
             hours, minutes = row['Duration'].split(':')[:2]
@@ -255,27 +255,21 @@ def _nodes_in(location: str) -> tuple[str, ...]:
     return tuple(f'nid{number:05}' for each in numbers for number in each)
 
 
-def _vertical(answer: str, first: str) -> Iterator[dict[str, str]]:
+def _vertical(answer: str, command: str, first: str) -> Iterator[dict[str, str]]:
     """Records of ``Field : value`` lines, each beginning with the field ``first``."""
-    for text in re.split(rf'(?m)^(?=[ \t]*{first}[ \t]*:)', answer):
+    begin = rf'[ \t]*{first}[ \t]*:'
+    for text in re.split(f'(?m)^(?={begin})', rc.after_banner(answer, command, begin)):
         fields = (line.partition(':') for line in text.splitlines())
         if record := {name.strip(): value.strip() for name, colon, value in fields if colon}:
             yield record
 
 
-def _table(answer: str, first: str) -> Iterator[dict[str, str]]:
+def _table(answer: str, command: str, first: str) -> Iterator[dict[str, str]]:
     """Rows of a table whose columns begin where their heads do; a cell may have spaces."""
-    lines = answer.splitlines()
-    top = next((number for number, line in enumerate(lines) if line.startswith(first)), None)
-    if top is None:
-        if answer.strip():
-            raise rc.NotUnderstood(
-                f'the answer {answer[:80]!r} is not a table with a column {first}'
-            )
-        return
-    heads = [(found.start(), found[0]) for found in re.finditer(r'\S+(?: \S+)*', lines[top])]
+    head, _, rows = rc.after_banner(answer, command, first).partition('\n')
+    heads = [(found.start(), found[0]) for found in re.finditer(r'\S+(?: \S+)*', head)]
     ends = [start for start, _ in heads[1:]] + [10_000]
-    for line in lines[top + 1 :]:
+    for line in rows.splitlines():
         if line.strip() and not line.startswith('='):
             cells = (line[start:end].strip() for (start, _), end in zip(heads, ends, strict=True))
             yield dict(zip((name for _, name in heads), cells, strict=True))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
+from parsl_freetrain.sites import cobalt
 from parsl_freetrain.sites.batch.demand import Needs, needs
 from parsl_freetrain.sites.batch.node_windows import Wanted, windows
 from parsl_freetrain.sites.batch.records import (
@@ -336,13 +337,18 @@ READERS: dict[str, Callable[[str], object]] = {
     'qstat': lambda said: pbs.parse_jobs(said, 'batch'),
     'history': answers_text.parse_history,
     'exits': answers_text.parse_exits,
+    'cobalt/qstat': lambda said: cobalt.parse_jobs(said, 'batch'),
+    'cobalt/nodelist': lambda said: cobalt.parse_nodes(said, 'batch', NOW),
+    'cobalt/showres': cobalt.parse_reservations,
 }
+COBALT = ZOO.with_name('cobalt') / 'recorded'
 ANSWERS = [
     (reader, path.read_text(errors='replace'))
     for path in sorted(ZOO.glob('*/*'))
     if path.name != 'squeue.json'
     for reader in [max((r for r in READERS if path.name.startswith(r)), key=len)]
 ]
+ANSWERS += [(f'cobalt/{path.stem}', path.read_text()) for path in sorted(COBALT.iterdir())]
 ANSWERS += [('history', '7|CANCELLED by 0|0:15\n8|FAILED|143:0\n'), ('exits', '7 15\n8 256\n')]
 JUNK = ['', '²', '-1', '9' * 400, 'n[1-', 'n[0-99999999]']
 JUNK += ['{', 'null', '[]', '0', 'é\0', 'NaN', '\n']
@@ -364,6 +370,23 @@ def test_a_damaged_answer_is_read_or_not_understood(drawn: tuple[str, str]) -> N
     reader, said = drawn
     with suppress(NotUnderstood):
         READERS[reader](said)
+
+
+def test_a_banner_before_an_answer_is_skipped_and_alone_it_is_none() -> None:
+    """A wrapper or a login shell may print one; it is no empty queue, and nothing is idle."""
+    right = dict(reversed(ANSWERS))
+    for reader in right.keys() - {'exits', 'gpus.txt', 'history'}:
+        said = right[reader]
+        for banner in ('', 'Welcome, 3|4\n', '\n** Welcome: it is 8:00\n\nJobs may be slow.\n'):
+            assert READERS[reader](banner + said) == READERS[reader](said)
+            if banner:
+                with pytest.raises(NotUnderstood, match='answered .*Welcome'):
+                    READERS[reader](banner)
+    for reader in ('sinfo.txt', 'reservation.txt', 'qstat', 'pbsnodes'):
+        with pytest.raises(NotUnderstood, match="'nothing'"):
+            READERS[reader]('')
+    with pytest.raises(NotUnderstood, match='has no Jobs'):
+        READERS['qstat']('{"error": "cannot connect"}')
 
 
 @holds_for(clusters(), st.data(), tries=800)

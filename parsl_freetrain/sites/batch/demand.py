@@ -14,7 +14,7 @@ from itertools import chain, islice
 
 from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.block_shape import is_block
-from parsl_freetrain.sites.batch.node_windows import HOLDING
+from parsl_freetrain.sites.batch.node_windows import HOLDING, held
 from parsl_freetrain.sites.batch.queue_play import QueuePlay
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 
@@ -48,7 +48,7 @@ def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[
     }
     if not waiting:
         return False
-    had = frozenset(chain(*(j.names for j in jobs if j.job_id in ours and j.state in HOLDING)))
+    had = held(job for job in jobs if job.job_id in ours)
     here = [(group, names) for group in nodes if (names := had.intersection(group.names))]
     return bool(had) and (
         not here
@@ -126,18 +126,17 @@ def reserved(
     by_s: float,
 ) -> tuple[NodeDemand, ...]:
     """Nodes of ours that a reservation takes before ``by_s``, or that are drained."""
-    holding = [state for state in HOLDING if state is not JobState.ENDING]
-    held = [job for job in jobs if job.job_id in ours and job.state in holding]
+    blocks = [job for job in jobs if job.job_id in ours and job.state in HOLDING]
     demands = []
     for each in reservations:
         if each.start_s < by_s <= each.end_s:
-            late = (j.names for j in held if j.end_s is None or j.end_s > each.start_s)
+            late = (j.names for j in blocks if j.end_s is None or j.end_s > each.start_s)
             names = frozenset(chain(*late))
             if names := names if each.everywhere else names.intersection(each.nodes):
                 name = f'reservation {each.name}'
                 demands.append(NodeDemand(name, len(names), names, shared=True))
     drained = chain(*(group.names for group in nodes if group.drained))
-    if names := frozenset(chain(*(job.names for job in held))).intersection(drained):
+    if names := held(blocks).intersection(drained):
         name = f'drained {", ".join(sorted(names))}'
         demands.append(NodeDemand(name, len(names), names, shared=True))
     return tuple(demands)

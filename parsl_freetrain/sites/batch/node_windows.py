@@ -10,12 +10,8 @@ from dataclasses import dataclass, replace
 from parsl_freetrain.core.model.types import Hole, NodeOffer
 from parsl_freetrain.sites.batch import records
 
-HOLDING = (
-    records.JobState.RUNNING,
-    records.JobState.SUSPENDED,
-    records.JobState.STARTING,
-    records.JobState.ENDING,
-)
+# They have nodes, and keep them.
+HOLDING = records.JobState.RUNNING, records.JobState.STARTING, records.JobState.SUSPENDED
 
 Groups = dict[tuple[float, str], list[str]]  # nodes by when they can be had until, and class
 
@@ -82,9 +78,8 @@ def windows(
         for name in group.names
     }
     for job in jobs:
-        if job.state in HOLDING:
-            for name in job.names:
-                until.pop(name, None)
+        for name in held((job,)):
+            until.pop(name, None)
         if job.job_id in ours or job.state is not records.JobState.PENDING or job.start_s is None:
             continue
         if job.planned:
@@ -102,7 +97,15 @@ def windows(
 
 
 def held(jobs: Iterable[records.BatchJob]) -> frozenset[str]:
-    return frozenset(name for job in jobs if job.state in HOLDING for name in job.names)
+    """Nodes of jobs that are not over, as far as is known."""
+    return frozenset(name for job in jobs if not job.state.is_over for name in job.names)
+
+
+def freed(had: frozenset[str], jobs: Sequence[records.BatchJob]) -> frozenset[str]:
+    """Nodes that jobs ``had`` and now have no more; none while a job's nodes are not known."""
+    unknown = records.JobState.UNKNOWN
+    lost = any(job.state is unknown and not job.names for job in jobs)
+    return frozenset() if lost else had - held(jobs)
 
 
 def as_jobs_say(

@@ -12,7 +12,7 @@ from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.batch.block_shape import is_block
 from parsl_freetrain.sites.batch.node_shares import Caps, Missing, NodeCalendar, NodeShares
-from parsl_freetrain.sites.batch.node_windows import HOLDING
+from parsl_freetrain.sites.batch.node_windows import held
 
 ENDING_S = 60.0  # nodes of a job that has been ending for so long, in seconds, do not count as free
 SOON_S = 3.0  # a reservation that ends in so many seconds counts as over
@@ -56,7 +56,7 @@ class QueuePlay:
                 until |= dict.fromkeys(group.names, now)
         uses: list[tuple[rc.BatchJob, int, float]] = []
         for job in jobs:
-            if job.state in HOLDING and job.names:
+            if held((job,)):
                 end_s = math.inf if job.end_s is None else job.end_s
                 if job.state is rc.JobState.ENDING:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf

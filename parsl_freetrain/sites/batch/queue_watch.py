@@ -12,7 +12,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.clocks import Backoff, ClockSteps
 from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.batch.demand import waits
-from parsl_freetrain.sites.batch.node_windows import as_jobs_say, held
+from parsl_freetrain.sites.batch.node_windows import as_jobs_say, freed, held
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
@@ -177,7 +177,7 @@ class QueueWatch:
                         self._nodes, self._nodes_said = self._scheduler.nodes(), at
                     self._had = frozenset()
                 self._had |= held(snapshot.jobs)
-                nodes = as_jobs_say(self._nodes, self._had - held(snapshot.jobs))
+                nodes = as_jobs_say(self._nodes, freed(self._had, snapshot.jobs))
                 snapshot = replace(snapshot, nodes=nodes, nodes_at=at)
                 nodes_answered = self._clock()
         except Exception as error:

@@ -1,13 +1,16 @@
 """What schedulers say, as frozen records; times in seconds of ``time.time()``."""
 
 import logging
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_tz
 from enum import StrEnum
 from functools import cache
+from typing import Any
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 
@@ -196,6 +199,20 @@ def warn_once(what: str) -> None:
     logger.warning(what)
 
 
+def after_banner(answer: str, command: str, begin: str, none: str | None = '') -> str:
+    """An answer from the first line on that begins with the pattern ``begin``: a wrapper or a login
+    shell may print others before it. Empty if it ends with ``none``, what the command prints where
+    there is nothing (None: there always is something). Raises NotUnderstood for another one.
+    """
+    if found := re.search(f'^(?:{begin})', answer, re.MULTILINE):
+        return answer[found.start() :]
+    said = answer.strip()
+    if none is not None and (said.endswith(none) if none else not said):
+        return ''
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ['nothing']
+    raise NotUnderstood(f'{command} answered {lines[0][:200]!r}, not in the format asked for')
+
+
 @contextmanager
 def as_documented(command: str, answer: object = '') -> Iterator[None]:
     """Raise NotUnderstood for whatever is missing in a command's answer, or is of another kind."""
@@ -208,6 +225,29 @@ def as_documented(command: str, answer: object = '') -> Iterator[None]:
         raise NotUnderstood(
             f'the answer of {command}{said} is not as documented: {type(error).__name__} {error}'
         ) from error
+
+
+def all_of(
+    told: Iterable[tuple[str, Any]], read: Callable[[str, Any], BatchJob], command: str
+) -> tuple[BatchJob, ...]:
+    """The jobs, by their ids and what is told of them. Nothing is known of one that cannot be read,
+    or is there twice. Raises NotUnderstood if none can be read.
+    """
+    found, odd = list[BatchJob](), list[NotUnderstood]()
+    for job_id, said in told:
+        try:
+            with as_documented(command, said):
+                found.append(read(job_id, said))
+        except NotUnderstood as error:
+            logger.info('Nothing is known of job %s: %s', job_id, error)
+            found.append(BatchJob(job_id, JobState.UNKNOWN, '', 1))
+            odd.append(error)
+    if odd and len(odd) == len(found):
+        raise NotUnderstood(f'no job can be read in what {command} answered: {odd[0]}'[:400])
+    times = Counter(job.job_id for job in found)
+    return tuple(
+        job if times[job.job_id] == 1 else replace(job, state=JobState.UNKNOWN) for job in found
+    )
 
 
 def time_of(text: str, fold: int = 0) -> float:

@@ -22,6 +22,7 @@ def batch_script(
 
 SECONDS=0
 {init}
+set +eu  # what follows looks at statuses
 {lifetime}left=$((left - {math.ceil(options.ending_s)}))
 [ "$left" -gt 0 ] || exit 0
 

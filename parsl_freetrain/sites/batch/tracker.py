@@ -16,7 +16,7 @@ from parsl_freetrain.sites.batch import queue_watch as qw
 from parsl_freetrain.sites.batch.block_shape import Output
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, StalledJobs, could_use, needs, reserved, waits
-from parsl_freetrain.sites.batch.node_windows import OfferLog, windows
+from parsl_freetrain.sites.batch.node_windows import HOLDING, OfferLog, windows
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
@@ -29,8 +29,6 @@ HISTORY_S = 1.0
 at the next look.
 """
 LONGEST_CANCEL_S = 300.0  # maximum seconds between two tries to cancel jobs that nobody needs
-
-_HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
 
 class BlockTracker:
@@ -211,7 +209,7 @@ class BlockTracker:
         self.held = {
             job.job_id: job.names
             for job in jobs
-            if job.job_id in ours and job.names and job.state in _HOLDING
+            if job.job_id in ours and job.names and job.state in HOLDING
         }
         self._waiting = bool(self.held) and could_use(self.watch.last.nodes, jobs, ours)
         slow, fast = self._options.poll_s, self._options.fast_poll_s

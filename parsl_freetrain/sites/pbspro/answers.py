@@ -70,26 +70,18 @@ def parse_jobs(
     ``apart``: queues with other nodes; ``ranks``: priorities of queues.
     """
     said = document(answer, 'qstat')
+
+    def read(job_id: str, job: Mapping[str, Any]) -> rc.BatchJob:
+        of = '' if job.get('queue') in apart else pool
+        return _job(job_id, job, of, now, ranks, features)
+
     with rc.as_documented('qstat'):
-        now, jobs = float(said.get('timestamp', time.time())), said.get('Jobs', {})
-        found = {
-            job_id: rc.BatchJob(job_id, rc.JobState.UNKNOWN, pool, 1)
-            for job_id, job in jobs.items()
-            if job is None or 'job_state' in job
-        }
-    odd: list[rc.NotUnderstood] = []
-    for job_id, job in jobs.items():
-        if job_id in found and job is not None:
-            try:
-                with rc.as_documented('qstat', job):
-                    of = '' if job.get('queue') in apart else pool
-                    found[job_id] = _job(job_id, job, of, now, ranks, features)
-            except rc.NotUnderstood as error:
-                logger.info('Nothing is known of job %s: %s', job_id, error)
-                odd.append(error)
-    if odd and len(odd) == len(found):
-        raise odd[0]
-    return tuple(found.values())
+        if not said.keys() & {'timestamp', 'Jobs'}:
+            raise rc.NotUnderstood(f'the document of qstat has no Jobs: {said}'[:300])
+        now = float(said.get('timestamp', time.time()))
+        jobs = said.get('Jobs', {}).items()
+        jobs = [(name, job) for name, job in jobs if job is None or 'job_state' in job]
+    return rc.all_of(jobs, read, 'qstat')
 
 
 def _job(
@@ -136,7 +128,7 @@ def _job(
         end_s,
         planned,
         names,
-        str(job.get('Job_Owner', '')).split('@')[0],
+        re.sub('@[^@]*$', '', str(job.get('Job_Owner', ''))),  # names of users may have an @
         comment,
         str(job.get('Job_Name', '')),
         _count(job.get('run_count', 0)),
@@ -259,7 +251,9 @@ def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
     if states != {'free'}:
         return '+'.join(sorted(states - {'free'}))
     # A free vnode may run jobs that leave room for others.
-    return 'mixed' if any(vnode.get('jobs') for vnode in vnodes) else 'idle'
+    named = any(vnode.get('jobs') for vnode in vnodes)
+    given = any(_count((v.get('resources_assigned') or {}).get('ncpus', 0)) for v in vnodes)
+    return 'mixed' if named or given else 'idle'
 
 
 def _has(available: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
@@ -331,6 +325,7 @@ def limits(name: str, queue: Mapping[str, Any]) -> rc.Partition:
 def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Those with nodes, and next ones of those that recur; for ever if times are unreadable."""
     found = []
+    answer = rc.after_banner(answer, 'pbs_rstat', 'Resv ID: ')
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
         name, _, rest = text.partition('\n')
         fields = dict(re.findall(r'^\s*(\w+) = (.*)$', rest.replace('\n\t', ''), re.MULTILINE))

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import NotUnderstood
+from parsl_freetrain.sites.batch.records import NotUnderstood, after_banner
 
 _PAIR = re.compile(r'^(\s*"(?:[^"\\]|\\.)*":\s*)(.*?)(,?)$', re.DOTALL)
 _NEW = re.compile(r'^\s*("(?:[^"\\]|\\.)*":|[\]{}],?\s*$|"(?:[^"\\]|\\.)*",?\s*$)')
@@ -18,16 +18,16 @@ def document(answer: str, command: str) -> dict[str, Any]:
     """The document in an answer, mended, or NotUnderstood. Of two values under one name the first
     counts, and of objects none: another user's value that was not escaped may have written one.
     """
+    answer = after_banner(answer, command, r'\{', None)
     bare = re.sub(r',(\s*\})', r'\1', _VARIABLES.sub('', answer))
     for text in (answer, bare, _mended(bare)):
         try:
+            found: dict[str, Any]
             found = json.loads(text, strict=False, object_pairs_hook=_unambiguous)
         except (ValueError, RecursionError) as error:
             problem: Exception = error
-            continue
-        if isinstance(found, dict):
+        else:
             return found
-        raise NotUnderstood(f'{command} did not answer with a JSON object')
     raise NotUnderstood(f'{command} did not answer with a JSON document: {problem}')
 
 

@@ -6,7 +6,13 @@ wraps numbers in ``{"set", "infinite", "number"}``; since 23.11 a state is a lis
 import json
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import BatchJob, NotUnderstood, as_documented
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    NotUnderstood,
+    after_banner,
+    all_of,
+    as_documented,
+)
 from parsl_freetrain.sites.slurm import answers_text as text
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
@@ -26,10 +32,10 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
         if any('scheduled_nodes' not in j and 'PENDING' in j['job_state'] for j in jobs):
             lacks = 'does not tell the planned nodes of pending jobs'
             raise NotUnderstood(f'the document of squeue --json {lacks}')
-        return text.all_of(jobs, _job)
+        return all_of([(str(job['job_id']), job) for job in jobs], _job, 'squeue --json')
 
 
-def _job(job: dict[str, Any]) -> BatchJob:
+def _job(job_id: str, job: dict[str, Any]) -> BatchJob:
     state = _words(job['job_state'])
     word = next((more for more in state[1:] if more in _MORE), state[0])
     reason = job.get('state_description') or job['state_reason']  # as squeue does in its text
@@ -46,7 +52,7 @@ def _job(job: dict[str, Any]) -> BatchJob:
     whole |= not words and 'container_type' in job  # 26.05 does not tell it: nodes are given back
     per_cpu, per_node = (_number(job.get(f'memory_per_{unit}')) or 0.0 for unit in ('cpu', 'node'))
     return BatchJob(
-        str(job['job_id']),
+        job_id,
         end_of(state_of(word), *_exit(job.get('exit_code'))),
         job['partition'],
         nodes,
@@ -98,13 +104,12 @@ def _number(value: Any) -> float | None:
 
 
 def _document(answer: str) -> dict[str, Any]:
-    said = 'squeue --json did not answer with a JSON'
+    answer = after_banner(answer, 'squeue --json', r'\{', None)
     try:
-        document = json.loads(answer)
+        document: dict[str, Any] = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f'{said} document: {error}') from error
-    if not isinstance(document, dict):
-        raise NotUnderstood(f'{said} object')
+        said = 'squeue --json did not answer with a JSON document'
+        raise NotUnderstood(f'{said}: {error}') from error
     if document.get('errors') and not document.get('jobs'):  # Slurm's exit status may be 0
         raise NotUnderstood(f'squeue --json told no jobs, but errors: {document["errors"]}'[:300])
     return document

@@ -3,11 +3,9 @@
 import logging
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from parsl_freetrain.sites.batch import records as rc
 from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
@@ -58,46 +56,26 @@ def job_format(mark: str) -> str:
 
 
 def parse_jobs(answer: str) -> tuple[rc.BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS`, which begins with the mark of :func:`job_format`. One
-    that cannot be read is left out, one that is told twice is unknown. Raises NotUnderstood if it
-    was cut off, or no job can be read.
+    """Jobs in the answer to :data:`JOBS`, which begins with the mark of :func:`job_format`. Raises
+    NotUnderstood if it was cut off, or no job can be read.
     """
-    if not answer.strip():
+    if not (answer := rc.after_banner(answer, 'squeue', r'\|[0-9a-f]{16}<')):
         return ()
-    begin = re.match(r'(\|[0-9a-f]{16})<', answer)
-    if begin is None:
-        raise rc.NotUnderstood(f'squeue answered {answer[:200]!r}, not in the format asked for')
-    records = [record.split(begin[1]) for record in answer.split(begin[0])[1:]]
+    begin, _, _ = answer.partition('<')
+    records = [record.split(begin) for record in answer.split(f'{begin}<')[1:]]
     if any(fields.pop().strip() != '>' for fields in records):
         raise rc.NotUnderstood('the answer of squeue was cut off')
-    return all_of(records, _job)
+    jobs = ((''.join(fields[:1]).strip(), fields[1:]) for fields in records)
+    return rc.all_of(jobs, _job, 'squeue')
 
 
-def all_of(records: Sequence[Any], read: Callable[[Any], rc.BatchJob]) -> tuple[rc.BatchJob, ...]:
-    """As :func:`parse_jobs`."""
-    found = []
-    for record in records:
-        try:
-            with rc.as_documented('squeue', record):
-                found.append(read(record))
-        except rc.NotUnderstood as error:
-            logger.info('Left out what squeue says of a job: %s', error)
-            odd = error
-    if records and not found:
-        raise rc.NotUnderstood(f'no job can be read in what squeue answered: {odd}'[:400])
-    told = Counter(job.job_id for job in found)
-    return tuple(
-        job if told[job.job_id] == 1 else replace(job, state=rc.JobState.UNKNOWN) for job in found
-    )
-
-
-def _job(fields: list[str]) -> rc.BatchJob:
-    job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
+def _job(job_id: str, fields: list[str]) -> rc.BatchJob:
+    state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
     limit, priority, only, excluded, gres, reservation, features, *rest = rest
     cpus, step, memory, shared, name = rest
     least_mib = mib_of(memory)
     return rc.BatchJob(
-        job_id.strip(),
+        job_id,
         state_of(state),
         partition,
         _count(nodes),
@@ -166,6 +144,7 @@ def mib_of(text: str) -> float:
 def parse_nodes(answer: str) -> tuple[rc.Nodes, ...]:
     """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line has other fields."""
     found = []
+    answer = rc.after_banner(answer, 'sinfo', r'([^|\n]*\|){6}[^|\n]*$', None)
     for line in _lines(answer, 'sinfo'):
         fields = line.strip().split('|')
         if fields == ['']:
@@ -186,9 +165,9 @@ def parse_nodes(answer: str) -> tuple[rc.Nodes, ...]:
 def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
     """Reservations with nodes; unreadable times last for ever, unreadable nodes are all."""
     found = []
-    for line in _lines(answer, 'scontrol show reservation'):
-        if not line.startswith('ReservationName='):  # "No reservations in the system"
-            continue
+    command, none = 'scontrol show reservation', 'No reservations in the system'
+    answer = rc.after_banner(answer, command, 'ReservationName=', none)
+    for line in filter(None, _lines(answer, command)):
         fields, everywhere, start, end = _pairs(line), False, None, None
         nodes: tuple[str, ...] = ()
         with suppress(rc.NotUnderstood):
@@ -209,6 +188,7 @@ def parse_reservations(answer: str) -> tuple[rc.NodeReservation, ...]:
 
 @rc.as_documented('scontrol show partition')
 def parse_partitions(answer: str) -> dict[str, rc.Partition]:
+    answer = rc.after_banner(answer, 'scontrol show partition', 'PartitionName=')
     lines = (_pairs(line) for line in answer.splitlines() if line.startswith('PartitionName='))
     return {fields['PartitionName']: _partition(fields) for fields in lines}
 

@@ -1,7 +1,7 @@
 """Batch scripts for sbatch; every value of a user is quoted."""
 
 import shlex
-import time
+from datetime import datetime
 
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Output
 from parsl_freetrain.sites.batch.shell import batch_script, on_each_node
@@ -55,7 +55,10 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Output) -> list[st
     if shape.least_s < shape.walltime_s:
         said.append(f'--time-min={shape.least_s // 60}')
     if shape.deadline is not None:
-        said.append(time.strftime('--deadline=%Y-%m-%dT%H:%M:%S', time.localtime(shape.deadline)))
+        at = datetime.fromtimestamp(shape.deadline)
+        # An hour that clocks pass twice is counted from sbatch's start.
+        twice = at.replace(fold=0).timestamp() != at.replace(fold=1).timestamp()
+        said.append(f'--deadline={f"now+{shape.hole_s}" if twice else at.isoformat()}')
     for name, value in (
         ('account', options.account),
         ('qos', options.qos),
@@ -82,7 +85,8 @@ _LIFETIME = """\
 # Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
 # or an administrator changed it: ask.
 read -r start end < <(
-    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e'
+    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e' |
+        grep -E '^[0-9]+ +[0-9]+ *$'  # no line of a wrapper's
 )
 case $start$end in
     ''|*[!0-9]*) left={limit} ;;

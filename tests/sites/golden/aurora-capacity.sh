@@ -19,6 +19,7 @@ export TMPDIR=/tmp
 export CCL_PROCESS_LAUNCHER=none CCL_ATL_TRANSPORT=ofi CCL_KVS_CONNECTION_TIMEOUT=600
 export CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD=1024 FI_MR_CACHE_MONITOR=userfaultfd
 
+set +eu  # what follows looks at statuses
 # The scheduler may have shortened the walltime so that the block fits: ask.
 waited=  # in the queue, by the scheduler's clock
 said=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null)

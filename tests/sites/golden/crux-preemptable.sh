@@ -17,6 +17,7 @@ SECONDS=0
 . ~/venv/bin/activate
 export TMPDIR=/tmp OMP_NUM_THREADS=128
 
+set +eu  # what follows looks at statuses
 # The scheduler may have shortened the walltime so that the block fits: ask.
 waited=  # in the queue, by the scheduler's clock
 said=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null)

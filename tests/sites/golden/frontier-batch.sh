@@ -28,10 +28,12 @@ export TMPDIR=/tmp MIOPEN_USER_DB_PATH=/tmp/miopen-$SLURM_JOB_ID
 export MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
 unset CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES
 
+set +eu  # what follows looks at statuses
 # Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
 # or an administrator changed it: ask.
 read -r start end < <(
-    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e'
+    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e' |
+        grep -E '^[0-9]+ +[0-9]+ *$'  # no line of a wrapper's
 )
 case $start$end in
     ''|*[!0-9]*) left=4920 ;;

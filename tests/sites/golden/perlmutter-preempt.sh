@@ -22,10 +22,12 @@ module load pytorch
 . ~/venv/bin/activate
 export NCCL_SOCKET_IFNAME=hsn TMPDIR=/tmp
 
+set +eu  # what follows looks at statuses
 # Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
 # or an administrator changed it: ask.
 read -r start end < <(
-    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e'
+    SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format='%S %e' |
+        grep -E '^[0-9]+ +[0-9]+ *$'  # no line of a wrapper's
 )
 case $start$end in
     ''|*[!0-9]*) left=28800 ;;

@@ -25,6 +25,7 @@ plugin=/soft/libraries/hwloc/lib:/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib
 LD_LIBRARY_PATH=$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export LD_LIBRARY_PATH
 
+set +eu  # what follows looks at statuses
 # The scheduler may have shortened the walltime so that the block fits: ask.
 waited=  # in the queue, by the scheduler's clock
 said=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null)

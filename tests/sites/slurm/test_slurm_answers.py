@@ -111,9 +111,10 @@ def test_of_a_job_that_is_told_twice_nothing_is_known() -> None:
 
 def test_a_job_that_cannot_be_read_hides_no_other() -> None:
     odd = record(i='1', n='node[1-')
-    assert [job.job_id for job in answers_text.parse_jobs(odd + record(i='2'))] == ['2']
-    short = record(i='3').replace('|0123456789abcdefbatch', '')
-    assert [job.job_id for job in answers_text.parse_jobs(short + record(i='2'))] == ['2']
+    short = record(i='1').replace('|0123456789abcdefbatch', '')
+    for said in (odd, short):
+        unknown, other = answers_text.parse_jobs(said + record(i='2'))
+        assert (unknown.job_id, unknown.state, other.job_id) == ('1', JobState.UNKNOWN, '2')
     with pytest.raises(NotUnderstood, match='no job'):
         answers_text.parse_jobs(odd)
     for cut in (record(i='2')[:-3], record(i='2') + record(i='3')[:40]):
@@ -321,8 +322,8 @@ def test_a_job_of_a_document_that_cannot_be_read_hides_no_other() -> None:
     sound = json.loads(job_document())['jobs'][0]
     odd = {'job_state': [], 'scheduled_nodes': 'n[1', 'end_time': 'soon', 'tasks': 'x'}
     for name, value in odd.items():
-        text = json.dumps({'jobs': [sound, sound | {'job_id': 9, name: value}]})
-        assert [job.job_id for job in answers_json.parse_jobs(text)] == [str(sound['job_id'])]
+        text = json.dumps({'jobs': [sound, sound | {'job_id': 8, name: value}]})
+        assert [job.state.name for job in answers_json.parse_jobs(text)] == ['PENDING', 'UNKNOWN']
     bare = json.dumps({'jobs': [sound | {'time_limit': {'number': 5}, 'end_time': {}}]})
     assert [job.limit_s for job in answers_json.parse_jobs(bare)] == [300.0]
 

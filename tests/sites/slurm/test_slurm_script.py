@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmOptions, SlurmSite
 from parsl_freetrain.sites.slurm.script import render
 from tests.support.programs import run_script
+from tests.support.waiting import LIMIT_S
 
 GOLDEN = Path(__file__).with_name('golden')
 CONFIGS = Path(__file__).resolve().parents[3] / 'site_configs'
@@ -114,6 +116,24 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     said = {'squeue': 'echo', 'srun': 'shift $(($# - 1)); printf %s "$1" >"$SAID"'}
     assert run_script(tmp_path, script, 'SLURM_JOB_ID', **said) == command
     assert not marker.exists()
+
+
+def test_a_block_learns_its_end_whatever_its_worker_init_and_a_wrapper_do(tmp_path: Path) -> None:
+    timeout = 'case $1 in 20) shift; exec "$@";; *) printf %s "$2" >"$SAID";; esac'
+    for squeue, left_s in (('exit 1', 290), ('echo Welcome; echo 1000 1160', 150)):
+        strict = options(worker_init='set -euo pipefail')
+        script = render(strict, BlockShape(1, 300, 300), PLACE, 'true')
+        found = run_script(tmp_path, script, 'SLURM_JOB_ID', squeue=squeue, timeout=timeout)
+        assert left_s - LIMIT_S < int(found) <= left_s
+
+
+def test_a_deadline_in_the_hour_that_clocks_pass_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Berlin 02:30 on 25 October 2026 is at 1792888200, and an hour later again."""
+    monkeypatch.setenv('TZ', 'Europe/Berlin')
+    time.tzset()
+    for at, said in ((0, 'now+900'), (3600, 'now+900'), (7200, '2026-10-25T03:30:00')):
+        shape = shape_for(1, 900.0, (), options(), None, 1_792_888_200.0 + at - 900)
+        assert f'#SBATCH --deadline={said}\n' in render(options(), shape, PLACE, 'true')
 
 
 def test_jobs_are_known_by_their_run() -> None:

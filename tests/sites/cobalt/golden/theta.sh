@@ -14,6 +14,7 @@ module load miniconda-3
 export OMP_NUM_THREADS=64 MKL_NUM_THREADS=64 KMP_BLOCKTIME=0 KMP_AFFINITY='granularity=fine,compact,1,0'
 export MKL_ENABLE_INSTRUCTIONS=AVX512_MIC
 
+set +eu  # what follows looks at statuses
 case $COBALT_STARTTIME$COBALT_ENDTIME in
     ''|*[!0-9]*) left=$((4920 - SECONDS)) ;;
     *) left=$((COBALT_ENDTIME - COBALT_STARTTIME - SECONDS)) ;;  # of one clock
