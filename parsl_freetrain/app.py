@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
 from msgspec import structs
-from parsl.app.app import python_app
+from parsl.app.app import join_app, python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.errors import NoDataFlowKernelError
 
@@ -121,6 +121,7 @@ class FreeTrainApp:
             free()
             raise
         future = TrainingFuture(name)
+        _make_task(dfk, future)
         executor.await_arguments(future)
 
         def start(packed: Packed) -> None:
@@ -290,6 +291,18 @@ class FreeTrainApp:
             say_if_never(definition(self.function))
         else:
             future.add_done_callback(functools.partial(arguments.say_if_finished_before, newest[0]))
+
+
+def _make_task(dfk: DataFlowKernel, future: TrainingFuture) -> None:
+    """Have Parsl wait for a trainer as for its own tasks (``exit_mode='wait'``)."""
+    ended: Future[None] = Future()
+    future.add_done_callback(lambda _: ended.set_result(None))
+
+    def trainer() -> Future[None]:
+        return ended
+
+    trainer.__name__ = future.name
+    join_app(trainer, dfk, cache=False)()
 
 
 def _tell(executors: Sequence[FreeTrainExecutor], told: TellReplica) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 
 import parsl
 import pytest
-from parsl.app.app import python_app
+from parsl.app.app import join_app, python_app
 from parsl.config import Config
+from parsl.dataflow.errors import JoinError
 from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
 from parsl.providers import LocalProvider
 
@@ -591,7 +592,9 @@ def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
-    """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
+    """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's. Parsl
+    waits for trainers as for its tasks, and a join app of one ends with it, however that ends.
+    """
 
     @python_app(executors=['threads'])
     def in_threads(checkpoint: ft.Checkpoint) -> int:
@@ -614,7 +617,7 @@ def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
         cores_per_worker=0.1,
         provider=LocalProvider(init_blocks=0, max_blocks=1),  # type: ignore[no-untyped-call]
     )
-    more = {'strategy': 'simple', 'max_idletime': 0.5, 'strategy_period': 0.2}
+    more = {'strategy': 'simple', 'max_idletime': 0.5, 'strategy_period': 0.2, 'exit_mode': 'wait'}
     with load(tmp_path, ours, stock, ThreadPoolExecutor(label='threads'), **more):
         first = app()()
         assert in_stock(first, in_threads(first)).result(LIMIT_S) == (96, 96)
@@ -623,7 +626,15 @@ def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
         while time.monotonic() < deadline and ours.connected_managers():
             time.sleep(0.1)
         assert ours.connected_managers()
-        assert app()(pause_s=0.05).result(LIMIT_S).samples == 96
+        held = app()(Future[Any]())
+        joined = join_app(lambda: held)()
+        held.cancel()
+        with pytest.raises(JoinError):
+            joined.result(LIMIT_S)
+        last = app()(pause_s=0.05)
+    assert last.done() and last.result().samples == 96
+    with refused('was started before', 'make a new one'):
+        ours.start()
 
 
 MODULE = """

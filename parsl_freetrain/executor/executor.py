@@ -167,6 +167,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def start(self) -> None:
         """Start Parsl's part, the site and the event loop. If one fails, stop the others."""
+        if self._lock is not None:
+            anew = 'make a new one, with a new provider, for each parsl.load'
+            raise BadInput(f'Executor {self.label!r} was started before; {anew}.')
         with ExitStack() as undo:
             self._start(undo)
             undo.pop_all()

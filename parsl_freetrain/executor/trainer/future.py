@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import replace
 
@@ -97,6 +97,13 @@ class TrainingFuture(Future[Checkpoint]):
             with suppress(OSError, FreeTrainError):
                 return replace(found, best=self._best())
         return found
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As any future's, but it returns CancelledError: Parsl's join apps would wait for ever."""
+        try:
+            return super().exception(timeout)
+        except CancelledError as error:
+            return error
 
     def _settle_finished(
         self, checkpoint: Checkpoint, best: Callable[[], Checkpoint | None] | None = None

@@ -263,7 +263,10 @@ def _described(raised: BaseException) -> RankError:
     trace = raised.__traceback__
     while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    message = str(raised)
+    try:
+        message = str(raised)
+    except Exception as error:  # the user's code
+        message = f'(its text cannot be told: {type(error).__name__})'
     if 'Expected more than 1 value per channel' in message:
         message = (
             f'A part of a global batch had one sample, too few for batch statistics ({message}): '
@@ -292,7 +295,7 @@ def _packed(raised: BaseException, trace: TracebackType | None) -> bytes | None:
     """``cloudpickle.dumps((exception, tblib's traceback dict))``; None: impossible, or large."""
     try:
         data = cloudpickle.dumps((raised, tblib.Traceback(trace).to_dict()))
-        cloudpickle.loads(data)
+        str(cloudpickle.loads(data)[0])
     except Exception:  # the exception's own code may raise anything
         print('The exception cannot be sent as an object:', file=sys.stderr)
         traceback.print_exc()

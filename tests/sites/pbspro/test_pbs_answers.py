@@ -356,12 +356,6 @@ def test_values_that_are_no_json_become_texts() -> None:
         assert isinstance(found['comment'], str)
 
 
-@pytest.mark.parametrize('answer', ['', 'qstat: cannot connect', '[]', '{"Jobs":{'])
-def test_what_is_no_document_is_not_understood(answer: str) -> None:
-    with pytest.raises(records.NotUnderstood):
-        answers.parse_jobs(answer, 'pool')
-
-
 def test_jobs_that_get_none_of_our_nodes_have_no_partition() -> None:
     """They are no reason to give nodes back, nor do their plans end holes."""
     nodes = {

@@ -309,15 +309,6 @@ def test_gpus(gres: str, gpus: int) -> None:
     assert answers_text.gpus_of(gres) == gpus
 
 
-@pytest.mark.parametrize(
-    'answer', ['1|RUNNING|x', 'slurm_load_jobs error: Unable to contact slurm controller']
-)
-def test_what_is_no_answer_is_not_read_as_one(answer: str) -> None:
-    for parse in (answers_text.parse_jobs, answers_text.parse_nodes, answers_json.parse_jobs):
-        with pytest.raises(NotUnderstood):
-            parse(answer)
-
-
 def test_a_job_of_a_document_that_cannot_be_read_hides_no_other() -> None:
     sound = json.loads(job_document())['jobs'][0]
     odd = {'job_state': [], 'scheduled_nodes': 'n[1', 'end_time': 'soon', 'tasks': 'x'}

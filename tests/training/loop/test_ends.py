@@ -75,6 +75,17 @@ def test_what_torch_says_of_devices_names_what_to_move() -> None:
     assert 'needs .to(ctx.device).' in cloudpickle.loads(said.exception or b'')[0].__notes__[0]
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def test_an_exception_whose_text_cannot_be_told() -> None:
+    """It ended the rank, five times, and the trainer with "exited with status 1"."""
+    said = _described(Wordless())
+    assert said.type == 'Wordless' and 'LookupError' in said.message and said.exception is None
+
+
 def test_the_same_script_twice(fork_server: ForkClient, tmp_path: Path) -> None:
     """What has been trained stays so, as what was returned and reported; nothing is done again."""
     before, rank = run(fork_server, tmp_path, returns_values, world_size=2)
