@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.types import Hole
-from parsl_freetrain.sites.batch.node_windows import OnTheWay, Wanted, holes, windows
+from parsl_freetrain.sites.batch.node_windows import OnTheWay, Wanted, freed, holes, windows
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -85,6 +85,10 @@ def test_an_idle_node_is_no_hole_while_a_job_of_others_has_it_by_the_older_answe
     ended = replace(planned(NOW, 'a'), state=JobState.RUNNING, planned=(), names=('a',))
     assert until([idle('a', 'b')], [ended]) == {'b': math.inf}
     assert until([idle('a', 'b')], [ended], ours=frozenset({'7'})) == {'b': math.inf}
+    unknown = replace(ended, state=JobState.UNKNOWN)
+    assert until([idle('a', 'b')], [unknown]) == {'b': math.inf}
+    assert freed(frozenset('ab'), [unknown]) == {'b'}
+    assert freed(frozenset('ab'), [replace(unknown, names=())]) == frozenset()
 
 
 def test_only_nodes_that_fit_count() -> None:

@@ -85,6 +85,7 @@ def test_a_running_block_has_the_end_that_the_scheduler_says(table: BlockTable) 
     assert table.end_of('1') is None
     table.take_in([job(JobState.RUNNING, end_s=300.0)], 2.0)
     assert table.end_of('1') == 300.0
+    assert not table.late(101.0) and not table.waiting()
     table.take_in([job(JobState.RUNNING, end_s=30.0)], 3.0)  # shortened, or preempted
     assert table.end_of('1') == 30.0
     table.take_in([job(JobState.ENDING, end_s=4.0)], 4.0)  # it has its nodes still
@@ -107,14 +108,11 @@ def test_a_job_that_is_not_in_the_answer_is_not_over(table: BlockTable) -> None:
 
 
 def test_one_answer_without_a_job_never_ends_it(table: BlockTable) -> None:
+    table.take_in([], -1.0)
+    assert not table.missing(), 'it was asked before the submission'
     table.take_in([job(JobState.RUNNING, end_s=450.0)], 1.0)
     table.take_in([], 1000.0)
     assert table.status('1', 1001.0).state is ParslState.UNKNOWN
-
-
-def test_an_answer_from_before_the_submission_says_nothing(table: BlockTable) -> None:
-    table.take_in([], -1.0)
-    assert not table.missing()
 
 
 def test_silence_makes_blocks_unreachable_but_never_revives_or_ends_them(table: BlockTable) -> None:
@@ -167,12 +165,6 @@ def test_blocks_whose_nodes_were_taken_are_deleted_once(table: BlockTable) -> No
     for at in (4.0, 5.0, 6.0):
         table.take_in([], at)
     assert table.status('1', 7.0).state is ParslState.TIMEOUT, 'without a history, too'
-
-
-def test_running_blocks_are_not_late(table: BlockTable) -> None:
-    table.take_in([job(JobState.RUNNING)], 50.0)
-    assert table.late(101.0) == []
-    assert table.waiting() == []
 
 
 def test_looks_become_offers() -> None:

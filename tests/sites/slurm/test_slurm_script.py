@@ -1,6 +1,5 @@
 """Batch scripts: golden files, what is asked for which hole, and what users' words cannot do."""
 
-import importlib.util
 import subprocess
 import time
 from pathlib import Path
@@ -20,15 +19,13 @@ from parsl_freetrain.sites.batch.block_shape import (
     shape_for,
 )
 from parsl_freetrain.sites.batch.records import Partition
-from parsl_freetrain.sites.named import site_in_table
-from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.named import load_site_file, site_files, site_in_table
 from parsl_freetrain.sites.slurm import SlurmOptions, SlurmSite
 from parsl_freetrain.sites.slurm.script import render
 from tests.support.programs import run_script
 from tests.support.waiting import LIMIT_S
 
 GOLDEN = Path(__file__).with_name('golden')
-CONFIGS = Path(__file__).resolve().parents[3] / 'site_configs'
 NOW = 1_800_000_000.0
 PLACE = Output('freetrain.r1.block-0', '/scratch/me/block-0.out', '/scratch/me/block-0.err')
 
@@ -37,21 +34,10 @@ def options(**settings: object) -> SlurmOptions:
     return read_settings(SlurmOptions, 'Slurm', {'partition': 'batch', **settings})
 
 
-def site_of(name: str) -> SlurmSite:
-    spec = importlib.util.spec_from_file_location(name, CONFIGS / f'{name}.py')
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    provider = module.config().executors[0].provider
-    assert isinstance(provider, BackfillProvider)
-    assert isinstance(provider.site, SlurmSite)
-    return provider.site
-
-
 @pytest.mark.usefixtures('utc')
 def test_the_script_of_a_site_config_is_the_golden_one() -> None:
-    given = site_of('slurm_generic').options
+    [ours] = load_site_file(site_files()['slurm_generic']).config().executors
+    given = ours.provider.site.options
     shape = shape_for(4, 1000.0, (), given, 172800.0, NOW)
     script = render(given, shape, PLACE, "process_worker_pool.py --cert_dir '/a b'")
     golden = GOLDEN / 'slurm_generic.sh'
