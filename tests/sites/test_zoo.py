@@ -382,7 +382,7 @@ def test_a_banner_before_an_answer_is_skipped_and_alone_it_is_none() -> None:
             if banner:
                 with pytest.raises(NotUnderstood, match='answered .*Welcome'):
                     READERS[reader](banner)
-    for reader in ('sinfo.txt', 'reservation.txt', 'qstat', 'pbsnodes'):
+    for reader in ('sinfo.txt', 'qstat', 'pbsnodes'):
         with pytest.raises(NotUnderstood, match="'nothing'"):
             READERS[reader]('')
     with pytest.raises(NotUnderstood, match='has no Jobs'):

@@ -201,13 +201,13 @@ def warn_once(what: str) -> None:
 
 def after_banner(answer: str, command: str, begin: str, none: str | None = '') -> str:
     """An answer from the first line on that begins with the pattern ``begin``: a wrapper or a login
-    shell may print others before it. Empty if it ends with ``none``, what the command prints where
+    shell may print others before it. Empty if nothing was printed, or ``none`` at the end, as where
     there is nothing (None: there always is something). Raises NotUnderstood for another one.
     """
     if found := re.search(f'^(?:{begin})', answer, re.MULTILINE):
         return answer[found.start() :]
     said = answer.strip()
-    if none is not None and (said.endswith(none) if none else not said):
+    if none is not None and (not said or (none and said.endswith(none))):
         return ''
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ['nothing']
     raise NotUnderstood(f'{command} answered {lines[0][:200]!r}, not in the format asked for')
