@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -273,19 +273,15 @@ class Carried:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of objects with a state that :meth:`keep` got or variables have; not metrics'."""
-        things = {
-            path.rpartition('.')[2]: one
-            for path, one in self._variables()
-            if changes.has_state(one)
-            and not (isinstance(one, torch.nn.Module) or changes.is_metric(one))
-        }
-        found = {
-            f'{name}{keystr(path)}': inner
-            for name, one in {**things, **self._kept}.items()
-            for how in [{'keep_vars': True} if isinstance(one, torch.nn.Module) else {}]
-            for path, inner in tree_flatten_with_path(one.state_dict(**how))[0]
-        }
-        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
+        every = ((path.rpartition('.')[2], one) for path, one in self._variables())
+        own = {name: one for name, one in every if changes.has_own_state(one)}
+        return changes.tensors_in({**own, **self._kept})
+
+    def changed(self) -> dict[str, Any]:
+        """What :meth:`keep` got, and variables that are not as they were where the loop began."""
+        then, every = self._marks or {}, self._variables()
+        new = {path: one for path, one in every if then.get(path, self) != changes.mark(one)}
+        return {**new, **self._kept}
 
     def once(self, function: Callable[[], Any]) -> Any:
         then = self._saved.get('once', [])[len(self._once) : len(self._once) + 1]

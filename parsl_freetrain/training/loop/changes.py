@@ -11,7 +11,7 @@ import sysconfig
 from argparse import Namespace
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -25,7 +25,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdRef
 
@@ -100,6 +100,21 @@ def has_state(one: Any) -> bool:
         saves = callable(getattr(one, 'state_dict', None)) and hasattr(one, 'load_state_dict')
         return saves or is_metric(one)
     return False
+
+
+def has_own_state(one: Any) -> bool:
+    return has_state(one) and not (isinstance(one, torch.nn.Module) or is_metric(one))
+
+
+def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """By path, those in objects with a state, in the user's own, and in containers."""
+    found: dict[str, torch.Tensor] = {}
+    for name, one in named.items():
+        how = {'keep_vars': True} if isinstance(one, torch.nn.Module) else {}
+        held = one.state_dict(**how) if has_state(one) else attributes(one) or one
+        inner = tree_flatten_with_path(held)[0]
+        found |= {f'{name}{keystr(at)}': t for at, t in inner if isinstance(t, torch.Tensor)}
+    return found
 
 
 @lru_cache(maxsize=4096)

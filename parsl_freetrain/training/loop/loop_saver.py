@@ -6,22 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-import torch
-
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.frozen import untrained
 from parsl_freetrain.training.checkpoint.outer import weights_of
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
-from parsl_freetrain.training.comm.devices import computes_as
-from parsl_freetrain.training.comm.peers import gather, gather_bytes
+from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.replicas import Replicas
 from parsl_freetrain.training.loop.verification import Verification
 from parsl_freetrain.training.loop.wishes import Rollback
 from parsl_freetrain.training.spec.messages import StateLeft
-from parsl_freetrain.training.steps.group_settings import plain_values
 from parsl_freetrain.training.steps.mesh import put_parts_back
 
 
@@ -148,64 +144,3 @@ class LoopSaver:
         if not self._model.division.whole:  # ranks could hold different ones
             modules['buffers'] = {}
         return collect({**content, 'modules': modules, 'variables': variables}, position)
-
-
-class Replicas:
-    """Compares what all ranks hold alike, where that is bit for bit: on devices of one kind."""
-
-    def __init__(self, parts: RankParts, model: Model) -> None:
-        self._peers, self._prepared, self._device = parts.peers, model.prepared, parts.device
-        self._possible = self._peers.world_size > 1 and model.division.alike
-        self._of_one_kind: bool | None = None
-
-    def check(self) -> None:
-        """All ranks call this together. Raises BadInput on all of them if something differs."""
-        if not self._possible:
-            return
-        if self._of_one_kind is None:
-            kind = computes_as(self._device).encode()
-            self._of_one_kind = len(set(gather_bytes(self._peers, kind))) == 1
-        if not self._of_one_kind:
-            return
-        held = self._held()
-        packed = msgspec.msgpack.encode(held)
-        digest = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), 'big')
-        largest, smallest = self._peers.all_reduce_max((digest, -digest))()
-        if largest != -smallest:
-            self._refuse(gather(self._peers, held))
-
-    def _refuse(self, held: list[dict[str, Any]]) -> None:
-        for what, value in held[0].items():
-            for rank, theirs in enumerate(held):
-                if repr(theirs.get(what)) != repr(value):
-                    raise BadInput(
-                        f'The ranks do not train the same model: {what} is {value!r} on rank 0 and '
-                        f'{theirs.get(what)!r} on rank {rank}. Something in the function depends '
-                        "on a rank's own samples or number: let it depend on ctx.samples, or on "
-                        'ctx.metrics and ctx.evaluate in ctx.each_epoch(fn).'
-                    )
-        raise BadInput(
-            'The ranks do not train the same model: their schedulers or optimizers have different '
-            'states. Make them in the same way on all ranks.'
-        )
-
-    @torch.no_grad()
-    def _held(self) -> dict[str, Any]:
-        norms = {
-            f'the norm of parameter {name}': torch.linalg.vector_norm(
-                one, dtype=torch.promote_types(one.dtype, torch.float32)
-            ).float()
-            for name, one in self._prepared.called()
-            if one.is_floating_point() or one.is_complex()
-        }
-        values = torch.stack(list(norms.values())).tolist() if norms else []
-        settings = [
-            (f'in parameter group {j} of optimizer {i}', group)
-            for i, optimizer in enumerate(self._prepared.optimizers, 1)
-            for j, group in enumerate(optimizer.param_groups)
-        ]
-        for kind in ('scheduler', 'gradient scaler'):
-            things = self._prepared.schedulers if kind == 'scheduler' else self._prepared.scalers
-            settings += [(f'of {kind} {i}', one.state_dict()) for i, one in enumerate(things, 1)]
-        held = {f'{key!r} {of}': v for of, its in settings for key, v in plain_values(its).items()}
-        return {**held, **dict(zip(norms, values, strict=True))}

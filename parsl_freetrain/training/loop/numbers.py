@@ -297,16 +297,21 @@ def _is_users(kind: type) -> bool:
 
 
 def _objects(values: Values, known: set[int]) -> Iterator[tuple[str, Space]]:
-    """The user's own objects among values, and in them."""
+    """The user's own objects among values, and in them, and any with a ``state_dict``."""
     waiting, seen = [*values.items()], set(known)
     for path, one in waiting:
-        if id(one) in seen or changes.is_ours(one) or changes.has_state(one):
+        others = isinstance(one, (torch.nn.Module, Iterator)) or changes.is_metric(one)
+        if id(one) in seen or changes.is_ours(one) or others:
             continue
         seen.add(id(one))
         inner: Any = {}
         if isinstance(one, changes.CONTAINERS) and len(one) <= ITEMS:
             inner = one if isinstance(one, dict) else dict(enumerate(one))
-        if not isinstance(one, (Dataset, DataLoader, type)) and (own := changes.attributes(one)):
+        if isinstance(one, (Dataset, DataLoader, type)):
+            own = None
+        elif (own := changes.attributes(one)) is None and changes.has_state(one):
+            own = getattr(one, '__dict__', None)
+        if own:
             get: Any = vars if own is getattr(one, '__dict__', None) else changes.attributes
             yield f'{path}:', (partial(get, one), partial(_set_all, one))
             inner = {**inner, **own}

@@ -896,7 +896,7 @@ REFUSED = {
     target_that_follows: 'the function changed target.weight, a parameter or buffer that was not',
     optimizer_replaced: ' is an optimizer of a prepared model and was not given to ctx.pr',
     pruned_late: 'The models have other parameters or buffers than in ctx.prepare',
-    kept_in_the_body: 'ctx.loop changed the parameter',
+    kept_in_the_body: 'ctx.loop changed kept_in_the_body.average:.tensors.0, a Tensor. It runs',
     lazy: 'has parameters that are made in its first forward pass',
     first_pass_in_the_body: 'does so in ctx.warm_up(fn), before ctx.prepare',
     beside_gradients: "set grad_sample of the parameter 'weight', a tensor beside its gradient",

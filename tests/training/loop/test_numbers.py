@@ -169,6 +169,14 @@ class Meter:
             weight.data *= 0.9
 
 
+class Kept(Meter):
+    def state_dict(self) -> dict[str, Any]:
+        return {'n': self.n, 'sum': self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
     installed = ModuleType('figures.of_batches')
     installed.__file__ = '/lib/site-packages/figures/of_batches.py'
@@ -177,18 +185,21 @@ def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
     dice, meters, figures = Dice(), {'loss': Meter(Meter())}, list[float]()
     dice.reset()
     ctx.after_step(partial(Meter().shrink, model.weight))
+    kept = ctx.keep(Kept())
     unused = torch.optim.SGD([model.weight], 1.0)
     ctx.after_step(torch.optim.lr_scheduler.LambdaLR(unused, lambda n: float(n)).step)
     for _ in ctx.epochs():
         for (x,) in ctx.loop(DATA, BATCH):
             dice(torch.tensor(loss := step(model, optimizer, x)))
             meters['loss'].update(loss)
+            kept.update(loss)
             cut(ctx, at)
         figures += [*dice.aggregate(), unused.param_groups[0]['lr']]
         dice.reset()
         with torch.no_grad():
             model.weight += 0.01 * figures[-1]
     inner: Any = meters['loss'].inner
+    figures += [kept.n, kept.sum]
     return [inner.n, len(inner.values), *figures, float(inner.recent.sum()), meters['loss'].sum]
 
 
