@@ -1,13 +1,18 @@
 """The demonstration as its user runs it, on a smaller scale."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import run_to_end
+from parsl_freetrain.training.checkpoint.manifest import MARKER
+from tests.support.programs import Program, run_to_end
+from tests.support.waiting import LIMIT_S, wait_until
 from workflows.digits import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,21 +52,29 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_short_schedule_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what was in the folder is still in it."""
-    out, schedule = tmp_path / 'out', tmp_path / 'holes.csv'
-    schedule.write_text('start_s,end_s,node\n0,2,a\n')
-    out.mkdir()
-    (out / 'mine').write_text('kept')
-    options = f'--out {out} --idle {schedule} --nodes 1 --epochs 10000 --resume never'
-    assert main(options.split()) == 1
-    assert (out / 'previous-1' / 'mine').read_text() == 'kept' and not (out / 'mine').exists()
-    said = capsys.readouterr().err
-    assert re.search(
-        "The schedule of holes has ended before '(cnn|mlp)', at [0-9]+ samples; the same "
-        'command continues, with --idle',
-        said,
-    ), said
+@pytest.mark.usefixtures('nodes_share_a_template')
+def test_the_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    """To the weights of an undisturbed run; it is held up until it may end."""
+    schedule, out, go = (tmp_path / name for name in ('holes.csv', 'out', 'go'))
+    schedule.write_text('start_s,end_s,node\n0,1000,a\n0,1000,b\n')
+    options = f'--out {out} --idle {schedule} --nodes 2 --epochs 2'.split()
+    command = [sys.executable, '-m', 'tests.support.held', go, *options]
+    with Program(command, cwd=ROOT, stderr=subprocess.PIPE, process_group=0) as demo:
+
+        def saved() -> set[str]:
+            assert demo.poll() is None, demo.communicate()
+            return {marker.parts[-3] for marker in out.glob(f'holes/*/ckpt-*/{MARKER}')}
+
+        wait_until(lambda: saved() == {'cnn', 'mlp'})
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
+        _, said = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 130 and 'Traceback' not in said
+    assert 'Nothing is lost: the same command continues' in said
+    go.touch()
+    done = run_to_end([*command, '--resume', 'require'], cwd=ROOT, timeout=None)
+    assert done.returncode == 0, done.stderr
+    for trainer in json.loads((out / 'summary.json').read_text())['trainers'].values():
+        assert trainer['weights_equal'] and trainer['samples'] == trainer['samples_expected']
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos import monkey, sharded
 from tests.chaos.fault_kinds import ON_SMALL_DISK
 from tests.chaos.training import BATCH, NAME, SAMPLES
-from tests.support.computers import computers
 from tests.support.ranks import running_fork_server
 
 
@@ -26,16 +25,6 @@ def test_faults_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path
         fragments=8, seed=4, nodes=3, folder=tmp_path, say=said.append, kinds=kinds
     )
     assert counts.keys() >= kinds - set(ON_SMALL_DISK)
-    assert 'bit for bit' in said[-1]
-
-
-@pytest.mark.long
-def test_faults_on_three_computers_change_no_bit(tmp_path: Path) -> None:
-    kinds = {'block', 'submitting process', 'network cut off'}
-    said: list[str] = []
-    with computers(4) as made:
-        counts = monkey.chaos(0, 21, 3, tmp_path, said.append, kinds, computers=made)
-    assert counts.keys() >= kinds
     assert 'bit for bit' in said[-1]
 
 

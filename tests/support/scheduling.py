@@ -28,7 +28,6 @@ FIRST = (
     'tests/executor/test_hangs.py',
     'tests/training/loop/test_handover.py',
     'tests/executor/test_endings.py',
-    'tests/test_interruption.py',
     'tests/training/loop/test_fragments.py',
     'tests/test_calls.py',
     'tests/executor/test_training.py',

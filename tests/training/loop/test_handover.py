@@ -170,7 +170,9 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
     assert not list(tmp_path.glob('ahead-*.log'))
 
 
-@pytest.mark.parametrize('victim', ['gone', 'short', 'spoilt'])
+@pytest.mark.parametrize(
+    'victim', ['gone', pytest.param('short', marks=pytest.mark.long), 'spoilt']
+)
 def test_without_the_right_state_in_memory_the_checkpoint_is_used(
     fork_server: ForkClient,
     tmp_path: Path,
@@ -243,7 +245,7 @@ def large(ctx: FragmentContext, fault: str = '', endless: int = 1) -> None:
         ('', {'finished'}),
         ('before-commit', {None, 'peer-lost'}),
         ('no room on the disk', {'storage', 'peer-lost'}),
-        ('the node', set()),
+        pytest.param('the node', set(), marks=pytest.mark.long),
     ],
 )
 def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_that(
@@ -359,7 +361,11 @@ def keeps_what_it_got(ctx: FragmentContext, got: str) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize('before', [Shape(spatial=(1, 1, 2)), Shape(pipeline=2)], ids=str)
+@pytest.mark.parametrize(
+    'before',
+    [Shape(spatial=(1, 1, 2)), pytest.param(Shape(pipeline=2), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_another_shape_goes_on_with_the_state_in_memory(
     fork_server: ForkClient, neighbour: ForkClient, tmp_path: Path, before: Shape
 ) -> None:

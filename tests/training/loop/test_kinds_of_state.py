@@ -966,26 +966,14 @@ def target_of_a_loss(ctx: FragmentContext) -> None:
     fit(ctx, loss, optimizer)
 
 
-BOTH = ('reproducible', 'throughput')
-MODES = {
-    parameter_of_no_model: BOTH,
-    group_added_later: BOTH[::-1],
-    settings_by_epoch: BOTH,
-    made_in_forward: BOTH[::-1],
-    copies_of_the_model: BOTH,
-}
-
-
 @pytest.mark.parametrize(
     ('function', 'mode'),
     [
-        # Each with one of the modes; with the other one in make test-long.
-        *(
-            pytest.param(function, mode, marks=[pytest.mark.long] * (number % 2))
-            for number, (function, mode) in enumerate(
-                (function, mode) for function, modes in MODES.items() for mode in modes
-            )
-        ),
+        (parameter_of_no_model, 'reproducible'),
+        (settings_by_epoch, 'reproducible'),
+        (copies_of_the_model, 'reproducible'),
+        (group_added_later, 'throughput'),
+        (made_in_forward, 'throughput'),
         # To the next fragment, by what all modes share:
         (variables, 'reproducible'),
         (variables_elsewhere, 'reproducible'),

@@ -206,16 +206,6 @@ def test_kills_and_zombies_change_no_bit(fork_server: ForkClient, tmp_path: Path
         assert torch.equal(tensor, holes.models[0][name]), name
 
 
-@pytest.mark.long
-def test_each_fragment_is_killed_once_it_has_committed(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    strikes = killed('committed', train_by_epochs)
-    diloco = structs.replace(DILOCO, overlap=1)
-    _, kills = finish(fork_server, tmp_path, trained=strikes, diloco=diloco)
-    assert kills > 2 * ROUNDS
-
-
 @pytest.mark.parametrize(
     ('way', 'changes'),
     [

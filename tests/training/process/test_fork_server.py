@@ -392,11 +392,3 @@ def test_kill_is_reported(fork_server: ForkClient, tmp_path: Path) -> None:
             gang.ranks[0].process.recv()
         assert not gang.ranks[0].process.send(StopTraining('too late'))
         gang.ranks[0].process.kill()
-
-
-def test_a_large_payload_arrives(fork_server: ForkClient, tmp_path: Path) -> None:
-    def check(ctx: FragmentContext, data: bytes) -> None:
-        raise LookupError(str(len(data)))
-
-    (outcome,) = ended(fork_server, order(tmp_path), 1, tmp_path, check, bytes(20_000_000))
-    assert outcome.error.message == '20000000'
