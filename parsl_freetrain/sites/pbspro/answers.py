@@ -290,7 +290,7 @@ def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset
 
 def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
     """Queues in the answer to :data:`QUEUES`, as they stand there. May raise NotUnderstood."""
-    queues = document(answer, 'qstat -Q').get('Queue')
+    queues = document(answer, 'qstat -Q', joined=True).get('Queue')
     if not isinstance(queues, dict) or not all(isinstance(q, dict) for q in queues.values()):
         raise rc.NotUnderstood('the document of qstat -Q has no Queue')
     return queues

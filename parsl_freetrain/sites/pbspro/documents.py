@@ -14,16 +14,19 @@ _NEW = re.compile(r'^\s*("(?:[^"\\]|\\.)*":|[\]{}],?\s*$|"(?:[^"\\]|\\.)*",?\s*$
 _VARIABLES = re.compile(r'^( *)"Variable_List":\s*\{$.*?^\1\},?$\n?', re.MULTILINE | re.DOTALL)
 
 
-def document(answer: str, command: str) -> dict[str, Any]:
+def document(answer: str, command: str, joined: bool = False) -> dict[str, Any]:
     """The document in an answer, mended, or NotUnderstood. Of two values under one name the first
     counts, and of objects none: another user's value that was not escaped may have written one.
+    ``joined``: users write none, and texts of one name are parts of one (limits of a queue).
     """
     answer = after_banner(answer, command, r'\{', None)
     bare = re.sub(r',(\s*\})', r'\1', _VARIABLES.sub('', answer))
     for text in (answer, bare, _mended(bare)):
         try:
             found: dict[str, Any]
-            found = json.loads(text, strict=False, object_pairs_hook=_unambiguous)
+            found = json.loads(
+                text, strict=False, object_pairs_hook=_joined if joined else _unambiguous
+            )
         except (ValueError, RecursionError) as error:
             problem: Exception = error
         else:
@@ -37,6 +40,13 @@ def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if name in found and isinstance(value, dict):
             found[name] = None
         found.setdefault(name, value)
+    return found
+
+
+def _joined(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        found[name] = f'{found[name]},{value}' if name in found else value
     return found
 
 

@@ -262,11 +262,13 @@ def test_limits_of_a_queue() -> None:
         'queue_type': 'Execution',
         'enabled': 'True',
         'started': 'False',
-        'max_queued': '[p:PBS_GENERIC=10],[u:PBS_GENERIC=3]',
+        'max_queued': '[p:PBS_GENERIC=10],[o:PBS_ALL=30]',
         'resources_max': {'nodect': 24, 'walltime': '03:00:00'},
         'resources_min': {'nodect': 10, 'walltime': '00:05:00'},
     }
+    # As openpbs#2677 shows it: a limit of each kind under the same name.
     text = json.dumps({'Queue': {'small': small}})
+    text = text.replace('"started"', '"max_queued": "[u:PBS_GENERIC=3]", "started"')
     assert answers.limits('small', answers.parse_queues(text)['small']) == records.Partition(
         'small', False, 10800.0, 10, 24, shortest_s=300.0, most_waiting=3
     )
