@@ -223,7 +223,7 @@ def guard_steps(prepared: Prepared, state: LoopState, spec: TrainingSpec, hooks:
     stepped = WeakKeyDictionary[torch.optim.Optimizer, int]()
     always = isinstance(spec.mode, Reproducible)
     scalers = among(variables(hooks.functions), torch.amp.GradScaler)
-    for name, scaler in scalers.items() if not always else ():
+    for name, scaler in scalers.items():
         if scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
             raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')
     divided = spec.max_nodes * (spec.ranks.per_node or 1) > 1

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import Parameter, signature
 from types import MethodType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
-from parsl_freetrain.training.steps import gradient_guard
+from parsl_freetrain.training.steps import gradient_guard, scaling
 
 _BUCKET_BYTES = 2**25
 UNUSED = (
@@ -24,11 +25,14 @@ OF_A_MICRO_BATCH = 'With micro_batch it is the gradient of a micro-batch there'
 class Accumulation:
     """Adds up the gradients of micro-batches, and steps optimizers and schedulers in the last one.
     Each ``step()`` takes its gradients away, so ``zero_grad`` has no effect on the sum. ``combine``
-    adds up all ranks' sums in place. BadInput: optimizers of several losses, gradient scalers.
+    adds up all ranks' sums in place. BadInput for optimizers of several losses.
     """
 
     def __init__(
-        self, prepared: Prepared, combine: Callable[[Sequence[torch.nn.Parameter]], None]
+        self,
+        prepared: Prepared,
+        combine: Callable[[Sequence[torch.nn.Parameter]], None],
+        scalers: Sequence[scaling.ScalerOnce],
     ) -> None:
         for optimizer in prepared.optimizers:
             if computes_loss(optimizer):
@@ -36,12 +40,7 @@ class Accumulation:
                     f'ctx.loop was given micro_batch, but {type(optimizer).__name__} computes the '
                     'loss several times in a step: leave out micro_batch, or use another optimizer.'
                 )
-        if prepared.scales:
-            raise BadInput(
-                'ctx.loop was given micro_batch, but a gradient scaler may change its scale from '
-                'one micro-batch to the next: use bfloat16, which needs no scaler.'
-            )
-        self._combine, self._prepared = combine, prepared
+        self._combine, self._prepared, self._scalers = combine, prepared, scalers
         self._micro_batches = self._micro_batch = 1
         self.on = False
         self._share = self._weight = 1.0
@@ -77,9 +76,15 @@ class Accumulation:
         self._share, self._weight = share, weight
         self._stepped = set()
         self._guard.begin_micro_batch(self.on)
+        for scaler in self._scalers if self.on else ():
+            scaler.waits, scaler.updated = True, False
 
     def end_micro_batch(self) -> None:
         self._guard.end_micro_batch()
+        for scaler in self._scalers if self.on else ():
+            scaler.waits = False
+            if scaler.updated and self.at_last:
+                scaler.update()
         for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
             unused = any(
                 id(p) in self._sums if self.at_last else p.grad is not None
@@ -96,7 +101,8 @@ class Accumulation:
         plain = optimizer.step
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-            if not self.on:
+            scaler = scaling.stepping(self._scalers)
+            if not self.on or (scaler is not None and not scaler.waits):
                 return plain(closure, **options) if closure is not None else plain(**options)
             if number in self._stepped:
                 raise BadInput(
@@ -117,7 +123,8 @@ class Accumulation:
                 for parameter in parameters:
                     parameter.grad = self._sums.pop(id(parameter), None)
                 self._combine(parameters)
-                plain(**options)
+                last = plain if scaler is None else partial(scaler.step_now, optimizer)
+                last(**options)
             return loss
 
         return step

@@ -16,7 +16,7 @@ from parsl_freetrain.training.comm.peers import Agreed, Agreement
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.spec.mode import ADASUM
-from parsl_freetrain.training.steps import row_norm
+from parsl_freetrain.training.steps import row_norm, scaling
 from parsl_freetrain.training.steps.accumulation import UNUSED, Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.buffers import Buffers
@@ -29,7 +29,7 @@ from parsl_freetrain.training.steps.replica import MeanAtSteps, Replica, with_sh
 class ThroughputSteps:
     """One micro-batch per global batch, this rank's part of it, or several if the user asks for
     them. Gradients are averaged over the ranks that hold the same parameters, or combined by
-    ``adasum``; in a pipeline when the optimizer steps. BadInput for a gradient scaler there.
+    ``adasum``; in a pipeline when the optimizer steps.
     """
 
     def __init__(self, what: Stepped) -> None:
@@ -45,6 +45,7 @@ class ThroughputSteps:
         self._settings = GroupSettings(prepared.optimizers)
         if not division.pipelined:  # stages have optimizers of their own
             self._settings.follow_steps()
+        self._scalers = scaling.once(prepared, self._differ)
         self._agreement = Agreement(peers, same=lambda: self._settings.history)
         self._non_finite = FirstNonFinite(prepared.models, what.device)
         self._buffers = Buffers(prepared.models)
@@ -56,12 +57,6 @@ class ThroughputSteps:
         self._at_step = division.pipelined or any(
             getattr(model, 'many_backward_passes', False) for model in prepared.models
         )
-        shared = division.pipelined or (self._at_step and division.shape.data > 1)
-        if shared and prepared.scales:
-            raise BadInput(
-                'ctx.prepare was given a gradient scaler, but a rank of a pipeline cannot skip a '
-                'step that the others take: use bfloat16, which needs no scaler.'
-            )
         self._micro_batch: int | None = None
         self._accumulation: Accumulation | None = None
         self._mean = None
@@ -112,7 +107,7 @@ class ThroughputSteps:
                 'ctx.loop was given micro_batch, but a pipeline divides its batches by itself: '
                 'leave it out, and give the Pipeline more micro-batches.'
             )
-        self._accumulation = Accumulation(self._prepared, self._combine)
+        self._accumulation = Accumulation(self._prepared, self._combine, self._scalers)
 
     def micro_batches(self, batch: GlobalBatch) -> list[MicroBatch]:
         """As many on every rank, as DDP and FSDP need; empty ones have weight 0."""
@@ -174,6 +169,13 @@ class ThroughputSteps:
                 raise BadInput(UNUSED)
         if self.kept_back:
             self._buffers.undo()
+
+    def _differ(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ranks have gradients of their own where a scaler looks."""
+        own = self._at_step or not self._division.alike
+        if not own and self._rest is not None and self._weights() is not None:
+            own = bool(self._rest.rest(optimizer)[0])
+        return own and self._peers.world_size > 1
 
     @property
     def kept_back(self) -> bool:

@@ -1,6 +1,7 @@
 """Optimizers and schedulers that act once per global batch; rates by samples, and scaled."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from inspect import signature
 from itertools import count
 from typing import Any
@@ -10,10 +11,9 @@ from torch._compile import _disable_dynamo
 
 from parsl_freetrain.core.model.errors import BadInput
 
-NO_SCALER = (
-    'A gradient scaler decides by the numbers of each rank whether a step is taken, so in '
-    'reproducible mode the result would depend on the ranks: use mode=Throughput(), or bfloat16, '
-    'which needs no scaler.'
+_STRANGE_SCALER = (
+    'An optimizer is stepped by a gradient scaler that was not given to ctx.prepare, so it would '
+    'decide by a part of the global batch whether a step is taken: give it to ctx.prepare.'
 )
 
 
@@ -47,7 +47,7 @@ class DeferredOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         if name == '_step_supports_amp_scaling':  # only an enabled gradient scaler asks for it
-            raise BadInput(NO_SCALER)
+            raise BadInput(_STRANGE_SCALER)
         return getattr(self._optimizer, name)
 
 
@@ -80,11 +80,14 @@ def several_times(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def step_once(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer; BadInput if one that is not torch's asks for a second pass."""
+def step_once(optimizer: torch.optim.Optimizer, by: torch.amp.GradScaler | None) -> None:
+    """Step an optimizer (``by`` a scaler, unless it has seen an infinity); BadInput if one that is
+    not torch's asks for a second pass.
+    """
+    step: Callable[..., Any] = optimizer.step if by is None else partial(by.step, optimizer)
     own = type(optimizer).__module__.startswith('torch.')
     if own or 'closure' not in signature(optimizer.step).parameters:
-        optimizer.step()
+        step()
         return
     own_ones = [p for group in optimizer.param_groups for p in group['params']]
     calls, before = count(1), [(p._version, p.grad) for p in own_ones]
@@ -94,7 +97,7 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
         if next(calls) > 1 or not all(kept):
             raise BadInput(several_times(optimizer))
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    step(closure)
 
 
 def scale_steps(optimizers: Iterable[torch.optim.Optimizer], factor: Callable[[], float]) -> None:

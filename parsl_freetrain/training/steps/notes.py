@@ -14,7 +14,7 @@ class Notes(msgspec.Struct, array_like=True):
     #: wish, settings: what the rank wants to happen next; a digest of its optimizers' settings.
     wish: int
     settings: bytes
-    #: present, stepped: which parameters have a gradient, which optimizers had ``step()`` called.
+    #: present, stepped: which parameters have a gradient; how each optimizer was stepped.
     present: bytes
     stepped: bytes
     #: By call of a scheduler's ``step``: the shard, the scheduler, and the value or None.
@@ -31,8 +31,9 @@ def exchange(peers: Peers, own: Notes, shards: int, schedulers: int, integers: i
     return gather(peers, own, Notes, most)
 
 
-def anywhere(flags: Iterable[bytes]) -> list[bool]:
-    return [*map(any, zip(*flags, strict=True))]
+def most(flags: Iterable[bytes]) -> bytes:
+    """The largest of each."""
+    return bytes(map(max, zip(*flags, strict=True)))
 
 
 def scheduled_in(

@@ -197,7 +197,7 @@ class SumOverShards:
         own = [sums.gradients for sums in self._of.values() if sums is not None]
         return bytes(any(g[i] is not None for g in own) for i in range(len(self._sums.parameters)))
 
-    def total(self, present: Sequence[bool]) -> Contribution:
+    def total(self, present: Sequence[int]) -> Contribution:
         """The mean over all samples, on all ranks together; ``present``: gradients that any has."""
         sums, peers = self._sums, self._peers
         all_of_mine = self._of

@@ -116,7 +116,6 @@ class MeanAtSteps:
         self.replicas = replicas
         self._buffers = buffers
         self._group, self._combine, self._weights = group, combine, weights
-        self._scaled = prepared.scales
         self._known: tuple[Any, ...] = ()
         self._of: dict[int, _Rest] = {}
         self._optimizers = prepared.optimizers
@@ -163,17 +162,11 @@ class MeanAtSteps:
 
     @torch.no_grad()
     def _average(self, optimizer: torch.optim.Optimizer) -> None:
-        (rest, replicas), weights = self._rest(optimizer), self._weights()
+        (rest, replicas), weights = self.rest(optimizer), self._weights()
         for replica in replicas:
             replica.check()
         if not rest or weights is None:
             return
-        if self._scaled:
-            raise BadInput(
-                'ctx.prepare was given a gradient scaler, which cannot be used on several ranks '
-                'with parameters that belong to no model or to several, were unfrozen later, or '
-                'are used by other methods than forward: use bfloat16, which needs no scaler.'
-            )
         weighted = {id(p) for one in self.replicas if not one.at_steps for p in one.trained}
         # A mean that DistributedDataParallel has taken already stays as it is.
         for parameter in rest:
@@ -181,7 +174,7 @@ class MeanAtSteps:
                 weigh(parameter.grad, weights[2 if id(parameter) in weighted else 0])
         self._combine(rest)
 
-    def _rest(self, optimizer: torch.optim.Optimizer) -> _Rest:
+    def rest(self, optimizer: torch.optim.Optimizer) -> _Rest:
         """What is averaged here, the same on all ranks; and the replicas of the others."""
         groups = [len(g['params']) for one in self._optimizers for g in one.param_groups]
         known = *groups, *(one.at_steps or one.partly for one in self.replicas)

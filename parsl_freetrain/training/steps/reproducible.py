@@ -14,7 +14,7 @@ from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard
 from parsl_freetrain.training.spec.mode import STOP, NonFinitePolicy
-from parsl_freetrain.training.steps import deferred
+from parsl_freetrain.training.steps import deferred, scaling
 from parsl_freetrain.training.steps import notes as told
 from parsl_freetrain.training.steps.accumulation import UNUSED, computes_loss
 from parsl_freetrain.training.steps.buffers import Buffers
@@ -24,7 +24,10 @@ from parsl_freetrain.training.steps.host_limit import HostLimit
 from parsl_freetrain.training.steps.mesh import Stepped
 from parsl_freetrain.training.steps.nonfinite import all_finite, to_host
 from parsl_freetrain.training.steps.reduction_tree import Node, SumOverShards
+from parsl_freetrain.training.steps.scaling import ScalerOnce
 from parsl_freetrain.training.steps.shard_sum import Contribution, ShardSums
+
+_SCALED = 2  # the number of the first gradient scaler
 
 _Look = tuple[Callable[[], float], Sequence[torch.Tensor], tuple[int, int]]
 """At a step's gradients: whether they are not finite, nor this rank's sums; from where to where."""
@@ -41,8 +44,6 @@ class ReproducibleSteps:
 
     def __init__(self, what: Stepped) -> None:
         prepared, order, device = what.prepared, what.order, what.device
-        if prepared.scales:
-            raise BadInput(deferred.NO_SCALER)
         for optimizer in prepared.optimizers:
             if computes_loss(optimizer):
                 raise BadInput(deferred.several_times(optimizer))
@@ -53,6 +54,9 @@ class ReproducibleSteps:
             map(deferred.DeferredOptimizer, prepared.optimizers, handed, nothing)
         )
         self.schedulers = tuple(map(deferred.DeferredScheduler, prepared.schedulers, noted))
+        self._scalers = scaling.once(
+            prepared, lambda _: self._all.world_size > self._peers.world_size
+        )
         self._peers = self._all = what.peers
         shards = self._shards = order.spec.shards
         self._in_hook, self._clip, self._device = what.in_hook, what.clip_grad_norm, device
@@ -79,8 +83,10 @@ class ReproducibleSteps:
         self._stop = policy.kept_back if policy.policy == STOP else None
         self._late = self._stop is not None and device.type != 'cpu'
         self._asked: _Look | None = None
-        self._stepped = [False] * len(prepared.optimizers)
-        self._any_stepped = bytearray(len(prepared.optimizers))
+        # By optimizer 0 (no step), 1, or _SCALED + the number of the scaler that steps it.
+        self._stepped = [0] * len(prepared.optimizers)
+        self._any_stepped = bytes(self._stepped)
+        self._scaled: dict[int, ScalerOnce] = {}  # by optimizer, in this global batch
         self._scheduled: dict[tuple[int, int], float | None] = {}
 
     def _lay_out(self) -> None:
@@ -135,7 +141,7 @@ class ReproducibleSteps:
         self._sum.begin(sizes, self._nodes(), looks=self.looks)
         self._settings.begin_batch()
         self.changed, self._waiting = False, True
-        self._any_stepped, self._scheduled = bytearray(len(self._stepped)), {}
+        self._any_stepped, self._scheduled = bytes(len(self._stepped)), {}
         if not (self._alone and self._late):  # else nothing puts them back
             self._buffers.remember()
         if self.numbers is not None:
@@ -149,7 +155,9 @@ class ReproducibleSteps:
         self._guard.begin_micro_batch(self._shards > 1)
         self._settings.begin_micro_batch()
         self._own = self._layout.empty()
-        self._stepped = [False] * len(self._stepped)
+        self._stepped = [0] * len(self._stepped)
+        for scaler in self._scalers:
+            scaler.waits, scaler.updated = True, False
         if self._waiting or not self._none_left:
             deque(map(set_grad, self._parameters, repeat(None)), 0)
         if not self._waiting:
@@ -161,10 +169,12 @@ class ReproducibleSteps:
         self._guard.end_micro_batch()
         micro_batch, layout = self._current_micro_batch, self._layout
         for number, stepped in enumerate(self._stepped):
-            self._any_stepped[number] |= stepped
             own = self._of_optimizer[number]
             if not stepped and any(layout.parameters[i].grad is not None for i in own):
                 raise BadInput(UNUSED)
+        self._any_stepped = told.most([self._any_stepped, bytes(self._stepped)])
+        for scaler in self._scalers:
+            scaler.waits = False
         self._settings.end_micro_batch()
         self._buffers.take()
         if self._waiting and not self._alone:
@@ -189,9 +199,11 @@ class ReproducibleSteps:
         if self.kept_back:
             self._buffers.undo()
         self._layout.give(total)
-        stepped = told.anywhere(one.stepped for one in notes)
+        stepped = told.most(one.stepped for one in notes)
         self.stepped |= any(stepped)
         if not self.kept_back:
+            for number, scaler in self._scaled.items() if not self.shares else ():
+                scaler.unscale_(self._prepared.optimizers[number])
             for hook in self.before_step:
                 hook()
             if self._clip is not None and not self.shares:
@@ -201,9 +213,13 @@ class ReproducibleSteps:
                     if self.shares:  # each steps with the gradients of its own loss
                         own = self._of_optimizer[number]
                         self._layout.give(total, own)
+                        if number in self._scaled:
+                            self._scaled[number].unscale_(optimizer)
                         if self._clip is not None:
                             self._clip_gradients(self._clip, [self._parameters[i] for i in own])
-                    deferred.step_once(optimizer)
+                    deferred.step_once(optimizer, self._scaled.get(number))
+            for scaler in set(self._scaled.values()):
+                scaler.update()
         scheduled = told.scheduled_in(notes, len(self._prepared.schedulers), self._sum.sizes)
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
             for value in calls:
@@ -231,7 +247,9 @@ class ReproducibleSteps:
             first = self._sum.first_rank
             changed = any(one.numbers for one in notes)
             self.numbers.take_firsts(self._all, first, changed=changed)
-        total = self._sum.total(told.anywhere(one.present for one in notes))
+        total = self._sum.total(told.most(one.present for one in notes))
+        stepped = enumerate(told.most(one.stepped for one in notes))
+        self._scaled = {i: self._scalers[how - _SCALED] for i, how in stepped if how >= _SCALED}
         culprits = self._culprits(total)
         if culprits is None:
             self._take_buffers(total, notes)
@@ -244,7 +262,7 @@ class ReproducibleSteps:
             wish,
             self._settings.digest() if several else b'',
             self._sum.present() if several else b'',
-            bytes(self._any_stepped),
+            self._any_stepped,
             [(part, i, value) for (part, i), value in self._scheduled.items()],
             self._buffers.changed_firsts,
             self.numbers is not None and self.numbers.changed,
@@ -270,15 +288,26 @@ class ReproducibleSteps:
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         """Ranks whose gradient is not finite, or None. The only read of the device in a step."""
-        asked = to_host(self._sum.spoilt)[1], self._sum.bad, self._span
+        gradients, spoilt = self._looked_at(total)
+        if not gradients:
+            return None
+        asked = to_host(spoilt)[1], self._sum.bad, self._span
         if self._late:
             self.settle()
             self._asked, found = asked, None
         else:
             found = self._found(asked)
-        if self._device.type == 'cpu' and found is not None and all_finite(total.gradients):
+        if self._device.type == 'cpu' and found is not None and all_finite(gradients):
             return None
         return found
+
+    def _looked_at(self, total: Contribution) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Gradients that must be finite, and 0 if they are. Scalers look at those of theirs."""
+        if not self._scaled:
+            return total.present, self._sum.spoilt
+        own = [j for i, own in enumerate(self._of_optimizer) if i not in self._scaled for j in own]
+        others = [gradient for j in own if (gradient := total.gradients[j]) is not None]
+        return others, self._layout.scale(others)
 
     def _found(self, asked: _Look) -> list[int] | None:
         spoilt, bad, _ = asked
@@ -307,7 +336,8 @@ class ReproducibleSteps:
                     'in every iteration, each with a batch of its own (of two networks, one may '
                     'step in some iterations only, by ctx.samples), or use mode=Throughput().'
                 )
-            self._stepped[number] = True
+            scaler = scaling.stepping(self._scalers)
+            self._stepped[number] = 1 if scaler is None else _SCALED + self._scalers.index(scaler)
             self._settings.wants_step(number)
             own = self._of_optimizer[number]
             gradients = self._guard.take(layout.parameters[own.start : own.stop])

@@ -176,7 +176,7 @@ class ShardSums:
             flat.tensor[self._used :].zero_()
         return flat
 
-    def unpack(self, flat: Flat, present: Sequence[bool]) -> Contribution:
+    def unpack(self, flat: Flat, present: Sequence[int]) -> Contribution:
         kept = zip(flat.pieces, present, strict=True)
         gradients = [piece if there else None for piece, there in kept]
         return Contribution(gradients, flat.tensor[self._elements : self._used], flat)

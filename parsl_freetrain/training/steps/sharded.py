@@ -33,11 +33,6 @@ _ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
 def check_sharded(prepared: Prepared, division: Division, mode: Mode) -> None:
     """Refuse (BadInput) what a shape that divides parameters cannot train, as the mode promises."""
-    if prepared.scales:
-        raise BadInput(
-            'ctx.prepare was given a gradient scaler, but each rank sees only its own part of a '
-            'sharded gradient: use bfloat16, which needs no scaler.'
-        )
     groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
     known = {id(parameter) for group in groups for parameter in group['params']}
     parted = bool(fsdp_modules(prepared.models)) or division.shape.sharded
@@ -238,15 +233,16 @@ class ShardedReproducibleSteps(ReproducibleSteps):
 
     def _culprits(self, total: Contribution) -> list[int] | None:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        whole = self._sum.spoilt.double()
+        gradients, spoilt = self._looked_at(total)
+        whole = spoilt.double()
         if self._width == 1:
             own = self._sum.bad or [whole]
         else:  # in wider shapes, each rank has sums of several ranks' gradients
             own = [*torch.stack(self._by_fsdp.seen() or [zero]).isfinite().logical_not()]
         changed, self._buffer_changes = self._buffer_changes, []
-        gradients = self._guard.changed()
+        touched = self._guard.changed()
         sums = [torch.stack(numbers).sum() if numbers else zero for numbers in (own, changed)]
-        row = [whole, *sums, zero if gradients is None else gradients.double()]
+        row = [whole, *sums, zero if touched is None else touched.double()]
         rows = self._all.all_gather(torch.stack(row)).tolist()
         if any(row[2] for row in rows):
             raise BadInput(
@@ -259,9 +255,9 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         if not any(row[0] for row in rows):
             return None
         # Norms may overflow where no number is infinite.
-        (spoilt,) = self._all.all_reduce_max((not all_finite(total.gradients),))()
+        (infinite,) = self._all.all_reduce_max((not all_finite(gradients),))()
         named = [rank for rank, row in enumerate(rows) if row[1]]
-        return (named or list(range(len(rows)))) if spoilt else None
+        return (named or list(range(len(rows)))) if infinite else None
 
     def _clip_gradients(self, largest: float, parameters: Sequence[torch.nn.Parameter]) -> None:
         row_norm.clip(parameters, self._mesh, largest)

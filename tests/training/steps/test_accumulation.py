@@ -156,15 +156,11 @@ def body(
     kind: Any = torch.optim.SGD,
     micro_batch: int = 3,
     sparse: bool = False,
-    scaler: bool = False,
     kept: list[int] | None = None,
 ) -> None:
     model: nn.Module = nn.Embedding(5, 3, sparse=True) if sparse else nn.Linear(5, 3)
     optimizer = kind(model.parameters(), lr=0.1)
-    if scaler:
-        model, optimizer, _ = ctx.prepare(model, optimizer, torch.amp.GradScaler('cpu'))
-    else:
-        model, optimizer = ctx.prepare(model, optimizer)
+    model, optimizer = ctx.prepare(model, optimizer)
     for turn, (x, _) in enumerate(ctx.loop(data(), BATCH, micro_batch=micro_batch)):
         if kept is not None:
             kept.append(len(x))
@@ -183,7 +179,6 @@ def test_a_loop_that_micro_batches_would_change_is_refused() -> None:
             'micro_batch given to ctx.loop is 0; it must be 1 or more',
         ),
         ((just_steps, torch.optim.SGD, 3, True), 'cannot add up sparse gradients'),
-        ((just_steps, torch.optim.SGD, 3, False, True), 'a gradient scaler may change its scale'),
     ):
         with pytest.raises(BadInput, match=words):
             here(body, None, *arguments)
@@ -194,7 +189,7 @@ def test_reproducible_mode_has_virtual_shards_for_that() -> None:
     with pytest.raises(BadInput, match=r'of 10 samples has up to 5.*shards=4\) or more'):
         here(body, Reproducible(shards=2), just_steps)
     kept: list[int] = []
-    here(body, Reproducible(shards=4), just_steps, torch.optim.SGD, 3, False, False, kept)
+    here(body, Reproducible(shards=4), just_steps, torch.optim.SGD, 3, False, kept)
     assert max(kept) == 3
 
 

@@ -151,37 +151,6 @@ def test_a_state_that_was_made_with_the_optimizer_follows_the_model_to_its_devic
         assert state['step'].device.type == 'cpu'
 
 
-def scales(ctx: FragmentContext, prepare_scaler: bool = True) -> None:
-    """Two equal models, one with a fused optimizer; the scaler meets an infinite gradient once."""
-    models, optimizers, scalers = [], [], []
-    for fused in (True, False):
-        torch.manual_seed(1)
-        models.append(nn.Linear(3, 2))
-        optimizers.append(optim.SGD(models[-1].parameters(), lr=0.1, fused=fused))
-        scalers.append(torch.amp.GradScaler('cpu', init_scale=1024.0, growth_interval=100))
-    given = ctx.prepare(
-        *models, *optimizers, *(scalers if prepare_scaler else ()), clip_grad_norm=0.01
-    )
-    for batch in ctx.loop(torch.randn(TOTAL, 3, generator=torch.Generator().manual_seed(5)), BATCH):
-        for model, optimizer, scaler in zip(given[:2], given[2:4], scalers, strict=True):
-            optimizer.zero_grad()
-            loss = model(batch).pow(2).mean() * (float('inf') if ctx.samples == 8 else 1)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert [scaler.get_scale() for scaler in scalers] == [512.0] * 2
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=1e-6), (one, other)
-
-
-def test_a_scaler_with_a_fused_optimizer_is_saved(fork_server: ForkClient, tmp_path: Path) -> None:
-    """It leaves out a step, which is its own business, and goes on with half of the scale."""
-    for fragment, total in ((1, 16), (2, TOTAL)):
-        how: dict[str, Any] = {'mode': 'throughput', 'total_samples': total, 'on_nan': 'skip'}
-        outcomes = all_finish(fork_server, order(tmp_path, fragment, **how), 2, tmp_path, scales)
-        assert 'skipped_steps' not in outcomes[0].metrics
-
-
 def forgets_an_optimizer(ctx: FragmentContext) -> None:
     model = nn.Linear(3, 2)
     others = [optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
@@ -193,10 +162,5 @@ def forgets_an_optimizer(ctx: FragmentContext) -> None:
 
 def test_what_would_be_lost_between_fragments_is_refused() -> None:
     throughput: dict[str, Any] = {'mode': Throughput(), 'total_samples': TOTAL}
-    said = refused_here(lambda ctx: scales(ctx, prepare_scaler=False), **throughput)
-    assert 'scalers[0] is a gradient scaler and was not given to ctx.prepare' in said
     said = refused_here(forgets_an_optimizer, **throughput)
     assert 'others[0] is an optimizer of a prepared model and was not given' in said
-    for prepare in (True, False):
-        said = refused_here(lambda ctx, given=prepare: scales(ctx, given), total_samples=TOTAL)
-        assert 'A gradient scaler decides by the numbers of each rank' in said
