@@ -54,7 +54,7 @@ class Trainer:
     gradient_clip_val
         Clip the gradient of the global batch to this norm.
     precision
-        '32-true' or 'bf16-mixed'.
+        '32-true', 'bf16-mixed' or '16-mixed'.
     check_val_every_n_epoch, accumulate_grad_batches
         As in Lightning.
     best
@@ -102,7 +102,10 @@ class Trainer:
         self.state = _State()
         self.training = self.validating = False
         self.num_training_batches = self.estimated_stepping_batches = 0
-        self._clip, self._bf16 = gradient_clip_val, precision == 'bf16-mixed'
+        self._clip, scales = gradient_clip_val, precision == '16-mixed'
+        self._half = torch.float16 if scales else torch.bfloat16
+        self._autocasts = scales or precision == 'bf16-mixed'
+        self._scaler = torch.amp.GradScaler(ctx.device.type, enabled=scales)
         self._log = Log(ctx, self.callback_metrics)
         self._module: Any = None
         self._steps = StepCount(1, 1)
@@ -154,9 +157,10 @@ class Trainer:
         held_out = _validation_data(val_dataloaders, source)
         self._count_steps(StepCount(*data.in_epoch(self._accumulate)))
         configured, configs = _optimizer_of(model)
-        prepared, optimizer, *stepped = ctx.prepare(
-            model, configured, *(one.scheduler for one in configs), clip_grad_norm=self._clip
-        )
+        things = [model, configured, *(one.scheduler for one in configs)]
+        if (scaler := self._scaler).is_enabled():
+            things.append(scaler)
+        prepared, optimizer, *stepped = ctx.prepare(*things, clip_grad_norm=self._clip)
         self.optimizers, self.lr_scheduler_configs = [configured], configs
         self.strategy._lightning_optimizers = [configured]  # for self.optimizers()
         self._event('on_fit_start')
@@ -168,20 +172,23 @@ class Trainer:
         ctx.each_epoch(self._end_with_means if means else at_end)
         model.train()
         self.training, own_step = True, arguments.is_own('optimizer_step', model, LightningModule)
+        if own_step and scaler.is_enabled():
+            raise unsupported("optimizer_step of the module with precision='16-mixed'")
         for batch in data.in_loop(ctx, accumulate=self._accumulate):
             step, number = self.global_step, self.global_step % self.num_training_batches
             optimizer.zero_grad()
             self._metrics.begin()
             with self._autocast(), self._log.training(means):
                 loss = _run(model, prepared, batch, number)
-            loss.backward()
+            scaler.scale(loss).backward()
             self._metrics.end_of_step()
             if own_step:
                 closure = partial(torch.Tensor.detach, loss)
                 model.optimizer_step(self.current_epoch, number, optimizer, closure)
             else:
-                optimizer.step()
-            for one, scheduler in zip(configs, stepped, strict=True):
+                scaler.step(optimizer)
+            scaler.update()
+            for one, scheduler in zip(configs, stepped, strict=False):
                 if one.interval == 'step' and (step + 1) % one.frequency == 0:
                     scheduler.step()
             ctx.report(loss=loss.item(), learning_rate=optimizer.param_groups[0]['lr'])
@@ -298,7 +305,7 @@ class Trainer:
         return float(self.callback_metrics[name])
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self._bf16)
+        return torch.autocast(self.ctx.device.type, self._half, enabled=self._autocasts)
 
     def _count_steps(self, steps: StepCount) -> None:
         self._steps, self.num_training_batches = steps, steps.in_epoch

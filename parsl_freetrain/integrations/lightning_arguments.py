@@ -99,8 +99,10 @@ def check_options(kind: str, ctx: Any, precision: Any, options: dict[str, Any]) 
             f'The first argument of {kind} is a {type(ctx).__name__}; it must be the fragment '
             'context.'
         )
-    if precision not in (None, 32, '32', '32-true', 'bf16-mixed'):
-        raise unsupported(f'{kind}(precision={precision!r})', "say '32-true' or 'bf16-mixed'")
+    known = '32-true', 'bf16-mixed', *(['16-mixed'] if kind == 'Trainer' else [])
+    if precision not in (None, 32, '32', *known):
+        how = f'say {" or ".join(map(repr, known))}'
+        raise unsupported(f'{kind}(precision={precision!r})', how)
     for name, value in options.items():
         allowed = _OPTIONS.get(name, ())
         if allowed is not None and value not in allowed:

@@ -95,9 +95,12 @@ def test_early_stopping_ends_the_training() -> None:
     assert counts.steps == 2 * 4
 
 
-def test_throughput_mode_and_bfloat16() -> None:
+def test_types_of_16_bits() -> None:
     app = freetrain_app(total_epochs=EPOCHS, mode=Throughput())(ours(precision='bf16-mixed'))
     assert app.debug().samples == EPOCHS * 29
+    checkpoint, weights = in_this_process(ours(precision='16-mixed'), total_epochs=EPOCHS)
+    assert checkpoint.samples == EPOCHS * 29
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_a_sampler_and_drop_last_are_those_of_the_loader() -> None:
@@ -112,7 +115,7 @@ def test_a_sampler_and_drop_last_are_those_of_the_loader() -> None:
     [
         ({'strategy': 'ddp'}, "the app's mode says how the ranks train together"),
         ({'devices': 4}, 'the app and its site choose nodes and devices'),
-        ({'precision': '16-mixed'}, "say '32-true' or 'bf16-mixed'"),
+        ({'precision': '64-true'}, "say '32-true' or 'bf16-mixed' or '16-mixed'"),
         ({'limit_train_batches': 3}, 'limit_train_batches'),
         ({'gradient_clip_algorithm': 'value'}, 'gradient_clip_algorithm'),
         (

@@ -76,12 +76,10 @@ class ThroughputSteps:
         self.before_step: list[Callable[[], object]] = []
         self.stepped = prepared.scales  # it may skip steps
         self._hooks_ran = self.changed = self._any_step = False
-        self._clips = what.clip_grad_norm is not None
         self._add_hooks(prepared, what.clip_grad_norm)
 
     def _add_hooks(self, prepared: Prepared, clip_grad_norm: float | None) -> None:
         for optimizer in prepared.optimizers:
-            optimizer.register_step_pre_hook(self._unscale)
             optimizer.register_step_pre_hook(self._run_hooks)
             if clip_grad_norm is not None:
                 optimizer.register_step_pre_hook(partial(self._clip_to, clip_grad_norm))
@@ -271,16 +269,6 @@ class ThroughputSteps:
                 # A lambda, since DDP checks annotations and rejects texts, as they are here.
                 replica.ddp.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
             yield replica
-
-    @torch.no_grad()
-    def _unscale(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        scale = getattr(optimizer, 'grad_scale', None)
-        if scale is None or not (self._clips or self.before_step):
-            return
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                parameter.grad.div_(scale)
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

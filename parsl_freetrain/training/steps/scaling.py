@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -18,6 +19,7 @@ class ScalerOnce(torch.amp.GradScaler):
     """
 
     _scale: Any
+    _per_optimizer_states: Any
     differ: Callable[[torch.optim.Optimizer], bool]  # whether ranks see gradients of their own
     waits = False
     stepping = updated = False  # its step() runs in the body; update() was called in this iteration
@@ -28,6 +30,8 @@ class ScalerOnce(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self.waits:
+            if self._per_optimizer_states[id(optimizer)]['stage'] is OptState.READY:
+                self.unscale_(optimizer)  # fused ones would do it behind what clips or reads them
             return super().step(optimizer, *args, **kwargs)
         self.stepping = True
         try:
@@ -46,7 +50,7 @@ class ScalerOnce(torch.amp.GradScaler):
     def step_now(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         """In the last micro-batch's step, where the optimizer has the gradient of all."""
         self.waits = False
-        super().step(optimizer, **options)
+        self.step(optimizer, **options)
         self.waits = True
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
