@@ -1,6 +1,7 @@
 """Gradient scalers skip steps and change scales as in a plain loop, whatever sees the batch."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +9,18 @@ import pytest
 import torch
 from torch import nn, optim
 
-from parsl_freetrain import FragmentContext, Throughput
+from parsl_freetrain import Throughput
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import refused_here
 from tests.support.ranks import all_finish, order
 
 TOTAL, BATCH, CUT = 96, 8, 40
-BAD = [9, 33, 34, 70]  # samples whose loss is infinite
+DATA = torch.randn(TOTAL, 5, generator=torch.Generator().manual_seed(5))
+DATA[:, 4] = 1
+DATA[[9, 33, 34, 70], 4] = float('inf')  # a sample's weight in the loss
 
 
-def data() -> torch.Tensor:
-    x = torch.randn(TOTAL, 5, generator=torch.Generator().manual_seed(5))
-    x[:, 4] = 1
-    x[BAD, 4] = float('inf')
-    return x
-
-
-def train(
-    ctx: FragmentContext | None,
-    scalers: int = 1,
-    clip: float | None = None,
-    does: Any = None,
-    micro_batch: int | None = None,
-) -> Any:
+def train(ctx: Any, scalers: int = 1, clip: Any = None, does: Any = None, **loop: Any) -> Any:
     """Two networks, one with a fused optimizer, each with a parameter beside it, whose gradient
     becomes infinite; the second one's only if gradients are clipped.
     """
@@ -41,11 +31,11 @@ def train(
     steps: list[Any] = [optim.Adam(parameters[:3], lr=0.01, fused=True)]
     steps.append(optim.SGD(parameters[3:], lr=0.1, momentum=0.9))
     own = [torch.amp.GradScaler('cpu', 2.0**10, growth_interval=3) for _ in range(scalers)]
-    batches: Any = data().split(BATCH)
+    batches: Any = DATA.split(BATCH)
     if ctx is not None:
         given = ctx.prepare(*models, *steps, *own[does == 'forget' :], clip_grad_norm=clip)
         models, steps = given[:2], given[2:4]
-        batches = ctx.loop(data(), BATCH, shuffle=False, micro_batch=micro_batch)
+        batches = ctx.loop(DATA, BATCH, shuffle=False, **loop)
     for x in batches:
         for i, (optimizer, scaler) in enumerate(zip(steps, (own[0], own[-1]), strict=True)):
             optimizer.zero_grad()
@@ -66,18 +56,18 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ('how', 'scalers', 'clip', 'micro_batch'),
+    ('how', 'scalers', 'clip', 'loop'),
     [
-        ({'shards': 1}, 1, 0.3, None),
-        ({'shards': 1}, 2, None, None),
-        ({'shards': 4}, 1, 0.3, None),
-        ({'shards': 4}, 2, None, None),
-        ({'mode': 'throughput', 'on_nan': 'skip'}, 1, None, None),
-        ({'mode': 'throughput', 'on_nan': 'skip'}, 1, None, 3),
+        ({'shards': 1}, 1, 0.3, {}),
+        ({'shards': 1}, 2, None, {}),
+        ({'shards': 4}, 1, 0.3, {}),
+        ({'shards': 4}, 2, None, {}),
+        ({'mode': 'throughput', 'on_nan': 'skip'}, 1, None, {}),
+        ({'mode': 'throughput', 'on_nan': 'skip'}, 1, None, {'micro_batch': 3}),
     ],
 )
 def test_a_scaler_skips_what_it_does_in_a_plain_loop(
-    fork_server: ForkClient, tmp_path: Path, how: Any, scalers: int, clip: Any, micro_batch: Any
+    fork_server: ForkClient, tmp_path: Path, how: Any, scalers: int, clip: Any, loop: Any
 ) -> None:
     """With one virtual shard to the last bit, and with several the same bits for any ranks."""
     states, weights = train(None, scalers, clip)
@@ -87,8 +77,8 @@ def test_a_scaler_skips_what_it_does_in_a_plain_loop(
         for fragment, world_size in enumerate(sizes, 1):
             total = (CUT, TOTAL)[fragment - 1]
             ordered = order(tmp_path / f'{sizes}', fragment, total_samples=total, **how)
-            args = scalers, clip, None, micro_batch
-            outcomes = all_finish(fork_server, ordered, world_size, tmp_path, train, *args)
+            args = world_size, tmp_path, train, scalers, clip
+            outcomes = all_finish(fork_server, ordered, *args, **loop)
             assert 'skipped_steps' not in outcomes[0].metrics
         found.append(json.loads(outcomes[0].result))
         assert found[-1][0] == states
@@ -98,11 +88,11 @@ def test_a_scaler_skips_what_it_does_in_a_plain_loop(
 
 
 def test_what_a_part_of_a_batch_cannot_know_is_refused() -> None:
-    here: dict[str, Any] = {'total_samples': TOTAL}
     for words, does, how in (
         ('get_scale() was called after scaler.update()', lambda one: one.get_scale(), {}),
         ('scaler.update was called twice', lambda one: one.update(), {}),
         ('own[0] is a gradient scaler and was not given to ctx.prepare', 'forget', {}),
         ('own[0] is a gradient scaler and was not', 'forget', {'mode': Throughput()}),
     ):
-        assert words in refused_here(lambda ctx, does=does: train(ctx, does=does), **here, **how)
+        body: Any = partial(train, does=does)
+        assert words in refused_here(body, total_samples=TOTAL, **how)
