@@ -98,8 +98,7 @@ class FreeTrainApp:
         called = self.name if trainer_name is None else trainer_name
         check_name(called)
         name = executor.names.take(called, explicit=trainer_name is not None)
-        others: list[Checkpoint | None] = []
-        taken = [name]
+        others, taken = list[Checkpoint | None](), [name]
 
         def free() -> None:
             for replica, one in enumerate(taken):
