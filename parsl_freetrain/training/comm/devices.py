@@ -254,7 +254,7 @@ def apart(what: Callable[[], object]) -> str:
 def _check(kind: Accelerator, own: Sequence[str]) -> None:
     count = torch.accelerator.device_count()
     found = _uuid(torch.device(kind.device, 0)) if count and own[0].startswith('GPU-') else ''
-    if count != len(own) or (found and not own[0].removeprefix('GPU-').startswith(found[:8])):
+    if count != len(own) or (found and not found.startswith(own[0].removeprefix('GPU-')[:8])):
         raise BadInput(
             f'{kind.variable}={",".join(own)} on {platform.node()} names {len(own)} devices, and '
             f'torch finds {count}{f", the first with UUID {found}" if found else ""}: name devices '

@@ -194,6 +194,12 @@ def test_missing_devices_get_a_sentence(
         take_devices(0, 1)
 
 
+def test_a_uuid_may_be_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(CUDA, 4, '1a2b3c4d-5e6f').install(monkeypatch)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', 'GPU-1a2')
+    assert take_devices(0, 1).type == 'cuda'
+
+
 def test_a_sentence_says_that_devices_are_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
