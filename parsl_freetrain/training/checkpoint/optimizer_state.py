@@ -40,7 +40,7 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types:
     optimizer.load_state_dict({k: v for k, v in state.items() if k.removeprefix(_WITHIN) == k})
     for one in shared:
         one.param_groups = optimizer.param_groups
-    if 'param_groups' not in state:  # it has another optimizer, and a form of its own
+    if not {'state', 'param_groups'} <= state.keys():  # a form of its own, of another optimizer
         return
     numbers = [number for group in state['param_groups'] for number in group['params']]
     for number, parameter in zip(numbers, every_parameter(optimizer), strict=True):

@@ -51,8 +51,8 @@ def _try(optimizer: torch.optim.Optimizer) -> None:
         found = _bits(train(cut, 1))
     except Exception as error:
         raise BadInput(
-            f'{name} cannot be saved and loaded again ({error}) Use another optimizer, or a '
-            'version of it that loads its own state_dict().'
+            f'{name} cannot be saved and loaded again ({error.__cause__ or error}): use another '
+            'optimizer, or a version of it that loads its own state_dict().'
         ) from error
     if expected[0] == expected[1] != found:
         raise BadInput(

@@ -25,7 +25,7 @@ class Buffers:
         self, models: Iterable[torch.nn.Module], dtype: torch.dtype = torch.float32
     ) -> None:
         self._places = [
-            (module, module._buffers, name, buffer)
+            (module, module._buffers, name, _kind(buffer), buffer)
             for model in models
             for module in model.modules()
             for name, buffer in module._buffers.items()
@@ -59,7 +59,7 @@ class Buffers:
         rows = {id(b): i for i, b in matrices}
         self._rows = {
             rows[id(b)]: (name, type(module).__name__)
-            for module, own, name, b in self._places
+            for module, own, name, _, b in self._places
             if id(b) in rows and any(id(i) in set(map(id, own.values())) for i in self.integers)
         }
         self.changed_firsts: list[int] = []
@@ -104,10 +104,10 @@ class Buffers:
         persistent, it stays as it is: a cache, such as of positions, that has grown.
         """
         for place in self._places:
-            module, buffers, name, buffer = place
-            if (now := buffers.get(name)) is buffer:
+            module, buffers, name, own, buffer = place
+            kind = _kind(now := buffers.get(name))
+            if now is buffer and kind == own:
                 continue
-            kind, own = _kind(now), _kind(buffer)
             if kind == own and buffer is not None and now is not None and is_plain(buffer):
                 with torch.no_grad():
                     buffer.copy_(now)
@@ -116,9 +116,10 @@ class Buffers:
                 self._places = [one for one in self._places if one is not place]
             else:
                 raise BadInput(
-                    f'The buffer {name!r} of a {type(module).__name__} was {own}, and the body of '
-                    f'ctx.loop has put {kind} in its place: keep shape and type, or register it '
-                    'with persistent=False if it is only a cache.'
+                    f'The buffer {name!r} of a {type(module).__name__} was {_said(own)}, and the '
+                    f'body of ctx.loop has put {_said(kind)} in its place: keep shape and type, '
+                    'have it made by a first pass in ctx.warm_up(fn), before ctx.prepare, or '
+                    'register it with persistent=False if it is only a cache.'
                 )
 
     @torch.no_grad()
@@ -205,8 +206,12 @@ def make_plain(model: torch.nn.Module) -> None:
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
-def _kind(tensor: torch.Tensor | None) -> str:
-    return 'None' if tensor is None else f'one of {tuple(tensor.shape)} and {tensor.dtype}'
+def _kind(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _said(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+    return 'None' if kind is None else f'one of {tuple(kind[0])} and {kind[1]}'
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

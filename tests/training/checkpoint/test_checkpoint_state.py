@@ -294,6 +294,17 @@ class Holding(Counting):
         super().load_state_dict({k: state[k] for k in ('state', 'param_groups')})
 
 
+class Renamed(Holding):
+    """It has no 'state', as a Lookahead that wraps another one."""
+
+    def state_dict(self) -> Any:
+        own = super().state_dict()
+        return {'fast': own.pop('state'), **own}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({'state': state['fast'], **state})
+
+
 class Sharp(Counting):
     """It passes twice (SAM); of the optimizer that steps, its own state has nothing."""
 
@@ -324,6 +335,7 @@ class SharpCounting(Sharp):
         (Queued, 'Queued cannot be saved and loaded again .* has a deque'),
         (Unloadable, "Unloadable cannot be saved and loaded again .*'slow_weights'"),
         (Holding, ''),
+        (Renamed, ''),
     ],
 )
 def test_optimizer_that_cannot_go_on_is_refused_before_it_trains(kind: Any, refused: str) -> None:
