@@ -100,7 +100,7 @@ def in_a_number(ctx: FragmentContext, model: Any, optimizer: Any) -> Any:
     return lambda x: model(x).pow(2).mean() + (model[0].weight.norm() - size).pow(2)
 
 
-def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
+def train(ctx: FragmentContext, plant: Plant, stop: bool, in_epochs: bool) -> None:
     """The first fragment stops behind ``STOP`` samples, or dies as soon as it has saved there."""
     from parsl_freetrain.training.comm import peers
     from parsl_freetrain.training.loop import save_timing
@@ -111,22 +111,24 @@ def train(ctx: FragmentContext, plant: Plant, stop: bool) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.05)
     model, optimizer = ctx.prepare(model, optimizer)
-    loss_of = plant(ctx, model, optimizer)
-    for (x,) in ctx.loop(TensorDataset(X), BATCH):
-        run = ctx._run
-        if ctx.samples == STOP and ctx.fragment == 1:
-            run.parts.inbox._stop = stop
-            run.checkpointer.timing.want_soon()
-            if not stop:  # so long, a checkpoint waits for the next step
-                run.checkpointer.timing.step_took(30.0)
-        if ctx.samples == STOP + BATCH and ctx.fragment == 1 and not stop:
-            fault_hooks.on_saving.append(lambda at: os._exit(1) if at == 'committed' else None)
-            time.sleep(0.3)  # else it would be committed by now
-        optimizer.zero_grad()
-        loss = loss_of(x)
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss.item())
+    loss_of, data = plant(ctx, model, optimizer), TensorDataset(X)
+    at = 2 * BATCH if in_epochs else STOP
+    for _ in ctx.epochs() if in_epochs else '1':
+        for (x,) in ctx.loop(data, BATCH):
+            run = ctx._run
+            if ctx.samples == at and ctx.fragment == 1:
+                run.parts.inbox._stop = stop
+                run.checkpointer.timing.want_soon()
+                if not stop:  # so long, a checkpoint waits for the next step
+                    run.checkpointer.timing.step_took(30.0)
+            if ctx.samples == at + BATCH and ctx.fragment == 1 and not stop:
+                fault_hooks.on_saving.append(lambda at: os._exit(1) if at == 'committed' else None)
+                time.sleep(0.3)  # else it would be committed by now
+            optimizer.zero_grad()
+            loss = loss_of(x)
+            loss.backward()
+            optimizer.step()
+            ctx.report(loss=loss.item())
 
 
 def cut(
@@ -136,6 +138,7 @@ def cut(
     stop: bool = True,
     counts: tuple[int, int] = (1, 2),
     between: Callable[[int], None] = lambda samples: None,
+    in_epochs: bool = False,
     **changes: Any,
 ) -> tuple[Any, str, Any]:
     """The last outcome of a second fragment, what it printed, and its newest checkpoint."""
@@ -143,7 +146,7 @@ def cut(
     first = order(folder, **changes)
     for fragment, count in enumerate(counts, 1):
         ordered = replace(first, fragment=fragment)
-        with ranks(fork_server, ordered, count, folder, train, plant, stop) as gang:
+        with ranks(fork_server, ordered, count, folder, train, plant, stop, in_epochs) as gang:
             outcome, log = gang.run()[0], gang.ranks[0].log.read_text()
             saved = gang.ranks[0].said(ev.CheckpointSaved)
         if fragment == 1:
@@ -182,6 +185,13 @@ def test_an_honest_training_is_verified(
     assert outcome.how == 'finished', log
     assert (saved.resumes, saved.verified) == (1, 1)
     assert 'Not verified' not in log
+
+
+def test_a_stop_with_the_first_epoch(fork_server: ForkClient, tmp_path: Path) -> None:
+    outcome, log, saved = cut(fork_server, tmp_path, a_list, in_epochs=True)
+    assert (outcome.how, saved.resumes, saved.verified) == ('finished', 1, 1), log
+    outcome, _, saved = cut(fork_server, tmp_path / 'lost', a_queue_of_its_own, in_epochs=True)
+    assert saved is None and 'after 24 samples' in outcome.error.message
 
 
 @pytest.mark.parametrize(
