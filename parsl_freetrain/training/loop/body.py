@@ -43,8 +43,8 @@ _VARIABLES = tuple(
 _GOES_ON = (
     '{} goes from one batch to the next in the body of ctx.loop, which runs once for each virtual '
     'shard, or on each rank with samples of its own: the result would depend on the nodes. Begin '
-    'each batch anew, or make what is carried on a part of the samples; with max_nodes=1 and '
-    'shards=1 it is kept as it is.'
+    'each batch anew, or make what is carried on a part of the samples; what has as many rows by '
+    'chance (prototypes), a buffer of a model. With max_nodes=1 and shards=1 it is kept as it is.'
 )
 
 

@@ -30,6 +30,7 @@ _CONSTANTS = {
     kind.__name__: kind for kind in (*changes.VALUES[:-1], datetime, PosixPath, WindowsPath)
 }
 _MADE_BY = {kind.__name__: kind for kind in (*_BASES, *changes.SCALARS[:5], defaultdict, deque)}
+_WORDS = torch.device, torch.dtype
 _SPARSE = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc
 _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
@@ -140,7 +141,7 @@ class _Packer:
         if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
             return self._sparse(one)
         self._take(1, one.nbytes if isinstance(one, (torch.Tensor, np.ndarray)) else 0)
-        if type(one) in _SCALARS:
+        if type(one) in _SCALARS or isinstance(one, _WORDS):
             return one
         if isinstance(one, torch.Tensor):
             return self._tensor(one)
@@ -210,7 +211,7 @@ def _key(key: Any) -> Any:
         return tuple(map(_key, key))
     if isinstance(key, np.generic):
         return key.item()
-    if type(key) not in _SCALARS:
+    if type(key) not in _SCALARS and not isinstance(key, _WORDS):
         raise NotPlain(f'a {type(key).__name__} as a key')
     return key
 

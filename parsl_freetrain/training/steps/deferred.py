@@ -48,6 +48,8 @@ class DeferredOptimizer:
     def __getattr__(self, name: str) -> Any:
         if name == '_step_supports_amp_scaling':  # only an enabled gradient scaler asks for it
             raise BadInput(_STRANGE_SCALER)
+        if name == 'first_step':  # of SAM, before its second_step
+            raise BadInput(several_times(self._optimizer))
         return getattr(self._optimizer, name)
 
 

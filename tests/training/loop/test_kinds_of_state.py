@@ -555,7 +555,13 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
             cut(ctx)
         nested.setdefault('counts', defaultdict(int))[epoch] += 1
         nested.setdefault('meter', Meter()).add('turns')
-        lists[epoch] += [OrderedDict(a=1), Counter('ab'), deque([1], 2), torch.eye(2).to_sparse()]
+        lists[epoch] += [
+            {torch.device('cpu'): torch.int8},
+            OrderedDict(a=1),
+            Counter('ab'),
+            deque([1], 2),
+            torch.eye(2).to_sparse(),
+        ]
         auto[np.int64(epoch)][0] += 1
         meter.add('turns')
         later = History() if later is None else later
@@ -818,6 +824,11 @@ def sharpness_aware(ctx: FragmentContext) -> None:
         optimizer.step(lambda x=x, y=y: F.mse_loss(model(x), y).backward())
 
 
+def sharpness_in_two_steps(ctx: FragmentContext) -> None:
+    model, optimizer = line(ctx)
+    fit(ctx, lambda x, y: optimizer.first_step() or F.mse_loss(model(x), y), optimizer)
+
+
 torch.registry_of_a_test = dict[str, Any]()  # type: ignore[attr-defined]
 
 
@@ -874,12 +885,21 @@ def cached_noise(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y + noise(1)), optimizer)
 
 
+def grown_buffer(ctx: FragmentContext) -> None:
+    """As of an observer of each channel, for quantization."""
+    (one := nn.Linear(4, 1)).register_buffer('scale', torch.ones(1))
+    model, optimizer = ctx.prepare(one, sgd(one))
+    fit(ctx, lambda x, y: F.mse_loss(model(x * model.scale.resize_(4).fill_(1)), y), optimizer)
+
+
 REFUSED = {
+    grown_buffer: "'scale' of a Linear was one of (1,) and torch.float32, and the body of ctx.loop",
     histories: 'keep one number or tensor for each sample',
     sums_by_class: 'keep one number or tensor for each sample',
     cached_noise: 'caches its results (lru_cache)',
     trained_by_hand: "changed known['scale'], a parameter or buffer that was not given to",
     average_in_the_body: 'ctx.loop changed average_in_the_body.average.weight, a Tensor. It runs',
+    sharpness_in_two_steps: 'which computes the loss several times in a step',
     sharpness_aware: 'which computes the loss several times in a step',
     registry: 'own is an optimizer that steps in several global batches and was not given',
     steps_in_backward: 'raw is an optimizer that steps where a gradient is only that of a part',
