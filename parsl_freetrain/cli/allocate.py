@@ -17,6 +17,7 @@ from parsl_freetrain.core.allocation.problem import Answer
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.solver import allocator_named, close_allocator
 
 
 def allocate(
@@ -71,8 +72,6 @@ class _Service:
     def __init__(
         self, solver: SolverName, time_limit_s: float, metric: Metric | None, reasons: bool
     ) -> None:
-        from parsl_freetrain.solver import allocator_named, close_allocator
-
         self._allocator = allocator_named(solver.value, time_limit_s=time_limit_s)
         # The alternative is another problem's optimum; the dynamic programme may not apply.
         exact = 'milp' if solver is SolverName.MILP else 'auto'

@@ -1,19 +1,16 @@
 """``freetrain cancel``: end a trainer of a live run, with a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, flag, journal_at, ledger_at, value
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.report.runs import trainer_named
-
-if TYPE_CHECKING:
-    from parsl_freetrain.core.model.state import Training
+from parsl_freetrain.core.model.state import Training
+from parsl_freetrain.executor.requests import Cancel, ask
+from parsl_freetrain.report.runs import check_live, trainer_named
 
 
 def cancel(
@@ -30,9 +27,6 @@ def cancel(
     Works from any computer that sees the run's file system. The checkpoints stay; the same program
     run again goes on from them.
     """
-    from parsl_freetrain.executor.requests import Cancel, ask
-    from parsl_freetrain.report.runs import check_live
-
     if every == (trainer is not None):
         raise BadInput('Name one trainer, or give --all.')
     path, journal = ledger_at(ledger), journal_at(ledger, keep_progress=False)

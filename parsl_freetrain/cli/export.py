@@ -1,10 +1,13 @@
 """``freetrain export``: the record of runs as tables, for questions in SQL or pandas."""
 
+import sqlite3
 from pathlib import Path
 from typing import Annotated
 
 from parsl_freetrain.cli.where import LedgerOption, RunOption, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.journal.tables import write_parquet, write_sqlite
+from parsl_freetrain.report.runs import chosen
 
 
 def export(
@@ -18,11 +21,6 @@ def export(
     """Write what a ledger says as tables: runs, trainers, blocks, nodes, fragments, checkpoints,
     progress, decisions. Times are in seconds since the epoch.
     """
-    import sqlite3
-
-    from parsl_freetrain.journal.tables import write_parquet, write_sqlite
-    from parsl_freetrain.report.runs import chosen
-
     if sqlite is None and parquet is None:
         raise BadInput('Say where to: --sqlite FILE or --parquet FOLDER.')
     journal = journal_at(ledger)

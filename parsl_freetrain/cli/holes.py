@@ -1,15 +1,13 @@
 """``freetrain holes``: shows the holes that are available now; nothing is submitted."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
 
 from parsl_freetrain.cli.where import NO_HOLES, JsonOption, value
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def holes(
@@ -20,8 +18,6 @@ def holes(
     as_json: JsonOption = False,
 ) -> None:
     """Show the holes available now. Nothing is submitted."""
-    from rich.console import Console
-
     from parsl_freetrain.cli.sites import holes_of, provider_of
 
     found = holes_of(provider_of(site).site)
@@ -34,8 +30,6 @@ def holes(
 
 
 def _table(found: list[dict[str, Any]], now: float) -> Table:
-    from rich.table import Table
-
     classes = any('node_class' in hole for hole in found)
     table = Table('nodes', 'for', 'until', 'queue', *(('class',) if classes else ()), 'names')
     for hole in found:

@@ -10,17 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, flag, journal_at, value
 from parsl_freetrain.core.model.errors import BadInput, clean
-from parsl_freetrain.report.runs import trainer_named
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.runs import life_of, trainer_named
 from parsl_freetrain.training.spec.diloco import replica_folder
-
-if TYPE_CHECKING:
-    from parsl_freetrain.journal.read import Journal
 
 FOLLOW_S = 0.5  # seconds between two reads of growing files
 _NAME = re.compile(r'fragment-(\d+)-rank-(\d+)\.log')
@@ -113,8 +111,6 @@ def _chosen(
 
 
 def _over(journal: Journal, trainer: str) -> bool:
-    from parsl_freetrain.report.runs import life_of
-
     history = journal.history()
     mine = [run.trainers[trainer] for run in history.runs if trainer in run.trainers]
     life = life_of(history, history.runs[-1], time.time())

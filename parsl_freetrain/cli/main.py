@@ -2,7 +2,7 @@
 
 A verb is a function with Typer annotations, named like its module here: ``allocate`` in
 ``allocate.py``. It returns its exit status, or None for 0. Only the verb called is imported, and it
-imports what takes long (Parsl, numpy, solvers) in its body, so that --help is fast.
+imports what takes long (Parsl, pandas, torch) in its body, so that --help is fast.
 """
 
 import errno

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from parsl_freetrain.cli.where import NO_HOLES, JsonOption, value
+from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput, clean, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.replay.forecast import Forecast, PlannedBlock, forecasts, trainers_at
 
 if TYPE_CHECKING:
-    from parsl_freetrain.replay.forecast import Forecast
     from parsl_freetrain.sites.provider import BackfillProvider
 
 UNIT = 'charged node-hours'
@@ -59,9 +60,7 @@ def plan(
         if not 0 <= seconds < math.inf:
             raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
     from parsl_freetrain.cli.sites import provider_of
-    from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes
-    from parsl_freetrain.replay.forecast import PlannedBlock, forecasts, trainers_at
 
     who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)

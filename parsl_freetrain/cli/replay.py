@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import progress
+from rich.console import Console
 
 from parsl_freetrain.cli.where import RunOption, flag, journal_at, value
 from parsl_freetrain.core.model.checked_settings import described
 from parsl_freetrain.core.model.errors import BadInput, clean
+from parsl_freetrain.replay.habits import write_habits
+from parsl_freetrain.replay.recorded_run import RunReplay, changed, replay_run
+from parsl_freetrain.replay.result import WHERE_THEY_WENT, ReplayResult
 from parsl_freetrain.replay.study import Study, option, read_study
 from parsl_freetrain.report.runs import chosen
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsl_freetrain.replay.recorded_run import RunReplay
-    from parsl_freetrain.replay.result import ReplayResult
 
 
 SHOWN = [
@@ -114,8 +116,6 @@ def replay(
     if run is not None:
         raise BadInput('--run is for a run of a ledger: give --ledger, too, or leave --run out.')
     if learn_habits is not None:
-        from parsl_freetrain.replay.habits import write_habits
-
         write_habits(Study.of_trace(given, '--learn-habits').trace(), learn_habits)
         return
     if not {'trainers'} & {*given, *swept}:
@@ -141,8 +141,6 @@ def replay(
 
 
 def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: bool) -> None:
-    from parsl_freetrain.replay.recorded_run import changed, replay_run
-
     for name in given:
         if name not in OF_A_LEDGER:
             raise BadInput(
@@ -199,9 +197,6 @@ def _many(
 
 
 def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> pd.DataFrame:
-    from rich import progress
-    from rich.console import Console
-
     from parsl_freetrain.replay.sweep import sweep
 
     columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
@@ -246,8 +241,6 @@ def of_a_run(found: RunReplay) -> list[str]:
 
 
 def lines_of(result: ReplayResult) -> list[str]:
-    from parsl_freetrain.replay.result import WHERE_THEY_WENT
-
     run = result.trace
     hours = (run.end_s - run.start_s) / 3600
     said = result.as_json()

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, print_json, value
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
-from parsl_freetrain.report.runs import chosen
+from parsl_freetrain.report.figures import Figures, as_document
+from parsl_freetrain.report.metrics import MetricView
+from parsl_freetrain.report.page import report_page
+from parsl_freetrain.report.runs import chosen, life_of
 
 
 def report(
@@ -29,12 +33,6 @@ def report(
     """Write one HTML file that needs nothing else: node-hours, trainers, metrics, rescale costs,
     predictions and what came true.
     """
-    from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.report.figures import Figures, as_document
-    from parsl_freetrain.report.metrics import MetricView
-    from parsl_freetrain.report.page import report_page
-    from parsl_freetrain.report.runs import life_of
-
     view = MetricView(axis, smooth)
     journal = journal_at(ledger)
     history = journal.history()

@@ -16,9 +16,13 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from parsl_freetrain.cli.live.view import ClosingTable
 from parsl_freetrain.cli.where import JsonOption, print_json, value
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, of_user
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.summary import summary
 
 
 def run(
@@ -63,8 +67,6 @@ def run(
 
 
 def _newest(ledger: Path) -> str | None:
-    from parsl_freetrain.journal.read import Journal
-
     runs = Journal(ledger, keep_progress=False).history().runs if ledger.is_file() else []
     return runs[-1].name if runs else None
 
@@ -95,12 +97,6 @@ def _called(main: Any, config: Any, workflow: str) -> int:
 
 
 def _close(ledger: Path, run: str, as_json: bool) -> None:
-    from rich.console import Console
-
-    from parsl_freetrain.cli.live.view import ClosingTable
-    from parsl_freetrain.journal.read import Journal
-    from parsl_freetrain.report.summary import summary
-
     found = summary(Journal(ledger, keep_progress=False).history(run))
     if as_json:
         print_json({'ledger': str(ledger), 'run': run, **found})

@@ -2,7 +2,13 @@
 
 import time
 
+from rich.console import Console
+
+from parsl_freetrain.cli.live.view import Screen, metric_table
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at, print_json
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.report.metrics import metrics_document
+from parsl_freetrain.report.status import as_document, snapshot
 
 
 def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
@@ -11,13 +17,6 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
 
     Works while the run lives and afterwards, from any computer that sees its file system.
     """
-    from rich.console import Console
-
-    from parsl_freetrain.cli.live.view import Screen, metric_table
-    from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.report.metrics import metrics_document
-    from parsl_freetrain.report.status import as_document, snapshot
-
     journal, now = journal_at(ledger), time.time()
     history = journal.history()
     seen = snapshot(history, now, DpAllocator(), run)

@@ -1,7 +1,5 @@
 """``freetrain watch``: shows the state of a run live until it ends."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -10,17 +8,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from rich.console import Console
+from rich.live import Live
+
+from parsl_freetrain.cli.live.view import LiveView, Screen, plain_lines
+from parsl_freetrain.cli.live.web import LivePage, Page
 from parsl_freetrain.cli.where import LedgerOption, RunOption, flag, ledger_at, print_json, value
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.errors import BadInput
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from parsl_freetrain.cli.live.view import LiveView
-    from parsl_freetrain.journal.read import Journal
-    from parsl_freetrain.report.status import RunStatus
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.status import RunStatus, as_document
 
 PLAIN_S = 10.0  # default seconds between two updates if the output is not a terminal
 WAIT_S = 0.5  # seconds between two looks for a run that has not begun
@@ -47,12 +46,6 @@ def watch(
 
     Ctrl-C ends the view only, not the run.
     """
-    from rich.console import Console
-
-    from parsl_freetrain.cli.live.view import LiveView
-    from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.report.status import as_document
-
     if not 0 <= every < math.inf:
         raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
     if port and not web:
@@ -73,8 +66,6 @@ def watch(
 
 
 def _awaited(given: Path | None, keep_progress: bool) -> Journal:
-    from parsl_freetrain.journal.read import Journal
-
     said = ''
     while True:
         try:
@@ -105,10 +96,6 @@ def _follow(
 
 
 def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Event) -> None:
-    from rich.live import Live
-
-    from parsl_freetrain.cli.live.view import Screen
-
     with Live(console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
         _follow(view, lambda seen: live.update(Screen(seen), refresh=True), every_s, pause)
 
@@ -121,8 +108,6 @@ def _serve(
     as_json: bool,
     pause: threading.Event,
 ) -> None:
-    from parsl_freetrain.cli.live.web import LivePage, Page
-
     page = Page(LivePage(journal, run, every_s).newest, port)
     try:
         hint = f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
@@ -133,8 +118,6 @@ def _serve(
 
 
 def _print_lines(console: Console, seen: RunStatus) -> None:
-    from parsl_freetrain.cli.live.view import plain_lines
-
     for line in [*plain_lines(seen), *([seen.life.sentence] if seen.life.sentence else [])]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.file.flush()

@@ -1,18 +1,14 @@
 """Finds the ledger that a command line names, for all verbs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from parsl_freetrain.core.model.errors import BadInput
-
-if TYPE_CHECKING:
-    from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.journal.read import Journal
 
 NAME = 'ledger.journal'
 FOLDER = 'checkpoints'
@@ -84,6 +80,4 @@ def _in_folder(folder: Path) -> Iterator[Path]:
 
 
 def journal_at(given: Path | None, *, keep_progress: bool = True) -> Journal:
-    from parsl_freetrain.journal.read import Journal
-
     return Journal(ledger_at(given), keep_progress=keep_progress)

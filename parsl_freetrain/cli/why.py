@@ -1,10 +1,9 @@
 """``freetrain why``: explains why a trainer has its nodes, or what it waits for."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,16 +15,19 @@ from parsl_freetrain.cli.where import (
     print_json,
     value,
 )
+from parsl_freetrain.core.allocation.explain import Reason, explain
+from parsl_freetrain.core.allocation.problem import problem_in
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.core.model.errors import nodes_text as nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from parsl_freetrain.core.allocation.explain import Reason
-    from parsl_freetrain.core.model.events import Decided
-    from parsl_freetrain.core.model.state import Fragment, RunState, Training
-    from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.core.model.events import Decided
+from parsl_freetrain.core.model.state import Fragment, RunState, Training
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.learned import Speed, place_of, shapes_tried
+from parsl_freetrain.report.outcome import outcomes
+from parsl_freetrain.report.reasons import decision_about, in_words, waits_for
+from parsl_freetrain.report.runs import chosen, life_of, trainer_named
+from parsl_freetrain.report.status import state_of
+from parsl_freetrain.solver import allocator_named
 
 
 def why(
@@ -51,12 +53,6 @@ def explanation(
     journal: Journal, trainer: str, run: str | None, last: int, now: float
 ) -> dict[str, Any]:
     """What ``freetrain why`` says, as data. Raises BadInput if there is no such run or trainer."""
-    from parsl_freetrain.report.learned import shapes_tried
-    from parsl_freetrain.report.outcome import outcomes
-    from parsl_freetrain.report.reasons import decision_about, waits_for
-    from parsl_freetrain.report.runs import chosen, life_of, trainer_named
-    from parsl_freetrain.report.status import state_of
-
     history = journal.history()
     one = chosen(history, journal.path, run)
     training = one.trainers[trainer_named(one.trainers, trainer)]
@@ -115,8 +111,6 @@ def _memory(training: Training) -> dict[str, int]:
 
 def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[str, Any]:
     """Whether its curve was stated; samples/s by class and count, the best count; where it runs."""
-    from parsl_freetrain.report.learned import Speed, place_of
-
     trainer = training.trainer
     speed = Speed(trainer)
     for fragment in training.fragments:
@@ -171,10 +165,6 @@ def _reason(decided: Decided, trainer: str) -> Reason | None:
     document = decided.document
     if document is None:
         return None
-    from parsl_freetrain.core.allocation.explain import explain
-    from parsl_freetrain.core.allocation.problem import problem_in
-    from parsl_freetrain.solver import allocator_named
-
     problem = problem_in(document)
     allocator = allocator_named('auto', isolated=False)
     answer = allocator.allocate(problem)
@@ -198,8 +188,6 @@ def _shapes_in_words(tried: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from parsl_freetrain.report.reasons import in_words
-
     name = found['trainer']
     of = f' of {found["total_samples"]:,}' if found['total_samples'] else ''
     done = f'{found["samples"]:,}{of} samples'

@@ -1,7 +1,5 @@
 """A study: the settings of a replay, from a TOML file, the command line, or both."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Mapping
@@ -9,7 +7,7 @@ from contextlib import suppress
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from msgspec import ValidationError, convert
 
@@ -18,12 +16,11 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-
-if TYPE_CHECKING:
-    from parsl_freetrain.replay.scenario import Scenario
-    from parsl_freetrain.replay.trace import Trace
-    from parsl_freetrain.replay.trainers import ReplayTrainer
-    from parsl_freetrain.replay.world import CurveLearning
+from parsl_freetrain.replay.habits import read_habits
+from parsl_freetrain.replay.scenario import Scenario
+from parsl_freetrain.replay.trace import Trace
+from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from parsl_freetrain.replay.world import CurveLearning
 
 KINDS = ('idle', 'swf', 'sacct', 'pbs')
 OF_A_TRACE = (*KINDS, 'synthetic', 'machine_nodes', 'nodes', 'since', 'until')
@@ -136,7 +133,7 @@ class Study(Settings, frozen=True, kw_only=True):
         return cls.of(values)
 
     def trace(self) -> Trace:
-        # Imported here and below, so that --help needs no pandas.
+        # Imported here, so that --help need not wait for Parsl.
         from parsl_freetrain.replay.read import kind_of, read_trace, synthetic
 
         files = {kind: path for kind in KINDS if (path := getattr(self, kind)) is not None}
@@ -156,8 +153,6 @@ class Study(Settings, frozen=True, kw_only=True):
         return read_trace(path, *part, machine_nodes=self.machine_nodes)
 
     def read_trainers(self) -> tuple[ReplayTrainer, ...]:
-        from parsl_freetrain.replay.trainers import read_trainers
-
         if self.trainers is None:
             raise BadInput('Give --trainers: a JSON list of the trainers.')
         return read_trainers(self.trainers)
@@ -166,9 +161,6 @@ class Study(Settings, frozen=True, kw_only=True):
         self, trace: Trace | None = None, trainers: tuple[ReplayTrainer, ...] | None = None
     ) -> Scenario:
         """The scenario; its trace and trainers are read unless they are given. Raises BadInput."""
-        from parsl_freetrain.replay.habits import read_habits
-        from parsl_freetrain.replay.scenario import Scenario
-
         learning = self._learning()
         trace = trace or self.trace()
         objective = self.objective or (None if learning is None else 'speedup')
@@ -190,8 +182,6 @@ class Study(Settings, frozen=True, kw_only=True):
         stated = {name: getattr(self, name) for name in ('noise', 'measure_s', 'seed')}
         told = {name: value for name, value in stated.items() if value is not None}
         if self.curves == 'learned':
-            from parsl_freetrain.replay.world import CurveLearning
-
             return CurveLearning(**told)
         if told:
             raise BadInput(f'{option(next(iter(told)))} goes with --curves learned only.')

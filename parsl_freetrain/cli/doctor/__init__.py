@@ -1,7 +1,5 @@
 """``freetrain doctor``: what is measured here and on the nodes, and what it means for trainings."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -9,17 +7,18 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from parsl_freetrain import __version__
+from parsl_freetrain.cli.doctor.checks import Finding, findings
 from parsl_freetrain.cli.where import JsonOption, value
 from parsl_freetrain.core.model.errors import BadInput, clean
 from parsl_freetrain.host import files
-
-if TYPE_CHECKING:
-    from parsl_freetrain.cli.doctor.checks import Finding
 
 PORTS = {'54000-55000': (54000, 55000), '55000-56000': (55000, 56000)}
 """The executor's default ranges: for workers, and for its interchange and control channel."""
@@ -62,7 +61,6 @@ def doctor(
     With --site, every queue that the site's file states is compared with the scheduler's, and the
     line of the file that is out of date is named. Nothing is submitted unless --nodes is given.
     """
-    from parsl_freetrain.cli.doctor.checks import findings
     from parsl_freetrain.cli.doctor.measuring import ask_endpoint, imports
 
     if not checkpoints.is_dir() or not os.access(checkpoints, os.W_OK):
@@ -138,10 +136,6 @@ def _facts(folder: Path, through: str) -> dict[str, Any]:
 
 
 def _show(found: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(overflow='fold')
