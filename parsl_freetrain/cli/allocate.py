@@ -16,7 +16,7 @@ from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, 
 from parsl_freetrain.core.allocation.problem import Answer
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_file
 from parsl_freetrain.solver import allocator_named, close_allocator
 
 
@@ -117,12 +117,10 @@ def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1."""
-    try:
-        with nullcontext(sys.stdin.buffer) if file == '-' else open(file, 'rb') as source:
-            for number, raw in enumerate(source, 1):
-                if raw.strip():
-                    yield number, raw
-    except OSError as error:
-        raise BadInput(
-            f'The problems cannot be read from {file!r}: {error.strerror or error}.'
-        ) from None
+    with (
+        of_file(f'The problems cannot be read from {file!r}', 'give a file, or - for the input'),
+        nullcontext(sys.stdin.buffer) if file == '-' else open(file, 'rb') as source,
+    ):
+        for number, raw in enumerate(source, 1):
+            if raw.strip():
+                yield number, raw

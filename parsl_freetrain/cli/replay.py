@@ -16,7 +16,7 @@ from rich.console import Console
 
 from parsl_freetrain.cli.where import RunOption, flag, journal_at, value
 from parsl_freetrain.core.model.checked_settings import described
-from parsl_freetrain.core.model.errors import BadInput, clean
+from parsl_freetrain.core.model.errors import BadInput, clean, of_file
 from parsl_freetrain.replay.habits import write_habits
 from parsl_freetrain.replay.recorded_run import RunReplay, changed, replay_run
 from parsl_freetrain.replay.result import WHERE_THEY_WENT, ReplayResult
@@ -128,12 +128,8 @@ def replay(
     if jobs < 1 and jobs != -1:
         raise BadInput(f'--jobs is {jobs}; it must be a number of processes, or -1.')
     if pictures is not None:
-        try:
+        with of_file(f'--pictures is {pictures}, which cannot be made', 'give a folder'):
             pictures.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(
-                f'--pictures is {pictures}, which cannot be made ({error.strerror}); give a folder.'
-            ) from None
     if swept:
         _many(asked, list(swept), out, pictures, jobs, as_json)
     else:

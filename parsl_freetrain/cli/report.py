@@ -6,7 +6,7 @@ from typing import Annotated
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, print_json, value
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import of_file
 from parsl_freetrain.host import files
 from parsl_freetrain.report.figures import Figures, as_document
 from parsl_freetrain.report.metrics import MetricView
@@ -42,12 +42,9 @@ def report(
     history = history if run == 'all' else history.of(one.name)
     found = Figures(history, time.time(), DpAllocator())
     page = report_page(found, view).encode(errors='replace')
-    try:  # for the user alone: the page has names, commands and errors
+    with of_file(f'The report {out} cannot be written', 'give another file with --out'):
+        # For the user alone: the page has names, commands and errors.
         files.replace(out.absolute(), page)
-    except OSError as error:
-        raise BadInput(
-            f'The report {out} cannot be written ({error.strerror}); give another file with --out.'
-        ) from error
     if as_json:
         print_json({'report': str(out.absolute()), **as_document(found)})
     else:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_file
 from parsl_freetrain.host.files import make_dir, write_new
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign, refuse_replaceable
 from parsl_freetrain.training.process import block_lease
@@ -50,16 +50,12 @@ class RunLock:
 
     def take_folder(self) -> None:
         """Claim the folder; BadInput if another live run has it, or it cannot be written."""
-        try:
+        remedy = 'name a folder that you can write to and that the compute nodes see'
+        with of_file(f'checkpoint_dir {self._path.parent} cannot be written', remedy):
             make_dir(self._path.parent)
             with _alone(self._path):
                 refuse_live(self._path.parent)
                 block_lease.write_holder(self._path, block_lease.this_process(self._run))
-        except OSError as error:
-            raise BadInput(
-                f'checkpoint_dir {self._path.parent} cannot be written ({error.strerror}): name a '
-                'folder that you can write to and that the compute nodes see.'
-            ) from error
         holder = block_lease.read_holder(self._path)
         if holder is None or holder.run != self._run:
             raise BadInput(f'Another run began in {self._path.parent} at the same moment.')

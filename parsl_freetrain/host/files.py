@@ -6,12 +6,13 @@ import math
 import os
 import secrets
 import stat
+import tomllib
 import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_file
 
 PRIVATE = 0o600
 
@@ -93,6 +94,16 @@ def read(path: Path, limit: int) -> bytes:
                 '(mode 0600); remove it.'
             )
         return file.read(limit)
+
+
+def read_toml(path: str | Path, what: str, remedy: str) -> dict[str, object]:
+    """What a TOML file, called ``what`` in errors, holds. Raises BadInput."""
+    with of_file(f'{what} {path} cannot be read', remedy):
+        text = Path(path).read_bytes()
+    try:
+        return tomllib.loads(text.decode())
+    except ValueError as error:
+        raise BadInput(f'{what} {path} is not TOML: {error}.') from None
 
 
 def read_zipped(path: str | Path, what: str, most: int = -1) -> bytes:

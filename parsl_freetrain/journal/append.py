@@ -15,7 +15,7 @@ import msgspec
 from msgspec import structs
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_file
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign
 from parsl_freetrain.journal.records import HEAD, NAME, check_head, is_remains, record, scan
@@ -196,7 +196,7 @@ def _open(path: Path) -> tuple[int, int, set[str]]:
 
 def _opened(path: Path) -> tuple[int, int, set[str]]:
     """A descriptor that appends, the size of the file, and the names of its runs."""
-    try:
+    with of_file(f'The ledger {path} cannot be written', 'give a path that can'):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # What can replace the file can change what is in it.
         refuse_foreign(path.parent, 'folder of the ledger')
@@ -212,10 +212,6 @@ def _opened(path: Path) -> tuple[int, int, set[str]]:
                 f'The ledger {path} belongs to another user (id {found.st_uid}); name one of yours.'
             )
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise BadInput(
-            f'The ledger {path} cannot be written ({error.strerror}); give a path that can.'
-        ) from error
     try:
         if found.st_mode & 0o077:
             os.fchmod(fd, files.PRIVATE)

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_file
 from parsl_freetrain.core.model.state import FINAL_STATES
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.journal.read import Journal
@@ -52,13 +52,9 @@ class Forecast:
 
 def trainers_at(path: Path) -> list[ReplayTrainer]:
     """Those of a trainers' file, or the unfinished ones of a ledger's newest run; BadInput."""
-    try:
-        with path.open('rb') as file:
-            is_ledger = file.read(len(HEAD)) == HEAD
-    except OSError as error:
-        raise BadInput(
-            f'{path} cannot be read ({error.strerror}); give a JSON list of trainers, or a ledger.'
-        ) from None
+    remedy = 'give a JSON list of trainers, or a ledger'
+    with of_file(f'{path} cannot be read', remedy), path.open('rb') as file:
+        is_ledger = file.read(len(HEAD)) == HEAD
     return _of_ledger(path) if is_ledger else list(read_trainers(path))
 
 

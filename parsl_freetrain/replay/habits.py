@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from parsl_freetrain.core.controller.node_habits import NodeHabits, learn
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, of_file
 from parsl_freetrain.replay.trace import Trace
 
 
@@ -28,23 +28,17 @@ def habits_of(trace: Trace) -> NodeHabits:
 def write_habits(trace: Trace, path: Path) -> None:
     """Write a trace's habits; raises BadInput if no node leaves, or the file cannot be written."""
     found = HabitsFile(sorted(trace.names), habits_of(trace))
-    try:
+    with of_file(f'The habits cannot be written to {path}', 'name another file'):
         path.write_bytes(msgspec.json.encode(found) + b'\n')
-    except OSError as error:
-        raise BadInput(
-            f'The habits cannot be written to {path} ({error.strerror}); name another file.'
-        ) from None
 
 
 def read_habits(path: str | Path, nodes: Collection[str] | None = None) -> NodeHabits:
     """What :func:`write_habits` wrote; BadInput if of fewer nodes than most of ``nodes``."""
+    remedy = 'name a file that freetrain replay --learn-habits has written'
+    with of_file(f'The habits {path} cannot be read', remedy):
+        content = Path(path).read_bytes()
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=HabitsFile)
-    except OSError as error:
-        raise BadInput(
-            f'The habits {path} cannot be read ({error.strerror}); name a file that freetrain '
-            'replay --learn-habits has written.'
-        ) from None
+        found = msgspec.json.decode(content, type=HabitsFile)
     except msgspec.DecodeError as error:
         raise BadInput(
             f'{path} is not a file of habits ({error}); replay --learn-habits writes one.'

@@ -1,7 +1,6 @@
 """A study: the settings of a replay, from a TOML file, the command line, or both."""
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import reduce
@@ -16,6 +15,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import checked_values as checked
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.files import read_toml
 from parsl_freetrain.replay.habits import read_habits
 from parsl_freetrain.replay.scenario import Scenario
 from parsl_freetrain.replay.trace import Trace
@@ -205,14 +205,7 @@ def _read(name: str, value: Any) -> Any:
 
 def read_study(path: Path) -> tuple[dict[str, object], dict[str, list[object]]]:
     """A TOML file's values and those of its ``[sweep]``, by field; its folder's files. BadInput."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise BadInput(
-            f'The study {path} cannot be read ({error.strerror}); name a TOML file.'
-        ) from None
-    except ValueError as error:
-        raise BadInput(f'The study {path} is not TOML: {error}.') from None
+    values = read_toml(path, 'The study', 'name a TOML file')
     swept = values.pop('sweep', {})
     if not isinstance(swept, dict) or not all(
         isinstance(each, list) and len({*map(repr, each)}) == len(each) > 0

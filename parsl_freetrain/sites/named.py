@@ -8,7 +8,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput, of_user
-from parsl_freetrain.sites.batch.options import read_table
+from parsl_freetrain.host.files import read_toml
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.registry import site_types
@@ -39,7 +39,7 @@ def load_site_file(path: Path) -> ModuleType:
 
 def site_in_table(path: Path) -> Site:
     """The site of a TOML file, by the table of its type (none: Slurm); BadInput if unusable."""
-    values = read_table(path)
+    values = read_toml(path, 'The site file', 'name a TOML file with the settings of a site')
     types = {name: kind for name, kind in site_types().items() if kind.options is not None}
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     name = next((name for name in tables if name in types), 'slurm')

@@ -17,7 +17,7 @@ from rich.text import Text
 from parsl_freetrain import __version__
 from parsl_freetrain.cli.doctor.checks import Finding, findings
 from parsl_freetrain.cli.where import JsonOption, value
-from parsl_freetrain.core.model.errors import BadInput, clean
+from parsl_freetrain.core.model.errors import BadInput, clean, of_file
 from parsl_freetrain.host import files
 
 PORTS = {'54000-55000': (54000, 55000), '55000-56000': (55000, 56000)}
@@ -83,12 +83,8 @@ def doctor(
         more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
     found += findings(more)
     document = {**facts, **more, 'findings': [vars(finding) for finding in found]}
-    try:
+    with of_file(f'The file {out} cannot be written', 'name another one with --out'):
         files.replace(out, json.dumps(document, indent=1).encode())
-    except OSError as error:
-        raise BadInput(
-            f'The file {out} cannot be written ({error.strerror}); name another one with --out.'
-        ) from error
     if as_json:
         print(json.dumps(document))
     else:

@@ -37,6 +37,15 @@ def needs(what: str) -> Iterator[None]:
 
 
 @contextmanager
+def of_file(what: str, remedy: str) -> Iterator[None]:
+    """Around work on a file: BadInput says ``what``, the system's reason, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f'{what} ({error.strerror or error}); {remedy}.') from error
+
+
+@contextmanager
 def of_user(what: str) -> Iterator[None]:
     """Around code of the user's: BadInput says ``what``, and then how it failed."""
     try:

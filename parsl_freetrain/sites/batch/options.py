@@ -1,7 +1,5 @@
 """The settings that all batch schedulers share: which blocks are asked for, and how often."""
 
-import tomllib
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta
@@ -166,19 +164,6 @@ class BatchOptions(Settings, frozen=True, kw_only=True):
 
 
 Kind = TypeVar('Kind', bound=BatchOptions)
-
-
-def read_table(path: str | Path) -> dict[str, object]:
-    """The settings in a TOML file. Raises BadInput if the file cannot be read, or is no TOML."""
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise BadInput(
-            f'The site file {path} cannot be read: {error.strerror}; name a TOML file '
-            'with the settings of a site.'
-        ) from None
-    except ValueError as error:
-        raise BadInput(f'The site file {path} is not TOML: {error}.') from None
 
 
 def given_options(
