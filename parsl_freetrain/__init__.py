@@ -4,8 +4,6 @@ Everything that users need is imported from here. Each name is loaded when it is
 that ``import parsl_freetrain`` loads neither Parsl nor torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

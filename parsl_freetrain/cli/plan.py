@@ -1,7 +1,5 @@
 """``freetrain plan``: the blocks that would fill the present holes, with their batch scripts."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -80,7 +78,7 @@ def plan(
         print('\n'.join(clean(_in_words(one)) for one in expected))
 
 
-def _show(provider: BackfillProvider, blocks: list[dict[str, Any]]) -> None:
+def _show(provider: 'BackfillProvider', blocks: list[dict[str, Any]]) -> None:
     from parsl_freetrain.sites.protocols import Yielding
 
     if not blocks:
@@ -116,7 +114,7 @@ def _in_words(found: Forecast) -> str:
     return f'{found.trainer}: {samples}{left}; {finish}'
 
 
-def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
+def blocks_for(provider: 'BackfillProvider', now: float) -> list[dict[str, Any]]:
     """The blocks for the present holes, largest first; BadInput for a site without scripts."""
     from parsl_freetrain.cli.sites import holes_of
     from parsl_freetrain.sites.batch.site import BatchSite

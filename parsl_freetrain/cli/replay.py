@@ -1,7 +1,5 @@
 """``freetrain replay``: computes what FreeTrain would have trained on a real machine's record."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
@@ -192,7 +190,7 @@ def _many(
         draw_sweep(table, columns, pictures)
 
 
-def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> pd.DataFrame:
+def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> 'pd.DataFrame':
     from parsl_freetrain.replay.sweep import sweep
 
     columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()

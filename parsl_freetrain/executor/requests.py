@@ -1,7 +1,5 @@
 """What the user's other programs ask of a live run: private JSON files beside its ledger."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
@@ -88,7 +86,7 @@ class Requests:
 class RequestHandler:
     """Answers requests. Only the event loop's thread calls :meth:`look`."""
 
-    def __init__(self, requests: Requests, fragments: FragmentRunner, stream: Stream) -> None:
+    def __init__(self, requests: Requests, fragments: 'FragmentRunner', stream: 'Stream') -> None:
         self._requests, self._fragments, self._stream = requests, fragments, stream
         self._found: list[tuple[str, Request]] = []
         self._answers: list[tuple[str, RequestAnswer]] = []

@@ -1,7 +1,5 @@
 """Metrics of trainers in Weights & Biases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FreeTrainClient: submit trainers from a laptop, follow them, and find them again."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
@@ -47,7 +45,7 @@ class RemoteTraining(TrainingFuture):
     be asked; the trainer may still be running).
     """
 
-    def __init__(self, client: FreeTrainClient, order: orders.Order) -> None:
+    def __init__(self, client: 'FreeTrainClient', order: orders.Order) -> None:
         super().__init__(order.trainer)
         self.state = 'sent'
         self._client = client

@@ -1,7 +1,5 @@
 """From a job table to holes, and what could be known of them by EASY backfill (Lifka 1995)."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, insort
@@ -168,7 +166,7 @@ class _Sweep:
         if len(given) and at < given[0] < math.inf:
             heapq.heappush(self.wake_ups, float(given[0]))
 
-    def _reservation(self, at: float, idle: int) -> Reservation:
+    def _reservation(self, at: float, idle: int) -> 'Reservation':
         for job, fits_since in self.waiting.items():
             needed = int(self.jobs.nodes[job])
             if needed > len(self.idle):  # it can never start

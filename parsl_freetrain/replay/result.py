@@ -1,7 +1,5 @@
 """The results of a replay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,7 +45,7 @@ class Series:
         instants: Sequence[tuple[float, int, int, int, float]],
         decision_s: Sequence[float],
         spans: Sequence[tuple[str, float, float, int]],
-    ) -> Series:
+    ) -> 'Series':
         """From rows: (time, idle, used, running, samples) and (trainer, start, end, nodes)."""
         times, idle, used, running, samples = np.array(instants, dtype=np.float64).T
         names, *span = zip(*spans, strict=True) if spans else ((), (), (), ())

@@ -1,7 +1,5 @@
 """A recorded trace: idle intervals of nodes, and what the scheduler's reservations promised."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -138,7 +136,7 @@ class Trace:
 
     def window(
         self, nodes: int | None = None, since: float | None = None, until: float | None = None
-    ) -> Trace:
+    ) -> 'Trace':
         """The first ``nodes`` in sorted order (None: all), clipped to ``since`` and ``until``
         (seconds), by the same clock. Raises BadInput where nothing is idle.
         """
@@ -168,7 +166,7 @@ class Trace:
         return Trace(names, start_s, end_s, *rows, of_class)
 
     @property
-    def by_class(self) -> dict[str, Trace]:
+    def by_class(self) -> 'dict[str, Trace]':
         """The part of each node class; everything, under an empty name, where nodes are alike."""
         if not self.node_classes:
             return {'': self}

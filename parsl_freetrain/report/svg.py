@@ -1,7 +1,5 @@
 """Inline SVG that fits any width, coloured by the style sheet; style attributes are forbidden."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ SIDE = 1000
 class Chart:
     """One chart, in layers; ``label``: for screen readers, ``size``: a style sheet's class."""
 
-    def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
+    def __init__(self, x: 'Scale', y: 'Scale | None', label: str, size: str = 'middle') -> None:
         self._x, self._y, self._label, self._size = x, y, label, size
         self._stretched: list[str] = []
         # By position, so that a month of preemptions does not fill a disk.

@@ -1,7 +1,5 @@
 """Schedules of idle nodes: CSV ``start_s,end_s,node``, and ``node_class`` if they are unequal."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -74,7 +72,7 @@ class Schedule:
     @classmethod
     def _from_columns(
         cls, starts: Floats, ends: Floats, names: Sequence[str], classes: Mapping[str, str]
-    ) -> Schedule:
+    ) -> 'Schedule':
         schedule = cls.__new__(cls)
         schedule._build(starts, ends, names, classes)
         return schedule
@@ -118,13 +116,13 @@ class Schedule:
         """When the last interval ends, in seconds; 0 for an empty schedule."""
         return float(self.ends.max()) if len(self) else 0.0
 
-    def only(self, nodes: Iterable[str]) -> Schedule:
+    def only(self, nodes: Iterable[str]) -> 'Schedule':
         wanted = set(nodes)
         keep = np.isin(self.node_index, [i for i, name in enumerate(self.nodes) if name in wanted])
         names = [self.nodes[i] for i in self.node_index[keep].tolist()]
         return self._from_columns(self.starts[keep], self.ends[keep], names, self.node_classes)
 
-    def scaled(self, time_factor: float) -> Schedule:
+    def scaled(self, time_factor: float) -> 'Schedule':
         """All times multiplied by ``time_factor``; BadInput unless it is above 0 and finite."""
         if not (math.isfinite(time_factor) and time_factor > 0):
             refuse('The time factor of a schedule', time_factor, 'a number above 0')

@@ -1,7 +1,5 @@
 """The controller's settings, the same in a live run and in a replay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +133,7 @@ class DecisionSettings:
     time_limit_s: float  # of one decision
 
     @classmethod
-    def of(cls, began: RunBegan) -> DecisionSettings | None:
+    def of(cls, began: RunBegan) -> 'DecisionSettings | None':
         """Those of a recorded run; None: it has none. Raises BadInput if they cannot be read."""
         try:
             return msgspec.convert(began.settings, cls) if began.settings else None

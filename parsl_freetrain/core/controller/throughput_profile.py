@@ -1,7 +1,5 @@
 """A trainer's speed by node count and class: stated, learned from its fragments, or transferred."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +102,7 @@ class Profile:
     """Rates by node count: ``stated``, or learned, also from ``related`` profiles."""
 
     stated: ScalingCurve | None
-    related: list[Profile] = field(default_factory=list, repr=False, compare=False)
+    related: 'list[Profile]' = field(default_factory=list, repr=False, compare=False)
     _rates: dict[int, list[float]] = field(default_factory=dict)
     _curves: dict[tuple[object, ...], ScalingCurve] = field(
         default_factory=dict, repr=False, compare=False

@@ -1,7 +1,5 @@
 """The base of all settings: frozen records whose names and types are checked when they are made."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What has become of runs; times in seconds since the epoch, runs of a journal counted from 1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.model import events as ev
@@ -191,7 +189,7 @@ class History:
     latest: int | None = None
     damage: list[str] = field(default_factory=list)
 
-    def of(self, name: str | None) -> History:
+    def of(self, name: str | None) -> 'History':
         """The history of one run, or all; raises BadInput if there is no run of this name."""
         if name is None:
             return self

@@ -1,7 +1,5 @@
 """The basic words as frozen dataclasses; docs/glossary.md explains them."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -139,7 +137,7 @@ class ScalingCurve:
             raise BadInput(f'The rate of a scaling curve at 0 nodes must be 0: got {self.rate[0]}.')
 
     @classmethod
-    def from_points(cls, points: dict[int, float]) -> ScalingCurve:
+    def from_points(cls, points: dict[int, float]) -> 'ScalingCurve':
         """The curve through ``{nodes: rate}``, in any order; the point (0, 0) is implied."""
         ordered = sorted(({0: 0.0} | {int(n): float(r) for n, r in points.items()}).items())
         return cls(tuple(n for n, _ in ordered), tuple(r for _, r in ordered))
@@ -304,7 +302,7 @@ class Checkpoint:
     #: At a round's end: by what key and digest other sites get it; empty: they need not.
     handed_in: str = field(default='', compare=False)
     #: Of a result: the best kept checkpoint, by ``best=``; None: there is none.
-    best: Checkpoint | None = field(default=None, compare=False)
+    best: 'Checkpoint | None' = field(default=None, compare=False)
 
     @property
     def pause(self) -> tuple[float, float]:

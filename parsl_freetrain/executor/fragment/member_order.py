@@ -1,7 +1,5 @@
 """One node's instructions for a fragment, whom it reports to, and what its ranks came to."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -98,7 +96,7 @@ class MemberOrder:
     left_s: float | None = None
     exempt_s: float | None = None  #: in which nothing preempts the fragment; None: something may
 
-    def received(self) -> MemberOrder:
+    def received(self) -> 'MemberOrder':
         """The order with times of this node, which may have another clock."""
         now = time.monotonic()
         deadline = None if self.left_s is None else now + self.left_s

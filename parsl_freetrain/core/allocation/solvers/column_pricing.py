@@ -5,8 +5,6 @@ maximum over a window of counts, and one pass over the blocks (of each node clas
 trainers at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,11 +29,11 @@ class Region:
     least: Integers  # (bids, places): least number of nodes of each place, if it changes
     most: Integers  # and the greatest
 
-    def of(self, bids: Integers) -> Region:
+    def of(self, bids: Integers) -> 'Region':
         low, high, least, most = (one[bids] for one in (self.low, self.high, self.least, self.most))
         return Region(self.keep[bids], low, high, least, most)
 
-    def within(self, room: Integers, held: Integers) -> Region:
+    def within(self, room: Integers, held: Integers) -> 'Region':
         """Only the ways with at most ``room`` nodes, shape (bids, places)."""
         keep = self.keep & (held <= room).all(axis=1)
         return replace(self, keep=keep, most=np.minimum(self.most, room))
