@@ -1,7 +1,6 @@
 """``freetrain allocate``: one problem per line of JSON in, one answer per line out."""
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -16,6 +15,7 @@ from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, 
 from parsl_freetrain.core.allocation.problem import Answer
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
+from parsl_freetrain.core.model.checked_values import PositiveSeconds, check_value
 from parsl_freetrain.core.model.errors import BadInput, of_file
 from parsl_freetrain.solver import allocator_named, close_allocator
 
@@ -53,8 +53,7 @@ def allocate(
     One answer per line. For a problem that cannot be used there is a sentence on standard error
     in place of an answer, and the exit status is 2.
     """
-    if not 0 < time_limit < math.inf:
-        raise BadInput(f'--time-limit is {time_limit:g}; it must be a number of seconds above 0.')
+    check_value('--time-limit', time_limit, PositiveSeconds)
     metric = None if objective is None else objective_named(objective)
     status = 0
     with closing(_Service(solver, time_limit, metric, reasons)) as service:

@@ -2,21 +2,15 @@
 
 import json
 import time
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from parsl_freetrain.cli.where import NO_HOLES, JsonOption, value
+from parsl_freetrain.cli.where import NO_HOLES, JsonOption, SiteOption
 
 
-def holes(
-    site: Annotated[
-        str | None,
-        value('NAME|FILE', 'A site: local, a name in site_configs/, or a .py or .toml file.'),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+def holes(site: SiteOption = None, as_json: JsonOption = False) -> None:
     """Show the holes available now. Nothing is submitted."""
     from parsl_freetrain.cli.sites import holes_of, provider_of
 

@@ -1,14 +1,14 @@
 """``freetrain plan``: the blocks that would fill the present holes, with their batch scripts."""
 
 import json
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from parsl_freetrain.cli.where import NO_HOLES, JsonOption, value
+from parsl_freetrain.cli.where import NO_HOLES, JsonOption, SiteOption, value
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.checked_values import Seconds, check_value
 from parsl_freetrain.core.model.errors import BadInput, clean, nodes_text
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.replay.forecast import Forecast, PlannedBlock, forecasts, trainers_at
@@ -26,13 +26,7 @@ PLANNED = 'nodes', 'walltime_s', 'hole_s', 'preemptible', 'exempt_s', 'node_clas
 
 
 def plan(
-    site: Annotated[
-        str | None,
-        value(
-            'NAME|FILE',
-            'Required. The site: local, a name in site_configs/, or a .py or .toml file.',
-        ),
-    ] = None,
+    site: SiteOption = None,
     trainers: Annotated[
         Path | None,
         value(
@@ -55,8 +49,7 @@ def plan(
     one at a time.
     """
     for name, seconds in (('--start', start), ('--look-ahead', look_ahead)):
-        if not 0 <= seconds < math.inf:
-            raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
+        check_value(name, seconds, Seconds)
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.executor.settings import check_classes
 

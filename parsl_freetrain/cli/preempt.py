@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at, value
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_values import Seconds, check_value
 from parsl_freetrain.executor.requests import Preempt, ask
 from parsl_freetrain.report.runs import check_live
 
@@ -27,8 +27,7 @@ def preempt(
     get SIGKILL. The nodes stay, so that the trainer goes on at once, from its last checkpoint.
     Works from any computer that sees the run's file system.
     """
-    if not 0 <= grace < float('inf'):
-        raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')
+    check_value('--grace', grace, Seconds)
     path, journal = ledger_at(ledger), journal_at(ledger, keep_progress=False)
     check = partial(check_live, journal, 'to preempt')
     check()

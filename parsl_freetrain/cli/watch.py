@@ -1,7 +1,6 @@
 """``freetrain watch``: shows the state of a run live until it ends."""
 
 import json
-import math
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from parsl_freetrain.cli.live.view import LiveView, Screen, plain_lines
 from parsl_freetrain.cli.live.web import LivePage, Page
 from parsl_freetrain.cli.where import LedgerOption, RunOption, flag, ledger_at, print_json, value
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.model.checked_values import Seconds, check_value
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.status import RunStatus, as_document
@@ -46,8 +46,7 @@ def watch(
 
     Ctrl-C ends the view only, not the run.
     """
-    if not 0 <= every < math.inf:
-        raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
+    check_value('--every', every, Seconds)
     if port and not web:
         raise BadInput('--port says where --web serves its page; give both or neither.')
     pause = threading.Event()  # an interruptible sleep

@@ -44,6 +44,14 @@ RunOption = Annotated[
         'NAME', 'A run of the ledger, by the beginning of its name. Default: the newest.', '--run'
     ),
 ]
+SiteOption = Annotated[
+    str | None,
+    value(
+        'NAME|FILE',
+        'Required. The site: local, a name in site_configs/, or a .py or .toml file.',
+        '--site',
+    ),
+]
 JsonOption = Annotated[bool, flag('One JSON document on standard output.', '--json')]
 
 

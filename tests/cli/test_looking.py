@@ -211,7 +211,7 @@ def test_all_are_cancelled_though_one_ends_meanwhile(
             raise BadInput("Trainer 'first' is finished already.")
         return f'Trainer {asked.trainer!r} is being cancelled.'
 
-    monkeypatch.setattr('parsl_freetrain.executor.requests.ask', ask)
+    monkeypatch.setattr('parsl_freetrain.cli.cancel.ask', ask)
     assert main(['cancel', '--all', '--ledger', str(path)]) == 0
     said = capsys.readouterr().out
     assert "Trainer 'first' is over meanwhile (finished)." in said and "'second' is being" in said
