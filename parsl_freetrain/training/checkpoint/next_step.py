@@ -2,8 +2,6 @@
 fragment and samples. One that is missing or torn says nothing about the checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
@@ -33,7 +31,7 @@ class Measured(msgspec.Struct, frozen=True):
     changes: dict[str, float]  #: of parameters' squared norms, on CPUs
     rates: list[float]  #: learning rates
 
-    def difference(self, then: Measured) -> str:
+    def difference(self, then: 'Measured') -> str:
         """What differs from the other's by more than rounding, if they can be compared."""
         if self.layout != then.layout:
             return ''

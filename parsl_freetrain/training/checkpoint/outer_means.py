@@ -1,7 +1,5 @@
 """What an outer step makes, tensor by tensor, from the states of all replicas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -65,7 +63,7 @@ class End:
         }
 
     @classmethod
-    def of(cls, end: Checkpoint) -> End:
+    def of(cls, end: Checkpoint) -> 'End':
         """What a replica has committed. Raises EndDamaged."""
         path = Path(end.path)
         try:

@@ -1,7 +1,5 @@
 """What a state consists of: parts, a file of tensors of each rank that writes; at least one."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,11 +52,11 @@ class Contents(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def unpacked(cls, content: bytes | memoryview) -> Contents:
+    def unpacked(cls, content: bytes | memoryview) -> 'Contents':
         return msgspec.json.decode(content, type=cls)
 
     @classmethod
-    def read(cls, folder: Path) -> Contents:
+    def read(cls, folder: Path) -> 'Contents':
         """Of a checkpoint, verified; Damaged if altered, BadInput for another format."""
         committed = {
             file.name: file.blocks for file in verify(folder, content=False, shared=False).files
@@ -72,7 +70,7 @@ class Contents(msgspec.Struct, frozen=True):
         return cls.unpacked(content)
 
     @classmethod
-    def united(cls, parts: Sequence[Contents]) -> Contents:
+    def united(cls, parts: 'Sequence[Contents]') -> 'Contents':
         structure = next((part.structure for part in parts if part.structure), b'')
         if not structure:
             raise FreeTrainError('No rank has written what is not a tensor.')

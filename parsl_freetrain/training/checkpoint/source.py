@@ -2,8 +2,6 @@
 tensors or parts of them, whatever ranks left it.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping
@@ -84,7 +82,7 @@ class PartReader:
         self._contents, self._transport = contents, transport
 
     @classmethod
-    def of(cls, folder: Path) -> PartReader:
+    def of(cls, folder: Path) -> 'PartReader':
         """Of a checkpoint's directory; Damaged, or BadInput for another format."""
         contents = Contents.read(folder)
         return cls(contents, Disk(folder, contents.files))

@@ -1,7 +1,5 @@
 """What a checkpoint holds: states of models, optimizers, schedulers, scalers, and the position."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -103,7 +101,7 @@ class Source(Protocol):
     def path(self) -> str: ...
     @property
     def position(self) -> Position: ...
-    def load(self, prepared: Prepared | None = None) -> Saved:
+    def load(self, prepared: Prepared | None = None) -> 'Saved':
         """Its content, divided as the prepared models are. All ranks call this together."""
 
 
@@ -124,7 +122,7 @@ class Saved:
     modules: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, Any] = field(default_factory=dict)
 
-    def load(self, prepared: Prepared | None = None) -> Saved:
+    def load(self, prepared: Prepared | None = None) -> 'Saved':
         return self
 
 

@@ -1,7 +1,5 @@
 """What a rank asks of the others, in torch.distributed's words, and the answers of one alone."""
 
-from __future__ import annotations
-
 import hmac
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +29,7 @@ class SealedStore(Store):
         super().__init__()
         self._store, self._secret = store, secret
 
-    def clone(self) -> SealedStore:
+    def clone(self) -> 'SealedStore':
         return SealedStore(self._store.clone(), self._secret)
 
     def check(self, keys: list[str]) -> bool:

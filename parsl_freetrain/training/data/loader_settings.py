@@ -1,7 +1,5 @@
 """What ``ctx.loop`` is given: a dataset and its settings, or a DataLoader, which has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +50,7 @@ class LoaderData(LoaderSettings):
             )
 
     @staticmethod
-    def of_loop(data: Any, batch_size: int | None, own: LoaderSettings) -> LoaderData:
+    def of_loop(data: Any, batch_size: int | None, own: LoaderSettings) -> 'LoaderData':
         """The arguments of ``ctx.loop``; BadInput for none or two batch sizes, or what it lacks."""
         is_loader = isinstance(data, DataLoader)
         if not is_loader or (isinstance(data.dataset, IterableDataset) and data.batch_size is None):
@@ -80,7 +78,7 @@ class LoaderData(LoaderSettings):
         return LoaderData.read(data, 'given to ctx.loop')
 
     @staticmethod
-    def read(loader: Any, what: str) -> LoaderData:
+    def read(loader: Any, what: str) -> 'LoaderData':
         """Of a map-style dataset. Raises BadInput if it makes batches by itself."""
         batches: Any = loader.batch_sampler
         if getattr(type(batches), '__iter__', None) is not BatchSampler.__iter__:
@@ -118,7 +116,7 @@ class LoaderData(LoaderSettings):
             )
 
     @staticmethod
-    def of(loader: Any, what: str) -> LoaderData:
+    def of(loader: Any, what: str) -> 'LoaderData':
         """A DataLoader or what returns one. Raises BadInput as :meth:`of_loop`."""
         if callable(loader):
             loader = loader()

@@ -1,7 +1,5 @@
 """The context: the first argument of the user's function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The part of the context for what is saved besides models and optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +14,7 @@ T = TypeVar('T')
 
 
 class ContextOfKept:
-    _run: FragmentRun
+    _run: 'FragmentRun'
 
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         """The exponential moving average of a model's parameters over the steps, which is saved

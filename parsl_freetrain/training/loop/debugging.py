@@ -1,7 +1,5 @@
 """A training in the user's own process, on one rank, for debuggers and for the first try."""
 
-from __future__ import annotations
-
 import json
 import socket
 import tempfile

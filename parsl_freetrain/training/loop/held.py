@@ -1,7 +1,5 @@
 """Containers, arrays and tensors that the body of a loop may change in place: as they were."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress

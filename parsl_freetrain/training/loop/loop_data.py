@@ -1,7 +1,5 @@
 """What one call of ``ctx.loop`` trains: which samples, in which order, from where to where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -203,7 +201,7 @@ class LoopData:
             looks=self.looks,
         )
 
-    def batches(self, samples: int, span: LoopSpan, spec: TrainingSpec) -> BatchSource:
+    def batches(self, samples: int, span: LoopSpan, spec: TrainingSpec) -> 'BatchSource':
         """What is trained from there on, on all ranks; BadInput for unlike streams."""
         if self._stream is not None and samples < span.base + span.length:
             self._stream.check_same(samples - span.base, self._peers)

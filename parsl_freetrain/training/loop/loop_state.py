@@ -1,7 +1,5 @@
 """How far a fragment's training is, and its metrics: means over global batches, of all ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -183,7 +181,7 @@ class LoopState:
     @classmethod
     def at_start(
         cls, saved: Source | None, last: Checkpoint | None, total_samples: int | None
-    ) -> LoopState:
+    ) -> 'LoopState':
         """That of the state it continues from. ``last``: the newest checkpoint, on rank 0."""
         known = dict(last.metrics) if last is not None else {}
         known.pop(BEST, None)  # it belongs to the checkpoints for which ctx.checkpoint was called

@@ -3,8 +3,6 @@ variables, variables of functions that have returned, attributes of classes and 
 objects that only a bound method or a default argument holds.
 """
 
-from __future__ import annotations
-
 import dis
 import re
 from collections import Counter, deque
@@ -89,7 +87,7 @@ class Places:
             with suppress(ValueError, KeyError):  # it is empty, or gone
                 yield place, place.value()
 
-    def with_packages(self, packages: Mapping[str, Any]) -> Places:
+    def with_packages(self, packages: Mapping[str, Any]) -> 'Places':
         """And what they count, add up or wait for: meters, updates of targets, callbacks."""
         for path, one in packages.items():
             for key, value in [*vars(one).items()]:

@@ -1,7 +1,5 @@
 """What ``ctx.prepare`` and ``ctx.shard`` do with models, optimizers and schedulers."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def prepare_model(
-    things: tuple[Any, ...], run: FragmentRun, clip_grad_norm: float | None, find_unused: bool
+    things: tuple[Any, ...], run: 'FragmentRun', clip_grad_norm: float | None, find_unused: bool
 ) -> Model:
     """Models on the device in the checkpoint's state, and their steps; or BadInput."""
     parts, division, hooks = run.parts, run.division, run.hooks

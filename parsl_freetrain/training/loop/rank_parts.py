@@ -1,7 +1,5 @@
 """What a rank's training loop works with, and what the user wants done around steps and epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +71,7 @@ class LoopHooks:
             )
         getattr(self, name).append(function)
 
-    def check_shared(self, model: Model | None) -> None:
+    def check_shared(self, model: 'Model | None') -> None:
         """Raises BadInput if ``before_step`` could not show the gradients of all optimizers."""
         if self.before_step and model is not None and getattr(model.steps, 'shares', False):
             raise BadInput(

@@ -1,7 +1,5 @@
 """What a rehearsal does in a rank: steps are noted, and the rank is stopped or killed at some."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RehearsedSteps:
-    def __init__(self, run: FragmentRun) -> None:
+    def __init__(self, run: 'FragmentRun') -> None:
         assert run.order.rehearsed is not None
         self._run, self._says, self._state = run, run.order.rehearsed, run.state
         self._steps, self._seen, self._saved_at = 0, -1, 0

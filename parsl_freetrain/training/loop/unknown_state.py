@@ -3,8 +3,6 @@ know. Only here a caller's frame is read: torch has no registry of modules, and 
 garbage collector's objects takes as long as several steps.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

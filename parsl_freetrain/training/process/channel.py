@@ -1,7 +1,5 @@
 """Messages on one machine, and its fork servers' addresses: abstract sockets by name and user."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -86,7 +84,7 @@ class Channel(Generic[T]):
         os.dup2(fd, self._socket.fileno(), inheritable=False)
         os.close(fd)
 
-    def receiving(self, decoder: Decoder[U]) -> Channel[U]:
+    def receiving(self, decoder: Decoder[U]) -> 'Channel[U]':
         return Channel(self._socket, decoder)
 
     def hung_up(self) -> bool:

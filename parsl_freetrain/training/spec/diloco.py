@@ -1,7 +1,5 @@
 """Training in rounds: local SGD, and DiLoCo (Douillard et al. 2023, arXiv 2311.08105)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -86,7 +84,7 @@ class DiLoCo(Settings, frozen=True, kw_only=True):
         """After how many samples the weights were made with which the round after some begins."""
         return max(samples - self.overlap * length, 0)
 
-    def check(self, spec: TrainingSpec) -> None:
+    def check(self, spec: 'TrainingSpec') -> None:
         """Raises BadInput, as part of a sentence, for what replicas cannot be."""
         if spec.shapes:
             raise BadInput(

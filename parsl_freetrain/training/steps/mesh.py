@@ -1,7 +1,5 @@
 """Which ranks train the same samples, and which hold the same parameters or parts of them."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Callable, Iterable
@@ -255,7 +253,7 @@ def _united(first: Any, second: Any) -> Any:
     return first
 
 
-def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+def fsdp_modules(models: Iterable[torch.nn.Module]) -> 'list[FSDPModule]':
     # Its import takes long. Where it has not been imported there is none.
     fsdp = sys.modules.get('torch.distributed.fsdp')
     if fsdp is None:

@@ -1,7 +1,5 @@
 """A model in stages on several ranks, trained by any schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -137,7 +135,7 @@ class Pipeline(nn.Module):
         return (self._partners[complete], parameters) if parameters else None
 
     def _compute(
-        self, task: sc.Task, batch: MicroBatches, traffic: messages.Traffic | None
+        self, task: sc.Task, batch: 'MicroBatches', traffic: messages.Traffic | None
     ) -> Tensor | None:
         stage, m = self._stages[task.direction, task.stage], task.micro_batch
         before = self.schedule.fed_by(task)
@@ -154,7 +152,7 @@ class Pipeline(nn.Module):
         self.most_kept = max(self.most_kept, sum(other.kept for other in self._stages.values()))
         return made
 
-    def _traffic(self, batch: MicroBatches) -> messages.Traffic | None:
+    def _traffic(self, batch: 'MicroBatches') -> messages.Traffic | None:
         if self._group is None:
             return None
         for value in batch.inputs:

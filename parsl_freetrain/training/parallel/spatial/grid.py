@@ -2,8 +2,6 @@
 along one axis after the other, so that corners come along, and of their gradients.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,7 +73,7 @@ class Grid:
     data: Axis = field(default=Axis())  #: the ranks with the same part of other samples
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Grid:
+    def of(cls, mesh: DeviceMesh | None) -> 'Grid':
         """The grid of a mesh with dimensions ``data``, ``depth``, ``height``, ``width``; None: one
         rank.
         """
@@ -93,7 +91,7 @@ class Grid:
         return cls((depth, height, width), axis('data'))
 
     @classmethod
-    def rehearsal(cls, spatial: tuple[int, int, int]) -> Grid:
+    def rehearsal(cls, spatial: tuple[int, int, int]) -> 'Grid':
         """A grid's first rank alone: nothing is sent, what is received has no defined content."""
         depth, height, width = map(Axis, spatial)
         return cls((depth, height, width))

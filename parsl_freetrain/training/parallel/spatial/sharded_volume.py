@@ -1,7 +1,5 @@
 """Volumes divided among ranks, and undivided tensors from them: sums, parameters, whole volumes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ class Sharded:
     grid: Grid  #: the ranks that have them
 
     @classmethod
-    def of(cls, local: Tensor, extents: tuple[int, int, int], grid: Grid) -> Sharded:
+    def of(cls, local: Tensor, extents: tuple[int, int, int], grid: Grid) -> 'Sharded':
         """This rank's part of volumes of ``extents`` (voxels of depth, height, width); BadInput for
         more parts than positions, or another part.
         """
@@ -44,7 +42,7 @@ class Sharded:
             )
         return cls(local, layout, grid)
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> Sharded:
+    def apply(self, function: Callable[[Tensor], Tensor]) -> 'Sharded':
         """Apply a function that treats each voxel by itself, such as an activation or a cast."""
         return replace(self, local=function(self.local))
 
