@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 from parsl_freetrain.cli.where import flag, value
 from parsl_freetrain.core.allocation.explain import explain
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
-from parsl_freetrain.core.allocation.problem import Answer
+from parsl_freetrain.core.allocation.problem import Allocator, Answer
 from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.model.checked_values import PositiveSeconds, check_value
@@ -56,10 +56,17 @@ def allocate(
     check_value('--time-limit', time_limit, PositiveSeconds)
     metric = None if objective is None else objective_named(objective)
     status = 0
-    with closing(_Service(solver, time_limit, metric, reasons)) as service:
+    allocator = allocator_named(solver.value, time_limit_s=time_limit)
+    # The alternative is another problem's optimum; the dynamic programme may not apply.
+    name = 'milp' if solver is SolverName.MILP else 'auto'
+    exact = allocator_named(name, time_limit_s=time_limit) if reasons else None
+    with ExitStack() as stack:
+        for each in filter(None, (allocator, exact)):
+            stack.callback(close_allocator, each)
         for number, raw in _lines(file):
             try:
-                print(json.dumps(service.answer(number, raw), allow_nan=False), flush=True)
+                answer = _answer(number, raw, metric, allocator, exact)
+                print(json.dumps(answer, allow_nan=False), flush=True)
             except BadInput as error:
                 where = 'standard input' if file == '-' else file
                 print(f'freetrain: {where}, line {number}: {error}', file=sys.stderr, flush=True)
@@ -67,40 +74,28 @@ def allocate(
     return status
 
 
-class _Service:
-    def __init__(
-        self, solver: SolverName, time_limit_s: float, metric: Metric | None, reasons: bool
-    ) -> None:
-        self._allocator = allocator_named(solver.value, time_limit_s=time_limit_s)
-        # The alternative is another problem's optimum; the dynamic programme may not apply.
-        exact = 'milp' if solver is SolverName.MILP else 'auto'
-        self._exact = allocator_named(exact, time_limit_s=time_limit_s) if reasons else None
-        self._metric, self._close = metric, close_allocator
-
-    def close(self) -> None:
-        for allocator in filter(None, (self._allocator, self._exact)):
-            self._close(allocator)
-
-    def answer(self, number: int, raw: bytes) -> dict[str, Any]:
-        """The document that answers a line; a refusal names the problem's id if it can be read."""
-        try:
-            text = raw.removeprefix(b'\xef\xbb\xbf' if number == 1 else b'').rstrip().decode()
-        except UnicodeDecodeError as error:
-            raise BadInput(f'it is not UTF-8 at byte {error.start + 1}.') from None
-        stated = decode(text)
-        try:
-            line = check(stated)
-            problem = problem_of(line, self._metric)
-            answer = self._allocator.allocate(problem)
-        except BadInput as error:
-            known = f'problem {stated["id"]!r}: ' if isinstance(stated.get('id'), str | int) else ''
-            raise BadInput(f'{known}{error}') from None
-        said = _said(number if line.id is None else line.id, answer, line.blocks is not None)
-        if self._exact:
-            found = asdict(explain(problem, answer, self._exact))
-            trainers = {each.pop('trainer'): each for each in found['reasons']}
-            said['explain'] = {'trainers': trainers, 'limits': list(found['limits'])}
-        return said
+def _answer(
+    number: int, raw: bytes, metric: Metric | None, allocator: Allocator, exact: Allocator | None
+) -> dict[str, Any]:
+    """The document that answers a line; a refusal names the problem's id if it can be read."""
+    try:
+        text = raw.removeprefix(b'\xef\xbb\xbf' if number == 1 else b'').rstrip().decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f'it is not UTF-8 at byte {error.start + 1}.') from None
+    stated = decode(text)
+    try:
+        line = check(stated)
+        problem = problem_of(line, metric)
+        answer = allocator.allocate(problem)
+    except BadInput as error:
+        known = f'problem {stated["id"]!r}: ' if isinstance(stated.get('id'), str | int) else ''
+        raise BadInput(f'{known}{error}') from None
+    said = _said(number if line.id is None else line.id, answer, line.blocks is not None)
+    if exact:
+        found = asdict(explain(problem, answer, exact))
+        trainers = {each.pop('trainer'): each for each in found['reasons']}
+        said['explain'] = {'trainers': trainers, 'limits': list(found['limits'])}
+    return said
 
 
 def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:

@@ -176,9 +176,7 @@ def extremes(points: Sequence[P], every: int, height: Callable[[P], float]) -> t
     return tuple(points[i] for i in sorted(chosen))
 
 
-def linear(
-    low: float, high: float, name: Callable[[float], str] | None = None, whole: bool = False
-) -> Scale:
+def linear(low: float, high: float, whole: bool = False) -> Scale:
     """An axis with ticks at round values; ``whole``: at whole numbers only."""
     if not high > low:
         high = low + (abs(low) or 1.0)
@@ -187,7 +185,7 @@ def linear(
         step = max(1.0, math.ceil(step))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     marks = tuple(k * step for k in range(first, last + 1))
-    return Scale(low, high, tuple((mark, (name or number)(mark)) for mark in marks))
+    return Scale(low, high, tuple((mark, number(mark)) for mark in marks))
 
 
 def seconds(high: float) -> Scale:
