@@ -119,8 +119,7 @@ class FreeTrainApp:
         except BaseException:
             free()
             raise
-        future = TrainingFuture(name)
-        _make_task(dfk, future)
+        future = _future_of_task(dfk, name)
         executor.await_arguments(future)
 
         def start(packed: Packed) -> None:
@@ -292,16 +291,17 @@ class FreeTrainApp:
             future.add_done_callback(functools.partial(arguments.say_if_finished_before, newest[0]))
 
 
-def _make_task(dfk: DataFlowKernel, future: TrainingFuture) -> None:
-    """Have Parsl wait for a trainer as for its own tasks (``exit_mode='wait'``)."""
-    ended: Future[None] = Future()
+def _future_of_task(dfk: DataFlowKernel, name: str) -> TrainingFuture:
+    """A trainer's, for which Parsl waits as for its own tasks (``exit_mode='wait'``)."""
+    future, ended = TrainingFuture(name), Future[None]()
     future.add_done_callback(lambda _: ended.set_result(None))
 
     def trainer() -> Future[None]:
         return ended
 
-    trainer.__name__ = future.name
+    trainer.__name__ = name
     join_app(trainer, dfk, cache=False)()
+    return future
 
 
 def _tell(executors: Sequence[FreeTrainExecutor], told: TellReplica) -> None:
