@@ -68,13 +68,17 @@ def steps(
     stop: bool = False,
     micro_batch: int | None = None,
 ) -> None:
-    model, optimizer = ctx.prepare(model, optimizer, clip_grad_norm=clip)
+    scaler = torch.amp.GradScaler('cpu', growth_interval=3)
+    model, optimizer, scaler = ctx.prepare(model, optimizer, scaler, clip_grad_norm=clip)
     for x, y in ctx.loop(data(), BATCH, micro_batch=micro_batch):
         if stop:
             os.kill(os.getpid(), signal.SIGTERM)
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+        infinite = ctx.rank == 0 and ctx.samples == 3 * BATCH  # then no rank steps
+        loss = nn.functional.mse_loss(model(x), y) * (float('inf') if infinite else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def run(
