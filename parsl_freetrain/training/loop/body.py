@@ -23,13 +23,14 @@ from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop.caches import Caches
+from parsl_freetrain.training.loop.changes import has_own_state, is_package
 from parsl_freetrain.training.loop.held import ITEMS
 from parsl_freetrain.training.loop.loss import refuse_wrong
 from parsl_freetrain.training.loop.numbers import Numbers
 from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import LoopHooks
 from parsl_freetrain.training.loop.spaces import Space
-from parsl_freetrain.training.loop.unknown_state import among, frame_around
+from parsl_freetrain.training.loop.unknown_state import among, frame_around, frames
 from parsl_freetrain.training.spec.mode import ADASUM, ROLLBACK, Reproducible
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import backward
@@ -109,6 +110,13 @@ class Body:
 
     def look(self, numbers: Numbers | None, caches: Caches) -> None:
         """Call where a loop begins: what is there now was left by no batch of it."""
+        for one in (frame.f_locals.get('self') for frame in frames()):
+            if is_package(type(one)) and has_own_state(one):  # type: ignore[arg-type]
+                raise BadInput(
+                    f'ctx.loop is run by a {type(one).__name__} of {type(one).__module__}, whose '
+                    'state counts passes, of which a rank has several in a global batch: write '
+                    '"for batch in ctx.loop(...):" yourself, and call there what it calls.'
+                )
         self._shared = [] if numbers is None else numbers.shared
         self._caches = dict.fromkeys((2, 8), caches)  # by number of the global batch
         ones = [one for *_, parts in values_in(self._shared) for one in parts]

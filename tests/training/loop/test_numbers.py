@@ -24,6 +24,7 @@ from parsl_freetrain import FragmentContext, same_weights
 from parsl_freetrain.training.loop.enumerated import counts
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import cut, made, step, trained
+from tests.support.examples import refused_here
 
 DATA = TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2))
 EPOCHS, BATCH = 3, 4
@@ -170,17 +171,27 @@ class Meter:
 
 
 class Kept(Meter):
+    __module__ = 'figures.of_batches'
+
     def state_dict(self) -> dict[str, Any]:
         return {'n': self.n, 'sum': self.sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
+    def run(self, data: Any, passes: Any) -> None:
+        for (x,) in data:
+            passes(x)
 
-def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
+
+def install() -> None:
     installed = ModuleType('figures.of_batches')
     installed.__file__ = '/lib/site-packages/figures/of_batches.py'
     sys.modules[installed.__name__] = installed
+
+
+def measure_by_a_package(ctx: FragmentContext, at: int) -> list[Any]:
+    install()
     model, optimizer = made(ctx)
     dice, meters, figures = Dice(), {'loss': Meter(Meter())}, list[float]()
     dice.reset()
@@ -216,6 +227,15 @@ def test_containers_tensors_and_metrics_follow_too(
     )
     assert json.loads(one.result)[: len(first)] == first
     assert one.result == other.result and same_weights(one.path, other.path)
+
+
+def test_what_runs_the_loop_and_counts_its_passes_is_refused() -> None:
+    def train(ctx: FragmentContext) -> None:
+        install()
+        passes = partial(step, *made(ctx))
+        Kept().run(ctx.loop(DATA, BATCH), passes)
+
+    assert 'ctx.loop is run by a Kept of figures.of_batches' in refused_here(train, total_epochs=1)
 
 
 @pytest.mark.parametrize('by_epochs', [False, True])
