@@ -13,7 +13,7 @@ from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.data.together import Together
-from parsl_freetrain.training.loop.last_step import around_models, changes_of
+from parsl_freetrain.training.loop.last_step import Surroundings, around_models
 from parsl_freetrain.training.loop.loop_data import LoopCall
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model
@@ -31,8 +31,9 @@ class _Place(Enum):
 
 
 class EpochLoop:
-    """Divides batches among epochs. A stopped fragment repeats what is before ``ctx.loop``; what is
-    behind it belongs to the epoch's end. BadInput if training may go back an epoch.
+    """Divides batches among epochs. A stopped fragment repeats what is before ``ctx.loop``, and
+    undoes it; what is behind it belongs to the epoch's end. BadInput if training may go back an
+    epoch. ``before``: what surrounded the models where the epoch began.
     """
 
     def __init__(self, spec: TrainingSpec, state: LoopState, model: Model) -> None:
@@ -45,14 +46,14 @@ class EpochLoop:
         self._place = _Place.ENDED
         self._batches: Iterator[Any] = iter(())
         self._data: list[Any] = []
-        self._before: Any = None
+        self.before = self._now()
 
     def __iter__(self) -> Iterator[int]:
         self._model.modules.put_back()
         self._model.carried.put_back('epoch')
         self._model.carried.begin_epoch()
         while not self._state.loop_over:
-            self._place, self._before = _Place.BEFORE_LOOP, self._now()
+            self._place, self.before = _Place.BEFORE_LOOP, self._now()
             if isinstance(self._mode, Reproducible):
                 seed_alike(self._state.epoch, self._mode.seed, 'before an epoch')
             self._state.between_epochs_s = -time.monotonic()
@@ -80,8 +81,10 @@ class EpochLoop:
                 'DataLoaders for validation out of ctx.prepare. For several phases use '
                 'ctx.loop(..., epochs=...) without ctx.epochs().'
             )
-        changed = changes_of(self._before, self._now())
-        if changed:
+        now, groups = self._now(), [*map(len, self.before.groups)]
+        other = self.before.user != now.user
+        if other or groups != [*map(len, now.groups)]:
+            changed = 'ctx.state' if other else 'the number of groups of an optimizer'
             raise BadInput(
                 f'Between "for epoch in ctx.epochs():" and ctx.loop, {changed} changed. A fragment '
                 'that begins within an epoch repeats these lines, so the result would depend on '
@@ -146,7 +149,7 @@ class EpochLoop:
             'itself; say ctx.finish_early(reason) in it where the training is good enough.'
         )
 
-    def _now(self) -> Any:
+    def _now(self) -> Surroundings:
         return around_models(self._state, self._model.prepared)
 
 

@@ -230,6 +230,9 @@ class FragmentRun:
             self.state.phase = loop_state.Phase.TRAINING
         model.structure.check()
         if saved is not None:
+            if not begins:
+                since = self._epochs.before if self._epochs is not None else self._at_prepare
+                put_back_changes(since, self.state, model, saved, self.peers)
             self._go_on(model, saved, position)
         model.modules.begin(put_back=not begins)
         batches = source.batches(self.state.samples, span, spec)
@@ -275,7 +278,6 @@ class FragmentRun:
         if isinstance(saved, saved_state.Saved):
             saved_state.check_averages(saved, model.prepared.averages)
         saved_state.check_position(position, saved)
-        put_back_changes(self._at_prepare, self.state, model, saved, self.peers)
         self.state.epoch_due = there.epoch_due
         # The models hold its tensors now.
         self.saved, self.parts = None, replace(self.parts, saved=None)
@@ -299,6 +301,8 @@ class FragmentRun:
                 '"for epoch in ctx.epochs():".'
             )
         self._look_around()
+        if self.saved is not None:
+            put_back_changes(self._at_prepare, self.state, self.model, self.saved, self.peers)
         self._epochs = EpochLoop(self.order.spec, self.state, self.model)
         self.hooks.by_epochs = True
         return self._epochs

@@ -173,26 +173,17 @@ def around_models(state: LoopState, prepared: Prepared, *, averages: bool = Fals
     )
 
 
-def changes_of(before: Surroundings, now: Surroundings) -> str:
-    """What has changed of what is saved, as the subject of a sentence; empty: nothing."""
-    buffers = zip(before.buffers, now.buffers, strict=False)
-    alike = before.versions == now.versions and _alike(before.buffers, now.buffers)
-    if not alike or not all(torch.equal(*pair) for pair in buffers):
-        return 'a parameter or a buffer of a model'
-    if before.user != now.user:
-        return 'ctx.state'
-    if not same((before.groups, before.states), (now.groups, now.states)):
-        return 'a learning rate scheduler, or a setting of an optimizer,'
-    return ''
-
-
 def put_back_changes(
-    before: Any, state: LoopState, model: Model, saved: Source, peers: Peers
+    before: Surroundings, state: LoopState, model: Model, saved: Source, peers: Peers
 ) -> None:
-    """Undo the function's changes since ``ctx.prepare``, where it is as ``before``."""
-    changed = changes_of(before, replace(around_models(state, model.prepared), user=before.user))
-    if on_any_rank(peers, bool(changed)):
-        print(f'Since ctx.prepare {changed or "something"} was changed; put back.')
+    """Undo the function's changes since ``before``: a fragment has repeated them."""
+    now = around_models(state, model.prepared)
+    alike = before.versions == now.versions and _alike(before.buffers, now.buffers)
+    alike = alike and all(map(torch.equal, before.buffers, now.buffers))
+    if on_any_rank(
+        peers, not alike or not same((before.groups, before.states), (now.groups, now.states))
+    ):
+        print('What the function changed again before ctx.loop is put back.')
         model.division.restore(model.prepared, saved.load(model.prepared))
 
 

@@ -30,9 +30,7 @@ from parsl_freetrain.training.steps.determinism import demand_determinism
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
 
 END_OF_EPOCH, NEXT_EPOCH = object(), object()
-"""In place of micro-batches, where the function has a loop over ``ctx.epochs()``: when an epoch has
-been trained, and when its end is done.
-"""
+"""In place of micro-batches within ``ctx.epochs()``: an epoch is trained, and its end is done."""
 
 
 class TrainingLoop:
@@ -127,12 +125,13 @@ class TrainingLoop:
         begins = by_epochs and data.ends_epoch(state.samples)
         self._begin_loop(data, goes_on=state.samples > data.base and not begins)
         for batch, micro_batches, loaded in batches:
-            began_at, unstepped = time.monotonic(), not self._steps.stepped
-            before = versions(self._prepared) if unstepped else None
+            began_at = time.monotonic()
+            before = None if self._steps.stepped else versions(self._prepared)
             self._begin(batch)
             yield from self._train(micro_batches, loaded)
+            changed = before is not None and before != versions(self._prepared)
             decision = self._take_step(batch, data, began_at)
-            if unstepped and not self._steps.stepped and before != versions(self._prepared):
+            if changed and not self._steps.stepped:
                 raise BadInput(
                     'The body of ctx.loop trained without optimizer.step(), by which steps are '
                     'counted: call it in every iteration, with a closure where an optimizer passes '

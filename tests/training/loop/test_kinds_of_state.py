@@ -205,6 +205,16 @@ def set_at_each_epoch(ctx: FragmentContext) -> list[float]:
     return [raw.calls, scores.mean]
 
 
+def changed_before_each_epoch(ctx: FragmentContext) -> float:
+    """As by adjust_learning_rate(optimizer, epoch); the next fragment does it once more."""
+    model, optimizer = line(ctx)
+    for _ in ctx.epochs():
+        optimizer.param_groups[0]['lr'] *= 0.8
+        nn.init.normal_(model.bias)
+        fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+    return float(optimizer.param_groups[0]['lr'])
+
+
 def set_before_the_loop(ctx: FragmentContext) -> None:
     model, optimizer = ctx.prepare(net := Net(), sgd(net))
     torch.manual_seed(2)
@@ -1006,6 +1016,7 @@ def target_of_a_loss(ctx: FragmentContext) -> None:
         (target_of_a_loss, 'reproducible'),
         (optimizers_that_share, 'reproducible'),
         (set_at_each_epoch, 'reproducible'),
+        (changed_before_each_epoch, 'reproducible'),
         (handler_of_its_own, 'reproducible'),
         (set_before_the_loop, 'throughput'),
         (by_methods, 'throughput'),
