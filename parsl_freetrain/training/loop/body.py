@@ -47,6 +47,15 @@ _GOES_ON = (
     'each batch anew, or make what is carried on a part of the samples; what has as many rows by '
     'chance (prototypes), a buffer of a model. With max_nodes=1 and shards=1 it is kept as it is.'
 )
+NEVER_STEPPED = (
+    'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
+    'loss.backward() and optimizer.step() in it, with the optimizer that ctx.prepare returned.'
+)
+TRAINED_WITHOUT_STEP = (
+    'The body of ctx.loop trained without optimizer.step(), by which steps are counted: call it in '
+    'every iteration, with a closure where an optimizer passes several times (SAM: step(closure) '
+    'in place of first_step and second_step).'
+)
 
 
 def has_whole_models(spec: TrainingSpec, division: Division, peers: Peers) -> bool:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -13,7 +14,7 @@ from parsl_freetrain.training.checkpoint.state import Position
 from parsl_freetrain.training.comm.peers import Agreed, PeerLost, on_any_rank
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.data.sample_order import GlobalBatch
-from parsl_freetrain.training.loop.body import Body
+from parsl_freetrain.training.loop.body import NEVER_STEPPED, TRAINED_WITHOUT_STEP, Body
 from parsl_freetrain.training.loop.last_step import LastStep, around_models, versions
 from parsl_freetrain.training.loop.loop_data import Batch, BatchSource
 from parsl_freetrain.training.loop.loop_saver import LoopSaver
@@ -103,11 +104,7 @@ class TrainingLoop:
         if isinstance(self._steps, ReproducibleSteps):
             self._steps.numbers = None
         if state.samples > began_with and not self._steps.stepped:
-            raise BadInput(
-                'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
-                'loss.backward() and optimizer.step() in it, with the optimizer that ctx.prepare '
-                'returned.'
-            )
+            raise BadInput(NEVER_STEPPED)
         if self._reproducible:
             seed_alike(data.end, self._mode.seed, 'after a loop')
         if state.phase is Phase.ENDED_EARLY:
@@ -132,11 +129,7 @@ class TrainingLoop:
             changed = before is not None and before != versions(self._prepared)
             decision = self._take_step(batch, data, began_at)
             if changed and not self._steps.stepped:
-                raise BadInput(
-                    'The body of ctx.loop trained without optimizer.step(), by which steps are '
-                    'counted: call it in every iteration, with a closure where an optimizer passes '
-                    'several times (SAM: step(closure) in place of first_step and second_step).'
-                )
+                raise BadInput(TRAINED_WITHOUT_STEP)
             needed = self._end_batch(decision, data)
             yield from self._exchange(self._verification.conclude, batches)
             notable = self._at_end or state.epoch_due or state.round_ended
@@ -166,13 +159,12 @@ class TrainingLoop:
             if self._at_end or state.phase is Phase.ENDED_EARLY:
                 return
             if ended and by_epochs and decision is Agreed.STOP:
-                yield from self._stop(batches, NEXT_EPOCH)
+                yield from self._stop(batches, self._next_epoch(data))
             if decision is Agreed.SAVE or state.wanted is not None:
                 self.saver.save(self._checkpointer.save_beside)
             if ended and by_epochs:
                 self._last.end_batch()
-                yield NEXT_EPOCH
-                self._begin_loop(data, goes_on=False)
+                yield from self._next_epoch(data)
 
     def _exchange(self, exchange: Callable[[], None], batches: Iterator[Batch]) -> Iterator[Any]:
         """Between steps. If a rank is lost, shards of the next one are computed, to verify by."""
@@ -184,6 +176,10 @@ class TrainingLoop:
                 self._begin(following[0])
                 yield from self._train(*following[1:])
             raise
+
+    def _next_epoch(self, data: BatchSource) -> Iterator[Any]:
+        yield NEXT_EPOCH
+        self._begin_loop(data, goes_on=False)
 
     def _begin_loop(self, data: BatchSource, *, goes_on: bool) -> None:
         self._carried.look_at_data(again=True)
@@ -343,7 +339,7 @@ class TrainingLoop:
             micro_batch = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
             seed_everything(micro_batch.seed(self._seed, 'fragment'))
 
-    def _stop(self, batches: Iterator[Batch] | None = None, *before: object) -> Iterator[Any]:
+    def _stop(self, batches: Iterator[Batch] | None = None, *before: Any) -> Iterator[Any]:
         """End with a checkpoint, while the next step is computed if there is time."""
         state, checkpointer = self._state, self._checkpointer
         wanted = state.wanted is not None or state.round_ended > 0
@@ -354,7 +350,7 @@ class TrainingLoop:
         if following is not None:
             late = not (self._verification.rehearsed or checkpointer.timing.writing_takes(epoch_s))
             if self._verification.looks_ahead and not on_any_rank(self._peers, late):
-                yield from before
+                yield from chain(*before)
                 yield from self._look_ahead(*following)
             else:
                 self._verification.begin(following[0])
