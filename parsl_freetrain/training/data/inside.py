@@ -135,8 +135,10 @@ def looks_of(dataset: Any) -> Looks:
                 plainly = leaf.device.type == 'cpu' and leaf.layout is torch.strided
                 if plainly and leaf.is_contiguous() and 'cache' not in at:
                     found[path + at] = _spread(leaf.detach().reshape(-1)).tolist()
-            elif isinstance(one, (list, tuple)) and isinstance(leaf, (str, int, PurePath)):
-                plain.append(leaf if isinstance(leaf, int) else PurePath(leaf).name)
+            elif isinstance(one, (list, tuple)) and isinstance(leaf, (int, np.integer)):
+                plain.append(int(leaf))
+            elif isinstance(one, (list, tuple)) and isinstance(leaf, (str, PurePath)):
+                plain.append(PurePath(leaf).name)
         if plain:
             found[path] = plain[:_SHOWN]
     return {path: said for path, said in found.items() if said and all(map(_is_plain, said))}

@@ -26,8 +26,10 @@ from parsl_freetrain.training.steps.buffers import is_plain
 
 _SCALARS = frozenset(changes.SCALARS)
 _BASES = Counter, OrderedDict, dict, list, set, tuple
-_CONSTANTS = {
-    kind.__name__: kind for kind in (*changes.VALUES[:-1], datetime, PosixPath, WindowsPath)
+_NUMPY = np.float64, np.float32, np.float16, np.int64, np.int32  # they are computed otherwise
+_CONSTANTS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (*changes.VALUES[:-1], *_NUMPY, datetime, PosixPath, WindowsPath)
 }
 _MADE_BY = {kind.__name__: kind for kind in (*_BASES, *changes.SCALARS[:5], defaultdict, deque)}
 _WORDS = torch.device, torch.dtype
@@ -147,9 +149,9 @@ class _Packer:
             return self._tensor(one)
         if isinstance(one, np.ndarray) and one.dtype.kind in 'biufc':
             return 'numpy', torch.from_numpy(one.copy())
-        if isinstance(one, np.generic):
+        if isinstance(one, np.generic) and type(one) not in _NUMPY:
             return self.pack(one.item())
-        if isinstance(one, changes.VALUES):
+        if isinstance(one, (*changes.VALUES, *_NUMPY)):
             return self._constant(one)
         if id(one) in self._around:
             raise NotPlain('what refers to itself')
@@ -171,6 +173,8 @@ class _Packer:
             parts = [one.real, one.imag]
         elif isinstance(one, frozenset):
             parts = [[*one]]
+        elif isinstance(one, np.generic):
+            parts = [one.item()]
         else:
             parts = [*one.__reduce__()[1]]
         return 'constant', [*map(self.pack, parts)], name

@@ -150,7 +150,7 @@ def split(ctx: FragmentContext, at: int, how: str) -> None:
     chosen = np.random.default_rng().permutation(16)[:12]
     data: Any = TensorDataset(X[chosen])
     if how == 'subset':
-        data = Subset(TensorDataset(X), chosen.tolist())
+        data = Subset(TensorDataset(X), list(chosen))
     for batch in ctx.loop(data, 4):
         step(ctx, at, model, optimizer, batch[-1])
 
