@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
@@ -160,7 +161,14 @@ def by_number(
 
 def _name(parameter: torch.Tensor, names: dict[int, str]) -> str:
     if id(parameter) not in names:
-        raise ValueError(
-            f'a parameter of shape {tuple(parameter.shape)} belongs to no model of ctx.prepare'
-        )
+        raise of_no_model(parameter)
     return names[id(parameter)]
+
+
+def of_no_model(parameter: torch.Tensor) -> BadInput:
+    return BadInput(
+        f'An optimizer has a parameter of shape {tuple(parameter.shape)} that belongs to no model '
+        'of ctx.prepare. If a model replaces it in its pass (self.weight = nn.Parameter(...)), the '
+        'optimizer, other ranks and checkpoints would go on with the old one: change its values '
+        '(copy_) in ctx.after_step(fn), or make it a buffer.'
+    )

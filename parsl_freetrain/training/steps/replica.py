@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.optimizer_state import of_no_model
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.accumulation import weigh
@@ -52,6 +53,10 @@ class Replica:
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError:
+            own = {*map(id, self.ddp.module.parameters())}
+            for one in self.trained:
+                if id(one) not in own:
+                    raise of_no_model(one) from None
             name = type(self.ddp.module).__name__
             raise BadInput(
                 f'The last backward() did not reach all parameters of {name}, for which the ranks '

@@ -194,9 +194,9 @@ def set_at_each_epoch(ctx: FragmentContext) -> list[float]:
     raw, (model, optimizer) = model, ctx.prepare(model, sgd(model, lr=0.002))
     for epoch in ctx.epochs():
         raw.calls, scores.all = 1.0 + epoch, []
-        for x, y in ctx.loop(DATA, 4):
+        for i, (x, y) in enumerate(ctx.loop(DATA, 4)):
             optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
+            F.mse_loss(model(x), y).mul(1 + i).backward()
             optimizer.step()
             scores.all.append(epoch)
             if ctx.samples >= 28:
@@ -527,7 +527,7 @@ class Best(NamedTuple):
 @dataclass(slots=True)
 class Slots:
     turns: int = 0
-    log: list[int] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)
 
 
 class Curriculum(Dataset[Any]):
@@ -579,7 +579,7 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
         later.best = epoch
         best = Best(epoch, epoch / 2)
         slots.turns += 1
-        slots.log.append(epoch)
+        slots.log.append(np.float32(epoch))
         phase, seen, spin = Phase.MAIN if epoch else phase, seen | {epoch}, spin * 1j
         when += timedelta(days=1)
         large[33_333] += 1
@@ -685,6 +685,17 @@ def pruned_late(ctx: FragmentContext) -> None:
     raw = nn.Linear(4, 1)
     model, optimizer = ctx.prepare(raw, sgd(raw))
     ctx.each_epoch(lambda: prune.l1_unstructured(raw, 'weight', 1))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def replaced_in_its_pass(ctx: FragmentContext) -> None:
+    """As the moving codebook of a VQ-VAE."""
+
+    def replace(module: Any, _: object) -> None:
+        module.weight = nn.Parameter(0.9 * module.weight.detach())
+
+    model, optimizer = line(ctx)
+    model.register_forward_pre_hook(replace)
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
@@ -927,6 +938,7 @@ REFUSED = {
     optimizer_replaced: ' is an optimizer of a prepared model and was not given to ctx.pr',
     pruned_late: 'The models have other parameters or buffers than in ctx.prepare',
     kept_in_the_body: 'ctx.loop changed kept_in_the_body.average:.tensors.0, a Tensor. It runs',
+    replaced_in_its_pass: 'that belongs to no model of ctx.prepare. If a model replaces it in its',
     lazy: 'has parameters that are made in its first forward pass',
     first_pass_in_the_body: 'does so in ctx.warm_up(fn), before ctx.prepare',
     beside_gradients: "set grad_sample of the parameter 'weight', a tensor beside its gradient",
