@@ -64,13 +64,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A rehearsal's result, as a text a table. ``checkpoint``: of the undisturbed form, no path."""
+    """A rehearsal's result, as a text a table. ``checkpoint``: of the undisturbed form, no path;
+    ``notes``: what its log says of how the function is trained.
+    """
 
     trainer: str
     steps: int
     seconds: float
     rows: tuple[Row, ...]
     checkpoint: Checkpoint
+    notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -79,7 +82,7 @@ class Rehearsal:
     def __str__(self) -> str:
         ran = sum(row.ran for row in self.rows)
         head = f'{self.trainer}: {self.steps} steps in {ran} forms, {self.seconds:.0f} s'
-        return '\n'.join((head, *map(str, self.rows)))
+        return '\n'.join((head, *map(str, self.rows), *self.notes))
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class _Run:
     order: list[tuple[int, int, int, int]] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     error: str = ''
     checkpoint: Checkpoint | None = None
 
@@ -133,7 +137,8 @@ def rehearse(
             rows.append(forms.beside(lambda batches: plain(batches, *args, **kwargs)))
         note(definition(function))
         last = replace(first.checkpoint, path='')
-        return Rehearsal(name, len(first.order), time.monotonic() - began, tuple(rows), last)
+        seconds = time.monotonic() - began
+        return Rehearsal(name, len(first.order), seconds, tuple(rows), last, first.notes)
 
 
 @dataclass
@@ -191,6 +196,8 @@ class _Forms:
                     found.steps[int(samples)] = kept
             if found.error:
                 break
+        lines = (folder / 'f1-r0.log').read_text().splitlines()
+        found.notes = tuple(line for line in lines if line.startswith('Note: '))
         if (folder / 'steps').exists():
             lines = (folder / 'steps').read_text().splitlines()
             found.order = [tuple(json.loads(line)) for line in lines]

@@ -10,6 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 
 _STRANGE_SCALER = (
     'An optimizer is stepped by a gradient scaler that was not given to ctx.prepare, so it would '
@@ -72,6 +73,36 @@ def number_in(values: Sequence[Any]) -> float | None:
         raise BadInput(
             f'scheduler.step was called with {values!r}; in ctx.loop it takes one number at most.'
         ) from None
+
+
+def watch_passes(prepared: Prepared, stepped: Callable[[int], bool]) -> Callable[[], None]:
+    """With several optimizers, say once if a model passes a batch, with gradients, behind a step of
+    its own, as for the second loss of a GAN. Call what is returned behind the first global batch.
+    """
+    hooks, several = list[Any](), len(prepared.optimizers) > 1
+    owners = [set(map(id, parameters_of(one))) for one in prepared.optimizers]
+
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    def watch(model: torch.nn.Module, by: list[int]) -> None:
+        def look(*_: object) -> None:
+            if torch.is_grad_enabled() and any(map(stepped, by)):
+                stop()
+                print(
+                    f'Note: a {type(model).__name__} is used behind step() of its optimizer in the '
+                    'same iteration, and has its weights of before: in reproducible mode all '
+                    'optimizers step behind the last virtual shard. Have the other network step '
+                    'first, or use mode=Throughput(), where step() acts at once.'
+                )
+
+        hooks.append(model.register_forward_pre_hook(look))
+
+    for model in prepared.models if several else ():
+        own = set(map(id, model.parameters()))
+        watch(model, [i for i, each in enumerate(owners) if each & own])
+    return stop
 
 
 def several_times(optimizer: torch.optim.Optimizer) -> str:

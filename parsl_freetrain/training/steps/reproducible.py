@@ -88,6 +88,7 @@ class ReproducibleSteps:
         self._any_stepped = bytes(self._stepped)
         self._scaled: dict[int, ScalerOnce] = {}  # by optimizer, in this global batch
         self._scheduled: dict[tuple[int, int], float | None] = {}
+        self._unwatch = deferred.watch_passes(prepared, lambda number: bool(self._stepped[number]))
 
     def _lay_out(self) -> None:
         """Make room for the gradients of all optimizers, each with its own, as they are now."""
@@ -192,6 +193,7 @@ class ReproducibleSteps:
     @torch.no_grad()
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
         """Exchange, then step once unless the gradient is not finite; the maximum of all wishes."""
+        self._unwatch()
         notes, total, culprits = self._exchange(wish())
         self.changed = True
         self.kept_back = culprits is not None

@@ -19,7 +19,7 @@ from parsl_freetrain import FragmentContext, Reproducible, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import made
 from tests.support.examples import in_this_process, refused_here
-from tests.support.ranks import all_finish, in_ranks, order
+from tests.support.ranks import all_finish, ended, in_ranks, order
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
 
@@ -216,9 +216,31 @@ def test_a_metric_that_changes_its_tensors_is_no_memory() -> None:
 def test_throughput_mode_refuses_what_is_lost(fork_server: ForkClient, tmp_path: Path) -> None:
     (outcome,) = run(fork_server, tmp_path / 'lost', averages_around, mode='throughput')
     assert 'would be lost at the end of the fragment' in outcome.error.message
+    ordered = order(tmp_path, mode='throughput')
+    for one in ended(fork_server, ordered, 2, tmp_path, fills_a_memory_of_a_package):
+        assert 'the norm of package:memory.rows is ' in one.error.message
     for function in (clips_in_the_loop, clamps_weights):
         (outcome,) = run(fork_server, tmp_path / function.__name__, function, mode='throughput')
         assert outcome.how == 'finished', outcome.error
+
+
+def adversarial(ctx: FragmentContext, first: int) -> None:
+    both = [nn.Linear(2, 2) for _ in '12']
+    steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in both]
+    maker, critic, *optimizers = ctx.prepare(*both, *steps)
+    for (x,) in ctx.loop(DATA, 4):
+        made = maker(x)
+        for number in (first, 1 - first):
+            optimizers[number].zero_grad()
+            critic(made.detach() if number else made).mean().backward()
+            optimizers[number].step()
+
+
+def test_a_network_behind_its_step_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    for first in (0, 1):
+        in_this_process(partial(adversarial, first=first), total_samples=32)
+        notes = capsys.readouterr().out.count('Note: a Linear is used behind step() of its optim')
+        assert notes == first
 
 
 def test_a_gradient_of_a_part_cannot_be_read(fork_server: ForkClient, tmp_path: Path) -> None:
