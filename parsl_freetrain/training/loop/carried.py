@@ -15,6 +15,7 @@ from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop import changes, places
 from parsl_freetrain.training.loop.caches import Caches
+from parsl_freetrain.training.loop.changed_data import ChangedData
 from parsl_freetrain.training.loop.enumerated import counts, number_of, set_number
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.numbers import Numbers
@@ -56,22 +57,18 @@ class Carried:
         self._goes_back = goes_back  # to an earlier checkpoint, perhaps
         self._first: dict[str, Any] = {}  # small ones, where the first loop began
         self._begun: list[int] = []  # what enumerates a loop, where it began
-        self._of_data = {path for one in ('epoch', 'loop') for path in self._saved.get(one, ())}
-        self._data, self._data_then = set[int](), dict[str, Any]()
+        paths = {path for one in ('epoch', 'loop') for path in self._saved.get(one, ())}
+        self._of_data = ChangedData(paths)
         self.caches = Caches(())
 
     def look(self, known: Sequence[Any], prepared: Prepared, functions: Iterable[Any]) -> None:
         """Call in ``ctx.epochs`` and ``ctx.loop``. ``known``: objects that are saved already, data;
         ``functions``: those that are called around steps.
         """
-        data = [one for k in known if isinstance(one := getattr(k, 'dataset', k), Dataset)]
-        for one in data:  # within a Subset
-            own = getattr(one, '__dict__', {}).values()
-            data += [v for v in own if isinstance(v, Dataset) and all(v is not d for d in data)]
+        data = self._of_data.read(known)
         self._frames = [one for one in frames() if not changes.is_library(one.f_code.co_filename)]
         lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
         self._others = [*functions, *prepared.models, *lambdas, *data]
-        self._data = {*map(id, data)}
         self._places = self._found()
         self.caches = Caches(self._places.caches)
         self._how.known = {*map(id, known), *map(id, prepared.averages)}
@@ -88,7 +85,7 @@ class Carried:
     def _found(self) -> places.Places:
         if self._packages is None:
             self._packages = places.of_packages(self._others)
-        found = places.Places(self._frames, self._others, self._of_data)
+        found = places.Places(self._frames, self._others, self._of_data.paths)
         return found.with_packages(self._packages)
 
     def _is_copy(self, one: Any) -> bool:
@@ -109,23 +106,16 @@ class Carried:
         )
 
     def look_at_data(self, *, again: bool) -> bool:
-        """Call where an epoch ends, and ``again`` behind what is done there and before the next:
-        what changes there in the data is saved from then on; what does in an epoch may be a cache.
-        Returns whether something has changed of which that was not known.
+        """Call where an epoch ends or the first one begins, and ``again`` behind what is done there
+        and before the next. Returns whether something has changed of which that was not known.
         """
-        now = {
-            f'{name}.{key}': changes.mark(value)
-            for name, one in self._places.datasets.items()
-            for key, value in [*getattr(one, '__dict__', {}).items()]
-            if id(one) in self._data and changes.may_be_saved(value) and 'cache' not in key
-        }
-        changed = {path for path, then in self._data_then.items() if now.get(path) != then}
+        datasets = self._places.datasets
         if not again:
-            self._data_then, changed = now, set()
-        if new := changed - self._of_data:
-            self._of_data |= new
+            self._of_data.look(datasets)
+        elif self._of_data.changed(datasets, self._how):
             self._places = self._found()
-        return bool(new)
+            return True
+        return False
 
     def forget(self) -> None:
         """Let go of the user's frames, which may hold workers of a loader."""
@@ -357,7 +347,7 @@ class Carried:
                     isinstance(one, changes.CONTAINERS)
                     and (not isinstance(then, tuple) or then[:2] != changes.mark(one)[:2])
                 )
-                if path in self._of_data and room is None:
+                if path in self._of_data.paths and room is None:
                     raise _refused(path, why) from None
             if lost and path in marks and room is None:
                 self._lose(path, why)

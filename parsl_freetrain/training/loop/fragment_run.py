@@ -303,6 +303,7 @@ class FragmentRun:
         self._look_around()
         if self.saved is not None:
             put_back_changes(self._at_prepare, self.state, self.model, self.saved, self.peers)
+        self.model.carried.look_at_data(again=False)  # the first epoch may begin with a change
         self._epochs = EpochLoop(self.order.spec, self.state, self.model)
         self.hooks.by_epochs = True
         return self._epochs

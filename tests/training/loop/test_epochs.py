@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.checkpoint.source import read_state
@@ -132,20 +132,33 @@ def test_each_epoch_is_ended_once_with_the_same_figures(
     assert checkpoint.metrics['twice'] == pytest.approx(2 * checkpoint.metrics['loss'])
 
 
+class Rollout(Dataset[Any]):
+    """What an epoch trains follows from the weights, as in reinforcement learning."""
+
+    wanted: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, i: int) -> Any:
+        return DATA[i][0], self.wanted[i]
+
+
 def steps_by_epochs(ctx: FragmentContext, at: int) -> str:
     """A DataLoader that was prepared, schedules by epoch, random numbers, and an early end."""
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    loader: Any = DataLoader(DATA, batch_size=8, shuffle=True)
+    data = Rollout()
+    loader: Any = DataLoader(data, batch_size=8, shuffle=True)
     model, optimizer, decay, loader = ctx.prepare(model, optimizer, decay, loader)
     for epoch in ctx.epochs():
-        noise = torch.rand(())
-        for (x,) in loader:
+        noise, data.wanted = torch.rand(()), model(DATA.tensors[0]).detach() / 2
+        for x, y in loader:
             cut(ctx, at)
             optimizer.zero_grad()
-            (model(x).square().mean() * noise).backward()
+            ((model(x) - y).square().mean() * noise).backward()
             optimizer.step()
         decay.step()
         drawn = torch.rand(()).item()
@@ -156,15 +169,16 @@ def steps_by_epochs(ctx: FragmentContext, at: int) -> str:
 
 
 def test_what_is_done_by_epoch_for_any_cuts(fork_server: ForkClient, tmp_path: Path) -> None:
-    for name, sizes, at in (('one', [1], 0), ('cut', [2, 1], 30)):
+    for name, sizes, at in (('one', [1], 0), ('first', [2, 1], 8), ('cut', [2, 1], 30)):
         how: dict[str, Any] = {'total_samples': 95, 'shards': 3}
         outcome = trained(fork_server, tmp_path / name, sizes, steps_by_epochs, at, **how)
         assert (outcome.samples, outcome.result) == (66, '"behind"')
-    (_, one), (_, other) = last(tmp_path / 'one'), last(tmp_path / 'cut')
+    one, *others = (last(tmp_path / name)[1] for name in ('one', 'first', 'cut'))
     seen = [row[:3] for row in one.position.user['seen']]
     assert seen == [[0, 3, [0.25]], [1, 3, [0.125]], [2, 3, [0.0625]]]
-    assert one.position.user == other.position.user
-    assert all(torch.equal(other.models[0][name], its) for name, its in one.models[0].items())
+    for other in others:
+        assert one.position.user == other.position.user
+        assert all(torch.equal(other.models[0][name], its) for name, its in one.models[0].items())
 
 
 def test_the_best_checkpoint_is_kept(whole_folder: Path) -> None:
