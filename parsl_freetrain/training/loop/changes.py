@@ -201,9 +201,13 @@ def mark(one: Any, depth: int = 4) -> Any:
             for key, value in own.items()
             if not ((key in objects and has_state(value)) or is_ours(value))
         }
-    if is_data(one) and hasattr(one, 'shape') and math.prod(one.shape) < _LOOKED_AT[0]:
+    if is_data(one):
+        # An xarray Dataset makes its arrays whenever it is asked for them: their ids say nothing.
+        parts = [*one.values()] if isinstance(one, Mapping) else [one]
         with suppress(Exception):
-            return id(one), hashlib.blake2b(pickle.dumps(one), digest_size=16).digest()
+            small = [part for part in parts if math.prod(part.shape) < _LOOKED_AT[0]]
+            if small or isinstance(one, Mapping):
+                return id(one), [*map(_digest_of_table, small)]
     return id(one), fingerprint(one=state_of(one) if has_state(one) else one)
 
 
@@ -224,6 +228,14 @@ def _digest_of_array(one: np.ndarray[Any, Any]) -> bytes:
         sums = flat[:whole].view(np.uint64).reshape(-1, 512).sum(1)
         flat = np.concatenate((sums.view(np.uint8), flat[whole:]))
     return hashlib.blake2b(flat.data, digest_size=16).digest()
+
+
+def _digest_of_table(one: Any) -> Any:
+    """Dask, which computes an array when it is read, has a token for what it will be."""
+    graph = getattr(one, '__dask_graph__', None)
+    if graph is not None and graph() is not None:
+        return repr(one.__dask_tokenize__())
+    return hashlib.blake2b(pickle.dumps(one)).digest()
 
 
 def is_data(one: Any) -> bool:

@@ -33,6 +33,7 @@ _CONSTANTS: dict[str, Any] = {
 }
 _MADE_BY = {kind.__name__: kind for kind in (*_BASES, *changes.SCALARS[:5], defaultdict, deque)}
 _WORDS = torch.device, torch.dtype
+_MADE_NAMES = 'defaultdict', 'OrderedDict'
 _SPARSE = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc
 _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
@@ -101,6 +102,8 @@ class _Packer:
             content = 'deque', values, one.maxlen if isinstance(one, deque) else None
             if not isinstance(one, deque):
                 content = _base(one).__name__, values
+        if type(one) is OrderedDict and vars(one):  # a nested TensorDict needs what is beside it
+            return 'made', content, name, self._parts(vars(one), there)
         if type(one) in (*_BASES, deque, torch.Size):
             return content
         if type(one) is defaultdict:
@@ -313,7 +316,7 @@ class _Unpacker:
                     'again where the variable is set later: use defaultdict(int), (float) or '
                     '(list), or make it before ctx.loop.'
                 )
-            kind = defaultdict if name == 'defaultdict' else self._class(name)
+            kind = _MADE_BY[name] if name in _MADE_NAMES else self._class(name)
             now = kind.__new__(kind)
             if kind is defaultdict:
                 now.default_factory = _MADE_BY.get(more)

@@ -1,7 +1,7 @@
 """Every change of a plain container or array is noticed, wherever in it."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -37,6 +37,25 @@ class Meter(dict[str, int]):
     pass
 
 
+class Tables(Mapping[str, Any]):
+    """As an xarray Dataset, which makes its arrays when it is asked for them."""
+
+    __module__, __array__ = 'numpy', None
+
+    def __init__(self) -> None:
+        self.own = {name: np.zeros(4) for name in 'abc'}
+
+    def __getitem__(self, name: str) -> Any:
+        self.last = self.own[name].view()
+        return self.last
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
 CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     ([-1] * 1000, lambda one: one.__setitem__(900, -2)),
     (set(range(1000)), lambda one: one.add(-5)),
@@ -58,6 +77,7 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     ([Own(), 1.0], lambda one: one.__setitem__(1, 2.0)),
     (Own(), lambda one: one.inner.update(a=1)),
     (Own(), lambda one: one.scores.__setitem__(400, 2)),
+    (Tables(), lambda one: one.own['b'].__setitem__(3, 1)),
 ]
 
 
@@ -93,7 +113,17 @@ def test_libraries_of_all_environments_are_no_code_of_the_user() -> None:
     assert not is_library('/home/me/project/train.py') and not is_library(__file__)
 
 
+HOW = How([], set(), lambda _: None, torch.device('cpu'))
+
+
 def test_a_state_that_is_not_taken_back_is_a_sentence() -> None:
-    how = How([], set(), lambda _: None, torch.device('cpu'))
     with pytest.raises(BadInput, match=r'holds a Asks, .* \(ValueError: begin first\)'):
-        unpacked(packed(Asks(), how), Asks(), how)
+        unpacked(packed(Asks(), HOW), Asks(), HOW)
+
+
+def test_what_a_state_has_beside_its_values_is_kept() -> None:
+    """Without it, a nested TensorDict is not taken back."""
+    state: Any = torch.nn.BatchNorm1d(2).state_dict()
+    state._metadata['']['device'] = torch.device('cpu')
+    again = unpacked(packed(state, HOW), None, HOW)
+    assert again._metadata == state._metadata and again.keys() == state.keys()
