@@ -333,6 +333,9 @@ class Carried:
                 then, now, kept = marks[path], changes.mark(one), before.get(path)
                 if kept is None and then == now:
                     continue
+                marked = isinstance(one, torch.nn.Module) and isinstance(then, tuple)
+                if marked and then[0] == now[0] and then[1] != now[1]:  # as a MetricTracker's
+                    self._lose(path, 'has other modules than before')
                 if isinstance(then, dict) and isinstance(now, dict):
                     unchanged = {key for key in now if then.get(key) == now[key]}
                     unchanged -= {*kept[1]} if kept is not None and kept[0] == 'object' else set()

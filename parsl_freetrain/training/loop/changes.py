@@ -170,7 +170,8 @@ def mark(one: Any, depth: int = 4) -> Any:
         return WeakIdRef(one), 0 if one.is_inference() else one._version
     if isinstance(one, torch.nn.Module):
         held = tree_leaves(state_of(one)) if is_metric(one) else []
-        return WeakIdRef(one), [mark(t) for t in (*one.parameters(), *one.buffers(), *held)]
+        names = [name for name, _ in one.named_modules()]
+        return WeakIdRef(one), names, [mark(t) for t in (*one.parameters(), *one.buffers(), *held)]
     if isinstance(one, VALUES):
         return repr(one)
     if isinstance(one, np.ndarray) and one.dtype != object:

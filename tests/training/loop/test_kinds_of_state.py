@@ -718,6 +718,14 @@ def list_of_anything(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
+def modules_that_come_later(ctx: FragmentContext) -> None:
+    """As a MetricTracker gets a metric for each epoch."""
+    metrics, (model, optimizer) = nn.ModuleList(), line(ctx)
+    ctx.each_epoch(lambda: metrics.append(nn.Identity()))
+    ctx.each_epoch(ctx.checkpoint)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y) * (1 + len(metrics)), optimizer)
+
+
 def table(ctx: FragmentContext) -> None:
     pandas = pytest.importorskip('pandas')
     scores, (model, optimizer) = pandas.DataFrame({'loss': [0.0]}), line(ctx)
@@ -928,6 +936,7 @@ REFUSED = {
     collate_that_raises: 'collate_fn raised RuntimeError (stack expects a non-empty TensorList)',
     iterator_that_goes_on: 'levels changes while training goes on, and a checkpoint cannot hold it',
     list_of_anything: 'as it has a object in it: keep numbers, texts, tensors',
+    modules_that_come_later: 'metrics changes while training goes on, and a checkpoint cannot',
     table: 'as it is a DataFrame',
     hidden_state: 'hidden goes from one batch to the next in the body of ctx.loop',
     hidden_in_an_attribute: 'hidden goes from one batch to the next',
