@@ -1,7 +1,7 @@
 """Every change of a plain container or array is noticed, wherever in it."""
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, UserDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -37,23 +37,14 @@ class Meter(dict[str, int]):
     pass
 
 
-class Tables(Mapping[str, Any]):
+class Tables(UserDict[str, Any]):
     """As an xarray Dataset, which makes its arrays when it is asked for them."""
 
     __module__, __array__ = 'numpy', None
 
-    def __init__(self) -> None:
-        self.own = {name: np.zeros(4) for name in 'abc'}
-
     def __getitem__(self, name: str) -> Any:
-        self.last = self.own[name].view()
+        self.last = self.data[name].view()
         return self.last
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.own)
-
-    def __len__(self) -> int:
-        return len(self.own)
 
 
 CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
@@ -77,7 +68,7 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     ([Own(), 1.0], lambda one: one.__setitem__(1, 2.0)),
     (Own(), lambda one: one.inner.update(a=1)),
     (Own(), lambda one: one.scores.__setitem__(400, 2)),
-    (Tables(), lambda one: one.own['b'].__setitem__(3, 1)),
+    (Tables(a=np.zeros(4), b=np.zeros(4)), lambda one: one.data['b'].__setitem__(3, 1)),
 ]
 
 
