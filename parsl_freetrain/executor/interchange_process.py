@@ -17,7 +17,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_end_by_parent, args=(os.getppid(),), daemon=True).start()
     allow_open_files()
-    import_parsl('parsl.executors.high_throughput.interchange', runs_apps=False)
+    import_parsl(runs_apps=False)
     from parsl_freetrain.executor.interchange import PinningInterchange
 
     PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301

@@ -29,7 +29,7 @@ from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
 from tests.executor.where import where
-from tests.support.programs import Program, run_to_end
+from tests.support.programs import Program
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, under_load, wait_until
 
@@ -101,15 +101,6 @@ def test_the_subclass_is_thin() -> None:
         if line.strip() and not line.strip().startswith('#') and number not in documentation
     ]
     assert len(code) < 75
-
-
-def test_what_apps_alone_need_of_parsl_is_not_imported_where_none_run() -> None:
-    code = (
-        'import sys; from parsl_freetrain.executor.block.manager import POOL, import_parsl;'
-        f'import_parsl({Interchange.__module__!r}, POOL, "parsl.utils", runs_apps=False);'
-        "print({'parsl.config', 'parsl.providers', 'requests', 'typeguard'} & sys.modules.keys())"
-    )
-    assert run_to_end([sys.executable, '-P', '-c', code], check=True).stdout == 'set()\n'
 
 
 def test_a_manager_may_connect_again_before_the_end_of_its_first_connection(tmp_path: Path) -> None:

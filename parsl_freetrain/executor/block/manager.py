@@ -19,13 +19,14 @@ ONLY_MEMBERS = '--max_workers_per_node=1'  # the one worker is that of fragments
 
 def main() -> None:
     with own_names():
-        import_parsl(POOL, 'parsl.utils', runs_apps=ONLY_MEMBERS not in sys.argv)
+        import_parsl(runs_apps=ONLY_MEMBERS not in sys.argv)
         # Apps find modules beside them, as in Parsl's own workers.
         sys.path.insert(0, os.getcwd())
         fork_server()
+        import parsl.multiprocessing  # not before: see import_parsl
+
         context: Any = multiprocessing.get_context('forkserver')
-        sys.modules['parsl.multiprocessing'].SpawnContext = context  # type: ignore[attr-defined]
-        del sys.modules[POOL]  # it is run, with that context
+        parsl.multiprocessing.SpawnContext = context
         runpy.run_module(POOL, run_name='__main__', alter_sys=True)
 
 
