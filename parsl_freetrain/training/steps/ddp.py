@@ -169,10 +169,10 @@ class ThroughputSteps:
             self._buffers.undo()
 
     def _differ(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ranks have gradients of their own where a scaler looks."""
+        """Whether ranks have gradients of their own where a scaler has unscaled them."""
         own = self._at_step or not self._division.alike
         if not own and self._rest is not None and self._weights() is not None:
-            own = bool(self._rest.rest(optimizer)[0])
+            own = self._rest.unscaled(optimizer)
         return own and self._peers.world_size > 1
 
     @property

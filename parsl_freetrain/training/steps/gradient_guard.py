@@ -15,9 +15,9 @@ from parsl_freetrain.training.steps import backward
 
 OF_A_SHARD = 'In reproducible mode it is the gradient of a virtual shard there'
 
-_CHANGED = 'A gradient was changed between backward() and optimizer.step(), as clip_grad_norm_ does'
+CHANGED = 'A gradient was changed between backward() and optimizer.step(), as clip_grad_norm_ does'
 _READ = 'The body of ctx.loop read the gradient of a parameter after backward()'
-_OFFER = (
+OFFER = (
     'say ctx.prepare(..., clip_grad_norm=...) to clip the gradient of the global batch, and read '
     'it or change it in any other way in ctx.before_step(fn).'
 )
@@ -50,7 +50,7 @@ class GradientGuard:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
         self._whose = whose
         self._taken: _Taken = []
-        self._unreadable = unreadable(f'{_READ}. {whose}: {_OFFER}')
+        self._unreadable = unreadable(f'{_READ}. {whose}: {OFFER}')
         self._grad = property(self._read, self._set, self._set)
         self._watched, self._hooked = dict[int, torch.nn.Parameter](), set[int]()
         self._left: _Seen | None = None
@@ -127,7 +127,7 @@ class GradientGuard:
         return torch.stack(flags).any() if flags else None
 
     def refuse(self) -> NoReturn:
-        raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
+        raise BadInput(f'{CHANGED}. {self._whose}: {OFFER}')
 
     def end_micro_batch(self) -> None:
         if 'grad' in vars(_PARAMETER):

@@ -14,6 +14,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_
 from parsl_freetrain.training.steps import backward
 from parsl_freetrain.training.steps.accumulation import weigh
 from parsl_freetrain.training.steps.buffers import Buffers
+from parsl_freetrain.training.steps.gradient_guard import CHANGED, OFFER
 
 
 class Replica:
@@ -99,6 +100,11 @@ def with_shared_parts(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module
 
 
 _Rest = tuple[list[torch.nn.Parameter], set[Replica]]
+_OWN = (
+    'On several ranks it is the gradient of a rank there, averaged in optimizer.step(), if the '
+    'parameter belongs to no model or several or was unfrozen later, if its model is not called '
+    'itself (model.encode), or if one pass has two backward()'
+)
 
 
 class MeanAtSteps:
@@ -123,12 +129,12 @@ class MeanAtSteps:
         self._group, self._combine, self._weights = group, combine, weights
         self._known: tuple[Any, ...] = ()
         self._of: dict[int, _Rest] = {}
+        self._left: dict[int, tuple[int, int]] = {}  # identities and versions of gradients
         self._optimizers = prepared.optimizers
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
-        if replicas:
-            backward.around['replicas'] = self._backward
-            backward.watch()
+        backward.around['replicas'] = self._backward
+        backward.watch()
 
     def begin(self) -> None:
         """Call before the micro-batches of a global batch, on all ranks."""
@@ -149,8 +155,19 @@ class MeanAtSteps:
             for one, before in seen:
                 if before == -1 or one.gradients() != before:
                     one.partly, one.waits = one.partly or not one.waits, False
+            self._note()
 
         return after
+
+    def _note(self) -> None:
+        """Remember gradients that are averaged later: what is not linear in them would differ."""
+        waiting = [p for one in self._optimizers for p in self.rest(one)[0]]
+        self._left = {id(p): _mark(p.grad) for p in waiting if p.grad is not None}
+
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """A gradient scaler has unscaled gradients: whether they are averaged later."""
+        self._note()
+        return bool(self.rest(optimizer)[0])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._average(optimizer)
@@ -172,6 +189,10 @@ class MeanAtSteps:
             replica.check()
         if not rest or weights is None:
             return
+        for parameter in rest:
+            left = self._left.pop(id(parameter), None)
+            if left is not None and parameter.grad is not None and left != _mark(parameter.grad):
+                raise BadInput(f'{CHANGED}. {_OWN}: {OFFER}')
         weighted = {id(p) for one in self.replicas if not one.at_steps for p in one.trained}
         # A mean that DistributedDataParallel has taken already stays as it is.
         for parameter in rest:
@@ -204,3 +225,7 @@ class MeanAtSteps:
             weigh(mean, weights[1])
             dist.all_reduce(mean, group=self._group)
         return mean
+
+
+def _mark(gradient: torch.Tensor) -> tuple[int, int]:
+    return id(gradient), gradient._version

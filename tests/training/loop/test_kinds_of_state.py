@@ -300,7 +300,7 @@ def by_weights_alone(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: F.mse_loss(F.linear(x, model.weight, model.last.bias), y), optimizer)
 
 
-def backward_beside_passes(ctx: FragmentContext) -> None:
+def backward_beside_passes(ctx: FragmentContext, clips: bool = False) -> None:
     """The second backward() is for the same pass, the third one for a part."""
     model = Counting()
     part, (_, optimizer) = model.last, ctx.prepare(model, sgd(model, lr=0.002))
@@ -310,6 +310,8 @@ def backward_beside_passes(ctx: FragmentContext) -> None:
         F.mse_loss(said, y).backward(retain_graph=True)
         said.square().mean().backward()
         part(y).square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         cut(ctx)
 
@@ -1063,3 +1065,11 @@ def test_the_weights_depend_on_neither_cuts_nor_ranks(
             assert torch.equal(weight.to_dense(), second[name].to_dense()), name
         else:
             torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-4)
+
+
+def test_what_ranks_average_later_is_not_clipped_before(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {'mode': 'throughput', 'total_samples': TOTAL, 'world_size': 2}
+    said = refused(fork_server, tmp_path, backward_beside_passes, True, **how)
+    assert 'if one pass has two backward()' in said
