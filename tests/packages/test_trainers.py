@@ -19,10 +19,20 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.packages import test_packages as packages
+from tests.packages.test_packages import (
+    Rows,
+    gpt,
+    numbers,
+    row,
+    same_bits,
+    small,
+    squared,
+    train,
+    with_adam,
+)
 from tests.support.examples import example
 
-ROWS: packages.Rows = {}
+ROWS: Rows = {}
 FILES = {one.name: one.read_text() for one in Path(__file__).parent.glob('*.[ty][xa]*')}
 
 
@@ -52,7 +62,7 @@ def fragments_of(kind: Any) -> Any:
 HOW: Any = {'num_train_epochs': 2, 'per_device_train_batch_size': 8, 'report_to': 'none'}
 
 
-@packages.row('transformers', ROWS)
+@row('transformers', ROWS)
 def transformers_masked_language_model(ctx: FragmentContext) -> None:
     from transformers import (
         BertConfig,
@@ -72,7 +82,7 @@ def transformers_masked_language_model(ctx: FragmentContext) -> None:
     ).train()
 
 
-@packages.row('transformers', ROWS)
+@row('transformers', ROWS)
 def transformers_seq2seq(ctx: FragmentContext) -> None:
     from transformers import (
         Seq2SeqTrainer,
@@ -101,14 +111,14 @@ def transformers_seq2seq(ctx: FragmentContext) -> None:
         assert made[-1][0] == 12
 
 
-@packages.row('trl', ROWS)
+@row('trl', ROWS)
 def trl_sft_command(ctx: FragmentContext) -> None:
     """``trl sft`` as it is."""
     os.environ['HF_HOME'] = os.path.abspath('cache')
     from parsl_freetrain.integrations.transformers import run_script
 
     if ctx.is_main:
-        packages.gpt().save_pretrained('base')
+        gpt().save_pretrained('base')
         words().save_pretrained('base')
         lines = [{'text': ' '.join(f'w{i}' for i in one)} for one in tokens()]
         Path('texts').mkdir(exist_ok=True)
@@ -123,7 +133,7 @@ def trl_sft_command(ctx: FragmentContext) -> None:
     assert not ctx.is_main or Path('o/model.safetensors').exists()
 
 
-@packages.row('trl', ROWS)
+@row('trl', ROWS)
 def trl_dpo(ctx: FragmentContext) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -133,7 +143,7 @@ def trl_dpo(ctx: FragmentContext) -> None:
         {'prompt': ' '.join(one[:4]), 'chosen': ' '.join(one[4:8]), 'rejected': ' '.join(one[8:])}
         for one in texts
     ]
-    model = packages.gpt()
+    model = gpt()
     fragments_of(DPOTrainer)(
         ctx,
         model=model,
@@ -144,7 +154,7 @@ def trl_dpo(ctx: FragmentContext) -> None:
     ).train()
 
 
-@packages.row('sentence_transformers', ROWS)
+@row('sentence_transformers', ROWS)
 def sentence_transformers_trainer(ctx: FragmentContext) -> None:
     """The loss has parameters of its own, and there is an evaluator of the package."""
     import sentence_transformers as st
@@ -177,7 +187,7 @@ def sentence_transformers_trainer(ctx: FragmentContext) -> None:
         assert 'eval_sts_spearman_cosine' in trainer.state.log_history[-1]
 
 
-@packages.row('schnetpack', ROWS)
+@row('schnetpack', ROWS)
 def spktrain(ctx: FragmentContext) -> None:
     """The script as it is."""
     from torch.utils.data import dataloader
@@ -208,7 +218,7 @@ def spktrain(ctx: FragmentContext) -> None:
         assert [*Path('runs', runs, 'csv').glob('*/metrics.csv')]
 
 
-@packages.row('nequip', ROWS)
+@row('nequip', ROWS)
 def nequip_train(ctx: FragmentContext) -> None:
     """The script as it is."""
     import ase.io
@@ -231,7 +241,7 @@ def nequip_train(ctx: FragmentContext) -> None:
     assert Path('out/best.ckpt').exists()
 
 
-@packages.row('jsonargparse', ROWS)
+@row('jsonargparse', ROWS)
 def lightning_cli(ctx: FragmentContext) -> None:
     """A script with LightningCLI as it is: ``python cli.py fit``."""
     if ctx.is_main:
@@ -242,14 +252,14 @@ def lightning_cli(ctx: FragmentContext) -> None:
     assert Path('out/best.ckpt').exists()
 
 
-@packages.row('pytorch_forecasting', ROWS)
+@row('pytorch_forecasting', ROWS)
 def pytorch_forecasting_mlp(ctx: FragmentContext) -> None:
     import pandas
     from pytorch_forecasting import DecoderMLP, TimeSeriesDataSet
 
     from parsl_freetrain.integrations.lightning import Trainer
 
-    x, _ = packages.numbers().tensors
+    x, _ = numbers().tensors
     table = pandas.DataFrame({
         'time': [*range(12)] * 32, 'series': [str(i // 12) for i in range(384)],
         'value': x.flatten().numpy(),
@@ -263,15 +273,15 @@ def pytorch_forecasting_mlp(ctx: FragmentContext) -> None:
     Trainer(ctx, max_epochs=2).fit(model, *loaders)
 
 
-@packages.row('zuko', ROWS)
+@row('zuko', ROWS)
 def zuko_flow(ctx: FragmentContext) -> None:
     import zuko
 
     flow = zuko.flows.NSF(8, transforms=1, hidden_features=(16,))
-    packages.train(ctx, flow, packages.numbers(), lambda m, b: -m().log_prob(b[0]).mean())
+    train(ctx, flow, numbers(), lambda m, b: -m().log_prob(b[0]).mean())
 
 
-@packages.row('diffusers', ROWS)
+@row('diffusers', ROWS)
 def diffusers_unet(ctx: FragmentContext) -> None:
     from diffusers import DDPMScheduler, UNet2DModel
 
@@ -287,10 +297,10 @@ def diffusers_unet(ctx: FragmentContext) -> None:
         noise, times = torch.randn_like(batch[0]), torch.randint(0, 100, (len(batch[0]),))
         return F.mse_loss(model(noises.add_noise(batch[0], noise, times), times).sample, noise)
 
-    packages.train(ctx, model, TensorDataset(images), loss)
+    train(ctx, model, TensorDataset(images), loss)
 
 
-@packages.row('torchsde', ROWS)
+@row('torchsde', ROWS)
 def torchsde_latent(ctx: FragmentContext) -> None:
     import torchsde
 
@@ -311,10 +321,10 @@ def torchsde_latent(ctx: FragmentContext) -> None:
         end = torchsde.sdeint(model, batch[0], torch.tensor([0.0, 0.2]), dt=0.1)[-1]
         return F.mse_loss(end.sum(1, keepdim=True), batch[1])
 
-    packages.train(ctx, Sde(), packages.numbers(), loss)
+    train(ctx, Sde(), numbers(), loss)
 
 
-@packages.row('pyro', ROWS)
+@row('pyro', ROWS)
 def pyro_svi(ctx: FragmentContext) -> None:
     import pyro
     from pyro import distributions as dist
@@ -333,48 +343,48 @@ def pyro_svi(ctx: FragmentContext) -> None:
                 return pyro.sample('y', dist.Normal(mean, 0.5), obs=y)
 
     model = Line()
-    guide, data = AutoNormal(model), packages.numbers()
+    guide, data = AutoNormal(model), numbers()
     elbo = Trace_ELBO()(model, guide)
     ctx.warm_up(lambda: elbo(data.tensors[0][:8], data.tensors[1][:8, 0]))  # makes the guide
-    packages.train(ctx, elbo, data, lambda m, b: m(b[0], b[1][:, 0]))
+    train(ctx, elbo, data, lambda m, b: m(b[0], b[1][:, 0]))
 
 
 def averaged(ctx: FragmentContext, make: Any) -> None:
-    model, optimizer = ctx.prepare(*packages.with_adam(packages.small()))
+    model, optimizer = ctx.prepare(*with_adam(small()))
     ctx.after_step(ctx.keep(make(model)).update)
-    for batch in ctx.loop(packages.numbers(), 8):
+    for batch in ctx.loop(numbers(), 8):
         optimizer.zero_grad()
-        packages.squared(model, batch).backward()
+        squared(model, batch).backward()
         optimizer.step()
 
 
-@packages.row('torch_ema', ROWS)
+@row('torch_ema', ROWS)
 def torch_ema_average(ctx: FragmentContext) -> None:
     from torch_ema import ExponentialMovingAverage
 
     averaged(ctx, lambda model: ExponentialMovingAverage(model.parameters(), 0.9))
 
 
-@packages.row('ema_pytorch', ROWS)
+@row('ema_pytorch', ROWS)
 def ema_pytorch_average(ctx: FragmentContext) -> None:
     from ema_pytorch import EMA
 
     averaged(ctx, lambda model: EMA(model, beta=0.9, update_after_step=2, update_every=2))
 
 
-@packages.row('pytorch_metric_learning', ROWS)
+@row('pytorch_metric_learning', ROWS)
 def metric_learning_arcface(ctx: FragmentContext) -> None:
     from pytorch_metric_learning.losses import ArcFaceLoss
     from pytorch_metric_learning.samplers import MPerClassSampler
 
-    data = TensorDataset(packages.numbers().tensors[0], torch.arange(48) % 6)
+    data = TensorDataset(numbers().tensors[0], torch.arange(48) % 6)
     both = nn.ModuleList([nn.Linear(8, 6), ArcFaceLoss(6, 6)])
     sampler = MPerClassSampler(data.tensors[1], 2, 8, length_before_new_iter=48)
     loader = torch.utils.data.DataLoader(data, 8, sampler=sampler)
-    packages.train(ctx, both, loader, lambda m, b: m[1](m[0](b[0]), b[1]), batch_size=None)
+    train(ctx, both, loader, lambda m, b: m[1](m[0](b[0]), b[1]), batch_size=None)
 
 
-@packages.row('kornia', ROWS)
+@row('kornia', ROWS)
 def kornia_augmentation(ctx: FragmentContext) -> None:
     from kornia import augmentation as k
 
@@ -383,21 +393,21 @@ def kornia_augmentation(ctx: FragmentContext) -> None:
     x = torch.rand(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
     data = TensorDataset(x, x.mean((1, 2, 3))[:, None])
-    packages.train(ctx, model, data, lambda m, b: F.mse_loss(m(augment(b[0])), b[1]))
+    train(ctx, model, data, lambda m, b: F.mse_loss(m(augment(b[0])), b[1]))
 
 
-@packages.row('x_transformers', ROWS)
+@row('x_transformers', ROWS)
 def x_transformers_decoder(ctx: FragmentContext) -> None:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
     layers = Decoder(dim=16, depth=1, heads=2, rotary_pos_emb=True, attn_dim_head=8)
     net = TransformerWrapper(num_tokens=64, max_seq_len=12, attn_layers=layers)
-    packages.train(
+    train(
         ctx, AutoregressiveWrapper(net), TensorDataset(torch.tensor(tokens())), lambda m, b: m(b[0])
     )
 
 
-@packages.row('mace', ROWS)
+@row('mace', ROWS)
 def mace_run_train(ctx: FragmentContext) -> None:
     """The script as it is."""
     import ase.io
@@ -421,4 +431,4 @@ def mace_run_train(ctx: FragmentContext) -> None:
 
 @pytest.mark.parametrize('name', sorted(ROWS))
 def test_same_bits(name: str, fork_server: ForkClient, tmp_path: Path) -> None:
-    packages.same_bits(*ROWS[name], fork_server, tmp_path)
+    same_bits(*ROWS[name], fork_server, tmp_path)

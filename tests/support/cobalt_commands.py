@@ -6,44 +6,30 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support import batch_machine as bm
 from tests.support.batch_launch import launch
-from tests.support.batch_machine import (
-    BLOCK_PRIORITY,
-    ENDING,
-    OVER,
-    RUNNING,
-    WAITING,
-    Command,
-    Job,
-    Machine,
-    clock,
-    complain,
-    directives,
-    on_nodes,
-    user,
-)
 
 LOGIN = 'thetamom1'
 DATE = '%a %b %d %H:%M:%S %Y %z (%Z)'
 
 
-def qsub(machine: Machine, arguments: list[str]) -> int:
+def qsub(machine: bm.Machine, arguments: list[str]) -> int:
     [script] = arguments
     if not os.access(script, os.X_OK):
-        return complain(f'command {script} not found, or is not executable', 1)
+        return bm.complain(f'command {script} not found, or is not executable', 1)
     parser = argparse.ArgumentParser()
     for option in ('--jobname', '-o', '-e', '--debuglog', '-q', '-n', '-t', '-A', '--attrs'):
         parser.add_argument(option)
-    given = parser.parse_args(directives(script, '#COBALT '))
+    given = parser.parse_args(bm.directives(script, '#COBALT '))
     attrs = dict(part.split('=') for part in given.attrs.split(':')) if given.attrs else {}
     with machine.state() as state:
         queue = state['queues'].get(given.q)
         if queue is None:
-            return complain(f"'{given.q}' is not a valid queue", 1)
+            return bm.complain(f"'{given.q}' is not a valid queue", 1)
         if int(given.n) > queue.get('most', 10_000) or 60 * int(given.t) > queue.get(
             'longest_s', 1e9
         ):
-            return complain('Walltime or nodecount greater than the limits of the queue', 1)
+            return bm.complain('Walltime or nodecount greater than the limits of the queue', 1)
         # Before the job, whose end is written behind it.
         Path(given.debuglog).write_text(
             f'{time.strftime(DATE)} submitted with cwd set to: {Path.cwd()}\n'
@@ -51,9 +37,9 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
         number = machine.submit(
             state,
             name=given.jobname,
-            user=user(),
+            user=bm.user(),
             queue=given.q,
-            priority=BLOCK_PRIORITY,
+            priority=bm.BLOCK_PRIORITY,
             nodes=int(given.n),
             walltime_s=60.0 * int(given.t),
             script=script,
@@ -86,7 +72,7 @@ def table(heads: list[str], rows: list[list[str]]) -> None:
     print('\n'.join([lines[0], '=' * len(lines[0]), *lines[1:]]))
 
 
-def qstat(machine: Machine, arguments: list[str]) -> int:
+def qstat(machine: bm.Machine, arguments: list[str]) -> int:
     if arguments == ['--version']:
         print('Cobalt 1.0.30')
         return 0
@@ -99,7 +85,7 @@ def qstat(machine: Machine, arguments: list[str]) -> int:
                         'Name': name,
                         'Users': None,
                         'MinTime': None,
-                        'MaxTime': clock(queue['longest_s']) if 'longest_s' in queue else None,
+                        'MaxTime': bm.clock(queue['longest_s']) if 'longest_s' in queue else None,
                         'MaxRunning': 20,
                         'MaxQueued': queue.get('waiting'),
                         'MaxUserNodes': queue.get('most'),
@@ -111,20 +97,20 @@ def qstat(machine: Machine, arguments: list[str]) -> int:
             )
             return 0
         heads = arguments[arguments.index('--header') + 1].split(':')
-        shown = [(number, job) for number, job in state['jobs'].items() if job['state'] != OVER]
+        shown = [(number, job) for number, job in state['jobs'].items() if job['state'] != bm.OVER]
         vertical([{head: fields(number, job)[head] for head in heads} for number, job in shown])
     return 0
 
 
-def fields(number: str, job: Job) -> dict[str, object]:
+def fields(number: str, job: bm.Job) -> dict[str, object]:
     numbers = [int(name[3:]) for name in job['names']]
     return {
         'JobID': number,
         'User': job['user'],
         'Nodes': job['nodes'],
         'Queue': job['queue'],
-        'WallTime': clock(job['walltime_s']),
-        'State': {WAITING: 'queued', RUNNING: 'running', ENDING: 'killing'}[job['state']],
+        'WallTime': bm.clock(job['walltime_s']),
+        'State': {bm.WAITING: 'queued', bm.RUNNING: 'running', bm.ENDING: 'killing'}[job['state']],
         'JobName': job['name'],
         'Location': ranges(numbers) or 'None',
         'TimeRemaining': 'N/A',
@@ -144,12 +130,12 @@ def ranges(numbers: list[int]) -> str:
     return ','.join(str(first) if first == last else f'{first}-{last}' for first, last in found)
 
 
-def qdel(machine: Machine, arguments: list[str]) -> int:
+def qdel(machine: bm.Machine, arguments: list[str]) -> int:
     with machine.state() as state:
         known = [
             number
             for number in arguments
-            if number in state['jobs'] and state['jobs'][number]['state'] != OVER
+            if number in state['jobs'] and state['jobs'][number]['state'] != bm.OVER
         ]
         for number in known:
             job = state['jobs'][number]
@@ -158,38 +144,34 @@ def qdel(machine: Machine, arguments: list[str]) -> int:
                     log.write(f'{time.strftime(DATE)} user delete requested by {job["user"]}\n')
             machine.end(state, number, 'deleted')
     if not known:
-        return complain('No jobs found to delete', 1)
+        return bm.complain('No jobs found to delete', 1)
     print('      Deleted Jobs\nJobID  User\n============\n' + '\n'.join(known))
     return 0
 
 
-def nodelist(machine: Machine, arguments: list[str]) -> int:
+def nodelist(machine: bm.Machine, arguments: list[str]) -> int:
     assert not arguments
     now = time.time()
     with machine.state() as state:
-        busy = on_nodes(state)
+        busy = bm.on_nodes(state)
         drained: dict[str, float] = {}
         for job in reversed(state['jobs'].values()):
-            if job['planned'] and job['state'] == WAITING:
+            if job['planned'] and job['state'] == bm.WAITING:
                 drained |= dict.fromkeys(job['planned']['names'], job['planned']['start'])
         rows = []
         for name, node in state['nodes'].items():
             number, has = int(name[3:]), node.get('has', {})
-            status = (
-                'down'
-                if not node.get('up', True)
-                else 'idle'
-                if name not in busy
-                else ('cleanup-pending' if busy[name][1]['state'] == ENDING else 'busy')
-            )
+            ends = name in busy and busy[name][1]['state'] == bm.ENDING
+            status = 'cleanup-pending' if ends else 'busy' if name in busy else 'idle'
+            status = status if node.get('up', True) else 'down'
             place, queues = f'c0-0c0s{number // 4}n{number % 4}', ':'.join(state['queues'])
-            soon = clock(drained[name] - now) if name in drained else '-'
+            soon = bm.clock(drained[name] - now) if name in drained else '-'
             rows.append([str(number), place, queues, status, has['mcdram'], has['numa'], soon])
     table(['Node_id', 'Name', 'Queues', 'Status', 'MCDRAM', 'NUMA', 'Backfill'], rows)
     return 0
 
 
-def showres(machine: Machine, arguments: list[str]) -> int:
+def showres(machine: bm.Machine, arguments: list[str]) -> int:
     assert not arguments
     with machine.state() as state:
         rows = [
@@ -198,7 +180,7 @@ def showres(machine: Machine, arguments: list[str]) -> int:
                 'batch',
                 'None',
                 time.strftime(DATE, time.localtime(r['start'])),
-                clock(r['end'] - r['start'])[:5],
+                bm.clock(r['end'] - r['start'])[:5],
                 'Blocked',
                 ranges([int(name[3:]) for name in r['nodes']]),
             ]
@@ -209,9 +191,9 @@ def showres(machine: Machine, arguments: list[str]) -> int:
     return 0
 
 
-def aprun(machine: Machine, arguments: list[str]) -> int:
+def aprun(machine: bm.Machine, arguments: list[str]) -> int:
     return launch(os.environ['COBALT_NODEFILE'], arguments)
 
 
-COMMANDS: dict[str, Command] = {'aprun': aprun, 'qsub': qsub, 'qstat': qstat, 'qdel': qdel}
+COMMANDS: dict[str, bm.Command] = {'aprun': aprun, 'qsub': qsub, 'qstat': qstat, 'qdel': qdel}
 COMMANDS |= {'nodelist': nodelist, 'showres': showres}
