@@ -8,7 +8,7 @@ are trained. Tables by sample (``losses[i] = ...``) get the entries of all shard
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
@@ -16,7 +16,6 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +31,7 @@ from parsl_freetrain.training.loop.held import (
     of_samples,
 )
 from parsl_freetrain.training.loop.loop_state import LoopState
-from parsl_freetrain.training.loop.packing import How, NotPlain, packed, unpacked
+from parsl_freetrain.training.loop.packing import How, NotPlain, packed, plain_key, unpacked
 from parsl_freetrain.training.loop.places import OF_TORCH, Places, live_names, names_in_loop
 from parsl_freetrain.training.loop.spaces import NONE, Space, Values
 from parsl_freetrain.training.loop.unknown_state import among, set_variables
@@ -248,7 +247,7 @@ class Numbers:
         """Have what all ranks have changed, as far as it can be sent."""
         sent, file = dict[int, Any](), BytesIO()
         for shard, own in self._changes.items():
-            sent[shard] = {path: (gone, *self._packed(come)) for path, (gone, come) in own.items()}
+            sent[shard] = {path: self._packed(*difference) for path, difference in own.items()}
         torch.save(sent, file)
         said = gather_bytes(peers, file.getvalue() if sent else b'')
         for rank, one in enumerate(said):
@@ -261,17 +260,26 @@ class Numbers:
                         if named or found
                     }
 
-    def _packed(self, come: Any) -> tuple[dict[Any, Any], bool]:
+    def _packed(self, gone: Any, come: Any) -> tuple[Any, dict[Any, Any], bool]:
         found, named = {}, isinstance(come, dict)
-        for name, one in come.items() if named else (('', come),):
+        if isinstance(gone, list):
+            gone = [*_sendable(gone).values()]
+        for name, key in _sendable(come if named else ['']).items():
             with suppress(NotPlain):
-                key = name.item() if isinstance(name, np.generic) else name
-                found[key] = packed(one, self._how, room=[*_SENT])
-        return found, named
+                found[key] = packed(come[name] if named else come, self._how, room=[*_SENT])
+        return gone, found, named
 
     def _unpacked(self, found: dict[Any, Any], named: bool) -> Any:
         values = {name: unpacked(one, None, self._how) for name, one in found.items()}
         return values if named else values['']
+
+
+def _sendable(names: Iterable[Any]) -> dict[Any, Any]:
+    found = {}
+    for name in names:
+        with suppress(NotPlain):
+            found[name] = plain_key(name)
+    return found
 
 
 def _follows(one: Any, data: bool = True) -> bool:

@@ -94,7 +94,8 @@ class _Packer:
         plain = _SCALARS.issuperset(map(type, inner))
         self._take(len(one) if plain else 0, 0)
         if isinstance(one, dict):
-            one_of = one if _SCALARS.issuperset(map(type, one)) else {_key(k): one[k] for k in one}
+            plain_keys = _SCALARS.issuperset(map(type, one))
+            one_of = one if plain_keys else {plain_key(key): one[key] for key in one}
             found = dict(one_of) if plain else self._parts(one_of, there)
             content: Any = 'dict' if len(found) == len(one) else 'items', _base(one)(found)
         else:
@@ -213,9 +214,10 @@ def _base(one: Any) -> Any:
     return next(base for base in _BASES if isinstance(one, base))
 
 
-def _key(key: Any) -> Any:
+def plain_key(key: Any) -> Any:
+    """A name in a dict as a checkpoint holds it. Raises NotPlain for one that it cannot hold."""
     if type(key) is tuple:
-        return tuple(map(_key, key))
+        return tuple(map(plain_key, key))
     if isinstance(key, np.generic):
         return key.item()
     if type(key) not in _SCALARS and not isinstance(key, _WORDS):

@@ -1067,9 +1067,7 @@ def test_the_weights_depend_on_neither_cuts_nor_ranks(
             torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-4)
 
 
-def test_what_ranks_average_later_is_not_clipped_before(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_gradients_of_a_rank_are_not_clipped(fork_server: ForkClient, tmp_path: Path) -> None:
     how: dict[str, Any] = {'mode': 'throughput', 'total_samples': TOTAL, 'world_size': 2}
     said = refused(fork_server, tmp_path, backward_beside_passes, True, **how)
     assert 'if one pass has two backward()' in said

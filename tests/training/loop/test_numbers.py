@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain import FragmentContext, same_weights
 from parsl_freetrain.training.loop.enumerated import counts
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.cuts import cut, made, step, trained
+from tests.support.cuts import cut, made, refused, step, trained
 from tests.support.examples import refused_here
 
 DATA = TensorDataset(torch.linspace(-1, 2, 48).reshape(24, 2))
@@ -236,6 +236,17 @@ def test_what_runs_the_loop_and_counts_its_passes_is_refused() -> None:
         Kept().run(ctx.loop(DATA, BATCH), passes)
 
     assert 'ctx.loop is run by a Kept of figures.of_batches' in refused_here(train, total_epochs=1)
+
+
+def test_a_name_that_no_checkpoint_holds(fork_server: ForkClient, tmp_path: Path) -> None:
+    def train(ctx: FragmentContext) -> None:
+        (model, optimizer), signals = made(ctx), {signal.SIGTERM: 0, signal.SIGINT: 0}
+        for (x,) in ctx.loop(DATA, BATCH):
+            signals[signal.SIGTERM] += signals.pop(signal.SIGINT) + 1
+            step(model, optimizer, x)
+
+    how = {'world_size': 2, 'total_samples': TOTAL}
+    assert 'a Signals as a key' in refused(fork_server, tmp_path, train, **how)
 
 
 @pytest.mark.parametrize('by_epochs', [False, True])
