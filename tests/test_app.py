@@ -102,8 +102,8 @@ def test_settings_that_can_never_work() -> None:
         ),
         ({'owner': lambda: ft.Owner(priority=0.0)}, 'priority is 0.0; it must be a number above 0'),
         (
-            {'sizes': [2, 4], 'max_nodes': 8},
-            'sizes is [2, 4], and min_nodes to max_nodes are 2 to 8: sizes are the only node coun',
+            {'sizes': [2, 4], 'max_nodes': 1, 'min_nodes': 1},
+            'none of its sizes [2, 4] is from min_nodes to max_nodes, 1 to 1',
         ),
         ({'sizes': []}, 'sizes is []; it must have node counts'),
         ({'sizes': {0: ft.Shape()}}, 'sizes is {0: '),

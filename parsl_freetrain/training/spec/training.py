@@ -204,11 +204,6 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 )
             if self.mode.shards is None and self.ranks.per_node is not None:
                 structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
-        if self.sizes and (self.sizes[0], self.sizes[-1]) != (self.min_nodes, self.max_nodes):
-            raise BadInput(
-                f'sizes is {list(self.sizes)}, and min_nodes to max_nodes are {self.min_nodes} to '
-                f'{self.max_nodes}: sizes are the only node counts, so leave the others out.'
-            )
         if self.scaling.mixed:
             check_mixed(self.mode, self.shapes, ahead=self.ranks.ahead)
         check_shapes(self.shapes, self.mode, stated)
