@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import example
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.feasibility import by_place, is_allowed, stay_put
@@ -17,23 +18,23 @@ from parsl_freetrain.core.allocation.solvers.mixed_classes import MixedAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.solver import allocator_named
 from tests.core.allocation.test_allocation import check_against_brute_force
-from tests.support.allocation import (
-    assert_valid,
-    feasible,
-    problems_with_blocks,
-    rounding,
-    second_by_second,
-)
+from tests.support import allocation as support
 from tests.support.class_problems import class_problem
 from tests.support.properties import holds_for
 from tests.support.waiting import LIMIT_S
 
 MILP, COLUMNS, DP = MilpAllocator(LIMIT_S), ColumnAllocator(LIMIT_S), DpAllocator()
 NAMES = ('a100', 'a40', 'cpu')
+# The block ends too soon for t1, which may keep all that it has, or nothing.
+HELD = [
+    support.bid(f't{n}', n, held=(n, 0), shortest_s=n - 1.0, current_class='a40') for n in (1, 3)
+]
+ENDING = Problem(10.0, 3, (*HELD,), (Capacity('b0', 3, 1.0, 'a40'), Capacity('b1', 0, 1.0, 'a100')))
 
 
 @holds_for(
-    problems_with_blocks(names=NAMES) | problems_with_blocks(names=NAMES, ends=(math.inf,)),
+    support.problems_with_blocks(names=NAMES)
+    | support.problems_with_blocks(names=NAMES, ends=(math.inf,)),
     tries=60,
 )
 def test_every_solver_finds_the_best_of_all_allocations(problem: Problem) -> None:
@@ -42,17 +43,20 @@ def test_every_solver_finds_the_best_of_all_allocations(problem: Problem) -> Non
     check_against_brute_force(problem, solvers)
 
 
-@holds_for(problems_with_blocks(names=NAMES), tries=25)
+def allowed(problem: Problem, most: int) -> None:
+    for _, allocation in zip(range(most), support.feasible(problem), strict=False):
+        worth = support.second_by_second(problem, allocation)
+        near = pytest.approx(worth, rel=1e-9, abs=1e3 * support.rounding(problem))
+        assert problem.objective(allocation) == near and is_allowed(problem, allocation)
+
+
+@holds_for(support.problems_with_blocks(names=NAMES), tries=25)
 def test_what_is_said_about_an_allocation(problem: Problem) -> None:
-    for _, allocation in zip(range(100), feasible(problem), strict=False):
-        assert problem.objective(allocation) == pytest.approx(
-            second_by_second(problem, allocation), rel=1e-9, abs=1e3 * rounding(problem)
-        )
-        assert is_allowed(problem, allocation)
+    allowed(problem, 100)
     assert is_allowed(replace(problem, limits=()), stay_put(problem))
     shared = EqualShareAllocator().allocate(problem)
     if shared.status != 'infeasible':
-        assert_valid(problem, shared)
+        support.assert_valid(problem, shared)
 
 
 @pytest.mark.parametrize('seed', range(2))
@@ -60,7 +64,7 @@ def test_column_generation_agrees_with_the_milp_where_enumeration_ends(seed: int
     problem = class_problem(random.Random(seed), trainers=12, nodes=16)
     assert COLUMNS.applies(problem)
     found, reference = COLUMNS.allocate(problem), MILP.allocate(problem)
-    assert_valid(problem, found)
+    support.assert_valid(problem, found)
     assert found.objective == pytest.approx(reference.objective, rel=1e-9)
 
 
@@ -81,14 +85,11 @@ def in_mixes(problem: Problem, parts: int) -> Problem:
     )
 
 
-@holds_for(problems_with_blocks(names=NAMES[:2]), st.integers(1, 9), tries=60)
+@example(ENDING, 1)
+@holds_for(support.problems_with_blocks(names=NAMES[:2]), st.integers(1, 9), tries=60)
 def test_mixes_of_classes_are_the_best_of_all_allocations(problem: Problem, parts: int) -> None:
     problem = in_mixes(problem, parts)
-    for _, allocation in zip(range(30), feasible(problem), strict=False):
-        assert problem.objective(allocation) == pytest.approx(
-            second_by_second(problem, allocation), rel=1e-9, abs=1e3 * rounding(problem)
-        )
-        assert is_allowed(problem, allocation)
+    allowed(problem, 30)
     check_against_brute_force(problem, [MixedAllocator(60.0)])
     held = MixedAllocator(60.0).allocate(problem)
     if held.status == 'optimal':  # and from there, with a mix that it holds

@@ -187,7 +187,8 @@ class _Search:
         self.bound = max(self._closed, self._best.worth)
         if self._best.worth == -np.inf:
             return 'infeasible'
-        proven = self.bound - self._best.worth <= _PROVEN * abs(self._best.worth)
+        rounding = 1e-15 * float(np.abs(self._master.worth).max(initial=0.0))  # of sums of prices
+        proven = self.bound - self._best.worth <= max(_PROVEN * abs(self._best.worth), rounding)
         return 'optimal' if proven else 'feasible'
 
     def _next(self, waiting: list[_Branch]) -> _Branch | None:

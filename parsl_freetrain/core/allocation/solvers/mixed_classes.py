@@ -68,10 +68,19 @@ class MixedAllocator:
                 break
         ways = []
         for bid, of_bid in zip(problem.bids, options, strict=True):
-            possible = (way for option in of_bid for way in itertools.product(*option))
+            possible = [way for option in of_bid for way in itertools.product(*option)]
+            if bid.name not in keep and _may_stay(problem, bid):
+                possible.append(problem.held(bid))
             found = [way for way in possible if bid.usable(sum(way)) == sum(way)]
             ways.append(list(dict.fromkeys([keep.get(bid.name, staying[bid.name]), *found])))
         return ways, counts is _every
+
+
+def _may_stay(problem: Problem, bid: Bid) -> bool:
+    """What a bid holds may be kept where it ends too soon for another."""
+    held = problem.held(bid)
+    one_block = problem.spans_blocks or sum(n > 0 for n in held) <= 1
+    return one_block and (bid.mixed_parts > 0 or len(problem.classes_of(held)) <= 1)
 
 
 def _every(most: int, held: int) -> Sequence[int]:
