@@ -21,7 +21,7 @@ class Counted:
     nodes_every_s = 1e9
 
     def __init__(self, log: Path, *beside: str) -> None:
-        self._log, self._client, self._beside = log, Commands('Slurm', 0.3), beside
+        self._log, self._client, self._beside = log, Commands('Slurm', 30.0), beside
 
     def _ask(self, what: str) -> str:
         return self._client.ask(('sh', '-c', 'echo $1 >> $0; wc -l < $0', str(self._log), what))
