@@ -36,7 +36,7 @@ def by_sample(ctx: FragmentContext, at: int) -> list[Any]:
                 hard.update({n: loss} if loss > 0.5 else {})
             step(model, optimizer, x * torch.tensor(1 + known / 10)[:, None])
             cut(ctx, at)
-            time.sleep(0.4 * (ctx.fragment == 1 and 0 < at <= ctx.samples))  # ranks agree in time
+            time.sleep(0.1 * (at > 0))  # ranks agree the more often, the longer a step takes
     assert torch.equal(last, X)
     return [len(seen), *{*times}, float(losses.sum()), sum(hard.values())]
 
